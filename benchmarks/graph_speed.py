@@ -150,7 +150,7 @@ def by_lockstep(
     try:
         for batches in run.step_batches():
             training.step(batches)
-            if run.stepper.counters.step % block == 0:
+            if run.stepper.counters.steps_done % block == 0:
                 yield
     finally:
         run.close_source()

@@ -179,7 +179,7 @@ def test_a_crash_on_one_rank_is_shown_first(trained):
     assert first_line(done).startswith("lockstep: rank 1 on ")
     assert "ZeroDivisionError: deliberate" in first_line(done)
     assert "in fail" in done.stderr  # the line of the user's own code
-    assert "1 other rank was killed" in done.stderr
+    assert "1 other rank ended because of it" in done.stderr
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from lockstep.api import fit as fit
     from lockstep.api import start as start
     from lockstep.config import RunConfig as RunConfig
+    from lockstep.data.samplers import Mixture as Mixture
     from lockstep.data.samplers import Sampled as Sampled
     from lockstep.errors import ConfigError as ConfigError
     from lockstep.errors import UserError as UserError
@@ -35,6 +36,7 @@ _HOMES = {
     "RunResult": "api",
     "fit": "api",
     "start": "api",
+    "Mixture": "data.samplers",
     "Sampled": "data.samplers",
     "ConfigError": "errors",
     "UserError": "errors",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import targets
-from lockstep.config import Layer, Resolved, check, flatten, from_object, resolve, resolve_for
+from lockstep.config import Layer, Resolved, check, flatten, from_object, resolve, resolve_for, strongest_value
 from lockstep.config.schema import typed as typed_value
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import failure
@@ -61,6 +61,16 @@ LAYERS = "LOCKSTEP_LAYERS"
 STORED = "run "
 
 
+@dataclass(frozen=True)
+class Best:
+    """The best checkpoint of a run."""
+
+    path: Path  # of its folder
+    step: int
+    metric: str  # the setting `checkpoint.best`
+    value: float
+
+
 @dataclass
 class RunResult:
     """What a finished run leaves behind."""
@@ -80,6 +90,16 @@ class RunResult:
         that step: its "loss" and its metrics. An evaluation between two log lines has "step" and "eval" only.
         """
         return read_history(self.run_dir)
+
+    @property
+    def best(self) -> Best | None:
+        """The best checkpoint by `checkpoint.best`; None without that setting."""
+        best = self.summary.get("best")
+        if best is None:
+            return None
+
+        path = self.run_dir / "checkpoints" / Path(best["checkpoint"]).name
+        return Best(path, best["step"], best["metric"], best["value"])
 
     @cached_property
     def weights(self) -> dict[str, Tensor]:
@@ -519,11 +539,6 @@ def _speaks_for_all() -> bool:
         return current_world().rank == 0
     except UserError:
         return True  # the launcher of one of several machines
-
-
-def strongest_value(layers: list[Layer], key: str) -> Any:
-    """Return the value of the strongest layer that sets `key`, or None."""
-    return next((values[key] for _, values in reversed(layers) if values.get(key)), None)
 
 
 # ---- what to type to resume ----

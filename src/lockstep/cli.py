@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import lockstep
-from lockstep import targets
+from lockstep import skeletons, targets
 from lockstep.bench import command as bench
 from lockstep.clusters import command as clusters
 from lockstep.clusters import nodes
@@ -119,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
 
     # In the order in which a user meets them.
+    _add_init(verbs.add_parser("init", help="write a file to start from: a task or a script that trains at once"))
     _add_train(verbs.add_parser("train", help="train a recipe, your own task, or a script with its own loop"))
     _add_verify(
         verbs.add_parser("verify", help="train a few steps on different numbers of processes, and compare the results")
@@ -137,6 +138,9 @@ def _parser() -> argparse.ArgumentParser:
     config = verbs.add_parser("config", help="show every setting of a target and where its value comes from")
     config.add_argument("action", choices=["show"], help="print the settings")
     _add_target(config)
+    config.add_argument("--changed", action="store_true", help="only the settings that differ from their defaults")
+
+    _add_runs(verbs)
 
     report = verbs.add_parser("report", help="write the report of a run, report.html, into its folder")
     report.add_argument("run_dir", type=Path, metavar="RUN", help="folder of the run")
@@ -146,6 +150,26 @@ def _parser() -> argparse.ArgumentParser:
     verbs.add_parser("recipes", help="list the recipes that come with Lockstep")
     lab.add_options(verbs.add_parser("lab", help="learn distributed training: check your solutions of the exercises"))
     return parser
+
+
+def _add_init(parser: argparse.ArgumentParser) -> None:
+    about = "; ".join(f"{name}: {skeleton.about}" for name, skeleton in skeletons.SKELETONS.items())
+    parser.add_argument(
+        "kind", metavar="KIND", nargs="?", default="classifier", choices=skeletons.SKELETONS, help=about
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", help="the file to write, NAME.py (default: the kind)")
+
+
+def _add_runs(verbs: Any) -> None:
+    runs = verbs.add_parser("runs", help="list the runs in a folder: state, step, best evaluation, size")
+    runs.add_argument("folder", type=Path, metavar="DIR", nargs="?", default=Path("runs"), help="(default: runs)")
+    runs.add_argument("--json", action="store_true", help="print JSON")
+
+    rm = verbs.add_parser("rm", help="delete runs, or only their checkpoints")
+    rm.add_argument("runs", type=Path, metavar="RUN", nargs="+", help="folder of a run")
+    rm.add_argument("--checkpoints", action="store_true", help="delete the checkpoints, and keep records and weights")
+    rm.add_argument("--yes", action="store_true", help="do not ask")
+    rm.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
@@ -219,8 +243,10 @@ def _add_ckpt(parser: argparse.ArgumentParser) -> None:
 
     export = add("export", "RUN|CKPT", "write the weights to a file model.safetensors")
     export.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: RUN/export/step-N)")
-    export.add_argument("--step", type=int, metavar="N", help="step of the checkpoint to export (default: the newest)")
     export.add_argument("--ema", action="store_true", help="write the averages of the weights (ema.decay)")
+    chosen = export.add_mutually_exclusive_group()
+    chosen.add_argument("--step", type=int, metavar="N", help="step of the checkpoint to export (default: the newest)")
+    chosen.add_argument("--best", action="store_true", help="export the best checkpoint by checkpoint.best")
 
     prune = add("prune", "RUN", "delete all checkpoints but the newest")
     prune.add_argument("--keep", type=int, default=3, metavar="K", help="how many checkpoints to keep (default 3)")
@@ -230,6 +256,10 @@ def _add_ckpt(parser: argparse.ArgumentParser) -> None:
 # ---- verbs ----
 #
 # Each imports what it needs: `lockstep --help` must wait neither for torch nor for pydantic.
+
+
+def _init(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    print(skeletons.init(options.kind, options.name))
 
 
 def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -262,11 +292,11 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def _train_on_hosts(
     options: argparse.Namespace, overrides: Sequence[str], layers: list[Layer], resume_command: ResumeCommand
 ) -> int:
-    from lockstep import api
+    from lockstep.config import strongest_value
     from lockstep.launch.run_dir import choose_run_dir
 
     # All hosts need the same folder, so it is chosen here.
-    asked, resume = api.strongest_value(layers, "run_dir"), api.strongest_value(layers, "resume") or "never"
+    asked, resume = strongest_value(layers, "run_dir"), strongest_value(layers, "resume") or "never"
     run_dir = choose_run_dir(asked, resume, targets.name_of(options.target))
     rest = [word for word in overrides if not word.startswith("run_dir=")]
 
@@ -301,7 +331,7 @@ def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _config(options: argparse.Namespace, overrides: Sequence[str]) -> None:
-    from lockstep.config import flatten, read_layers, resolve_for
+    from lockstep.config import KEYS, flatten, read_layers, resolve_for
     from lockstep.config.schema import typed
     from lockstep.registries import check_names
 
@@ -314,7 +344,37 @@ def _config(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     targets.make_task(kind, resolved.config.task)
 
     for key, value in flatten(resolved.config).items():
+        # An option of the task is listed only if it was set: its default is in the task's constructor.
+        if options.changed and key in KEYS and value == KEYS[key].default:
+            continue
+
         print(f"{key:32} {typed(value):24} {resolved.sources.get(key, 'default')}")
+
+
+def _runs(options: argparse.Namespace, overrides: Sequence[str]) -> None:
+    from lockstep.observe.run_list import runs
+
+    print(runs(options.folder, options.json))
+
+
+def _rm(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from lockstep.observe.run_removal import rm
+
+    lines, code = rm(options.runs, options.checkpoints, options.dry_run, lambda text: options.yes or _ask(text))
+    print(printable("\n".join(lines)))
+    return code
+
+
+def _ask(question: str) -> bool:
+    """Ask a person, and return whether the answer is yes."""
+    if not (sys.stdin and sys.stdin.isatty()):
+        raise UserError(
+            "lockstep rm asks before it deletes, and nobody can answer here",
+            "the input is not a terminal",
+            "add --yes",
+        )
+
+    return input(printable(f"{question} [y/N] ")).strip().lower() in ("y", "yes")
 
 
 def _report(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -328,7 +388,7 @@ def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     match options.action:
         case "export":
-            text, code = inspect.export(options.path, options.out, options.step, options.ema)
+            text, code = inspect.export(options.path, options.out, options.step, options.best, options.ema)
         case "prune":
             text, code = inspect.prune(options.path, options.keep, options.dry_run)
         case "ls":
@@ -349,11 +409,14 @@ def _recipes(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 # Each function returns an exit code, or None for success.
 VERBS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int | None]] = {
+    "init": _init,
     "train": _train,
     "launch": _launch,
     "verify": _verify,
     "resize": _resize,
     "config": _config,
+    "runs": _runs,
+    "rm": _rm,
     "report": _report,
     "ckpt": _ckpt,
     "recipes": _recipes,

@@ -74,7 +74,7 @@ def test_the_first_failure_is_printed_and_the_others_are_stopped(run, tmp_path, 
     text = capfd.readouterr().err
     assert text.startswith("lockstep: rank 1 on ")
     assert "ValueError: the real cause" in text.splitlines()[0]
-    assert "2 other ranks were killed. Log of rank " in text
+    assert "2 other ranks ended because of it. Log of rank " in text
     assert text.rstrip().endswith("the same error would most likely recur")
     assert not any(alive(pid_of(tmp_path, 0, rank)) for rank in range(3))
     assert [event["event"] for event in events(tmp_path)] == ["failure"]

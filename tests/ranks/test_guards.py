@@ -496,7 +496,7 @@ class Favours(Regression):
     """A task that changes the weights of one rank after step 2."""
 
     def after_step(self, run: Any, result: Any) -> None:
-        if run.step == 2 and dist.get_rank() == 1:
+        if run.steps_done == 2 and dist.get_rank() == 1:
             self.net.hidden.weight.data.add_(0.5)
 
 
@@ -669,7 +669,7 @@ class OneSided(Regression):
     """Rank 1 calls a collective of its own, of the size of a bucket with gradients and the control word."""
 
     def after_step(self, run: Any, result: Any) -> None:
-        if run.step == 1 and dist.get_rank() == 1:
+        if run.steps_done == 1 and dist.get_rank() == 1:
             dist.all_reduce(torch.zeros(sum(p.numel() for p in run.model.parameters()) + LENGTH))
 
 

@@ -445,7 +445,7 @@ class Assigns(Regression):
         return self.made
 
     def after_step(self, run: Any, result: Any) -> None:
-        if run.step == 2:
+        if run.steps_done == 2:
             self.made.param_groups[1]["lr"] = 0.5
 
 
@@ -456,13 +456,13 @@ class AssignsToTensor(Assigns):
         return self.made
 
     def after_step(self, run: Any, result: Any) -> None:
-        if run.step == 2:
+        if run.steps_done == 2:
             self.made.param_groups[1]["lr"].fill_(0.5)
 
 
 class StepsItsOwn(Assigns):
     def after_step(self, run: Any, result: Any) -> None:
-        if run.step == 1:
+        if run.steps_done == 1:
             self.late = lr_scheduler.StepLR(self.made, 1, 0.5)
         self.late.step()
 

@@ -217,7 +217,7 @@ class Resting(Ragged):
 
     def after_step(self, run: Any, result: Any) -> None:
         last = self.net.blocks[2]
-        last.forward = (lambda x: x) if run.step % 2 else type(last).forward.__get__(last)  # type: ignore[method-assign]
+        last.forward = (lambda x: x) if run.steps_done % 2 else type(last).forward.__get__(last)  # type: ignore[method-assign]
 
 
 class TiedBlocks(Resting):

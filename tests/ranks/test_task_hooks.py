@@ -28,19 +28,19 @@ class Hooked(Regression):
         return self.data()
 
     def before_training(self, run: Any) -> None:
-        self.notes.append(("before_training", run.step, run.rank, run.world_size, run.is_main))
+        self.notes.append(("before_training", run.steps_done, run.rank, run.world_size, run.is_main))
 
     def before_backward(self, run: Any, loss: Loss) -> Loss:
         return Loss(2 * loss.total, loss.weight, loss.metrics)
 
     def after_step(self, run: Any, result: Any) -> None:
-        self.notes.append(("after_step", run.step, round(run.epoch, 3), result.loss))
+        self.notes.append(("after_step", run.steps_done, round(run.epoch, 3), result.loss))
         run.log("rank", run.rank, weight=run.rank)
         if run.rank == run.world_size - 1:
-            run.log("late", run.step)
+            run.log("late", run.steps_done)
 
     def after_eval(self, run: Any, metrics: Any) -> None:
-        self.notes.append(("after_eval", run.step, metrics["loss"]))
+        self.notes.append(("after_eval", run.steps_done, metrics["loss"]))
         run.log("twice", 2.0)
 
 
@@ -54,7 +54,7 @@ class Counter:
 
     def after_step(self, run: Any, result: Any) -> None:
         self.count += 1
-        if run.step == self.stop_at and run.rank == self.rank:
+        if run.steps_done == self.stop_at and run.rank == self.rank:
             run.stop("seen enough")
 
     def state_dict(self) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def test_a_stop_of_one_rank_holds_for_all_and_survives_a_resume(pool: Pool, tmp_
 
 class Saves(Hooked):
     def after_step(self, run: Any, result: Any) -> None:
-        if run.step == 2 and run.rank == 1:
+        if run.steps_done == 2 and run.rank == 1:
             run.save()
 
 

@@ -126,9 +126,24 @@ def test_the_command_line_is_judged_together_with_the_defaults_of_the_task(tmp_p
     assert [value.strip() for value in rows["lr.reference_batch"]] == ["64", "task default"]
 
 
+def test_only_what_differs_from_the_defaults_is_shown_on_request(tmp_path):
+    (tmp_path / "toy.py").write_text(toy({"steps": 5, "seed": 0, "precision": "bf16"}))
+    result = forked("config", "show", "toy.py:Toy", "--changed", "precision=auto", "lr.peak=0.1", folder=tmp_path)
+    assert [line.split(maxsplit=2) for line in result.stdout.splitlines()] == [
+        ["steps", "5", "task default"],
+        ["lr.peak", "0.1", "command line"],
+    ], result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
-    [(["--help"], 0), (["train", "--help"], 0), (["recipes"], 0), (["train", "char_lm", "stepz=1"], 2)],
+    [
+        (["--help"], 0),
+        (["train", "--help"], 0),
+        (["recipes"], 0),
+        (["runs", "/"], 0),
+        (["train", "char_lm", "stepz=1"], 2),
+    ],
 )
 def test_what_needs_no_torch_does_not_import_it(arguments, code):
     """Torch takes seconds to import: help and misspelt settings must not wait for it."""

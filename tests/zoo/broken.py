@@ -369,7 +369,7 @@ class LateHead(Sound):
     """Replaces the head after the first step, when the model has long been wrapped."""
 
     def after_step(self, run: Any, result: Any) -> None:
-        if run.step == 1:
+        if run.steps_done == 1:
             run.model.out = nn.Linear(8, run.model.out.out_features, bias=False)
 
 

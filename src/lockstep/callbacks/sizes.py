@@ -38,7 +38,7 @@ class ProgressiveSizes:
 
     def before_batch(self, micro: MicroBatch) -> None:
         assert self._run is not None
-        micro.data = self.resize(micro.data, self.size_at(self._run.step))
+        micro.data = self.resize(micro.data, self.size_at(self._run.steps_done))
 
 
 def resize_images(batch: Any, size: int) -> Any:

@@ -9,6 +9,7 @@ import os
 import secrets
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ from rich.filesize import decimal as size_text
 
 from lockstep.checkpoint.format import check_size
 from lockstep.checkpoint.format import verify as verify_checkpoint
-from lockstep.checkpoint.manifest import MANIFEST, InvalidCheckpoint, Manifest, read_manifest
+from lockstep.checkpoint.manifest import (
+    MANIFEST,
+    BestCheckpoint,
+    InvalidCheckpoint,
+    Manifest,
+    best_checkpoint,
+    read_manifest,
+)
 from lockstep.checkpoint.storage import (
     Checkpoint,
     CheckpointStorage,
@@ -27,7 +35,8 @@ from lockstep.checkpoint.storage import (
     step_in,
     steps_to_delete,
 )
-from lockstep.errors import UserError, plural, printable
+from lockstep.errors import UserError, plural
+from lockstep.observe.formats import columns
 
 # How many tensors `show` lists, and how many checkpoints `ls` lists.
 MAX_SHOWN = 200
@@ -40,13 +49,15 @@ _AVERAGE = "ema."  # with --ema, those that begin with this take the place of th
 
 def ls(path: Path) -> tuple[str, int]:
     """List the checkpoints of a run. This reads only manifests and the sizes of files; `verify` reads all bytes."""
-    checkpoints = committed(_storage(path))
-    rows = [_row(checkpoint) for checkpoint in checkpoints[:MAX_LISTED]]
+    storage = _storage(path)
+    checkpoints = committed(storage)
+    best = best_checkpoint(storage, _retention_of(checkpoints))
+    rows = [_row(checkpoint, best) for checkpoint in checkpoints[:MAX_LISTED]]
     if not rows:
         return "no checkpoints", 0
 
     rest = f"\nand {len(checkpoints) - MAX_LISTED} older ones" if len(checkpoints) > MAX_LISTED else ""
-    return _table([("step", "when", "size", "tensors", "metrics", "state"), *rows]) + rest, 0
+    return columns([("step", "when", "size", "tensors", "metrics", "state"), *rows]) + rest, 0
 
 
 def show(path: Path) -> tuple[str, int]:
@@ -72,7 +83,7 @@ def show(path: Path) -> tuple[str, int]:
         (name, entry.dtype, str(list(entry.shape)), size_text(entry.bytes), str(len(entry.pieces)))
         for name, entry in sorted(manifest.tensors.items())
     ]
-    lines = [_table(facts), "", _table([("tensor", "dtype", "shape", "size", "pieces"), *rows[:MAX_SHOWN]])]
+    lines = [columns(facts), "", columns([("tensor", "dtype", "shape", "size", "pieces"), *rows[:MAX_SHOWN]])]
     if len(rows) > MAX_SHOWN:
         lines.append(f"and {len(rows) - MAX_SHOWN} more")
 
@@ -92,7 +103,7 @@ def verify(path: Path) -> tuple[str, int]:
         rows += [("", f"{problem.file}: {problem.why}") for problem in problems]
         exit_code |= bool(problems)
 
-    return _table(rows) if rows else "no checkpoints", exit_code
+    return columns(rows) if rows else "no checkpoints", exit_code
 
 
 def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
@@ -117,9 +128,9 @@ def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
     return "\n".join(lines) or "nothing to delete", 0
 
 
-def export(path: Path, out: Path | None, step: int | None, ema: bool = False) -> tuple[str, int]:
+def export(path: Path, out: Path | None, step: int | None, best: bool = False, ema: bool = False) -> tuple[str, int]:
     """Write the weights of a checkpoint to a file; with `ema`, the averages of the weights."""
-    checkpoint = choose(path, step)
+    checkpoint = choose_best(path) if best else choose(path, step)
     target = export_weights(checkpoint, out or _run_of(path) / "export" / checkpoint.name, ema)
 
     # A run may leave frozen parameters out of its checkpoints (checkpoint.frozen=false). A checkpoint that was not
@@ -143,7 +154,7 @@ def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path
     """
     from lockstep.observe.run_folder import write_weights  # needs torch
 
-    tensors, aliases = _weights(checkpoint, ema)
+    tensors, aliases = read_weights(checkpoint, ema)
     if not tensors:
         raise UserError(
             f"the checkpoint {checkpoint.location} has no weights to export",
@@ -158,7 +169,11 @@ def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path
     return target
 
 
-def _weights(checkpoint: Checkpoint, ema: bool) -> tuple[dict[str, Any], dict[str, str]]:
+def read_weights(checkpoint: Checkpoint, ema: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
+    """Verify every byte, and return the tensors `model.*` without that prefix, and the other names of tied ones.
+
+    With `ema` the averages of parameters take their places.
+    """
     from lockstep.checkpoint.load import CheckpointReader  # needs torch
 
     tensors = {}
@@ -213,6 +228,33 @@ def choose(path: Path, step: int | None = None) -> Checkpoint:
     return checkpoints[chosen]
 
 
+def choose_best(path: Path) -> Checkpoint:
+    """Return the best checkpoint of the run at `path`, by its setting `checkpoint.best`."""
+    storage = _storage(path)
+    best = best_checkpoint(storage, _retention_of(committed(storage)))
+    if best is None:
+        raise UserError(
+            f"{path} has no best checkpoint",
+            "its newest checkpoint was saved without checkpoint.best, or none has an evaluation",
+            "choose one by its step: lockstep ckpt ls RUN",
+        )
+
+    return best.checkpoint
+
+
+def _retention_of(checkpoints: Sequence[Checkpoint]) -> Retention:
+    """Return by which metric the newest valid checkpoint of a run was compared, as its settings say."""
+    for checkpoint in checkpoints:
+        with suppress(InvalidCheckpoint):
+            settings = read_manifest(checkpoint).values.get("config")
+            settings = settings if isinstance(settings, dict) else {}
+            metric = settings.get("checkpoint.best", "null")
+            mode = "max" if settings.get("checkpoint.best_mode") == "max" else "min"
+            return Retention(best=metric if isinstance(metric, str) and metric != "null" else None, mode=mode)
+
+    return Retention()
+
+
 def _storage(path: Path) -> CheckpointStorage:
     # `path` is the run's folder, or the folder of its checkpoints, which may be written as ".".
     for root in (path / "checkpoints", path):
@@ -242,7 +284,7 @@ def _absolute(path: Path) -> Path:
     return Path(os.path.abspath(path))
 
 
-def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
+def _row(checkpoint: Checkpoint, best: BestCheckpoint | None) -> tuple[str, ...]:
     step = str(checkpoint.step)
     try:
         manifest = read_manifest(checkpoint)
@@ -257,7 +299,7 @@ def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
         size_text(manifest.bytes),
         str(len(manifest.tensors)),
         _metrics(manifest),
-        "not verified",
+        f"not verified, best {best.metric}" if best and checkpoint == best.checkpoint else "not verified",
     )
 
 
@@ -267,11 +309,3 @@ def _when(manifest: Manifest) -> str:
 
 def _metrics(manifest: Manifest) -> str:
     return " ".join(f"{key}={value:.4g}" for key, value in manifest.metrics.items() if isinstance(value, int | float))
-
-
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    # A name in a manifest may contain any characters. Escape line breaks, so that no cell begins a new line.
-    rows = [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    line = "  ".join(f"{{:{width}}}" for width in widths)
-    return "\n".join(line.format(*row).rstrip() for row in rows)

@@ -224,6 +224,13 @@ class Retention:
                 f"Retention(mode={self.mode!r}) does not say which checkpoint is best", "", 'use "min" or "max"'
             )
 
+    def score(self, metrics: Mapping[str, Any]) -> float | None:
+        """Return a number that is larger for better metrics; None if there is none, or it is NaN."""
+        value = metrics.get(self.best) if self.best is not None else None
+        if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
+            return None
+        return value if self.mode == "max" else -value
+
 
 def steps_to_delete(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: Retention) -> list[int]:
     """Return the steps to delete, oldest first, and never the newest. `checkpoints` are (step, metrics)."""
@@ -233,19 +240,14 @@ def steps_to_delete(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retent
     if retention.every:
         keep |= {step for step in steps if step % retention.every == 0}
 
-    if retention.best is not None:
-        sign = 1 if retention.mode == "max" else -1
-        scores = [(sign * m[retention.best], step) for step, m in checkpoints if _is_score(m.get(retention.best))]
-
-        # Of equal scores, keep the newest step.
-        keep |= {step for _, step in sorted(scores)[-1:]}
-
-    return [step for step in steps if step not in keep]
+    best = best_step(checkpoints, retention)
+    return [step for step in steps if step not in keep and step != best]
 
 
-def _is_score(metric: Any) -> bool:
-    """Whether a metric can be compared: a number, but not NaN."""
-    return isinstance(metric, int | float) and not isinstance(metric, bool) and not math.isnan(metric)
+def best_step(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: Retention) -> int | None:
+    """Return the step that is best by `retention.best`, the newest of equals; None if no step can be compared."""
+    scores = [(score, step) for step, metrics in checkpoints if (score := retention.score(metrics)) is not None]
+    return max(scores)[1] if scores else None
 
 
 # ---- in a file system ----

@@ -23,7 +23,7 @@ import errno
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -43,7 +43,7 @@ from lockstep.checkpoint.manifest import (
     TensorEntry,
     decode,
     encode,
-    read_manifest,
+    metrics_of,
     tensors_to_json,
 )
 from lockstep.checkpoint.storage import (
@@ -368,16 +368,9 @@ def apply_retention(storage: CheckpointStorage, retention: Retention, token: str
     checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(storage)}
 
     # Manifests are read only if the best metric is kept.
-    metrics = [(step, _metrics(checkpoint) if retention.best else {}) for step, checkpoint in checkpoints.items()]
+    metrics = [(step, metrics_of(checkpoint) if retention.best else {}) for step, checkpoint in checkpoints.items()]
     for step in steps_to_delete(metrics, retention):
         delete_checkpoint(storage, checkpoints[step].name, token)
-
-
-def _metrics(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    # An invalid checkpoint has no metrics, so only its age decides whether it is deleted.
-    with suppress(InvalidCheckpoint):
-        return read_manifest(checkpoint).metrics
-    return {}
 
 
 def _confirmation(rank: int) -> str:

@@ -96,7 +96,7 @@ def main(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 def make_request(options: argparse.Namespace, overrides: Sequence[str]) -> Request:
     """Check what was typed, as `lockstep train` does before it starts a process, and give the job its run folder."""
     # `lockstep --help` must not wait for pydantic.
-    from lockstep.config import check, read_layers
+    from lockstep.config import check, read_layers, strongest_value
     from lockstep.launch.run_dir import new_run_dir
     from lockstep.registries import check_names
 
@@ -107,11 +107,8 @@ def make_request(options: argparse.Namespace, overrides: Sequence[str]) -> Reque
     parse_nproc(options.nproc)
     nodes = parse_nnodes(options.nnodes)
 
-    def last(key: str) -> str | None:
-        return next((values[key] for _, values in reversed(layers) if values.get(key)), None)
-
     # All machines, and every restart of the job, need the same folder: it is chosen once, here.
-    asked = last("run_dir")
+    asked = strongest_value(layers, "run_dir")
     run_dir = Path(asked) if asked else new_run_dir(targets.name_of(options.target))
     rest = tuple(word for word in overrides if not word.startswith("run_dir="))
     return Request(
@@ -122,7 +119,7 @@ def make_request(options: argparse.Namespace, overrides: Sequence[str]) -> Reque
         run_dir=run_dir,
         nproc=options.nproc,
         nnodes=nodes,
-        resume=last("resume") or "auto",
+        resume=strongest_value(layers, "resume") or "auto",
     )
 
 

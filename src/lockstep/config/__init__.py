@@ -15,7 +15,7 @@ load          files, command line, Python objects -> layers
 from __future__ import annotations
 
 from lockstep.config.load import from_object, read_file, read_layers
-from lockstep.config.resolve import Layer, Resolved, check, resolve, resolve_for
+from lockstep.config.resolve import Layer, Resolved, check, resolve, resolve_for, strongest_value
 from lockstep.config.schema import (
     KEYS,
     ClipConfig,
@@ -51,5 +51,6 @@ __all__ = [
     "read_layers",
     "resolve",
     "resolve_for",
+    "strongest_value",
     "to_yaml",
 ]

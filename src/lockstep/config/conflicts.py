@@ -199,6 +199,14 @@ PAIRS = (
         "micro-batches that depend on the memory that is free at the time",
         "set micro_batch=4, the same on every number of ranks",
     ),
+    (
+        "checkpoint.final",
+        "best",
+        "checkpoint.frozen",
+        False,
+        "checkpoints without the frozen weights, which model.safetensors needs",
+        "leave checkpoint.frozen out, or checkpoint.final",
+    ),
 )
 
 
@@ -277,6 +285,7 @@ PIPELINE = ("pp.schedule", "pp.stages_per_rank")
 SPIKES = ("spike.factor", "spike.window")
 SCALER = tuple(key for key in KEYS if key.startswith("scaler."))
 SHARDED = with_trait("shards_parameters")
+WEIGHTS = tuple(key for key in KEYS if key.startswith("weights."))
 
 OPTIONS_OF = (
     OptionsOf(("fsdp.offload",), "strategy", SHARDED, "only a sharded model can be offloaded", "strategy=fsdp"),
@@ -298,7 +307,11 @@ OPTIONS_OF = (
     OptionsOf(("lr.reference_batch",), "lr.scaling", (), "the peak does not follow the batch", "lr.scaling=linear"),
     OptionsOf(SPIKES, "spike.policy", ("skip", "rewind", "stop"), "spike detection is off", "spike.policy=skip"),
     OptionsOf(
-        ("checkpoint.best_mode",), "checkpoint.best", (), "no best checkpoint is kept", "checkpoint.best=eval_loss"
+        ("checkpoint.best_mode", "checkpoint.final"),
+        "checkpoint.best",
+        (),
+        "no best checkpoint is kept",
+        "checkpoint.best=eval_loss",
     ),
     OptionsOf(
         ("stop.metric", "stop.mode", "stop.min_delta"),
@@ -307,6 +320,7 @@ OPTIONS_OF = (
         "no evaluation stops the run",
         "stop.patience=5",
     ),
+    OptionsOf(WEIGHTS, "init_from", (), "no weights are read", "init_from=FILE"),
     OptionsOf(SCALER, "precision", ("auto", "fp16"), "the format needs no loss scale", "precision=fp16"),
 )
 

@@ -68,6 +68,11 @@ def resolve_for(
 # ---- merging ----
 
 
+def strongest_value(layers: Sequence[Layer], key: str) -> Any:
+    """Return the value of the strongest layer that sets `key`, before anything is checked; None if none does."""
+    return next((values[key] for _, values in reversed(layers) if values.get(key)), None)
+
+
 def settings_of(items: Iterable[tuple[Any, Any]], source: str, problems: list[UserError]) -> dict[str, Setting]:
     """Return settings by dotted key, for nested and dotted keys in any mixture. Problems are appended."""
     settings: dict[str, Setting] = {}

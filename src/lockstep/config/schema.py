@@ -132,7 +132,21 @@ class ScalerConfig(Section):
 
 
 class EvaluateConfig(Section):
-    every: int | None = _key(None, "optimizer steps between evaluations; null: only at the end", example=100, ge=1)
+    # Any of these three makes an evaluation due. Without them there is only the one at the end.
+    every: int | None = _key(None, "optimizer steps between evaluations", example=100, ge=1)
+    epochs: float | None = _key(None, "epochs between evaluations", example=0.5, gt=0)
+    minutes: float | None = _key(
+        None,
+        "minutes between evaluations, by the clock of rank 0; another run evaluates after other steps",
+        example=10,
+        gt=0,
+    )
+    decides: str | None = _key(
+        None,
+        "of several evaluation sets, the one that early stopping, the best checkpoint and schedulers follow; null: the "
+        "first",
+        example="val",
+    )
     batch: int | None = _key(
         None,
         "samples per forward of an evaluation; null: micro_batch if it is set, otherwise at most 32",
@@ -248,8 +262,36 @@ class CheckpointConfig(Section):
     best_mode: Literal["min", "max"] = _key(
         "min", "whether the smallest or the largest value of checkpoint.best is the best"
     )
+    final: Literal["last", "best"] = _key(
+        "last", "which weights model.safetensors holds: of the last step, or of the best checkpoint"
+    )
     # A large frozen backbone need not be in every checkpoint.
     frozen: bool = _key(True, "save frozen parameters too; false: save only a digest of them, to compare on resume")
+
+
+class WeightsConfig(Section):
+    """What `init_from` does with tensors that do not fit. By default any mismatch is refused, with a list."""
+
+    rename: dict[str, str] = _key(
+        {},
+        "init_from: regular expressions and their replacements, applied in order to the names in the file",
+        example={"^module[.]": ""},
+    )
+    allow_missing: list[str] = _key(
+        [],
+        "init_from: names in the model, as patterns, that keep their initial values if the file does not have them, or "
+        "has another shape",
+        example=["head.*"],
+    )
+    allow_extra: list[str] = _key(
+        [], "init_from: names in the file, as patterns, that are left out", example=["decoder.*"]
+    )
+    allow_reshape: list[str] = _key(
+        [],
+        "init_from: names in the model, as patterns, whose shape may differ: equal elements are reshaped; otherwise "
+        "the part that both have is copied",
+        example=["*.embed.weight"],
+    )
 
 
 class RestartConfig(Section):
@@ -366,6 +408,11 @@ class RunConfig(Section):
 
     # Where it starts and ends.
     resume: PathText = _key("never", "resume from a checkpoint: auto, never, or the folder of a run or a checkpoint")
+    init_from: PathText | None = _key(
+        None,
+        "weights to start a new run from: a .safetensors or torch file, a run, a checkpoint, or a Hugging Face folder",
+        example="runs/first",
+    )
     run_dir: PathText | None = _key(None, "folder of the run; null: runs/<name>-<time>", example="runs/first")
     goals: list[Goal] = _key(
         [], "values that the last evaluation should reach; the summary says whether it did", example=["accuracy >= 0.9"]
@@ -388,6 +435,7 @@ class RunConfig(Section):
     fsdp: FSDPConfig = FSDPConfig()
     mesh: MeshConfig = MeshConfig()
     pp: PPConfig = PPConfig()
+    weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     restart: RestartConfig = RestartConfig()
     hang: HangConfig = HangConfig()

@@ -28,6 +28,7 @@ from lockstep.data.loader import (
     to_device,
 )
 from lockstep.data.samplers import Sampled, Sampler, make_sampler
+from lockstep.data.samplers.torch_samplers import as_sampler
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.streams import StreamSource
 from lockstep.data.windows import Window, micro_slice, next_window, rank_range
@@ -48,6 +49,13 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
     if isinstance(data, BatchSource):
         return data
 
+    if hasattr(data, "take") and hasattr(data, "commit"):
+        raise UserError(
+            f"a batch source must derive from lockstep.BatchSource; {type(data).__name__} does not",
+            "the engine also calls methods for which that class has defaults",
+            f"write class {type(data).__name__}(lockstep.BatchSource)",
+        )
+
     if isinstance(data, DataLoader):
         raise UserError(
             "the training data must be a dataset; data() returned a torch DataLoader",
@@ -66,7 +74,7 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
         if sampler is None:
             sampler = make_sampler(len(dataset), options.seed, options.config.shuffle)
 
-        return MapSource(reader, sampler, options)
+        return MapSource(reader, as_sampler(sampler, len(dataset), options.seed), options)
 
     if isinstance(data, Sampled):
         raise UserError(
@@ -98,8 +106,10 @@ def _check_readable(data: Any, is_stream: bool, config: DataConfig) -> None:
         )
 
 
-class MapSource:
+class MapSource(BatchSource):
     """A map-style dataset in the order of its sampler, which depends neither on the rank nor on the world size."""
+
+    can_skip = True
 
     def __init__(self, reader: SampleReader, sampler: Sampler, options: SourceOptions):
         self.reader = reader
@@ -110,7 +120,7 @@ class MapSource:
         self.position = 0  # where the next step begins, in the endless sequence of samples
 
         # Spans [start, stop) of positions that are left out because their step was skipped.
-        self.skipped_spans: list[tuple[int, int]] = []
+        self.skipped_spans = []
 
         # (first position, speeds of the ranks), oldest first. The last entry at or before a position applies to it.
         self._speeds: list[tuple[int, tuple[float, ...]]] = []
@@ -122,10 +132,17 @@ class MapSource:
         self._prefetched: Iterator[Any] | None = None
         self._prefetched_position = 0
         self._padding_batch: Any = None  # runs in place of a micro-batch that collate emptied
-        self._copies = WorkerCopies(reader.dataset) if options.config.workers else None  # see `check_dataset`
+
+        # Detects changes of the dataset that its worker processes would not see.
+        watches = options.config.workers and options.watches_dataset
+        self._copies = WorkerCopies(reader.dataset) if watches else None
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step. Iterating over them reads them."""
+        # In every step, because user code may change the dataset at any time.
+        if self._copies:
+            self._copies.check()
+
         window = self._window(self.position)
         after = self._end_position(window)
         assigned = self._assign(window)
@@ -184,23 +201,16 @@ class MapSource:
         return max(tensors, key=Tensor.numel, default=None)
 
     def read_again(self, micro: MicroBatch) -> Any:
-        """Read a micro-batch in this process and return it, to compare with the one that a worker read."""
+        """Read a micro-batch in this process, to compare it with what a worker read. None if samples are not seeded."""
+        if not (self.options.config.workers and self.options.config.seed_samples):
+            return None
+
         with self.reading_here():
             return self.reader.read_again(Request(micro.epoch, micro.ids))
 
     def reading_here(self) -> AbstractContextManager[None]:
-        """Return a context for reading in this process: `check_dataset` ignores changes that reading makes."""
+        """Return a context for reading in this process: changes that reading makes to the dataset are ignored."""
         return self._copies.ignore_changes() if self._copies else nullcontext()
-
-    def check_dataset(self) -> None:
-        """Raise if the dataset was changed in this process: its workers would still read the old one."""
-        if self._copies:
-            self._copies.check()
-
-    @property
-    def workers_must_match(self) -> bool:
-        """Whether workers and rank must read identical samples: true if each sample is seeded."""
-        return self.options.config.workers > 0 and self.options.config.seed_samples
 
     def next_request(self, count: int, beyond_step: bool = False) -> Request:
         """Return a request for up to `count` next samples, the same on every rank.

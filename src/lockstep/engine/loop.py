@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from lockstep.engine.checks.settings import check_before_batch, check_evaluations
-from lockstep.engine.evaluate import check_data
+from lockstep.engine.evaluation.evaluator import EvaluationSet, check_data, evaluation_sets
 from lockstep.engine.hooks.calls import Hooks, overridden
 from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.run import Run
@@ -61,15 +61,15 @@ class Training:
         self._loss = self.run.hooks.around_loss(task.loss)
 
         # Check the evaluation data before the first step, not when the first evaluation is due.
-        self._eval_data = _eval_data(task, self.run)
-        self._evaluate_every = self.run.config.evaluate.every if self._eval_data is not None else None
+        self._eval_sets = _eval_sets(task, self.run)
 
         self.run.check_start(task)
 
     def evaluate_if_interrupted(self) -> None:
         """Repeat the evaluation during which the run was preempted, if there is one."""
-        if self._evaluate_every and self.run.resumed and self.run.resumed.loop.evaluation_due:
+        if self._eval_sets and self.run.resumed and self.run.resumed.loop.evaluation_due:
             self._evaluate()
+            self.run.save_if_best()
 
     def step(self, batches: StepBatches) -> None:
         """Train one global step, and do what is due after it."""
@@ -78,35 +78,42 @@ class Training:
         result = run.stepper.step(batches, self._loss)
         run.end_step(batches, result)
 
-        if self._evaluate_every and run.stepper.counters.step % self._evaluate_every == 0:
+        if self._eval_sets and run.evaluation_is_due():
             self._evaluate()
         # After the evaluation, so that the checkpoint holds its result.
         run.maintain()
 
     def end(self) -> dict[str, Any]:
         """Save the weights, evaluate, show, and return the summary."""
+        # The last evaluation may be the best one, and must then be a part of the last checkpoint.
+        config = self.run.config
+        evaluates = bool(self._eval_sets) and config.evaluate.at_end and not self.run.evaluation_is_current
+        if evaluates and config.checkpoint.best:
+            self._evaluate()
+
         # This saves the weights. It comes first, so that an error in the evaluation or in `show` cannot lose them.
         self.run.end_training()
-        if self._eval_data is not None and self.run.config.evaluate.at_end and not self.run.evaluation_is_current:
+        if evaluates and not config.checkpoint.best:
             self._evaluate()
 
         return self.run.close(_show(self.task, self.run))
 
     def _evaluate(self) -> None:
-        self.run.evaluate(self._eval_data, self.task.eval_loss, self.task.collate, may_preempt=True)
+        self.run.evaluate(self._eval_sets, self.task.eval_loss, self.task.collate, may_preempt=True)
 
 
-def _eval_data(task: Task, run: Run) -> Any:
-    """Return the task's evaluation data after checking it, or None if there is none."""
-    eval_data = task.eval_data()
-    if eval_data is not None:
-        check_data(eval_data)
+def _eval_sets(task: Task, run: Run) -> list[EvaluationSet]:
+    """Return the task's evaluation sets after checking them. There may be none."""
+    sets = evaluation_sets(task.eval_data(), run.config.evaluate.decides)
+    for chosen in sets:
+        check_data(chosen.data)
 
-    check_evaluations(run.config, eval_data is not None, run.stepper.learning_rate.needs_evaluations)
-    if eval_data is None and run.config.evaluate.every:
+    during_run = run.evaluation_schedule.is_on
+    check_evaluations(run.config, bool(sets), during_run, run.stepper.learning_rate.needs_evaluations)
+    if not sets and during_run:
         run.recorder.event("warning", reason="evaluate.every is set, but the task has no eval_data()")
 
-    return eval_data
+    return sets
 
 
 def _show(task: Task, run: Run) -> str | None:

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from lockstep.engine.checks.guards import GradientGuard
+from lockstep.engine.evaluation.evaluator import EvaluationSet
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.run import Run
@@ -184,13 +185,15 @@ class OwnRun(BuiltRunView):
         loss: Callable[[nn.Module, Any], Loss],
         collate: Callable[[list[Any]], Any] = default_collate,
         *,
+        name: str | None = None,
         decides: bool = True,
         moves_rate: bool | None = None,
     ) -> dict[str, float]:
         """Return the mean loss and metrics over `dataset`. Every sample counts once, at any world size.
 
-        After each step, the first evaluation with `decides=True` steps ReduceLROnPlateau. Early stopping follows all of
-        them. `moves_rate` is the old name of `decides`.
+        After each step, the first evaluation with `decides=True` steps ReduceLROnPlateau. Early stopping and
+        `checkpoint.best` follow all of them. `name` tells several datasets apart: their results are logged as
+        eval/NAME/loss. `moves_rate` is the old name of `decides`.
         """
         if moves_rate is not None:
             raise UserError(
@@ -203,7 +206,7 @@ class OwnRun(BuiltRunView):
 
         # Before the first step there is no Run yet, and evaluate.batch must be set.
         if self._run:
-            evaluation = self._run.evaluate(dataset, loss, collate, decides=decides)
+            (evaluation,) = self._run.evaluate([EvaluationSet(dataset, name, decides)], loss, collate)
         else:
             evaluation = self._builder.evaluate(dataset, loss, collate)
 
@@ -217,16 +220,16 @@ class OwnRun(BuiltRunView):
 
         # After a `break` on this rank only, the other ranks would wait forever in a collective. A barrier through the
         # store detects this, and heartbeats detect it before the timeout.
-        step = run.stepper.counters.step
+        steps_done = run.stepper.counters.steps_done
         beats = run.runtime.heartbeat
 
         # Inside the loop the other ranks may still be training: wait for them, or name the rank that left.
         if self._in_loop:
             beats.beat("collective")
             beats.set_detail("leaving the loop")
-            waits_for_us = partial(heartbeat.waits_in_step, step, self.world_size)
-            if not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT, waits_for_us):
-                raise self._left_alone(step, left_by)
+            waits_for_us = partial(heartbeat.waits_in_step, steps_done, self.world_size)
+            if not run.runtime.store_barrier(f"left-at-{steps_done}", BREAK_TIMEOUT, waits_for_us):
+                raise self._left_alone(steps_done, left_by)
 
             beats.set_detail("")
 
@@ -282,7 +285,7 @@ class OwnStep:
         self.passes_done = 0
 
         # What a user may read.
-        self.index = run.stepper.counters.step
+        self.index = run.stepper.counters.steps_done
         self.first = 0  # offset of the current batch's first sample in the global step
         self.ended = False
         self.result: StepResult | None = None

@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from torch import Tensor
+
 from lockstep.callbacks.weight_average import WeightAverage
+from lockstep.checkpoint.inspect import read_weights
 from lockstep.checkpoint.manager import CheckpointManager, LoopState, Resumed
 from lockstep.config import RunConfig
 from lockstep.engine.banner import summary_of
 from lockstep.engine.checks.guards import TrainableGuard, check_replicas
 from lockstep.engine.determinism import Exactness
-from lockstep.engine.early_stop import EarlyStop
-from lockstep.engine.evaluate import Evaluation, Evaluator
+from lockstep.engine.evaluation.early_stop import EarlyStop, check_metric
+from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, Evaluator
+from lockstep.engine.evaluation.schedule import EvaluationSchedule
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.load_balance import LoadBalancer
 from lockstep.engine.outcome import SkippedStep
@@ -89,7 +93,8 @@ class Run:
     # Checkpoints and evaluations.
     checkpoints: CheckpointManager
     resumed: Resumed | None
-    evaluation: Evaluation | None  # the newest
+    evaluation: Evaluation | None  # the newest that decides
+    evaluation_schedule: EvaluationSchedule
     early_stop: EarlyStop
     hooks: Hooks  # the user's functions that the run calls
 
@@ -105,12 +110,15 @@ class Run:
     _stop_agreed: bool = field(init=False, default=False)
     stop_reason: str | None = field(init=False, default=None)  # why the run ended before its last step, if known
     _save_agreed: bool = field(init=False, default=False)
+    _evaluate_agreed: bool = field(init=False, default=False)
 
     # Requests of the user's code on this rank, for the next control word.
     _stop_requested: str | None = field(init=False, default=None)  # the reason, "" if none was given
     _save_requested: bool = field(init=False, default=False)
 
     _preempt_agreed: bool = field(init=False, default=False)
+    evaluations_by_set: dict[str, Evaluation] = field(init=False, default_factory=dict)  # the newest of each named set
+    best: dict[str, Any] | None = field(init=False, default=None)  # the best checkpoint, known at the end
     _warned_second_evaluation: bool = field(init=False, default=False)
     _interval: Interval = field(init=False, default_factory=Interval)
     batches_are_whole: bool = field(init=False, default=False)  # the loss gets batches that no other rank has a part of
@@ -123,6 +131,11 @@ class Run:
         return self._stop_agreed or self._preempt_agreed
 
     @property
+    def seconds(self) -> float:
+        """The seconds that the run has taken, those before a resume included."""
+        return time.time() - self.started
+
+    @property
     def driver(self) -> Driver:
         return self.model_setup.driver
 
@@ -133,7 +146,7 @@ class Run:
 
         `task` is None in a custom loop.
         """
-        if self.stepper.counters.step > 0:
+        if self.stepper.counters.steps_done > 0:
             return  # a resumed run was checked at its start
 
         cause = start_check.find_cause(self, task)
@@ -147,13 +160,13 @@ class Run:
         first = True
 
         # `first`: the batches of the first step are compared between ranks and workers.
-        while self.stepper.counters.step < self.plan.steps and not self._stop_agreed:
+        while self.stepper.counters.steps_done < self.plan.steps and not self._stop_agreed:
             self.model_setup.guard.check()
             if self.profiled:
                 self.profiled.begin_step()
             batches = self._take(first)
             first = False
-            batches.step = self.stepper.counters.step
+            batches.step = self.stepper.counters.steps_done
             batches.micro_batches = self._feed(batches.micro_batches, batches.count)
             yield batches
 
@@ -175,12 +188,12 @@ class Run:
 
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)
-        step = self.stepper.counters.step
+        steps_done = self.stepper.counters.steps_done
 
         if self.sample_log:
             # A step that is repeated after a restart has one line per attempt. The last attempt counts.
             ids = [[batch.epoch, *map(int, batch.ids)] for batch in self.stepper.progress.trained]
-            record = {"step": step - 1, "attempt": self.folder.attempt, "time": time.time(), "epoch_and_ids": ids}
+            record = {"step": batches.step, "attempt": self.folder.attempt, "time": time.time(), "epoch_and_ids": ids}
             self.sample_log.write(record)
 
         self._accept_flags(result)
@@ -188,15 +201,15 @@ class Run:
         self._interval.steps += 1
         self._interval.samples += batches.samples
         if self.load_balancer:
-            self.load_balancer.end_step(step)
+            self.load_balancer.end_step(steps_done)
 
         # Only the last log line waits for the result of its own step. Earlier lines use the newest known result.
-        if step == self.plan.steps or self._stop_agreed:
+        if steps_done == self.plan.steps or self._stop_agreed:
             last = self.stepper.wait_for_outcome()
             self._accept_flags(last)
             result = last or result
             self._line_due = True
-        elif step % self.config.log.every == 0:
+        elif steps_done % self.config.log.every == 0:
             self._line_due = True
         else:
             self.recorder.poll()
@@ -207,21 +220,23 @@ class Run:
             self.model_setup.exactness.end_step()
 
         # Iterating over all modules is too slow for every step.
-        if step % self.config.checks.every == 0:
+        if steps_done % self.config.checks.every == 0:
             self.model_setup.guard.check_structure()
 
         # The next control word sends both flags to the other ranks.
         save_failed = self.checkpoints.poll()
         save = self.checkpoints.save_is_due_by_clock() or self.runtime.notice.asks_for_save()
-        self.stepper.set_flags(save=save or self._save_requested, save_failed=save_failed)
+        save |= self._save_requested
+        evaluate = self.runtime.is_main and self.evaluation_schedule.due_by_clock(self.seconds)
+        self.stepper.set_flags(save=save, save_failed=save_failed, evaluate=evaluate)
 
         # The clocks of the ranks differ, so rank 0 requests the stop, and the others follow.
-        if self.runtime.is_main and self.early_stop.time_is_over(time.time() - self.started):
+        if self.runtime.is_main and self.early_stop.time_is_over(self.seconds):
             self.request_stop(f"stop.max_minutes={self.config.stop.max_minutes} is over")
 
         # The user's code may be slow. The watchdog allows more time in the phase "user code".
         if self.hooks.follow_steps:
-            self.runtime.heartbeat.beat("user code", step)
+            self.runtime.heartbeat.beat("user code", steps_done)
             self.hooks.after_step(result)
             self.runtime.heartbeat.beat("data")
 
@@ -272,8 +287,8 @@ class Run:
         `evaluation_due`: the evaluation of this step was interrupted, so the resumed run must evaluate first.
         """
         self.write_line_if_due()
-        step = self.stepper.counters.step
-        save_due = self.checkpoints.due(step, self._save_agreed or self._preempt_agreed)
+        steps_done = self.stepper.counters.steps_done
+        save_due = self.checkpoints.due(steps_done, self._save_agreed or self._preempt_agreed)
 
         # A checkpoint needs the result of its step, which may also be that the run must rewind.
         if save_due:
@@ -286,7 +301,7 @@ class Run:
             self._rewind(self.stepper.outcomes.rewind_after)
         else:
             # Here and not in `end_step`, to include changes by `after_step` or by a custom loop.
-            if save_due or step % self.config.checks.every == 0:
+            if save_due or steps_done % self.config.checks.every == 0:
                 self._check_replicas()
 
             if save_due:
@@ -311,6 +326,11 @@ class Run:
         self.runtime.notice.saved()
         self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
 
+    def save_if_best(self) -> None:
+        """Save again if the evaluation with which a resumed run begins is the best one."""
+        if self._save_agreed:
+            self._save_now(evaluation_due=False)
+
     def _prepare_snapshot(self) -> None:
         """Allocate the snapshot after the first step of this process, which makes the first save shorter."""
         # By now the optimizers have their state, so the size is known. If the forward adds parameters, it has done so.
@@ -319,7 +339,7 @@ class Run:
 
     @property
     def _is_first_step_of_process(self) -> bool:
-        return self.stepper.counters.step == (self.resumed.step if self.resumed else 0) + 1
+        return self.stepper.counters.steps_done == (self.resumed.steps_done if self.resumed else 0) + 1
 
     def save_checkpoint(self, evaluation_due: bool = False) -> None:
         """Save a checkpoint of the current state. `evaluation_due`: see `maintain`."""
@@ -329,14 +349,11 @@ class Run:
         self.driver.sync_buffers()
 
         # checkpoint.best compares these metrics, if these weights were evaluated.
-        metrics: dict[str, float] = {}
-        if self.evaluation is not None and self.evaluation_is_current:
-            metrics = {"eval_loss": self.evaluation.loss, **self.evaluation.metrics}
-
+        metrics = self.results() if self.evaluation_is_current else {}
         stop = self._agree_before_save()
         interval = self.recorder.interval_state(self.stepper.sums)
-        loop = LoopState(evaluation_due, interval, time.time() - self.started, self.early_stop.state_dict(), stop)
-        self.checkpoints.save(self.stepper.counters.step, loop, metrics)
+        loop = LoopState(evaluation_due, interval, self.seconds, self.early_stop.state_dict(), stop)
+        self.checkpoints.save(self.stepper.counters.steps_done, loop, metrics)
 
     def _agree_before_save(self) -> dict[str, Any] | None:
         """Make all ranks know the metrics' names, and return the stop that the user's code requested. Collective."""
@@ -350,44 +367,99 @@ class Run:
 
     def evaluate(
         self,
-        data: Any,
+        sets: Sequence[EvaluationSet],
         loss_fn: LossFn,
         collate: Callable[[list[Any]], Any],
         may_preempt: bool = False,
-        decides: bool = True,
-    ) -> Evaluation:
-        """Evaluate the model on `data`, every sample once, and log the result. With `ema.decay`, evaluate the averages.
+    ) -> list[Evaluation]:
+        """Evaluate the model on each of `sets`, every sample once, log the results, and decide what follows from them.
 
         `may_preempt`: a preemption may interrupt the evaluation, because the rest of this step is done.
-        `decides`: schedulers such as ReduceLROnPlateau, and early stopping, follow this evaluation.
+        With `ema.decay` the averages of the weights are evaluated.
         """
         self.write_line_if_due()
-
-        # `data` may be the training dataset, which worker processes read too.
-        reading = self.source.reading_here() if hasattr(self.source, "reading_here") else nullcontext()
-        with reading, self._averaged_weights(), self.whole_batches():
-            evaluation = self.model_setup.evaluator.evaluate(
-                data, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.step, may_preempt
-            )
+        evaluations = self._evaluate_all(sets, loss_fn, collate, may_preempt)
 
         # Some rank was preempted. The checkpoint records that the resumed run must evaluate first.
-        if evaluation is None:
+        if evaluations is None:
             self._preempt_agreed = True
             self.maintain(evaluation_due=True)
             raise AssertionError("unreachable: maintain() raises Preempted")
 
-        self.evaluation = evaluation
-        if decides:
-            self.early_stop.observe(evaluation)
-            self.stop_if_no_improvement()
-        if decides and not self.stepper.learning_rate.observe(evaluation.loss, evaluation.step):
-            self._warn_second_evaluation(evaluation.step)
+        self._evaluate_agreed = False
+        self.evaluation_schedule.seconds = self.seconds
+
+        # Decide only when all are done: an evaluation that is interrupted is repeated from the first set on.
+        self.evaluations_by_set |= {evaluation.name: evaluation for evaluation in evaluations if evaluation.name}
+        for chosen, evaluation in zip(sets, evaluations, strict=True):
+            if chosen.decides:
+                self._follow(evaluation)
 
         if self.hooks.follow_evaluations:
             with self.runtime.heartbeat.visit("user code"):
-                self.hooks.after_eval({"loss": evaluation.loss, **evaluation.metrics})
+                self.hooks.after_eval(_results_for_hooks(sets, evaluations))
 
-        return evaluation
+        return evaluations
+
+    def _evaluate_all(
+        self,
+        sets: Sequence[EvaluationSet],
+        loss_fn: LossFn,
+        collate: Callable[[list[Any]], Any],
+        may_preempt: bool,
+    ) -> list[Evaluation] | None:
+        """Return the evaluations of all sets, or None if a preemption interrupted one of them."""
+        evaluations = []
+
+        # The data may be the training dataset, which worker processes read too.
+        with self.source.reading_here(), self._averaged_weights(), self.whole_batches():
+            for chosen in sets:
+                evaluation = self.model_setup.evaluator.evaluate(
+                    chosen, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.steps_done, may_preempt
+                )
+                if evaluation is None:
+                    return None
+
+                evaluations.append(evaluation)
+
+        return evaluations
+
+    def _follow(self, evaluation: Evaluation) -> None:
+        """Let early stopping, the best checkpoint and schedulers follow an evaluation. Collective."""
+        self.evaluation = evaluation
+        results = self.results()
+        self.early_stop.observe(results, evaluation.step)
+        self.stop_if_no_improvement()
+
+        # The best checkpoint is that of the best evaluation, so it is saved now and not when the next save is due.
+        if self.config.checkpoint.best:
+            check_metric("checkpoint.best", self.config.checkpoint.best, results)
+            self._save_agreed |= self.checkpoints.is_new_best(results)
+
+        if not self.stepper.learning_rate.observe(evaluation.loss, evaluation.step):
+            self._warn_second_evaluation(evaluation.step)
+
+    def results(self) -> dict[str, float]:
+        """Return the newest results by the names that settings use: `eval_loss`, `accuracy`, `val/accuracy`.
+
+        Names without a set are those of the evaluation that decides.
+        """
+        if self.evaluation is None:
+            return {}
+
+        # Results of another step do not belong to these weights.
+        current = [other for other in self.evaluations_by_set.values() if other.step == self.evaluation.step]
+        by_set = {name: value for other in current for name, value in other.named().items()}
+        return {"eval_loss": self.evaluation.loss, **self.evaluation.metrics, **by_set}
+
+    def evaluation_is_due(self) -> bool:
+        """Return whether to evaluate after this step. All ranks get the same answer."""
+        due = self.evaluation_schedule.due_after(self.stepper.counters.steps_done)
+        if due or self._evaluate_agreed:
+            # On a GPU the request for this evaluation may still be part of a result that is not read yet.
+            self._accept_flags(self.stepper.wait_for_outcome())
+
+        return due or self._evaluate_agreed
 
     @contextmanager
     def whole_batches(self) -> Iterator[None]:
@@ -423,7 +495,7 @@ class Run:
     @property
     def evaluation_is_current(self) -> bool:
         """Whether the newest evaluation used the current weights."""
-        return self.evaluation is not None and self.evaluation.step == self.stepper.counters.step
+        return self.evaluation is not None and self.evaluation.step == self.stepper.counters.steps_done
 
     def evaluation_batch(self) -> int:
         """Return the batch size of evaluations.
@@ -452,11 +524,13 @@ class Run:
 
         counters = self.stepper.counters
         if self.stop_reason:
-            self.recorder.event("stop", step=counters.step, reason=self.stop_reason)
-        self.stepper.outcomes.check_something_learned(counters.step, counters.applied)
+            self.recorder.event("stop", step=counters.steps_done, reason=self.stop_reason)
+        self.stepper.outcomes.check_something_learned(counters.steps_done, counters.applied)
         self._check_replicas()
 
-        if self.config.checkpoint.at_end and self.checkpoints.due(counters.step, requested=True):
+        # The last evaluation may be the best one.
+        at_end = self.config.checkpoint.at_end or self._save_agreed
+        if at_end and self.checkpoints.due(counters.steps_done, requested=True):
             self.save_checkpoint()
 
         self.checkpoints.settle()
@@ -464,19 +538,41 @@ class Run:
 
         # Gathering sharded parameters is collective: all ranks take part, and only rank 0 gets the result.
         self.driver.sync_buffers()
+        self.best = self.runtime.collectives.run_on_rank0(self._best_for_summary)
         self._save_weights("model.safetensors")
         if self.model_setup.average:
             with self._averaged_weights():
-                self._save_weights("ema.safetensors")
+                self._save_weights("ema.safetensors", ema=True)
 
-    def _save_weights(self, file: str) -> None:
+    def _best_for_summary(self) -> dict[str, Any] | None:
+        best = self.checkpoints.best()
+        if best is None:
+            return None
+
+        path = self.folder.as_shown(best.checkpoint.location)
+        return {"step": best.checkpoint.step, "metric": best.metric, "value": best.value, "checkpoint": path}
+
+    def _save_weights(self, file: str, ema: bool = False) -> None:
         weights, aliases = full_state(self.driver, self.runtime.is_main)
-        self.runtime.collectives.run_on_rank0(lambda: save_weights(self.folder.path / file, weights, aliases))
+        self.runtime.collectives.run_on_rank0(lambda: self._save_final(file, weights, aliases, ema))
+
+    def _save_final(self, file: str, weights: dict[str, Tensor], aliases: dict[str, str], ema: bool) -> None:
+        """Write the weights, or those of the best checkpoint, as `checkpoint.final` says, on rank 0."""
+        best = self.checkpoints.best()
+        if self.config.checkpoint.final == "best" and best is None:
+            reason = f"checkpoint.final=best: no checkpoint has a finite value, so {file} is of the last step"
+            self.recorder.event("warning", reason=reason)
+        elif self.config.checkpoint.final == "best" and best is not None:
+            # A checkpoint may hold float32 masters of weights that the model stores in another format.
+            saved, aliases = read_weights(best.checkpoint, ema)
+            weights = {name: tensor.to(weights[name].dtype) for name, tensor in saved.items()}
+
+        save_weights(self.folder.path / file, weights, aliases)
 
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Write the summary and the report, and return the summary. `text` is what the task's `show` returned."""
         self.runtime.heartbeat.beat("end")
-        self.recorder.write_rest(self.stepper.sums, self.stepper.counters.step)
+        self.recorder.write_rest(self.stepper.sums, self.stepper.counters.steps_done)
 
         # Return the model and the optimizers to the user without our hooks.
         self.model_setup.optimizers.release()
@@ -514,15 +610,13 @@ class Run:
                 print(f"report   {Path(self.folder.shown) / report.name}")
 
     def close_source(self) -> None:
-        # `close` is optional in a BatchSource.
-        if hasattr(self.source, "close"):
-            self.source.close()
+        self.source.close()
         if self.sample_log:
             self.sample_log.close()
 
     def _end_preempted(self) -> NoReturn:
         """Raise `Preempted`, which ends this process. All ranks have saved at the same step."""
-        step = self.stepper.counters.step
+        steps_done = self.stepper.counters.steps_done
         self.close_source()
 
         # If the save failed, there is no checkpoint of this step to report.
@@ -533,25 +627,18 @@ class Run:
         notice = self.runtime.notice
         received = self.runtime.collectives.gather_json([notice.signal, notice.original])
         signal, original = next((both for both in received if both[0]), ("SIGTERM", "SIGTERM"))
-        self.recorder.event("leave", step=step, signal=original, checkpoint=path)
+        self.recorder.event("leave", step=steps_done, signal=original, checkpoint=path)
         self.runtime.collectives.final_barrier()
-        raise Preempted(step, signal, path)
+        raise Preempted(steps_done, signal, path)
 
     # ---- parts of a step ----
 
     def _take(self, first: bool) -> StepBatches:
-        """Take this rank's batches of the next step, and check them as `checks.first_batch` says."""
-        if not self.config.checks.first_batch:
-            return self.source.take()
-
+        """Take this rank's batches of the next step. Those of the first are compared (`checks.first_batch`)."""
         # Later batches follow from the same arithmetic as the first one, and are not compared.
         several_readers = not self.runtime.world.alone or self.config.data.workers > 0
-        if first and several_readers:
+        if first and several_readers and self.config.checks.first_batch:
             return take_and_compare(self.source, self.runtime, self.driver.role.data_rank)
-
-        # In every step, because user code may change the dataset at any time.
-        if hasattr(self.source, "check_dataset"):
-            self.source.check_dataset()
 
         return self.source.take()
 
@@ -559,7 +646,7 @@ class Run:
         """Yield `count` micro-batches and measure how long this rank waits for them."""
         iterator = iter(batches)
         for done in range(count):
-            self.runtime.heartbeat.beat("data", self.stepper.counters.step)
+            self.runtime.heartbeat.beat("data", self.stepper.counters.steps_done)
             if self.load_balancer:
                 self.load_balancer.mark()
 
@@ -582,14 +669,14 @@ class Run:
     def _log(self, result: StepResult | None) -> None:
         """Write the log line for the steps since the last one. `result` is the newest known result."""
         stepper, outcomes = self.stepper, self.stepper.outcomes
-        step = stepper.counters.step
-        numbers: dict[str, Any] = {"step": step, "lr": float(stepper.lr), "skipped": outcomes.skipped}
+        steps_done = stepper.counters.steps_done
+        numbers: dict[str, Any] = {"step": steps_done, "lr": float(stepper.lr), "skipped": outcomes.skipped}
 
         # Numbers that not every run has.
         if result is not None:
             numbers["grad_norm"] = result.grad_norm
         if self.plan.steps_per_epoch:
-            numbers["epoch"] = step / self.plan.steps_per_epoch
+            numbers["epoch"] = steps_done / self.plan.steps_per_epoch
         if stepper.scaler:
             numbers["scale"] = stepper.scaler.value
 
@@ -621,6 +708,7 @@ class Run:
         self._stop_agreed |= flags.stop > 0
         self._preempt_agreed |= flags.preempt > 0
         self._save_agreed |= flags.save > 0
+        self._evaluate_agreed |= flags.evaluate > 0
         self.stepper.context.metric_names.new |= flags.new_metrics > 0
 
         # All ranks abandon the save in the same step, because they read the same control word.
@@ -643,3 +731,11 @@ class Run:
     def _check_replicas(self) -> None:
         if self.driver.role.replicated:
             check_replicas(self.driver.model, self.runtime)
+
+
+def _results_for_hooks(sets: Sequence[EvaluationSet], evaluations: Sequence[Evaluation]) -> dict[str, float]:
+    """Return the results of an evaluation: "loss" and metrics of the set that decides, and "SET/loss" of named sets."""
+    deciding = [evaluation for chosen, evaluation in zip(sets, evaluations, strict=True) if chosen.decides]
+    main = (deciding or list(evaluations))[0]
+    by_set = {name: value for evaluation in evaluations for name, value in evaluation.named().items()}
+    return {"loss": main.loss, **main.metrics, **by_set}

@@ -13,7 +13,7 @@ import re
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import IO, Any
@@ -42,6 +42,9 @@ LARGEST_SETTINGS = 2**26
 
 # How long a launcher waits for the end of another one, which may just have been killed.
 LAUNCHER_WAIT_S = 10.0
+
+# What a file system without locks answers.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 # The names that a run writes to, as a pattern for each folder.
 WRITTEN = {
@@ -266,7 +269,7 @@ def _acquire(file: IO[str], timeout: float) -> bool | None:
 
             time.sleep(0.1)
         except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            if error.errno not in _NO_LOCKS:
                 raise
 
             return None
@@ -353,16 +356,16 @@ def hold(run: Path) -> Iterator[None]:
         yield
 
 
-def _launcher_lock(run: Path) -> IO[str]:
+def _launcher_lock(run: Path, timeout: float = LAUNCHER_WAIT_S) -> IO[str]:
     file = _open_lock(run / LAUNCHER_LOCK)
-    if _acquire(file, LAUNCHER_WAIT_S) is False:
+    if _acquire(file, timeout) is False:
         file.close()
         raise _in_use(run, "a launcher whose job is there right now")
 
     # As in `lock`: the lock of a file that was removed protects nothing.
     if not _is_at(file, run / LAUNCHER_LOCK):
         file.close()
-        return _launcher_lock(run)
+        return _launcher_lock(run, timeout)
 
     return file
 
@@ -370,6 +373,45 @@ def _launcher_lock(run: Path) -> IO[str]:
 def has_launcher(run: Path) -> bool:
     with _open_lock(run / LAUNCHER_LOCK) as file:
         return _acquire(file, timeout=0.0) is not True
+
+
+def is_running(run: Path) -> bool | None:
+    """Return whether a process holds the folder: a launcher or rank 0. None if that cannot be known.
+
+    It writes nothing. It must not be called in a process that holds the folder itself: closing the file would release
+    that lock.
+    """
+    held = [_is_held(run / name) for name in (LOCK, LAUNCHER_LOCK)]
+    if True in held:
+        return True
+
+    return None if None in held else False
+
+
+def _is_held(path: Path) -> bool | None:
+    try:
+        file = records.open_regular(path)
+    except OSError as error:
+        return False if isinstance(error, FileNotFoundError) else None
+
+    # A shared lock needs no permission to write. It is given back at once.
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:
+            return None if error.errno in _NO_LOCKS else True
+
+    return False
+
+
+@contextmanager
+def hold_idle(run: Path) -> Iterator[None]:
+    """Hold a folder in which nothing runs, so that no run begins there meanwhile. Raises a UserError if one runs.
+
+    Unlike `hold` it does not wait, and makes nothing but the two locks.
+    """
+    with _launcher_lock(run, timeout=0.0), lock(run, timeout=0.0) or nullcontext():
+        yield
 
 
 def break_locks(run: Path) -> None:

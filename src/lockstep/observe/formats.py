@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import html
 import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from lockstep.errors import printable
@@ -123,6 +123,14 @@ def escaped(value: Any) -> str:
 def one_line(value: Any, most: int = 160) -> str:
     text = " ".join(printable(value).split())
     return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table for a terminal. A cell may hold any characters: none steers it, or begins a new line."""
+    rows = [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    line = "  ".join(f"{{:{width}}}" for width in widths)
+    return "\n".join(line.format(*row).rstrip() for row in rows)
 
 
 def flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:

@@ -31,6 +31,7 @@ class Flags:
     save: int = 0  # a checkpoint is due
     preempt: int = 0  # this rank received a preemption signal
     save_failed: int = 0  # this rank could not write its file of the checkpoint
+    evaluate: int = 0  # an evaluation is due by rank 0's clock
     loaded: int = 0  # this rank has loaded a checkpoint since its last step
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,3 +38,30 @@ def seed_everything(value: int) -> None:
 def seed_host(value: int) -> None:
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)  # numpy takes 32 bits
+
+
+def rng_states(device: torch.device) -> dict[str, Any]:
+    """Return the states of the global generators, by name."""
+    states: dict[str, Any] = {
+        "torch": torch.default_generator.get_state(),
+        "numpy": np.random.get_state(),
+        "random": random.getstate(),
+    }
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+
+    return states
+
+
+@contextmanager
+def preserve_rng(device: torch.device) -> Iterator[None]:
+    """Restore the global generators at the end, so that training draws the numbers that it would have drawn anyway."""
+    states = rng_states(device)
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states["torch"])
+        np.random.set_state(states["numpy"])
+        random.setstate(states["random"])
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(states["cuda"], device)

@@ -245,7 +245,7 @@ def test_training_continues_if_not_even_the_checkpoints_can_be_listed(
 
     class Unmounted(Dropped):
         def after_step(self, run: Any, result: Any) -> None:
-            if run.step == 3:
+            if run.steps_done == 3:
                 monkeypatch.setattr(FileSystemStorage, "folders", stale)
                 monkeypatch.setattr(FileSystemStorage, "write", stale)
 

@@ -22,8 +22,8 @@ HOOKS = {
     "after_eval": ("run", "metrics"),
 }
 
-# Hooks that Lockstep used to call with other arguments.
-FORMER = {"after_step": (("model", "step"), "run.model and run.step are the former arguments")}
+# Hooks that Lockstep used to call with other arguments: the name of the first one, and where they are now.
+FORMER = {"after_step": ("model", "the model is run.model, and the number of steps run.steps_done")}
 
 
 class Hook(NamedTuple):
@@ -113,7 +113,7 @@ class Hooks:
         try:
             yield
         except Exception as error:
-            error.add_note(f"raised in {hook.name}() on rank {self._view.rank}, at step {self._view.step}")
+            error.add_note(f"raised in {hook.name}() on rank {self._view.rank}, at step {self._view.steps_done}")
             raise
 
 
@@ -143,14 +143,14 @@ def _check_arguments(full_name: str, method: Callable[..., Any], name: str) -> N
         return
 
     expected = HOOKS[name]
-    former, advice = FORMER.get(name, ((), ""))
+    former, advice = FORMER.get(name, ("", ""))
     given = tuple(signature.parameters)
     found = f"it is defined as {full_name}({', '.join(given)})"
     fix = f"define it as def {name}(self, {', '.join(expected)})"
-    if former and given[:2] == former:
+    if former and given[:1] == (former,):
         raise UserError(
-            f"{full_name}({', '.join(former)}) is called with other arguments now: {name}({', '.join(expected)})",
-            found,
+            f"{full_name}({', '.join(given)}) is called with other arguments now: {name}({', '.join(expected)})",
+            "",
             f"{fix}: {advice}",
         )
 

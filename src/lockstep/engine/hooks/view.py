@@ -31,8 +31,8 @@ class BuiltRunView:
     # ---- where the run is ----
 
     @property
-    def step(self) -> int:
-        return self._started("step").stepper.counters.step
+    def steps_done(self) -> int:
+        return self._started("steps_done").stepper.counters.steps_done
 
     @property
     def applied(self) -> int:
@@ -41,7 +41,7 @@ class BuiltRunView:
     @property
     def epoch(self) -> float | None:
         run = self._started("epoch")
-        return self.step / run.plan.steps_per_epoch if run.plan.steps_per_epoch else None
+        return self.steps_done / run.plan.steps_per_epoch if run.plan.steps_per_epoch else None
 
     @property
     def lr(self) -> float:

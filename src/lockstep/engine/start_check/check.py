@@ -34,13 +34,14 @@ from lockstep.engine.start_check.judge import (
     same_loss,
 )
 from lockstep.engine.start_check.probe import Inconclusive, Probe, has_statistics, without_batch_statistics
-from lockstep.engine.start_check.random_numbers import preserve_rng, rng_states, used_generators
+from lockstep.engine.start_check.random_numbers import used_generators
 from lockstep.engine.start_check.samples import Samples, read_samples, read_stream_samples
 from lockstep.engine.start_check.state_snapshot import StateSnapshot
 from lockstep.errors import UserError
 from lockstep.parallel.call_chain import run_eagerly
 from lockstep.parallel.driver import RanksDiffer
 from lockstep.precision import Precision
+from lockstep.runtime.seeds import preserve_rng, rng_states
 from lockstep.task import Task
 
 if TYPE_CHECKING:
@@ -108,7 +109,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
 
 def snapshot_for_own_loop(run: Run) -> StateSnapshot | None:
     """Return a snapshot of the state before the first forward of a custom loop, or None if nothing is checked."""
-    if run.config.checks.loss == "off" or run.stepper.counters.step > 0:
+    if run.config.checks.loss == "off" or run.stepper.counters.steps_done > 0:
         return None
     return StateSnapshot(run.driver.model, None, (), copies_parameters=False)
 

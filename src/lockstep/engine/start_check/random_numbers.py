@@ -1,4 +1,4 @@
-"""Random numbers during the check: generators are restored afterwards, and draws do not depend on the batch.
+"""Random numbers during the check: draws do not depend on the batch.
 
 A sample gets different random numbers in half of its batch than in the whole batch. To make the two comparable, every
 draw is replaced by the mean of its distribution. Dropout then changes nothing, and noise is zero.
@@ -6,9 +6,7 @@ draw is replaced by the mean of its distribution. Dropout then changes nothing, 
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -21,19 +19,6 @@ from lockstep.runtime.seeds import seed_host, seed_torch
 Arguments = Mapping[str, Any]
 
 
-def rng_states(device: torch.device) -> dict[str, Any]:
-    """Return the states of the global generators, by name."""
-    states: dict[str, Any] = {
-        "torch": torch.default_generator.get_state(),
-        "numpy": np.random.get_state(),
-        "random": random.getstate(),
-    }
-    if device.type == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(device)
-
-    return states
-
-
 def used_generators(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
     """Return the names of the generators whose state differs."""
     # A NumPy state is (name, key, position in the key, ...).
@@ -44,20 +29,6 @@ def used_generators(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
         **{name: not torch.equal(before[name], after[name]) for name in before if name in ("torch", "cuda")},
     }
     return {name for name, was_used in changed.items() if was_used}
-
-
-@contextmanager
-def preserve_rng(device: torch.device) -> Iterator[None]:
-    """Restore the global generators at the end, so that training draws the numbers that it would have drawn anyway."""
-    states = rng_states(device)
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(states["torch"])
-        np.random.set_state(states["numpy"])
-        random.setstate(states["random"])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def seed_all(value: int, device: torch.device) -> None:

@@ -52,7 +52,7 @@ class Patient(Task):
 
     def after_step(self, run: RunView, result: StepResult | None) -> None:
         """Keep count of the steps, for the faults."""
-        self.step = run.step
+        self.step = run.steps_done
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of this task."""

@@ -125,14 +125,15 @@ class Attempt:
         where = {"step": longest.step, "phase": longest.phase}
         return Failure.noticed(Kind.OVERDUE, text, longest.rank, longest.host, **where)
 
-    def count_killed_by(self, failure: Failure) -> int:
-        """Return how many ranks are killed because of a failure of other ranks."""
+    def count_ended_by(self, failure: Failure) -> int:
+        """Return how many ranks end because of a failure of others: they are killed, or have failed as well."""
         # A node, or the process that forked a node's ranks, takes all ranks of that node with it.
         failed = {failure.rank}
         if failure.noticed_as(Kind.NODE, Kind.ZYGOTE) and failure.rank in self.ranks:
             failed = set(self.ranks_on(self.ranks[failure.rank][0]))
 
-        return len(self.ranks.keys() - failed)
+        finished = {rank for rank, rank_exit in self.exits.items() if rank_exit.clean}
+        return len(self.ranks.keys() - failed - finished)
 
     def _host_of(self, rank: int) -> str:
         node, _ = self.ranks[rank]

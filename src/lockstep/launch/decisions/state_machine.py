@@ -21,8 +21,9 @@ checkpoint, unless there is a reason not to.
     KILL --all ranks are gone, or their nodes are given up--> JOIN (the next attempt) or OVER
 
 It uses `Cluster` (the nodes, and how many ranks each should run), `Attempt` (the ranks that run now), `Recovery` (what
-follows a failure) and `Outbox` (the commands that come out). A node that takes over from a lost coordinator begins in
-JOIN, with the last `CoordinatorState` that it received.
+follows a failure), `PreemptRequest` (the signal that asked the job to save and exit) and `Outbox` (the commands that
+come out). A node that takes over from a lost coordinator begins in JOIN, with the last `CoordinatorState` that it
+received.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ from dataclasses import replace
 from enum import Enum
 from functools import partial
 
-from lockstep.errors import ExitCode, Preempted, plural
+from lockstep.errors import ExitCode, plural
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.cluster import Cluster, Node
 from lockstep.launch.decisions.commands import Command, DropNode, StartAttempt
 from lockstep.launch.decisions.outbox import Outbox
-from lockstep.launch.decisions.recovery import Recovery, Situation
+from lockstep.launch.decisions.preemption import PreemptRequest
+from lockstep.launch.decisions.recovery import Decision, End, EndPreempted, Recovery, Restart, Situation, UndoResize
 from lockstep.launch.decisions.settings import Settings
 from lockstep.launch.failure import PREEMPTED, Failure, Kind
 from lockstep.launch.hangs.watchdog import Watchdog
@@ -88,9 +90,6 @@ NODES_STACKS_S = 5.0
 # whether its coordinator was superseded, and ends if so. The other nodes join the new coordinator meanwhile.
 FENCE_S = 3.0
 
-# A SIGINT at another node within this time is the same Ctrl-C: some tools send it to all nodes.
-SAME_SIGINT_S = 1.0
-
 
 class JobPhase(Enum):
     JOIN = "waiting for nodes"
@@ -109,31 +108,33 @@ class JobStateMachine:
     """The state of a job.
 
     The public methods are called when something has happened, and issue commands; `take` returns the commands.
-    `committed` returns the newest checkpoint's step, and `now` is always the time of a monotonic clock. `inherited` is
-    the last state of a lost coordinator.
+    `latest_step` returns the step of the newest checkpoint, and `now` is always the time of a monotonic clock.
+    `inherited` is the last state of a lost coordinator.
     """
 
     def __init__(
-        self, job: Job, committed: Callable[[], int | None], now: float, inherited: CoordinatorState | None = None
+        self, job: Job, latest_step: Callable[[], int | None], now: float, inherited: CoordinatorState | None = None
     ):
         state = inherited or CoordinatorState([])
 
         self.job = job
-        self.committed = committed
+        self._latest_step = latest_step
 
         # The parts of the decision: the nodes, the failures, the commands, and the ranks that run now.
         self.cluster = Cluster(job.nnodes, now)
         self._outbox = Outbox(job.run_dir / "logs")
-        self.recovery = Recovery(self.cluster, self._outbox, state, now)
+        self.recovery = Recovery(self.cluster, state, now)
         self.settings = Settings(**state.settings)
         self.attempt = Attempt(state.attempt, {}, {}, None, Watchdog(self.settings.hang), started_here=False)
 
-        # The first signal that asked the job to save and exit. From then on no attempt is started.
-        self._preempt_signal = state.preempt_signal
+        self._preempt_request = PreemptRequest(state.preempt_signal)
 
-        # How the job ends once all ranks are gone. None if another attempt follows, or if `_preempt_signal` ends the
-        # job; a second Ctrl-C sets it at once.
+        # How the job ends once all ranks are gone. None if another attempt follows, or if the job ends as preempted; a
+        # second Ctrl-C sets it at once.
         self._planned_end: JobEnd | None = None
+
+        # Whether the next attempt is logged as a restart when it starts; its size is not known before.
+        self._log_restart = False
 
         # Until then `tick` neither starts an attempt nor ends the job: the old rank 0 may still be alive.
         self._not_before = now if inherited is None else now + FENCE_S
@@ -156,10 +157,7 @@ class JobStateMachine:
         # Nodes from which an answer is missing: stacks in COLLECT_STACKS, the end of their ranks in KILL.
         self._unanswered: set[int] = set()
 
-        # When Ctrl-C was first typed, and the nodes that have received it; after a takeover the nodes are not known.
-        # And when the current ranks were asked to save and exit.
-        self._sigint_at = -math.inf if state.preempt_signal == "SIGINT" else math.inf
-        self._sigint_nodes: set[int] = set()
+        # When the current ranks were asked to save and exit.
         self._preempted_at = now
 
     def take(self) -> list[Command]:
@@ -171,7 +169,7 @@ class JobStateMachine:
             ranges(sorted(self.cluster.nodes)),
             self.attempt.number,
             settings=self.settings.model_dump(),
-            preempt_signal=self._preempt_signal,
+            preempt_signal=self._preempt_request.signal,
             **self.recovery.restarts.as_fields(now),
         )
 
@@ -197,7 +195,7 @@ class JobStateMachine:
         self.cluster.add(node, now)
         if node.number != COORDINATOR:
             text = f"node {node.number} ({node.host}) joined; {plural(len(self.cluster.nodes), 'node')}"
-            self._outbox.say_of_node("joined", node.host, text, now)
+            self._outbox.say_about_node("joined", node.host, text, now)
 
     def _ask_to_include_node(self, now: float) -> None:
         if self.job_phase in (JobPhase.RUN, JobPhase.COLLECT_STACKS):
@@ -216,7 +214,7 @@ class JobStateMachine:
         self._not_started.discard(node)
         self._outbox.put(DropNode(node))
 
-        # The failure names a lost rank, from which `Attempt.count_killed_by` finds the node.
+        # The failure names a lost rank, from which `Attempt.count_ended_by` finds the node.
         lost = [rank for rank in self.attempt.ranks_on(node) if rank not in self.attempt.exits]
         failure = Failure.noticed(Kind.NODE, f"node {node} ({host}) {why}", min(lost, default=None), host)
         if self.job_phase in ACTIVE and lost:
@@ -224,7 +222,7 @@ class JobStateMachine:
             return
 
         # Between two attempts, or after its ranks ended, losing a node matters only if too few remain for the next one.
-        self._outbox.say_of_node("lost", host, failure.message, now)
+        self._outbox.say_about_node("lost", host, failure.message, now)
         if self.job_phase is JobPhase.JOIN and self.attempt.started_here:
             self._end_if_too_few()
 
@@ -233,16 +231,16 @@ class JobStateMachine:
     def took_over(self, failure: Failure, now: float) -> None:
         """This node has taken over from a lost coordinator. The usual rules decide whether the job restarts."""
         if self.attempt.number is None:
-            self._outbox.announce_failure(failure, None, killed=0)
+            self._outbox.announce_failure(failure, None, others=0)
             return
 
         # The ranks are gone already, so a job that was asked to exit ends as preempted.
-        self._decide(failure, now, nothing_to_save=True)
-        if self.recovery.log_restart:
+        decision = self._decide(failure, now, nothing_to_save=True)
+        if isinstance(decision, Restart):
             self._say_who_is_missing(now)
 
-    def _wait_for_nodes(self, now: float) -> None:
-        """After an attempt, end the job if that is planned or too few nodes are left, or start the next attempt.
+    def _after_attempt(self, now: float) -> None:
+        """End the job if that is planned or too few nodes are left, or start the next attempt.
 
         If more nodes may join, the next attempt starts a little later (`Cluster.ready`).
         """
@@ -253,15 +251,15 @@ class JobStateMachine:
 
     def _end_if_too_few(self) -> None:
         """End the job if nodes are missing after an attempt. A restart may have been announced before they left."""
-        if too_few := self.cluster.too_few:
-            self._outbox.say(f"not restarted: {too_few}. {self._how_to_continue(self.committed())}")
-            self._end(JobEnd(self.settings.code_if_nodes_are_missing, Failure.noticed(Kind.NODE, too_few)))
+        if shortage := self.cluster.shortage:
+            self._outbox.say(f"not restarted: {shortage}. {self._how_to_continue(self._latest_step())}")
+            self._end(JobEnd(self.settings.code_if_nodes_are_missing, Failure.noticed(Kind.NODE, shortage)))
 
     def _end_or_start(self, now: float) -> None:
         """End the job if that is decided already; otherwise start the next attempt if the nodes are there."""
         if self._planned_end is not None:
             self._end(self._planned_end)
-        elif self._preempt_signal is not None:
+        elif self._preempt_request.signal is not None:
             self._end_preempted()
         elif self.cluster.ready(now):
             self._start_attempt(now)
@@ -286,11 +284,11 @@ class JobStateMachine:
         watchdog = Watchdog(self.settings.hang, self.recovery.restarts.hang_places)
         hosts = {node: self.cluster.nodes[node].host for node in counts}
         number = self.attempt.next_number
-        self.attempt = Attempt(number, counts, hosts, self.committed(), watchdog)
+        self.attempt = Attempt(number, counts, hosts, self._latest_step(), watchdog)
 
         # Only now is it known how many ranks restart.
-        if self.recovery.log_restart:
-            self.recovery.log_restart = False
+        if self._log_restart:
+            self._log_restart = False
             ranks = self.cluster.world_size
             self._outbox.log("restart", attempt=number, ranks=ranks, step=self.attempt.started_from)
 
@@ -307,7 +305,7 @@ class JobStateMachine:
         self.attempt.exits[message.rank] = rank_exit
 
         # No later exit can explain this one, so decide now.
-        if rank_exit.cannot_be_a_consequence:
+        if not rank_exit.may_be_a_consequence:
             self._fail(self.attempt.root_failure(), now)
             return
 
@@ -321,7 +319,7 @@ class JobStateMachine:
         elif rank_exit.code == PREEMPTED:
             # The scheduler may have signalled the ranks directly, bypassing the launcher.
             if self.job_phase is not JobPhase.PREEMPT:
-                self._preempt_signal = "SIGTERM"
+                self._preempt_request.signal = "SIGTERM"
                 self._enter_preempt(now)
 
             # Preempted ranks exit together, unless the signal came before the process group existed: then the rest
@@ -342,10 +340,10 @@ class JobStateMachine:
             self._fail(self.attempt.root_failure(), now)
         elif not self.attempt.any_preempted:
             self._end(JobEnd(ExitCode.FINISHED))
-        elif self._preempt_signal:
+        elif self._preempt_request.signal:
             self._end_preempted()
         else:
-            self._wait_for_nodes(now)
+            self._after_attempt(now)
 
     def zygote_lost(self, node: int, message: ZygoteLost, now: float) -> None:
         """The process that forks a node's ranks has died. Between two attempts that is not a failure."""
@@ -354,10 +352,8 @@ class JobStateMachine:
 
         # A zygote that cannot import would not import on the next attempt either.
         if message.hopeless and self.job_phase is not JobPhase.OVER:
-            killed = self.attempt.count_killed_by(failure) if self.job_phase in ACTIVE else 0
-            verdict = "not restarted: it would end the same way"
             self._planned_end = JobEnd(ExitCode.FAILED, failure)
-            self._outbox.announce_failure(failure, self.attempt.number, killed, verdict)
+            self._announce(failure, "not restarted: it would end the same way")
 
             # In JOIN there are no ranks, and `tick` ends the job.
             if self.job_phase is not JobPhase.JOIN:
@@ -431,27 +427,18 @@ class JobStateMachine:
 
     def preempt_requested(self, signal: str, now: float, node: int = COORDINATOR) -> None:
         """A signal at a node asks the job to save and exit. After a second Ctrl-C the ranks are killed at once."""
-        # Schedulers send SIGTERM more than once, so a second SIGTERM means nothing new.
-        at_once = signal == "SIGINT" and self._is_second_sigint(node, now)
-        self._preempt_signal = self._preempt_signal or signal
+        at_once = self._preempt_request.note(signal, node, now)
 
         match self.job_phase:
             case JobPhase.RUN | JobPhase.COLLECT_STACKS | JobPhase.PREEMPT if at_once:
                 self._outbox.say("second Ctrl-C: killing the ranks")
-                self._planned_end = JobEnd(self._preempted_code)
+                self._planned_end = JobEnd(self._preempt_request.exit_code)
                 self._kill_ranks(now)
             case JobPhase.RUN | JobPhase.COLLECT_STACKS:
                 self._outbox.say(f"{signal}: asking {plural(len(self.attempt.ranks), 'rank')} to save and exit")
                 self._preempt(now)
             case _:
                 pass  # `tick` ends the job: in JOIN, or once the ranks are gone
-
-    def _is_second_sigint(self, node: int, now: float) -> bool:
-        """Note a SIGINT. Return whether Ctrl-C was typed again: one that was sent to all nodes counts once."""
-        is_second = node in self._sigint_nodes or now - self._sigint_at >= SAME_SIGINT_S
-        self._sigint_nodes.add(node)
-        self._sigint_at = min(self._sigint_at, now)
-        return is_second
 
     def resize_requested(self, ranks: int, now: float) -> None:
         """Continue with another number of ranks, after a save."""
@@ -468,6 +455,7 @@ class JobStateMachine:
 
         self._outbox.say(f"from {before} to {plural(ranks, 'rank')}: asking the ranks to save")
         self.recovery.resize(ranks, self.attempt)
+        self._log_resize(before)
 
         # Nodes can import torch for the new ranks while the current ranks still save.
         for node, count in self.cluster.wanted.items():
@@ -476,10 +464,20 @@ class JobStateMachine:
         if self.job_phase in (JobPhase.RUN, JobPhase.COLLECT_STACKS):
             self._preempt(now)
 
+    def _undo_resize(self) -> None:
+        failed = self.cluster.world_size
+        self.recovery.undo_resize()
+        now = plural(self.cluster.world_size, "rank")
+        self._outbox.say(f"not resized to {plural(failed, 'rank')}: continuing with {now}")
+        self._log_resize(failed)
+
+    def _log_resize(self, before: int) -> None:
+        self._outbox.log("resize", **{"from": before, "to": self.cluster.world_size})
+
     def _preempt(self, now: float) -> None:
         """Have the ranks save and exit; `tick` kills them when the grace period is over."""
         self._enter_preempt(now)
-        self._order(partial(Preempt, signal=self._preempt_signal))
+        self._order(partial(Preempt, signal=self._preempt_request.signal))
 
     def _enter_preempt(self, now: float) -> None:
         # A failure that has happened is still announced in time.
@@ -487,12 +485,8 @@ class JobStateMachine:
         self._enter(JobPhase.PREEMPT, min(self._deadline, deadline) if self._waits_for_cause else deadline)
         self._preempted_at = now
 
-    @property
-    def _preempted_code(self) -> int:
-        return Preempted.code_of(self._preempt_signal)
-
     def _end_preempted(self) -> None:
-        step = self.committed()
+        step = self._latest_step()
         if step is None:
             saved = "ended before anything was saved"
         elif self._has_saved(step):
@@ -501,8 +495,8 @@ class JobStateMachine:
             saved = f"ended without another save; the newest checkpoint is of step {step}"
 
         self._outbox.say(f"{saved}; to resume: {self.job.resume_command}")
-        self._outbox.log("preempted", signal=self._preempt_signal, step=step)
-        self._end(JobEnd(self._preempted_code))
+        self._outbox.log("preempted", signal=self._preempt_request.signal, step=step)
+        self._end(JobEnd(self._preempt_request.exit_code))
 
     def _has_saved(self, step: int) -> bool:
         """Return whether the last attempt has saved the newest checkpoint, which is of this step."""
@@ -537,7 +531,7 @@ class JobStateMachine:
         match self.job_phase:
             case JobPhase.JOIN:
                 problem = f"only {plural(len(self.cluster.nodes), 'node')} came within {JOIN_S:.0f} s"
-                how = self._how_to_continue(self.committed())
+                how = self._how_to_continue(self._latest_step())
                 self._outbox.say(f"{problem}; {self.cluster.bounds.least} are needed. {how}")
                 failure = Failure.noticed(Kind.NODE, problem)
                 self._end(JobEnd(self.settings.code_if_nodes_are_missing, failure))
@@ -563,16 +557,44 @@ class JobStateMachine:
     # ---- failures ----
 
     def _fail(self, failure: Failure, now: float, nothing_to_save: bool = False) -> None:
-        """Announce the failure, decide what follows and kill all ranks. `nothing_to_save`: see `Recovery.decide`."""
+        """Announce the failure, decide what follows and kill all ranks. `nothing_to_save`: see `Situation`."""
         self._decide(failure, now, nothing_to_save)
         self._kill_ranks(now)
 
-    def _decide(self, failure: Failure, now: float, nothing_to_save: bool) -> None:
-        saved = self.committed()
-        how = self._how_to_continue(saved)
-        situation = Situation(self.attempt, saved, self.settings, self._preempt_signal, how, now)
-        if ending := self.recovery.decide(failure, situation, nothing_to_save):
-            self._planned_end = ending
+    def _decide(self, failure: Failure, now: float, nothing_to_save: bool) -> Decision:
+        """Decide what follows when all ranks are gone, take note of it and announce it with the failure."""
+        saved = self._latest_step()
+        situation = Situation(self.attempt, saved, self.settings, self._preempt_request.signal, nothing_to_save, now)
+        decision = self.recovery.decide(failure, situation)
+
+        match decision:
+            case Restart():
+                self._log_restart = True
+                self.recovery.count_restart(decision, failure, situation)
+                self._announce(failure, self.recovery.describe_restart(decision, failure, situation))
+
+            case UndoResize():
+                self._announce(failure)
+                self._undo_resize()
+
+            case EndPreempted():
+                # `_end_or_start` ends the job, since `_preempt_request` has a signal.
+                self._announce(failure, "not restarted: the job was asked to save and exit")
+
+            case End(code, reason):
+                self._planned_end = JobEnd(code, failure)
+
+                # With nothing saved, the same error would most likely recur, so no command is suggested.
+                hopeless = saved is None and failure.likely_to_repeat
+                hint = "" if hopeless else f". {self._how_to_continue(saved)}"
+                self._announce(failure, f"not restarted: {reason}{hint}")
+
+        return decision
+
+    def _announce(self, failure: Failure, what_follows: str = "") -> None:
+        """Announce a failure of the current attempt."""
+        others = self.attempt.count_ended_by(failure) if self.job_phase in ACTIVE else 0
+        self._outbox.announce_failure(failure, self.attempt.number, others, what_follows)
 
     def _how_to_continue(self, saved: int | None) -> str:
         """Return what to type after the end of the job. `saved` is the step of the newest checkpoint."""
@@ -594,7 +616,7 @@ class JobStateMachine:
     def _continue_if_killed(self, now: float) -> None:
         """Go on, if the ranks were killed and the last node has said that they are gone."""
         if self.job_phase is JobPhase.KILL and not self._unanswered:
-            self._wait_for_nodes(now)
+            self._after_attempt(now)
 
     def _end(self, ending: JobEnd) -> None:
         self._enter(JobPhase.OVER)

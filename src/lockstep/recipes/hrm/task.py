@@ -195,7 +195,7 @@ class HRM(Task):
         self._table_optimizer.forget()
         self.carry.end_step()
         if self.average is not None:
-            self.average.follow(run.model, run.step)
+            self.average.follow(run.model, run.steps_done)
 
     def state_dict(self) -> dict[str, Any]:
         return {"carry": self.carry.state_dict(), "average": self.average.weights if self.average is not None else {}}

@@ -539,22 +539,32 @@ def test_a_node_that_returns_between_two_attempts_is_not_missing():
     assert stage.tick(3.1)[-1] == StartAttempt(1, {0: 2, 2: 2})
 
 
-def test_ranks_that_are_lost_with_a_failure_are_not_counted_as_stopped():
-    """The other ranks of a lost node, or of a node whose zygote died, did not survive to be stopped."""
+def test_ranks_that_are_lost_with_a_failure_are_no_consequence_of_it():
+    """The other ranks of a lost node, or of a node whose zygote died, are part of the failure."""
     stage = Stage(TWO, Bounds(1, 2))
     stage.join(1)
     stage.tick()
     stage.state_machine.node_lost(1, "vanished", stage.now)
-    assert "2 other ranks were killed" in [stage.tick(), stage.said][1]
+    assert "2 other ranks ended because of it" in [stage.tick(), stage.said][1]
     stage = Stage(TWO, Bounds(1, 2))
     stage.join(1)
     stage.tick()
     stage.state_machine.zygote_lost(1, ZygoteLost(0, "died", False), stage.now)
-    assert "2 other ranks were killed" in [stage.tick(), stage.said][1]
+    assert "2 other ranks ended because of it" in [stage.tick(), stage.said][1]
     stage = Stage(TWO)
     stage.tick()
     stage.state_machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
-    assert "stopped" not in [stage.tick(), stage.said][1]
+    assert "because of it" not in [stage.tick(), stage.said][1]
+
+
+def test_ranks_that_finished_are_no_consequence_of_a_failure():
+    """A rank that was done before is not counted; one that only lost its connection is."""
+    stage = Stage(Bounds(4, 4))
+    stage.tick()
+    stage.exit(0, 0)
+    stage.exit(1, 1, kind="RuntimeError", message="Connection closed by peer")
+    stage.exit(2, -9)
+    assert "2 other ranks ended because of it" in [stage.tick(), stage.said][1]
 
 
 def test_a_job_continues_without_a_lost_node_where_allowed():

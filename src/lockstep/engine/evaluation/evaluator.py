@@ -8,8 +8,9 @@ depends on the number of ranks.
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.utils.data import IterableDataset
 from lockstep.config import RunConfig
 from lockstep.data.loader import Request, SampleReader, is_empty, read_all, to_device
 from lockstep.data.windows import rank_range
-from lockstep.errors import UserError
+from lockstep.errors import UserError, unknown_name
 from lockstep.observe.metrics import Term, metric_terms, quotients
 from lockstep.observe.recorder import Recorder
 from lockstep.parallel.driver import LossFn, PlacedModel
@@ -38,6 +39,51 @@ class Evaluation:
     metrics: dict[str, float]
     samples: int
     weight: float
+    name: str | None = None  # of the evaluation set, if the task has several
+
+    def named(self) -> dict[str, float]:
+        """Return the results by the names that tell this set from others: `val/loss`, `val/accuracy`."""
+        prefix = f"{self.name}/" if self.name else ""
+        return {f"{prefix}{name}": value for name, value in {"loss": self.loss, **self.metrics}.items()}
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A dataset to evaluate on."""
+
+    data: Any
+    name: str | None = None  # None: the only one
+    decides: bool = True  # whether early stopping, the best checkpoint and schedulers follow it
+
+
+def evaluation_sets(data: Any, decides: str | None) -> list[EvaluationSet]:
+    """Return what a task's `eval_data()` returned, as sets: one without a name, or several by name, or none.
+
+    `decides` is the setting `evaluate.decides`.
+    """
+    if not isinstance(data, Mapping):
+        if decides is not None:
+            raise UserError(
+                f"evaluate.decides={decides} names an evaluation set, and the task's sets have no names",
+                "",
+                "leave evaluate.decides out, or return {name: dataset} from eval_data()",
+            )
+        return [] if data is None else [EvaluationSet(data)]
+
+    chosen = next(iter(data), None) if decides is None else decides
+    if decides is not None and decides not in data:
+        raise unknown_name("evaluate.decides", decides, list(data))
+
+    # Results are called NAME/loss, and in some tools a slash makes a folder.
+    for name in data:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+            raise UserError(
+                f"an evaluation set is called {name!r}",
+                "its name becomes a part of metrics, such as val/loss",
+                "use letters, digits, points, _ and - only",
+            )
+
+    return [EvaluationSet(dataset, name, name == chosen) for name, dataset in data.items()]
 
 
 def check_data(data: Any) -> None:
@@ -66,7 +112,7 @@ class Evaluator:
 
     def evaluate(
         self,
-        data: Any,
+        chosen: EvaluationSet,
         loss_fn: LossFn,
         collate: Callable[[list[Any]], Any],
         batch: int,
@@ -81,12 +127,12 @@ class Evaluator:
 
         # The launcher allows an evaluation more time than a step.
         self.runtime.heartbeat.beat("evaluate", step)
-        check_data(data)
+        check_data(chosen.data)
 
         # Buffers differ between ranks. Evaluate with those that a checkpoint would save.
         self.placed.sync_buffers()
 
-        reader = SampleReader(data, collate, self.config.seed, self.config.data.seed_samples)
+        reader = SampleReader(chosen.data, collate, self.config.seed, self.config.data.seed_samples)
 
         # Restore the mode module by module: some modules may be in eval mode on purpose.
         modes = [(module, module.training) for module in self.placed.model.modules()]
@@ -105,10 +151,17 @@ class Evaluator:
             return None
 
         all_rows = [row for rows, _, _ in gathered for row in rows]
-        evaluation = _combine(all_rows, sum(samples for _, samples, _ in gathered), step)
-        self.recorder.event("eval", **vars(evaluation), seconds=time.perf_counter() - began)
+        evaluation = _combine(all_rows, sum(samples for _, samples, _ in gathered), step, chosen.name)
+        self._log(evaluation, chosen, time.perf_counter() - began)
         self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
         return evaluation
+
+    def _log(self, evaluation: Evaluation, chosen: EvaluationSet, seconds: float) -> None:
+        # The usual case, one set that decides, has no fields for that.
+        fields = {key: value for key, value in vars(evaluation).items() if key != "name"}
+        named = {"set": chosen.name} if chosen.name else {}
+        followed = {} if chosen.decides else {"decides": False}
+        self.recorder.event("eval", **fields, **named, **followed, seconds=seconds)
 
     def _run_local_batches(
         self, reader: SampleReader, loss_fn: LossFn, batch: int, may_preempt: bool
@@ -164,7 +217,7 @@ def _on_host(result: list[Term]) -> Row:
     return {name: [float(total), float(weight)] for name, total, weight in result}
 
 
-def _combine(rows: list[Row], samples: int, step: int) -> Evaluation:
+def _combine(rows: list[Row], samples: int, step: int, set_name: str | None) -> Evaluation:
     names = sorted({"loss", *(name for row in rows for name in row)})
 
     # fsum is exactly rounded, so the order of the rows does not matter. A metric may be missing in some batches.
@@ -177,4 +230,4 @@ def _combine(rows: list[Row], samples: int, step: int) -> Evaluation:
     means = dict.fromkeys(names, math.nan) | quotients(names, sums)
     loss = means.pop("loss")
     loss_weight = sums[2 * names.index("loss") + 1]
-    return Evaluation(step, loss, means, samples, weight=loss_weight)
+    return Evaluation(step, loss, means, samples, loss_weight, set_name)

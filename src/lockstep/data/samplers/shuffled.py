@@ -1,49 +1,16 @@
-"""Samplers: the sample at each offset of an epoch is a pure function of (epoch, offset).
-
-A sampler has no state and does not depend on the rank. Any offset of any epoch can be computed directly, so the state
-of a run's data is one integer, resuming costs nothing, and every offset is trained exactly once on any number of ranks.
-"""
+"""Every sample once per epoch: in the dataset's order, or shuffled."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from lockstep.data.samplers.sampler import OrderCache, Sampler, mix
 from lockstep.runtime.seeds import derive
 
 BLOCK = 4096  # offsets that are permuted at once, with one numpy call for many steps
 ROUNDS = 8  # rounds of the Feistel network
-
-
-@runtime_checkable
-class Sampler(Protocol):
-    """Chooses samples. An id may occur several times in an epoch, or never; every *offset* occurs once."""
-
-    def __len__(self) -> int:
-        """Return the number of offsets in an epoch."""
-
-    def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
-        """Return the sample ids (int64) at offsets [start, stop) of an epoch. It must be a pure function."""
-
-
-@dataclass(frozen=True)
-class Sampled:
-    """A dataset with a sampler: `Task.data` may return it in place of the dataset.
-
-    Its items are those of the dataset, and its length is the number of offsets in the sampler's epoch.
-    """
-
-    dataset: Any
-    sampler: Sampler
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
 
 
 @dataclass(frozen=True)
@@ -76,8 +43,7 @@ class ShuffledSampler:
         # A Feistel network needs two halves of equal width, hence a power of four.
         self._half_bits = max(1, ((length - 1).bit_length() + 1) // 2)
 
-        # One cache per instance: `lru_cache` on the method would keep all instances alive.
-        self._block = lru_cache(maxsize=2)(self._make_block)
+        self._blocks = OrderCache()
 
     def __len__(self) -> int:
         return self.length
@@ -94,6 +60,9 @@ class ShuffledSampler:
 
         # A copy: the caller may change it, and the block stays in the cache.
         return block[start - first * BLOCK : stop - first * BLOCK].copy()
+
+    def _block(self, epoch: int, index: int) -> np.ndarray:
+        return self._blocks.get((epoch, index), lambda: self._make_block(epoch, index))
 
     def _make_block(self, epoch: int, index: int) -> np.ndarray:
         offsets = np.arange(index * BLOCK, min((index + 1) * BLOCK, self.length), dtype=np.uint64)
@@ -120,16 +89,9 @@ class ShuffledSampler:
         right = values & mask
 
         for key in keys:
-            left, right = right, left ^ (_mix(right ^ key) & mask)
+            left, right = right, left ^ (mix(right ^ key) & mask)
 
         return (left << bits) | right
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """Scramble 64 bits by xor-shifts and multiplications: every input bit reaches every output bit."""
-    x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
-    x = (x ^ (x >> np.uint64(29))) * np.uint64(0xA0761D6478BD642F)
-    return x ^ (x >> np.uint64(32))
 
 
 def make_sampler(length: int, seed: int, shuffle: bool = True) -> Sampler:

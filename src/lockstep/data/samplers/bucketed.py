@@ -1,0 +1,65 @@
+"""Batches of similar lengths, so that padding wastes little."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep.data.samplers.sampler import OrderCache, SeededSampler, as_numbers
+from lockstep.data.samplers.shuffled import ShuffledSampler
+from lockstep.errors import UserError
+
+
+@dataclass(eq=False)
+class BucketedSampler(SeededSampler):
+    """Every sample once per epoch, in groups of `batch` samples that have similar lengths.
+
+    The epoch is shuffled and cut into pools of `pool` groups. A pool is sorted by length and cut into groups, and the
+    groups are shuffled. So a group holds other samples in each epoch, and long groups come at any time.
+    """
+
+    lengths: Any  # (samples,)
+    batch: int  # samples of a group: global_batch, or micro_batch if that is set
+    pool: int = 64  # groups that are sorted together; more: less padding, and less random groups
+    seed: int | None = None  # None: the run's
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "pool"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} must be at least 1", "", f"set {name}=64")
+
+        self.lengths = as_numbers(self.lengths, "lengths")
+        self._shuffled = ShuffledSampler(len(self), self.seed or 0)
+        self._pools = OrderCache()
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        assert 0 <= start <= stop <= len(self)
+        size = self.batch * self.pool
+        first = start // size
+        last = max(start, stop - 1) // size
+        pools = [self._pool(epoch, index) for index in range(first, last + 1)]
+        return np.concatenate(pools)[start - first * size : stop - first * size]
+
+    def _pool(self, epoch: int, index: int) -> np.ndarray:
+        return self._pools.get((epoch, index), lambda: self._make_pool(epoch, index))
+
+    def _make_pool(self, epoch: int, index: int) -> np.ndarray:
+        # The groups' own key also requires a seed, which the shuffled order shares.
+        key = self.key("buckets", epoch, index)
+        start = index * self.batch * self.pool
+        ids = self._shuffled.ids(epoch, start, min(start + self.batch * self.pool, len(self)))
+        ids = ids[np.argsort(self.lengths[ids], kind="stable")]
+
+        # The last pool of an epoch may have a short group. It comes last, so that groups and batches stay aligned, and
+        # is cut out anywhere, so that it is not always the samples of one length.
+        groups, rest = divmod(len(ids), self.batch)
+        cut = key % (groups + 1) * self.batch
+        short = ids[cut : cut + rest]
+        full = np.delete(ids, np.s_[cut : cut + rest]).reshape(groups, self.batch)
+        order = ShuffledSampler(groups, key).ids(0, 0, groups) if groups else []
+        return np.concatenate([*full[order], short])

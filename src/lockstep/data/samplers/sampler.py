@@ -1,0 +1,128 @@
+"""What a sampler is, a dataset together with one, and the parts that samplers share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, Self, runtime_checkable
+
+import numpy as np
+
+from lockstep.errors import UserError
+from lockstep.runtime.seeds import derive
+
+CACHED = 2  # orders that a sampler keeps: of the epoch in progress, and of the next one, into which workers read ahead
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """Chooses samples. An id may occur several times in an epoch, or never; every *offset* occurs once.
+
+    A sampler may also have `with_seed(seed)`, which returns the sampler that the run uses.
+    """
+
+    def __len__(self) -> int:
+        """Return the number of offsets in an epoch."""
+
+    def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Return the sample ids (int64) at offsets [start, stop) of an epoch. It must be a pure function."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A dataset with a sampler: `Task.data` may return it in place of the dataset.
+
+    Its items are those of the dataset, and its length is the number of offsets in the sampler's epoch.
+
+    sampler   a `Sampler`, or a torch sampler; None: shuffled, unless data.shuffle=false
+    lengths   (samples,) the length of each sample, for data.balance; None: those of the sampler, if it has any
+    """
+
+    dataset: Any
+    sampler: Any = None
+    lengths: Sequence[int] | np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset if self.sampler is None else self.sampler)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset[index]
+
+    @property
+    def known_lengths(self) -> Any:
+        """The length of each sample (samples,), or None if neither this nor the sampler has them."""
+        return getattr(self.sampler, "lengths", None) if self.lengths is None else self.lengths
+
+
+class SeededSampler:
+    """A sampler that uses the run's seed, unless it was made with a seed of its own. For dataclasses."""
+
+    seed: int | None
+
+    def with_seed(self, seed: int) -> Self:
+        """Return this sampler with the run's `seed`."""
+        return self if self.seed is not None else replace(self, seed=seed)  # pyrefly: ignore
+
+    def key(self, stream: str, *keys: int) -> int:
+        """Return a 63-bit key that is a pure function of the seed and the arguments."""
+        if self.seed is None:
+            raise UserError(
+                f"{type(self).__name__} has no seed",
+                "a run passes its own seed; outside of a run there is none",
+                f"pass one: {type(self).__name__}(..., seed=0)",
+            )
+
+        return derive(self.seed, stream, *keys)
+
+
+class OrderCache:
+    """Keeps the last few results of a pure function, such as the order of an epoch."""
+
+    def __init__(self) -> None:
+        self._results: dict[Hashable, np.ndarray] = {}
+
+    def get(self, key: Hashable, make: Callable[[], np.ndarray]) -> np.ndarray:
+        """Return the result for `key`, made by `make()` if it is not kept."""
+        if key not in self._results:
+            while len(self._results) >= CACHED:
+                del self._results[next(iter(self._results))]
+            self._results[key] = make()
+
+        return self._results[key]
+
+
+def mix(x: np.ndarray) -> np.ndarray:
+    """Scramble 64 bits by xor-shifts and multiplications: every input bit reaches every output bit."""
+    x = (x ^ (x >> np.uint64(32))) * np.uint64(0xD6E8FEB86659FD93)
+    x = (x ^ (x >> np.uint64(29))) * np.uint64(0xA0761D6478BD642F)
+    return x ^ (x >> np.uint64(32))
+
+
+def uniforms(key: int, start: int, stop: int) -> np.ndarray:
+    """Return float64 numbers in [0, 1), uniform, one for each integer of [start, stop): a pure function of each."""
+    numbers = np.arange(start, stop, dtype=np.uint64)
+    bits = mix(mix(numbers ^ np.uint64(key)) ^ np.uint64(key))
+
+    # A float64 holds 53 bits.
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def as_numbers(values: Any, what: str, minimum: float = 0.0) -> np.ndarray:
+    """Return `values` as float64 (samples,), or raise if they are not finite numbers of at least `minimum`."""
+    numbers = np.asarray(values, dtype=np.float64)
+    if numbers.ndim != 1 or len(numbers) == 0:
+        raise UserError(
+            f"{what} must be a list with one number for each sample",
+            f"an array of shape {numbers.shape}",
+            f"pass a one-dimensional list or array of {what}",
+        )
+
+    wrong = np.flatnonzero(~(np.isfinite(numbers) & (numbers >= minimum)))
+    if len(wrong):
+        raise UserError(
+            f"{what} of sample {wrong[0]} must be a finite number of at least {minimum:g}; it is {numbers[wrong[0]]}",
+            f"{len(wrong)} of {len(numbers)} are wrong" if len(wrong) > 1 else "",
+            "correct it, or leave the sample out",
+        )
+
+    return numbers

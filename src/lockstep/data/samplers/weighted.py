@@ -1,0 +1,77 @@
+"""Samples drawn by weight, with or without replacement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lockstep.data.samplers.sampler import OrderCache, SeededSampler, as_numbers, uniforms
+from lockstep.errors import UserError
+
+
+@dataclass(eq=False)
+class WeightedSampler(SeededSampler):
+    """Draws samples with probabilities proportional to their weights.
+
+    With replacement, every offset draws by itself: sample i is expected length x weights[i] / sum(weights) times in an
+    epoch. Without replacement, each draw is among the samples that are left in this epoch, so that each occurs at most
+    once, and heavy ones come early. A sample of weight 0 is never drawn.
+    """
+
+    weights: Any  # (samples,) of at least 0; they need not add up to 1
+    length: int | None = None  # draws in an epoch; None: as many as there are samples
+    replacement: bool = True
+    seed: int | None = None  # None: the run's
+
+    def __post_init__(self) -> None:
+        weights = as_numbers(self.weights, "weights")
+        self.length = len(weights) if self.length is None else self.length
+        self._drawable = np.flatnonzero(weights)
+        self._check(weights)
+
+        # Only samples that can be drawn: the upper bound of each one's interval of [0, total).
+        self._weights = weights[self._drawable]
+        self._bounds = np.cumsum(self._weights)
+        self._orders = OrderCache()
+
+    def __len__(self) -> int:
+        assert self.length is not None
+        return self.length
+
+    def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        assert 0 <= start <= stop <= len(self)
+        if not self.replacement:
+            return self._orders.get(epoch, lambda: self._make_order(epoch))[start:stop].copy()
+
+        draws = uniforms(self.key("weighted", epoch), start, stop) * self._bounds[-1]
+        places = np.searchsorted(self._bounds, draws, side="right")
+
+        # The product above may round up to the total.
+        return self._drawable[np.minimum(places, len(self._drawable) - 1)]
+
+    def _make_order(self, epoch: int) -> np.ndarray:
+        """Return all draws of an epoch without replacement.
+
+        The first of several exponential clocks to ring, with the weights as rates, is a draw by weight; so is the next
+        one among the rest. So samples are drawn in the order of their clocks.
+        """
+        draws = uniforms(self.key("weighted", epoch), 0, len(self._drawable))
+        clocks = -np.log1p(-draws) / self._weights
+        return self._drawable[np.argsort(clocks, kind="stable")[: self.length]]
+
+    def _check(self, weights: np.ndarray) -> None:
+        if not len(self._drawable):
+            raise UserError("all weights are 0, so no sample can be drawn", "", "give some samples a weight above 0")
+
+        assert self.length is not None
+        if self.length < 1:
+            raise UserError(f"length={self.length} draws no sample", "", "set length=1 or more")
+
+        if not self.replacement and self.length > len(self._drawable):
+            raise UserError(
+                f"{self.length} draws without replacement need as many samples with a weight above 0",
+                f"{len(self._drawable)} of {len(weights)} samples have one",
+                f"set length={len(self._drawable)} or less, or replacement=True",
+            )

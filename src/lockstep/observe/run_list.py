@@ -1,0 +1,233 @@
+"""The command `lockstep runs`: the runs in a folder, one line each, as far as their files tell.
+
+Any file of a run may be missing, damaged or half written, and the folder may hold other things. Nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.filesize import decimal as size_text
+
+from lockstep.errors import UserError
+from lockstep.launch import records
+from lockstep.launch.run_dir import LOCK, is_running, read_mapping
+from lockstep.observe.formats import columns, figures, flat, number, one_line
+from lockstep.observe.report import without_undone
+
+State = Literal["running", "finished", "preempted", "failed", "killed"]
+
+# The last event of one of these kinds says how a run ended, if it ended. Rank 0 of a preempted run writes `leave`, and
+# its launcher `preempted`.
+STATES: dict[str, State] = {
+    "start": "killed",
+    "end": "finished",
+    "error": "failed",
+    "leave": "preempted",
+    "preempted": "preempted",
+}
+
+# The last lines of the metrics are in this many bytes.
+TAIL = 2**16
+
+# Where locks do not work, a run that has written within this time counts as running.
+RECENT_S = 600.0
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What a run folder tells about its run."""
+
+    path: str
+    state: State
+    step: int | None  # steps that have ended
+    steps: int | None  # steps of the whole run
+    loss: float | None  # of the last line of the metrics
+    best: float | None  # the best evaluation, by `best_metric`
+    best_metric: str  # checkpoint.best, or else stop.metric or eval_loss
+    best_step: int | None
+    bytes: int
+    written: float  # when the run last wrote, in seconds since 1970
+
+
+def runs(folder: Path, as_json: bool) -> str:
+    """Return the runs in `folder`, or the run that it is: a table, the newest first, or JSON."""
+    if not folder.is_dir():
+        raise UserError(
+            f"there is no folder {folder} with runs", "", "name the folder that holds them: lockstep runs DIR"
+        )
+
+    found = sorted(map(facts_of, find_runs(folder)), key=lambda run: run.written, reverse=True)
+    if as_json:
+        return json.dumps([asdict(run) for run in found], indent=2)
+
+    return columns([HEADS, *map(_row, found)]) if found else f"no runs in {folder}"
+
+
+def find_runs(folder: Path) -> list[Path]:
+    if is_run(folder):
+        return [folder]
+
+    # A link to a run would show it twice.
+    return [path for path in sorted(folder.iterdir()) if path.is_dir() and not path.is_symlink() and is_run(path)]
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether Lockstep has made this folder for a run, even one that never began to train."""
+    # Copies may lack the lock, as a hidden file.
+    has_lock = (folder / LOCK).is_file() and (folder / "logs").is_dir()
+    return has_lock or ((folder / "config.sources.json").is_file() and (folder / "config.yaml").is_file())
+
+
+def facts_of(run: Path) -> RunFacts:
+    events = parse_lines(records.read(run / "events.jsonl"))
+    lines = parse_lines(records.read(run / "metrics.jsonl", most=TAIL))
+    newest = lines[-1] if lines else {}
+    start = _last(events, "start")
+    metric, best = best_evaluation(events, _mapping(run / "config.yaml"))
+    size, written = _size_and_time(run)
+
+    # A run that ended or was preempted between two lines of the metrics has its last step in an event.
+    reached = [number(record.get("step")) for record in (newest, *events[_index(events, start) :])]
+    plan = _mapping(run / "plan.json")
+    return RunFacts(
+        path=str(run),
+        state=_state(run, events, written),
+        step=_whole(max((step for step in reached if step is not None), default=None)),
+        steps=_whole(number(start.get("steps", plan.get("steps")))),
+        loss=number(newest.get("loss")),
+        best=number(best.get(metric)),
+        best_metric=metric,
+        best_step=_whole(number(best.get("step"))),
+        bytes=size,
+        written=written,
+    )
+
+
+def parse_lines(text: str) -> list[dict[str, Any]]:
+    """Return the records of a JSON lines file. Lines that are no record, or only the end of one, are left out."""
+    found = []
+    for line in text.splitlines():
+        try:
+            record = records.load_json(line)
+        except ValueError:
+            continue
+
+        if isinstance(record, dict):
+            found.append(record)
+
+    return found
+
+
+def best_evaluation(events: Sequence[dict[str, Any]], config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the metric that evaluations are compared by, and the best evaluation, or {}."""
+    settings = flat(config)
+    stops = settings.get("stop.patience") is not None
+    kept = settings.get("checkpoint.best")
+    metric = str(kept or (settings.get("stop.metric") if stops else None) or "eval_loss")
+    mode = settings.get("checkpoint.best_mode" if kept else "stop.mode")
+
+    # In the events the loss has no prefix, and the task's own metrics have one.
+    scores: list[dict[str, Any]] = []
+    for event in without_undone(flat(event) for event in events if event.get("event") == "eval"):
+        value = number(event.get("loss") if metric == "eval_loss" else event.get(f"metrics.{metric}"))
+        if value is not None:
+            scores.append({"step": event["step"], metric: value})
+
+    choose = max if mode == "max" else min
+    return metric, choose(scores, key=lambda score: score[metric], default={})
+
+
+def _state(run: Path, events: Sequence[dict[str, Any]], written: float) -> State:
+    last = next((event for event in reversed(events) if event.get("event") in STATES), {})
+    state = STATES.get(str(last.get("event")), "killed")
+    held = is_running(run)
+    if held is None:
+        held = state == "killed" and time.time() - written < RECENT_S
+
+    return "running" if held else state
+
+
+def _last(events: Sequence[dict[str, Any]], kind: str) -> dict[str, Any]:
+    return next((event for event in reversed(events) if event.get("event") == kind), {})
+
+
+def _index(events: Sequence[dict[str, Any]], event: dict[str, Any]) -> int:
+    """Return where the last attempt begins: steps before a resume may have been higher."""
+    return next((index for index, other in enumerate(events) if other is event), 0)
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        return read_mapping(path)
+    except (OSError, ValueError):
+        return {}
+
+
+def _size_and_time(run: Path) -> tuple[int, float]:
+    """Return the bytes of all files of a run, and when its records last changed."""
+    size = 0
+    for file in files_in(run):
+        # A running run deletes old checkpoints.
+        try:
+            size += file.lstat().st_size
+        except OSError:
+            continue
+
+    times = [_modified(run / name) for name in ("metrics.jsonl", "events.jsonl", "config.yaml")]
+    return size, max(times) or _modified(run)
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
+def files_in(folder: Path) -> Iterable[Path]:
+    """Yield all files below `folder`. Links are files here: they are not followed."""
+    for parent, folders, names in os.walk(folder):
+        links = [name for name in folders if (Path(parent) / name).is_symlink()]
+        yield from (Path(parent) / name for name in (*names, *links))
+
+
+# ---- the table ----
+
+HEADS = ("run", "state", "step", "loss", "best", "size", "written")
+
+
+def _row(run: RunFacts) -> tuple[str, ...]:
+    of_steps = f"{'-' if run.step is None else run.step}/{'-' if run.steps is None else run.steps}"
+    best = "-"
+    if run.best is not None:
+        best = f"{one_line(run.best_metric, 30)} {figures(run.best, 4)} at {run.best_step}"
+
+    return (
+        run.path,
+        run.state,
+        of_steps,
+        figures(run.loss, 4),
+        best,
+        size_text(run.bytes),
+        f"{age(time.time() - run.written)} ago",
+    )
+
+
+def age(seconds: float) -> str:
+    """Return a time in its largest unit: `5 s`, `12 min`, `3 h`, `2 days`."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds // size:.0f} {unit}"
+
+    return f"{max(0.0, seconds):.0f} s"

@@ -1,0 +1,124 @@
+"""The command `lockstep rm`: delete runs, or only their checkpoints, and nothing that Lockstep did not write."""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.filesize import decimal as size_text
+
+from lockstep.errors import UserError, plural, some_names
+from lockstep.launch.run_dir import hold_idle
+from lockstep.observe.run_list import facts_of, files_in, is_run
+
+# What a run writes into its folder, sinks and `lockstep ckpt export` included. Other names stay where they are.
+OURS = (
+    *("config.yaml", "config.sources.json", "plan.json", "summary.json", "report.html", "model*.safetensors"),
+    *("metrics.jsonl", "events.jsonl", "metrics.csv", "prometheus.url", "micro_batch.json", "resize"),
+    *("checkpoints", "logs", "samples", "export", "profile", "tensorboard", "wandb", "mlflow.db*", "launch"),
+    *(".lock", ".launcher", ".going-back", ".seen-*", ".probe-*", ".secret*", ".sink-id", ".shared-*", ".coordinator*"),
+    *(".cut-off-*", ".*.tmp"),
+)
+
+CHECKPOINTS = ("checkpoints",)
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What will be deleted of one run, and what will stay in its folder because Lockstep did not write it."""
+
+    run: Path
+    delete: list[Path]
+    stays: list[str]
+    bytes: int
+
+
+def rm(
+    runs: Sequence[Path], only_checkpoints: bool, dry_run: bool, confirm: Callable[[str], bool]
+) -> tuple[list[str], int]:
+    """Delete runs, after `confirm` has agreed. Returns the lines to print, and the exit code.
+
+    If any of the paths is no run, or is running, nothing is deleted at all.
+    """
+    planned = [_plan(run, only_checkpoints) for run in dict.fromkeys(runs)]
+    what = "the checkpoints of " if only_checkpoints else ""
+    total = size_text(sum(removal.bytes for removal in planned))
+    if dry_run:
+        return [f"would delete {what}{removal.run} ({size_text(removal.bytes)})" for removal in planned], 0
+
+    names = ", ".join(f"{removal.run} ({facts_of(removal.run).state})" for removal in planned)
+    if not confirm(f"delete {what}{plural(len(planned), 'run')}, {total}: {names}?"):
+        return ["nothing was deleted"], 1
+
+    lines = []
+    for removal in planned:
+        _delete(removal, whole=not only_checkpoints)
+        lines.append(f"deleted {what}{removal.run}: {size_text(removal.bytes)} freed")
+        if removal.stays:
+            lines.append(f"  {removal.run} stays, with what Lockstep did not write: {some_names(removal.stays)}")
+
+    return [*lines, f"{total} freed"] if len(planned) > 1 else lines, 0
+
+
+def _plan(run: Path, only_checkpoints: bool) -> Removal:
+    _refuse(run)
+    patterns = CHECKPOINTS if only_checkpoints else OURS
+    entries = sorted(run.iterdir())
+    delete = [path for path in entries if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in patterns)]
+    stays = [] if only_checkpoints else [path.name for path in entries if path not in delete]
+    return Removal(run, delete, stays, sum(_size(path) for path in delete))
+
+
+def _refuse(run: Path) -> None:
+    """Raise a UserError unless `run` is the folder of a run that does not run."""
+    if run.is_symlink():
+        raise UserError(
+            f"{run} is a symbolic link, which lockstep rm does not follow", f"{os.readlink(run)}", "name the folder"
+        )
+
+    if not run.is_dir() or not is_run(run):
+        found = "no such folder" if not run.exists() else "a folder or file that no run of Lockstep made"
+        raise UserError(f"{run} is not the folder of a run", found, "name a run: lockstep runs lists them")
+
+    if facts_of(run).state == "running":
+        raise UserError(
+            f"{run} is running, and a run that is running is not deleted",
+            "a process holds its folder",
+            "stop it first: Ctrl-C, or kill its launcher; it saves a checkpoint and ends",
+        )
+
+
+def _delete(removal: Removal, whole: bool) -> None:
+    try:
+        # The locks go last: until then no run can begin here.
+        with hold_idle(removal.run):
+            for path in sorted(removal.delete, key=lambda path: path.name.startswith(".")):
+                _delete_entry(path)
+
+            # `hold_idle` makes a lock that the run did not have, if it ran without a launcher.
+            if whole:
+                for name in (".launcher", ".lock"):
+                    (removal.run / name).unlink(missing_ok=True)
+
+        if whole and not removal.stays:
+            removal.run.rmdir()
+    except OSError as error:
+        raise UserError(
+            f"{removal.run} could not be deleted as a whole", f"{error.strerror}: {error.filename}", "look there"
+        ) from error
+
+
+def _delete_entry(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _size(path: Path) -> int:
+    files = files_in(path) if path.is_dir() and not path.is_symlink() else [path]
+    return sum(file.lstat().st_size for file in files)
