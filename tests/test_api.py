@@ -324,5 +324,5 @@ def test_the_package_names_its_version_and_its_renamed_names():
 def test_processes_that_never_started_are_not_called_a_rank(tmp_path, rank, words):
     ending = JobEnd(1, Failure.noticed(Kind.ZYGOTE, "out of memory", rank))
     with pytest.raises(RanksFailed, match=words) as failed:
-        api._raise_unless_done(ending, tmp_path, Bounds(2, 2))
+        api._raise_unless_done(ending, tmp_path, Bounds(2, 2), tmp_path)
     assert "rank None" not in str(failed.value)

@@ -12,7 +12,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from lockstep.config import Layer, Resolved, check, flatten, from_object, resolv
 from lockstep.config.schema import typed as typed_value
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import failure
+from lockstep.launch.hangs import stacks
 from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.run_dir import (
@@ -36,7 +37,10 @@ from lockstep.launch.run_dir import (
 )
 from lockstep.launch.supervisor import JobEnd, supervise
 from lockstep.launch.terminal import shares_log
-from lockstep.observe.history import describe_result, read_history
+from lockstep.observe.history import read_history
+from lockstep.observe.notebook import kernel
+from lockstep.observe.notebook.follower import following
+from lockstep.observe.notebook.result import result_html, result_text
 from lockstep.observe.report import write_report
 from lockstep.registries import check_names
 from lockstep.runtime import environments
@@ -71,16 +75,13 @@ class Best:
     value: float
 
 
-@dataclass
+@dataclass(repr=False)
 class RunResult:
-    """What a finished run leaves behind."""
+    """What a finished run leaves behind. Printed, or as the last line of a notebook's cell, it shows its curve."""
 
     run_dir: Path
     summary: dict[str, Any]
     task: Task
-
-    def __repr__(self) -> str:
-        return describe_result(self.run_dir, self.summary, self.history)
 
     @cached_property
     def history(self) -> list[dict[str, Any]]:
@@ -116,6 +117,12 @@ class RunResult:
         model = self.task.model()
         load_model(model, str(self.run_dir / "model.safetensors"))
         return model
+
+    def __repr__(self) -> str:
+        return result_text(self.run_dir, self.summary)
+
+    def _repr_html_(self) -> str:
+        return result_html(self.run_dir, self.summary)
 
 
 # ---- lockstep train TARGET ----
@@ -302,8 +309,7 @@ def fit(
     else:
         resolved = _without_options(task, resolved, layers)
 
-    name = type(task).__name__.lower()
-
+    name = _run_name(task)
     if is_rank:
         with _resume_hint(resume_command or _advice_unless_launched()):
             return _fit_here(task, resolved, name, callbacks)
@@ -313,12 +319,24 @@ def fit(
     refuse_another_run(run_dir, resume)  # before any process is started
     command = (resume_command or _advice_for_code)(run_dir)
 
-    # Ranks are separate processes: they get the task in a file and leave their results in the run folder.
-    with _pickled(task, resolved.config.task, callbacks) as path:
-        ending, _ = _launch({"task": path, "layers": layers, "resume_command": command}, run_dir, count)
+    # Rank 0 has no notebook: this process shows its records.
+    in_notebook = resolved.config.log.progress in ("auto", "live") and kernel.shell() is not None
+    if in_notebook:
+        layers = [*layers, ("notebook", {"log": {"progress": "off"}})]
 
-    _raise_unless_done(ending, run_dir, count)
+    # Ranks are separate processes: they get the task in a file and leave their results in the run folder.
+    pickled = _pickled(task, resolved.config.task, callbacks)
+    with pickled as path, following(run_dir) if in_notebook else nullcontext():
+        spec = {"task": path, "name": name, "layers": layers, "resume_command": command}
+        ending, _ = _launch(spec, run_dir, count)
+        _raise_unless_done(ending, run_dir, count, Path(path).parent)
+
     return RunResult(run_dir, json.loads((run_dir / "summary.json").read_text()), task)
+
+
+def _run_name(task: Task) -> str:
+    """Return the class's name, for the run folder; in a notebook whose name is known, that name and the class's."""
+    return "-".join(filter(None, [kernel.notebook_name(), type(task).__name__.lower()]))
 
 
 def _without_options(task: Task, resolved: Resolved, layers: list[Layer]) -> Resolved:
@@ -356,10 +374,20 @@ def _pickled(task: Task, options: dict[str, Any], callbacks: Sequence[Any]) -> I
         yield str(path)
 
 
-def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds) -> None:
-    """If the ranks of `fit` ended early, raise what a run in this process would have raised."""
+def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds, errors: Path) -> None:
+    """If the ranks of `fit` ended early, raise what a run in this process would have raised.
+
+    That is the exception of the rank that failed first, which it has left in the folder `errors`.
+    """
     if culprit := ending.failure:
         who = f"rank {culprit.rank} failed first" if culprit.rank is not None else "they could not be started"
+        error = failure.load_exception(errors, culprit)
+        if error is not None:
+            where = f"raised on rank {culprit.rank} of {count}; {run_dir / 'logs'} holds the output of all ranks"
+            trace = [] if culprit.for_user else stacks.fold(culprit.traceback)
+            error.add_note("\n".join([where, *trace]))
+            raise error
+
         raise RanksFailed(
             f"lockstep.fit on {count} processes: {who}",
             f"{culprit.kind}: {culprit.message}",
@@ -400,7 +428,8 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
                 f"leave {key} out; your script's own arguments are its options",
             )
 
-    with _resume_hint(_advice_unless_launched()), _running(resolved, Path(sys.argv[0]).stem or "run") as builder:
+    name = kernel.notebook_name() or Path(sys.argv[0]).stem or "run"
+    with _resume_hint(_advice_unless_launched()), _running(resolved, name) as builder:
         own = OwnRun(builder)
         regular_exit = None
         try:
@@ -437,7 +466,11 @@ def work(spec: dict[str, Any]) -> None:
     if not options:
         resolved = resolved.without_options()
 
-    _fit_here(task, resolved, type(task).__name__.lower(), callbacks)
+    try:
+        _fit_here(task, resolved, spec["name"], callbacks)
+    except Exception as error:
+        failure.leave_exception(Path(spec["task"]).parent, current_world().rank, error)
+        raise
 
 
 # ---- training in this process ----

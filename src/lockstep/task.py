@@ -39,11 +39,14 @@ class Loss:
     Lockstep adds both over micro-batches and ranks, and divides once.
     `metrics` are sums as well. Each is divided by the loss's weight, or by its own weight if it is a pair
     `(sum, weight)`.
+    `outputs` is for metrics that are no sums, see `Task.eval_metrics`: the arguments of their `update`, a tuple for all
+    of them or a dict of tuples by name. Only evaluations use it.
     """
 
     total: Tensor
     weight: Weight
     metrics: dict[str, Metric] = field(default_factory=dict)
+    outputs: Any = None
 
     @classmethod
     def sum(cls, total: Tensor, weight: Weight, metrics: dict[str, Metric] | None = None) -> Loss:
@@ -385,6 +388,10 @@ class Task:
     def eval_loss(self, model: nn.Module, batch: Any) -> Loss:
         """Return the loss of an evaluation batch. It is called in eval mode, without gradients."""
         return self.loss(model, batch)
+
+    def eval_metrics(self) -> dict[str, Any]:
+        """Return torchmetrics by name. Each evaluation updates them with the `outputs` of the losses."""
+        return {}
 
     def collate(self, samples: list[Any]) -> Any:
         """Return a batch of these samples."""

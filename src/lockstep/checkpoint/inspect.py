@@ -32,10 +32,10 @@ from lockstep.checkpoint.storage import (
     committed,
     delete_checkpoint,
     open_storage,
-    step_in,
     steps_to_delete,
 )
 from lockstep.errors import UserError, plural
+from lockstep.launch.run_dir import step_in
 from lockstep.observe.formats import columns
 
 # How many tensors `show` lists, and how many checkpoints `ls` lists.

@@ -99,12 +99,12 @@ class Training:
         return self.run.close(_show(self.task, self.run))
 
     def _evaluate(self) -> None:
-        self.run.evaluate(self._eval_sets, self.task.eval_loss, self.task.collate, may_preempt=True)
+        self.run.evaluate(self._eval_sets, may_preempt=True)
 
 
 def _eval_sets(task: Task, run: Run) -> list[EvaluationSet]:
     """Return the task's evaluation sets after checking them. There may be none."""
-    sets = evaluation_sets(task.eval_data(), run.config.evaluate.decides)
+    sets = evaluation_sets(task, run.config.evaluate.decides)
     for chosen in sets:
         check_data(chosen.data)
 

@@ -10,7 +10,7 @@ with lockstep.start(global_batch=64, steps=1000) as run:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -186,6 +186,7 @@ class OwnRun(BuiltRunView):
         collate: Callable[[list[Any]], Any] = default_collate,
         *,
         name: str | None = None,
+        metrics: Mapping[str, Any] | None = None,
         decides: bool = True,
         moves_rate: bool | None = None,
     ) -> dict[str, float]:
@@ -193,7 +194,8 @@ class OwnRun(BuiltRunView):
 
         After each step, the first evaluation with `decides=True` steps ReduceLROnPlateau. Early stopping and
         `checkpoint.best` follow all of them. `name` tells several datasets apart: their results are logged as
-        eval/NAME/loss. `moves_rate` is the old name of `decides`.
+        eval/NAME/loss. `metrics` are torchmetrics by name, updated with the `outputs` of each loss. `moves_rate` is the
+        old name of `decides`.
         """
         if moves_rate is not None:
             raise UserError(
@@ -204,11 +206,13 @@ class OwnRun(BuiltRunView):
 
         self._check_model("run.evaluate(dataset, loss)")
 
+        chosen = EvaluationSet(dataset, loss, collate, name, decides, metrics or {})
+
         # Before the first step there is no Run yet, and evaluate.batch must be set.
         if self._run:
-            (evaluation,) = self._run.evaluate([EvaluationSet(dataset, name, decides)], loss, collate)
+            (evaluation,) = self._run.evaluate([chosen])
         else:
-            evaluation = self._builder.evaluate(dataset, loss, collate)
+            evaluation = self._builder.evaluate(chosen)
 
         return {"loss": evaluation.loss, **evaluation.metrics}
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +41,7 @@ from lockstep.observe.run_folder import RunFolder, save_weights, write_summary
 from lockstep.observe.sinks import JsonlSink
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import Driver, LossFn, full_state
+from lockstep.parallel.driver import Driver, full_state
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, MicroBatch, Number, StepBatches, StepResult, Weight
@@ -365,20 +365,14 @@ class Run:
         reasons = [reason for _, reason in gathered if reason is not None]
         return {"reason": reasons[0], "done": self._stop_agreed} if reasons else None
 
-    def evaluate(
-        self,
-        sets: Sequence[EvaluationSet],
-        loss_fn: LossFn,
-        collate: Callable[[list[Any]], Any],
-        may_preempt: bool = False,
-    ) -> list[Evaluation]:
+    def evaluate(self, sets: Sequence[EvaluationSet], may_preempt: bool = False) -> list[Evaluation]:
         """Evaluate the model on each of `sets`, every sample once, log the results, and decide what follows from them.
 
         `may_preempt`: a preemption may interrupt the evaluation, because the rest of this step is done.
         With `ema.decay` the averages of the weights are evaluated.
         """
         self.write_line_if_due()
-        evaluations = self._evaluate_all(sets, loss_fn, collate, may_preempt)
+        evaluations = self._evaluate_all(sets, may_preempt)
 
         # Some rank was preempted. The checkpoint records that the resumed run must evaluate first.
         if evaluations is None:
@@ -401,13 +395,7 @@ class Run:
 
         return evaluations
 
-    def _evaluate_all(
-        self,
-        sets: Sequence[EvaluationSet],
-        loss_fn: LossFn,
-        collate: Callable[[list[Any]], Any],
-        may_preempt: bool,
-    ) -> list[Evaluation] | None:
+    def _evaluate_all(self, sets: Sequence[EvaluationSet], may_preempt: bool) -> list[Evaluation] | None:
         """Return the evaluations of all sets, or None if a preemption interrupted one of them."""
         evaluations = []
 
@@ -415,7 +403,7 @@ class Run:
         with self.source.reading_here(), self._averaged_weights(), self.whole_batches():
             for chosen in sets:
                 evaluation = self.model_setup.evaluator.evaluate(
-                    chosen, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.steps_done, may_preempt
+                    chosen, self.evaluation_batch(), self.stepper.counters.steps_done, may_preempt
                 )
                 if evaluation is None:
                     return None

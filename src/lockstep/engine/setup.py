@@ -68,7 +68,7 @@ from lockstep.optim.registry import build_optimizers
 from lockstep.optim.user_scheduler import SchedulerRate, check_schedulers_passed, make_learning_rate
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import Driver, LossFn, trainable
+from lockstep.parallel.driver import Driver, trainable
 from lockstep.parallel.inner_gradients import stop_watching
 from lockstep.plan.plan import Plan, make_plan
 from lockstep.precision import Precision, check_batchnorm, check_storage, choose_precision, for_model
@@ -335,7 +335,7 @@ class RunBuilder:
         self.run = run
         return run
 
-    def evaluate(self, data: Any, loss_fn: LossFn, collate: Callable[[list[Any]], Any]) -> Evaluation:
+    def evaluate(self, chosen: EvaluationSet) -> Evaluation:
         """Evaluate the model before the first step. No batch size is derived yet, so evaluate.batch must be set."""
         assert self.model_setup is not None, "evaluate() before setup_model()"
         batch = self.config.evaluate.batch
@@ -346,7 +346,7 @@ class RunBuilder:
                 "set evaluate.batch=64",
             )
 
-        self.evaluation = self.model_setup.evaluator.evaluate(EvaluationSet(data), loss_fn, collate, batch, step=0)
+        self.evaluation = self.model_setup.evaluator.evaluate(chosen, batch, step=0)
         assert self.evaluation is not None, "only an evaluation that may be preempted ends early"
         return self.evaluation
 
