@@ -68,6 +68,7 @@ class LoopState:
     interval: dict[str, Any] | None = None  # sums since the last log line, from `Recorder.interval_state`
     seconds: float = 0.0  # elapsed seconds of the run at the save
     early_stop: dict[str, Any] | None = None  # the best evaluation so far, from `EarlyStop.state_dict`
+    stop: dict[str, Any] | None = None  # a stop that the user's code requested: its reason, and whether it is done
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> LoopState:
