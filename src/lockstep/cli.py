@@ -250,6 +250,7 @@ def _add_ckpt(parser: argparse.ArgumentParser) -> None:
 
 def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: RUN/export/step-N)")
+    export.add_argument("--ema", action="store_true", help="write the averages of the weights (ema.decay)")
     chosen = export.add_mutually_exclusive_group()
     chosen.add_argument("--step", type=int, metavar="N", help="step of the checkpoint to export (default: the newest)")
     chosen.add_argument("--best", action="store_true", help="export the best checkpoint by checkpoint.best")
@@ -408,7 +409,7 @@ def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             text, code = _export_hf(options), 0
         case "export":
             _refuse_hf_options(options)
-            text, code = inspect.export(options.path, options.out, options.step, options.best)
+            text, code = inspect.export(options.path, options.out, options.step, options.best, options.ema)
         case "prune":
             text, code = inspect.prune(options.path, options.keep, options.dry_run)
         case "ls":
@@ -428,7 +429,7 @@ def _export_hf(options: argparse.Namespace) -> str:
 
     checkpoint = inspect.choose_best(options.path) if options.best else inspect.choose(options.path, options.step)
     asked = {name: getattr(options, name) for name in HF_OPTIONS if getattr(options, name)}
-    return export(options.path, checkpoint, ExportOptions(out=options.out, **asked))
+    return export(options.path, checkpoint, ExportOptions(out=options.out, ema=options.ema, **asked))
 
 
 HF_OPTIONS = ("assets", "max_shard_size", "merge", "base", "overwrite")

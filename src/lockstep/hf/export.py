@@ -38,6 +38,7 @@ class ExportOptions:
     merge: bool = False  # write adapters merged into their base model
     base: Path | None = None  # the folder of the base model, if it has moved
     overwrite: bool = False  # replace the folder if it exists
+    ema: bool = False  # write the averages of the weights
 
 
 def export(path: Path, checkpoint: Checkpoint, options: ExportOptions) -> str:
@@ -78,7 +79,7 @@ class _Weights:
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, assets: Path, options: ExportOptions) -> _Weights:
-        tensors, aliases = inspect.read_weights(checkpoint)
+        tensors, aliases = inspect.read_weights(checkpoint, options.ema)
         state = tensors | {name: tensors[original] for name, original in aliases.items()}
         return cls(state, inspect.frozen_digests(checkpoint), assets, options.base, checkpoint.location)
 
