@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.config import DataConfig
 from lockstep.data.loader import (
@@ -28,7 +28,7 @@ from lockstep.data.loader import (
     to_device,
 )
 from lockstep.data.samplers import Sampled, Sampler, make_sampler
-from lockstep.data.samplers.torch_samplers import as_sampler
+from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.streams import StreamSource
 from lockstep.data.windows import Window, micro_slice, next_window, rank_range
@@ -49,15 +49,8 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
     if isinstance(data, BatchSource):
         return data
 
-    if isinstance(data, DataLoader):
-        raise UserError(
-            "the training data must be a dataset; data() returned a torch DataLoader",
-            "it has already decided batch size, order and sharding",
-            "return its dataset, and set global_batch, data.shuffle and data.workers in the configuration; its "
-            "collate_fn becomes Task.collate, and a custom sampler Sampled(dataset, sampler): see docs/data.md",
-        )
-
     # A dataset with its own sampler, a plain dataset, or a stream.
+    data = bind_sampler(data, options.seed)
     dataset, sampler = (data.dataset, data.sampler) if isinstance(data, Sampled) else (data, None)
     is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     _check_readable(dataset, is_stream, options.config)
@@ -67,7 +60,7 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
         if sampler is None:
             sampler = make_sampler(len(dataset), options.seed, options.config.shuffle)
 
-        return MapSource(reader, as_sampler(sampler, len(dataset), options.seed), options)
+        return MapSource(reader, sampler, options)
 
     if isinstance(data, Sampled):
         raise UserError(
