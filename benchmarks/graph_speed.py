@@ -153,8 +153,8 @@ def by_lockstep(
                 batches.micro_batches = loop._call_before_each(batches.micro_batches, before)
             run.end_step(batches, run.stepper.step(batches, task.loss))
             if after:
-                after(run.driver.model, run.stepper.counters.step)
-            if run.stepper.counters.step % block == 0:
+                after(run.driver.model, run.stepper.counters.steps_done)
+            if run.stepper.counters.steps_done % block == 0:
                 yield
     finally:
         run.close_loaders()

@@ -1,13 +1,18 @@
 """The contract between the user and the engine: a Task defines what to train, Lockstep decides how.
 
 A loss is a **sum with a weight**. Nothing here depends on ranks, devices or precision.
+
+Everywhere in the code, `step` is the index of a step, from 0, and `steps_done` is how many have ended, skipped ones
+included. Between two steps, `steps_done` is the index of the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -107,7 +112,7 @@ class StepBatches:
     samples: int  # on all ranks together (for a stream, an estimate)
     count_all_ranks: int | None = None  # micro-batches of all ranks together, if known
     exhausted: bool = False  # whether this rank's stream has ended
-    step: int = 0  # the number of the step, set by `Run.step_batches`
+    step: int = 0  # the index of the step, set by `Run.step_batches`
     span: tuple[int, int] | None = None  # positions [start, stop) in the endless sequence of samples, if there are any
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -119,7 +124,7 @@ class StepResult:
     """The result of one step, the same on every rank."""
 
     # What happened.
-    step: int  # counts all steps from 0, including skipped ones
+    step: int  # the index of the step, from 0; skipped steps have one too
     applied: bool  # False: neither the optimizer nor the schedule advanced
     weight: float  # the loss weight, summed over all ranks
     grad_norm: float  # of the gradient of the mean loss, before clipping
@@ -130,44 +135,83 @@ class StepResult:
     flags: Flags = field(default_factory=Flags)  # how many ranks have set each flag: stop, save, ...
 
 
-@runtime_checkable
-class BatchSource(Protocol):
-    """A source of micro-batches: a dataset, a stream, a rollout. Its state must not depend on the rank or world size.
+class BatchSource(ABC):
+    """A source of micro-batches: a dataset, a stream, a rollout. Derive a class from it, and return one from `data()`.
 
-    A source may also have these:
-
-    attach(context)      called before the first step, see SourceContext
-    close()              called after the last step
-    upcoming()           returns what comes next; a resumed run compares it with the saved value
-    skip(span)           leaves these positions out from now on, for `policy=rewind`; `skipped_spans` holds all of them
-    largest_input()      returns the largest tensor of a sample, or None, to choose the number of threads by
-    check_dataset()      called before each step; raises if the dataset was changed where workers do not see it
-    reading_here()       returns a context in which this process, and not a worker, may read the dataset
-    some_samples()       returns a few samples; if they differ, equal first batches on two ranks are accepted
-    workers_must_match   whether a worker must read what this process reads: `read_again(micro)` returns that data
-    beginning            the first sample of a stream, to compare between ranks, or None
+    Four methods must be written; the engine calls all others too, and by default they do nothing.
     """
 
-    def take(self) -> StepBatches:
-        """Return this rank's micro-batches of the next step."""
+    # ---- required ----
 
+    @abstractmethod
+    def take(self) -> StepBatches:
+        """Return this rank's micro-batches of the next step. Taking does not advance the source: `commit` does."""
+
+    @abstractmethod
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
-        """Advance past `batches`.
+        """Advance past `batches`, whose step has ended.
 
         `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first.
         """
 
-    def state_dict(self) -> dict[str, Any]: ...
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return what any number of ranks needs to continue here. All ranks call it together; rank 0's is saved."""
 
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state, which another number of ranks may have saved."""
+
+    # ---- optional, for any source ----
+
+    # Whether `skip` works: `policy=rewind` needs it. `skipped_spans` then holds all spans that were skipped.
+    can_skip: bool = False
+    skipped_spans: Sequence[tuple[int, int]] = ()
+
+    def attach(self, context: SourceContext) -> str | None:
+        """Prepare to make batches by calling the model (a rollout). Return a line about the data for the banner.
+
+        It is called before the first step, and before the state is restored. A pipeline refuses a source that
+        overrides it, because no rank there holds the full model.
+        """
+        return None
+
+    def close(self) -> None:  # noqa: B027
+        """End worker processes and close files. Called after the last step."""
+
+    def upcoming(self) -> Any:
+        """Return ids of the samples that come next, or None. A resumed run compares them with the saved ones."""
+        return None
+
+    def skip(self, span: tuple[int, int]) -> None:
+        """Leave out the positions [start, stop) from now on: their step was skipped, and the policy is rewind."""
+        raise NotImplementedError(f"{type(self).__name__}.skip(span) must leave out the span, since can_skip is True")
+
+    # ---- optional, for a source that reads a dataset ----
+
+    # The first sample of a stream, which must be the same on all ranks; None if it is not known.
+    beginning: Any = None
+
+    def largest_input(self) -> Tensor | None:
+        """Return the largest tensor of a sample, or None. The number of threads is chosen by it."""
+        return None
+
+    def reading_here(self) -> AbstractContextManager[None]:
+        """Return a context in which this process reads the dataset that worker processes read as well."""
+        return nullcontext()
+
+    def some_samples(self) -> list[Any]:
+        """Return a few samples. If they differ, two ranks may begin with equal batches; otherwise that is refused."""
+        return []
+
+    def read_again(self, micro: MicroBatch) -> Any:
+        """Read the first micro-batch again, in another process than before. None if it need not be the same."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
 class SourceContext:
-    """The argument of `BatchSource.attach`, which is called before the first step and before the state is restored.
-
-    `attach` moves this rank's data to the device, and returns a line about the data for the banner.
-    """
+    """The argument of `BatchSource.attach`: what a source needs to make batches with the model."""
 
     # The model, and the sizes of a step.
     model: nn.Module  # this rank's model, not wrapped: for forwards without gradients
@@ -282,7 +326,7 @@ class Task:
         place of the micro-batch's first sample.
         """
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, model: nn.Module, steps_done: int, /) -> None:
         """Update state that follows the parameters, such as a moving average. Called on every rank after every step."""
 
     def state_dict(self) -> dict[str, Any]:

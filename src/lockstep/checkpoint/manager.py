@@ -78,7 +78,7 @@ class LoopState:
 class Resumed:
     """The result of a resume or a rewind."""
 
-    step: int
+    steps_done: int
     location: str  # of the checkpoint
     world_size: int  # how many ranks wrote the checkpoint
     changed_settings: list[Change]
@@ -127,7 +127,8 @@ class CheckpointManager:
         # True from the start of a save until all ranks agree on its outcome (`settle`).
         self._unsettled = False
 
-        # The step of the last checkpoint in this run's folder: None if there is none, or its save was abandoned.
+        # How many steps were done at the last checkpoint in this run's folder, which is named after that number.
+        # None if there is none, or its save was abandoned.
         self._saved_step: int | None = None
 
         # When the last checkpoint was saved or loaded, or else the run began: for `checkpoint.minutes`.
@@ -205,7 +206,7 @@ class CheckpointManager:
             )
 
         # `_load` resets the source, but samples that were skipped since the checkpoint must stay skipped.
-        source: Any = self.state.source
+        source = self.state.source
         assert span is not None
         skipped_spans = [*source.skipped_spans, span]
         resumed = self._load(reader)
@@ -215,7 +216,7 @@ class CheckpointManager:
         self.log_event(
             "rewind",
             step=result.step,
-            to=resumed.step,
+            to=resumed.steps_done,
             reason=result.skip_reason,
             skipped=f"{plural(span[1] - span[0], 'sample')} at positions {span[0]} to {span[1] - 1}",
         )
@@ -264,24 +265,26 @@ class CheckpointManager:
                 )
 
         other_changes = self.state.restore(reader, values["state"], changed_settings)
-        step = reader.manifest.step
+        steps_done = reader.manifest.step
 
         # Set aside later checkpoints of this run: it goes back to this step and will write them again. All ranks wait
         # here, because none may save before that. The storage of another run must not change.
         in_own_storage = reader.checkpoint.storage == self.storage
-        self.runtime.collectives.run_on_rank0(lambda: set_aside_after(self.storage, step) if in_own_storage else None)
+        self.runtime.collectives.run_on_rank0(
+            lambda: set_aside_after(self.storage, steps_done) if in_own_storage else None
+        )
 
         # --resume may name a checkpoint that was set aside, which is never the newest one. So a later attempt must go
         # back to it again, until this run has saved another.
-        self._saved_step = step if in_own_storage and step_in(reader.checkpoint.name) is not None else None
+        self._saved_step = steps_done if in_own_storage and step_in(reader.checkpoint.name) is not None else None
         if self.runtime.is_main and self._saved_step is not None:
             self.folder.end_going_back()
         self._saved_at = time.monotonic()
 
         # As in `save`, so that the run draws the same random numbers as if it had not stopped.
-        seed_host(derive(self.config.seed, "checkpoint", step))
+        seed_host(derive(self.config.seed, "checkpoint", steps_done))
         return Resumed(
-            step=step,
+            steps_done=steps_done,
             location=reader.checkpoint.location,
             world_size=values["world"],
             changed_settings=changed_settings,
@@ -325,7 +328,7 @@ class CheckpointManager:
         if policy is None:
             return
 
-        if not hasattr(self.state.source, "skip"):
+        if not self.state.source.can_skip:
             raise UserError(
                 f"{policy}=rewind cannot be used with this data, which cannot skip samples",
                 f"the data is read by a {type(self.state.source).__name__}, which has no method skip",
@@ -354,30 +357,30 @@ class CheckpointManager:
         minutes = self.config.checkpoint.minutes
         return self.runtime.is_main and minutes is not None and time.monotonic() - self._saved_at > 60 * minutes
 
-    def due(self, step: int, requested: bool) -> bool:
-        """Whether to save after `step`: a rank `requested` it, or it is a multiple of `checkpoint.every`.
+    def due(self, steps_done: int, requested: bool) -> bool:
+        """Whether to save now: a rank `requested` it, or `steps_done` is a multiple of `checkpoint.every`.
 
-        The same step is never saved twice.
+        The same state is never saved twice.
         """
         every = self.config.checkpoint.every
-        return (requested or (every is not None and step % every == 0)) and step != self._saved_step
+        return (requested or (every is not None and steps_done % every == 0)) and steps_done != self._saved_step
 
-    def save(self, step: int, loop: LoopState, metrics: dict[str, float]) -> None:
-        """Copy the state after `step`, and write it in the background while training continues.
+    def save(self, steps_done: int, loop: LoopState, metrics: dict[str, float]) -> None:
+        """Copy the state after `steps_done` steps, and write it in the background while training continues.
 
         `metrics` are saved with the checkpoint; `checkpoint.best` compares them. Also reseeds Python's and numpy's
         generators, as a resume does.
         """
         self.settle()
-        with self.runtime.heartbeat.visit("snapshot", step):
-            self._start_save(step, loop, metrics)
+        with self.runtime.heartbeat.visit("snapshot", steps_done):
+            self._start_save(steps_done, loop, metrics)
 
         self._unsettled = True
-        self._saved_step = step
+        self._saved_step = steps_done
         self._saved_at = time.monotonic()
-        seed_host(derive(self.config.seed, "checkpoint", step))
+        seed_host(derive(self.config.seed, "checkpoint", steps_done))
 
-    def _start_save(self, step: int, loop: LoopState, metrics: dict[str, float]) -> None:
+    def _start_save(self, steps_done: int, loop: LoopState, metrics: dict[str, float]) -> None:
         """Collect what this rank writes, and start the save."""
         # Rank 0 writes the plain state of all ranks, which may hold different parameters.
         tensors, aliases, plain_state, changed_only_by_update = self.state.capture()
@@ -401,7 +404,7 @@ class CheckpointManager:
         other_tensors: dict[str, torch.Tensor] = {}
         values = {"state": plain_state, **pack(other_values, "values", other_tensors)}
         assert not other_tensors, f"not in the state: {list(other_tensors)}"
-        self.saver.start(step, self._shards(tensors), aliases, values, changed_only_by_update)
+        self.saver.start(steps_done, self._shards(tensors), aliases, values, changed_only_by_update)
 
         # An update must wait until the optimizers' state has been copied.
         self.before_next_update(self.saver.wait_for_copy)

@@ -12,7 +12,7 @@ Nothing in it depends on the number of ranks: a checkpoint can be resumed on any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -336,8 +336,8 @@ def merge_plain_state(by_rank: list[JsonDict]) -> JsonDict:
 
 def next_samples(source: BatchSource) -> str | None:
     """Return a digest of the next samples, or None if the source cannot list them without reading them."""
-    upcoming: Callable[[], Any] | None = getattr(source, "upcoming", None)
-    return digest(upcoming()) if upcoming else None
+    upcoming = source.upcoming()
+    return None if upcoming is None else digest(upcoming)
 
 
 def _check_same_ties(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:

@@ -190,7 +190,7 @@ class AMPTrainer:
         if it failed; or on that rank alone (`if rank == 0: ...`), which holds everything.
         """
         state = self._state()
-        step = self.stepper.counters.step
+        step = self.stepper.counters.steps_done
         return save_state(state, step, self._checkpoint_calls, Path(path), rank, self.time_limit)
 
     def load_checkpoint(self, path: str | Path) -> int:
@@ -214,7 +214,7 @@ class AMPTrainer:
             )
 
         self.stepper.wait_for_outcome()
-        source = _NoSource()  # pyrefly: ignore[bad-instantiation]
+        source = _NoSource()
         return RunState(self._module, self.optimizers, self.stepper, source, {}, keep_frozen=True)
 
     def _micro_step(self, batch: Any, padding: bool = False, exhausted: bool = False) -> tuple[Loss, StepResult | None]:
@@ -286,8 +286,15 @@ class AMPTrainer:
 class _NoSource(BatchSource):
     """The batches are the caller's, so a checkpoint has no position in the data. Only its state is asked for."""
 
+    def take(self) -> StepBatches:
+        raise AssertionError("the caller has the batches")
+
+    def commit(self, batches: StepBatches, result: StepResult | None) -> None: ...
+
     def state_dict(self) -> dict[str, Any]:
         return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def make_runtime(world: World, device: torch.device, backend: str) -> Runtime:

@@ -164,6 +164,9 @@ class DataConfig(Section):
     seed_samples: bool = _key(
         True, "seed random transforms for each sample, so that they do not depend on ranks and workers"
     )
+    balance: Annotated[Literal["none", "length"], _NONE] = _key(
+        "none", "how a step is divided into micro-batches; length: by the lengths of its samples, at equal cost"
+    )
     sharding: Literal["stride", "own"] = _key(
         "stride", "how an iterable dataset is sharded; stride: by Lockstep; own: by the dataset itself"
     )
@@ -240,6 +243,31 @@ class CheckpointConfig(Section):
     )
     # A large frozen backbone need not be in every checkpoint.
     frozen: bool = _key(True, "save frozen parameters too; false: save only a digest of them, to compare on resume")
+
+
+class WeightsConfig(Section):
+    """What `init_from` does with tensors that do not fit. By default any mismatch is refused, with a list."""
+
+    rename: dict[str, str] = _key(
+        {},
+        "init_from: regular expressions and their replacements, applied in order to the names in the file",
+        example={"^module[.]": ""},
+    )
+    allow_missing: list[str] = _key(
+        [],
+        "init_from: names in the model, as patterns, that keep their initial values if the file does not have them, or "
+        "has another shape",
+        example=["head.*"],
+    )
+    allow_extra: list[str] = _key(
+        [], "init_from: names in the file, as patterns, that are left out", example=["decoder.*"]
+    )
+    allow_reshape: list[str] = _key(
+        [],
+        "init_from: names in the model, as patterns, whose shape may differ: equal elements are reshaped; otherwise "
+        "the part that both have is copied",
+        example=["*.embed.weight"],
+    )
 
 
 class RestartConfig(Section):
@@ -356,6 +384,11 @@ class RunConfig(Section):
 
     # Where it starts and ends.
     resume: PathText = _key("never", "resume from a checkpoint: auto, never, or the folder of a run or a checkpoint")
+    init_from: PathText | None = _key(
+        None,
+        "weights to start a new run from: a .safetensors or torch file, a run, a checkpoint, or a Hugging Face folder",
+        example="runs/first",
+    )
     run_dir: PathText | None = _key(None, "folder of the run; null: runs/<name>-<time>", example="runs/first")
     goals: list[Goal] = _key(
         [], "values that the last evaluation should reach; the summary says whether it did", example=["accuracy >= 0.9"]
@@ -377,6 +410,7 @@ class RunConfig(Section):
     fsdp: FSDPConfig = FSDPConfig()
     mesh: MeshConfig = MeshConfig()
     pp: PPConfig = PPConfig()
+    weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     restart: RestartConfig = RestartConfig()
     hang: HangConfig = HangConfig()

@@ -1,4 +1,4 @@
-"""A torch DataLoader as training data: its parts are taken over, since a run decides the order and the batches itself."""
+"""A torch DataLoader as training data: a run takes its parts, and decides the order and the batches itself."""
 
 from __future__ import annotations
 

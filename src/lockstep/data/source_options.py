@@ -24,6 +24,7 @@ class SourceOptions:
     interleaved: bool = False  # micro-batches are assigned to ranks in turn, not in contiguous ranges
     collective_forwards: bool = False  # forwards contain collectives: all ranks must run the same number of them
     exact: bool = False
+    watches_dataset: bool = True  # a change of the dataset that worker processes do not see is an error
 
     @property
     def pins_memory(self) -> bool:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.config import DataConfig
+from lockstep.data.length_balance import check_lengths, divide_by_length
 from lockstep.data.loader import (
     CopyStream,
     Request,
@@ -28,6 +29,7 @@ from lockstep.data.loader import (
     to_device,
 )
 from lockstep.data.samplers import Sampled, Sampler, make_sampler
+from lockstep.data.samplers.sampler import OrderCache
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.streams import StreamSource
@@ -47,7 +49,15 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
     `data` is a dataset with `__getitem__`, optionally with a sampler (`Sampled`), a stream, or already a source.
     """
     if isinstance(data, BatchSource):
+        _refuse_balance(data, options.config)
         return data
+
+    if hasattr(data, "take") and hasattr(data, "commit"):
+        raise UserError(
+            f"a batch source must derive from lockstep.BatchSource; {type(data).__name__} does not",
+            "the engine also calls methods for which that class has defaults",
+            f"write class {type(data).__name__}(lockstep.BatchSource)",
+        )
 
     # A dataset with its own sampler, a plain dataset, or a stream.
     data = bind_sampler(data, options.seed)
@@ -60,7 +70,11 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
         if sampler is None:
             sampler = make_sampler(len(dataset), options.seed, options.config.shuffle)
 
-        return MapSource(reader, sampler, options)
+        lengths = None
+        if options.config.balance == "length":
+            lengths = check_lengths(data.known_lengths if isinstance(data, Sampled) else None, len(dataset))
+
+        return MapSource(reader, sampler, options, lengths)
 
     if isinstance(data, Sampled):
         raise UserError(
@@ -69,7 +83,18 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
             "return the stream alone, or a dataset with __getitem__ and __len__",
         )
 
+    _refuse_balance(data, options.config)
     return StreamSource(dataset, collate, options)
+
+
+def _refuse_balance(data: Any, config: DataConfig) -> None:
+    if config.balance != "none":
+        raise UserError(
+            f"data.balance={config.balance} needs a dataset with __getitem__; the training data is a "
+            f"{type(data).__name__}",
+            "a step is divided by the lengths of its samples, before they are read",
+            "leave data.balance out, or pack the stream (lockstep.data.packing)",
+        )
 
 
 def _check_readable(data: Any, is_stream: bool, config: DataConfig) -> None:
@@ -92,19 +117,24 @@ def _check_readable(data: Any, is_stream: bool, config: DataConfig) -> None:
         )
 
 
-class MapSource:
+class MapSource(BatchSource):
     """A map-style dataset in the order of its sampler, which depends neither on the rank nor on the world size."""
 
-    def __init__(self, reader: SampleReader, sampler: Sampler, options: SourceOptions):
+    can_skip = True
+
+    def __init__(
+        self, reader: SampleReader, sampler: Sampler, options: SourceOptions, lengths: np.ndarray | None = None
+    ):
         self.reader = reader
         self.sampler = sampler
+        self.lengths = lengths  # (samples,) of the dataset, for data.balance=length
         self.options = options
         self.data_world = options.data_world
         self.length = len(sampler)
         self.position = 0  # where the next step begins, in the endless sequence of samples
 
         # Spans [start, stop) of positions that are left out because their step was skipped.
-        self.skipped_spans: list[tuple[int, int]] = []
+        self.skipped_spans = []
 
         # (first position, speeds of the ranks), oldest first. The last entry at or before a position applies to it.
         self._speeds: list[tuple[int, tuple[float, ...]]] = []
@@ -116,10 +146,19 @@ class MapSource:
         self._prefetched: Iterator[Any] | None = None
         self._prefetched_position = 0
         self._padding_batch: Any = None  # runs in place of a micro-batch that collate emptied
-        self._copies = WorkerCopies(reader.dataset) if options.config.workers else None  # see `check_dataset`
+
+        # Detects changes of the dataset that its worker processes would not see.
+        watches = options.config.workers and options.watches_dataset
+        self._copies = WorkerCopies(reader.dataset) if watches else None
+
+        self._divisions = OrderCache()  # the last windows that were divided by length
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step. Iterating over them reads them."""
+        # In every step, because user code may change the dataset at any time.
+        if self._copies:
+            self._copies.check()
+
         window = self._window(self.position)
         after = self._end_position(window)
         assigned = self._assign(window)
@@ -178,23 +217,16 @@ class MapSource:
         return max(tensors, key=Tensor.numel, default=None)
 
     def read_again(self, micro: MicroBatch) -> Any:
-        """Read a micro-batch in this process and return it, to compare with the one that a worker read."""
+        """Read a micro-batch in this process, to compare it with what a worker read. None if samples are not seeded."""
+        if not (self.options.config.workers and self.options.config.seed_samples):
+            return None
+
         with self.reading_here():
             return self.reader.read_again(Request(micro.epoch, micro.ids))
 
     def reading_here(self) -> AbstractContextManager[None]:
-        """Return a context for reading in this process: `check_dataset` ignores changes that reading makes."""
+        """Return a context for reading in this process: changes that reading makes to the dataset are ignored."""
         return self._copies.ignore_changes() if self._copies else nullcontext()
-
-    def check_dataset(self) -> None:
-        """Raise if the dataset was changed in this process: its workers would still read the old one."""
-        if self._copies:
-            self._copies.check()
-
-    @property
-    def workers_must_match(self) -> bool:
-        """Whether workers and rank must read identical samples: true if each sample is seeded."""
-        return self.options.config.workers > 0 and self.options.config.seed_samples
 
     def next_request(self, count: int, beyond_step: bool = False) -> Request:
         """Return a request for up to `count` next samples, the same on every rank.
@@ -297,9 +329,20 @@ class MapSource:
         return assigned
 
     def _micro_batch(self, window: Window, index: int, padding: bool) -> MicroBatch:
+        if self.lengths is not None:
+            parts = self._divisions.get(window, lambda: self._divide(window))
+            ids, first = parts[index], sum(map(len, parts[:index]))
+            return MicroBatch(None, index, len(ids), window.epoch, ids, padding, first)
+
         start, stop = micro_slice(window, self.options.micro_batch, index)
         ids = self.sampler.ids(window.epoch, start, stop)
         return MicroBatch(None, index, stop - start, window.epoch, ids, padding, start - window.start)
+
+    def _divide(self, window: Window) -> list[np.ndarray]:
+        """Return the ids of each micro-batch of a window, divided by length."""
+        assert self.lengths is not None
+        ids = self.sampler.ids(window.epoch, window.start, window.stop)
+        return [ids[places] for places in divide_by_length(self.lengths[ids], self._count(window))]
 
     # ---- reading samples ----
 

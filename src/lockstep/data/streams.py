@@ -16,7 +16,7 @@ from lockstep.data.sample_errors import WorkerError, batch_to_send, check_sendab
 from lockstep.data.source_options import SourceOptions
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
-from lockstep.task import MicroBatch, StepBatches, StepResult
+from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
 
 
 class _Item(NamedTuple):
@@ -27,7 +27,7 @@ class _Item(NamedTuple):
     beginning: Any  # in the first item, the first sample of the stream, for comparison between ranks
 
 
-class StreamSource:
+class StreamSource(BatchSource):
     """An iterable dataset, of which every rank and worker reads its own shard. A resumed run repeats the epoch."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], options: SourceOptions):
@@ -55,9 +55,6 @@ class StreamSource:
         self._first_step = 0  # the first step of this epoch
         self._peeked: StepBatches | None = None  # read by `first_micro_batch`, for the next `take`
         self._peek_error: Exception | None = None
-
-        # The first sample of the whole stream, which must be the same on all ranks; None if it is not known.
-        self.beginning: Any = None
 
     def first_micro_batch(self) -> MicroBatch:
         """Return the first micro-batch of the next step. `take` will return it again."""
@@ -160,14 +157,12 @@ class StreamSource:
             micro.data, micro.padding = nonempty[0].data, True
 
     def read_again(self, micro: MicroBatch) -> Any:
-        """Return the epoch's first micro-batch as the last worker process reads it."""
+        """Return the epoch's first micro-batch as the last worker reads it. None if the stream shards itself."""
+        if self.options.config.workers < 2 or self.options.config.sharding != "stride":
+            return None
+
         # Not in this process: reading may change the state of a stream, and later epochs start from this rank's copy.
         return next(self._start_reading(only_worker=self.options.config.workers - 1)).batch
-
-    @property
-    def workers_must_match(self) -> bool:
-        """Whether all worker processes must read the same stream: true unless it shards itself."""
-        return self.options.config.workers > 1 and self.options.config.sharding == "stride"
 
     def _open(self) -> Iterable[Any]:
         """Return an iterable over the items of this rank's shard of the epoch; see `_Shard`."""

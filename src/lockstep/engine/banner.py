@@ -179,7 +179,7 @@ def _dropout(model: nn.Module, config: RunConfig, mesh: Mesh) -> str | None:
 def describe_resume(resumed: Resumed, folder: RunFolder) -> str:
     """`at step 40 from runs/first/checkpoints/step-00000040, written by 2 ranks; changed since: ...`"""
     ranks = plural(resumed.world_size, "rank")
-    text = f"at step {resumed.step} from {folder.as_shown(resumed.location)}, written by {ranks}"
+    text = f"at step {resumed.steps_done} from {folder.as_shown(resumed.location)}, written by {ranks}"
     # Settings, versions and the world size may change between two attempts of a run. Report all such changes.
     return f"{text}; changed since: {', '.join(resumed.changes)}" if resumed.changes else text
 
@@ -280,7 +280,7 @@ def summary_of(run: Run) -> dict[str, Any]:
 
     summary = {
         "task": run.name,
-        "step": counters.step,
+        "step": counters.steps_done,
         "applied": counters.applied,
         "skipped": run.stepper.outcomes.skipped,
         "seconds": time.time() - run.started,
@@ -290,6 +290,8 @@ def summary_of(run: Run) -> dict[str, Any]:
     }
     if run.stop_reason:
         summary["stopped"] = run.stop_reason
+    if run.config.init_from:
+        summary["init_from"] = run.checkpoints.state.parts["init_from"].state_dict()
 
     # The losses come last, so that a metric named "loss" cannot replace them.
     goals = judge(run.config.goals, metrics | losses)

@@ -162,7 +162,7 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
         if batch > 1:
             first.append(Option(f"evaluate.batch={batch // 2}", None))
     else:
-        what = f"step {run.stepper.counters.step} with micro-batches of {run.plan.micro_batch}"
+        what = f"step {run.stepper.counters.steps_done} with micro-batches of {run.plan.micro_batch}"
         smaller = _record_smaller_micro_batch(run)
         if smaller:
             return SmallerMicroBatch(f"{what} does not fit: {shortage}; continuing with micro-batches of {smaller}")

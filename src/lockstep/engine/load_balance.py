@@ -127,21 +127,21 @@ class LoadBalancer:
         if self._is_measuring:
             self._marks[-1].append(_now(self._runtime.device))
 
-    def end_step(self, step: int) -> None:
+    def end_step(self, steps_done: int) -> None:
         """End a step, and reassign micro-batches after the last step of a measurement."""
         # Count the steps of this process, not those of the run: a resumed run may have other ranks.
         if self._is_measuring:
             self._marks.append([])
         self._ended += 1
         if self._ended % PERIOD == WARM_UP + MEASURED:
-            self._reassign(step, pace_of(self._marks[:-1]))
+            self._reassign(steps_done, pace_of(self._marks[:-1]))
             self._marks = [[]]
 
     @property
     def _is_measuring(self) -> bool:
         return WARM_UP <= self._ended % PERIOD < WARM_UP + MEASURED
 
-    def _reassign(self, step: int, own: Pace) -> None:
+    def _reassign(self, steps_done: int, own: Pace) -> None:
         """Change the assignment if that pays. Collective: all ranks gather the same times and decide alike."""
         # Workers have already read batches of the current assignment, so ranks also send how far they have read.
         gathered = self._runtime.collectives.gather_json([own, self._source.assigned_until])
@@ -162,7 +162,7 @@ class LoadBalancer:
         fast = seconds.index(min(seconds))
         self._log_event(
             "balance",
-            step=step,
+            step=steps_done,
             reason=f"rank {slow} is {seconds[slow] / seconds[fast]:.1f}x slower than rank {fast}: micro-batches "
             f"{_show(better)} instead of {_show(self.assigned)}, step {now_s:.2g} s -> {then_s:.2g} s expected",
         )

@@ -75,15 +75,15 @@ class Training:
 
         result = run.stepper.step(batches, self.task.loss)
         run.end_step(batches, result)
-        step = run.stepper.counters.step
+        steps_done = run.stepper.counters.steps_done
 
         # The user's code may be slow. The watchdog allows more time in the phase "user code".
         if self._after_step:
-            run.runtime.heartbeat.beat("user code", step)
-            self._after_step(run.driver.model, step)
+            run.runtime.heartbeat.beat("user code", steps_done)
+            self._after_step(run.driver.model, steps_done)
             run.runtime.heartbeat.beat("data")
 
-        if self._evaluate_every and step % self._evaluate_every == 0:
+        if self._evaluate_every and steps_done % self._evaluate_every == 0:
             self._evaluate()
         # After the evaluation, so that the checkpoint holds its result.
         run.maintain()

@@ -223,16 +223,16 @@ class OwnRun:
 
         # After a `break` on this rank only, the other ranks would wait forever in a collective. A barrier through the
         # store detects this, and heartbeats detect it before the timeout.
-        step = run.stepper.counters.step
+        steps_done = run.stepper.counters.steps_done
         beats = run.runtime.heartbeat
 
         # Inside the loop the other ranks may still be training: wait for them, or name the rank that left.
         if self._in_loop:
             beats.beat("collective")
             beats.set_detail("leaving the loop")
-            waits_for_us = partial(heartbeat.waits_in_step, step, self.world_size)
-            if not run.runtime.store_barrier(f"left-at-{step}", BREAK_TIMEOUT, waits_for_us):
-                raise self._left_alone(step, left_by)
+            waits_for_us = partial(heartbeat.waits_in_step, steps_done, self.world_size)
+            if not run.runtime.store_barrier(f"left-at-{steps_done}", BREAK_TIMEOUT, waits_for_us):
+                raise self._left_alone(steps_done, left_by)
 
             beats.set_detail("")
 
@@ -288,7 +288,7 @@ class OwnStep:
         self.passes_done = 0
 
         # What a user may read.
-        self.index = run.stepper.counters.step
+        self.index = run.stepper.counters.steps_done
         self.first = 0  # offset of the current batch's first sample in the global step
         self.ended = False
         self.result: StepResult | None = None

@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -121,7 +120,7 @@ class Run:
 
         `task` is None in a custom loop.
         """
-        if self.stepper.counters.step > 0:
+        if self.stepper.counters.steps_done > 0:
             return  # a resumed run was checked at its start
 
         cause = start_check.find_cause(self, task)
@@ -135,13 +134,13 @@ class Run:
         first = True
 
         # `first`: the batches of the first step are compared between ranks and workers.
-        while self.stepper.counters.step < self.plan.steps and not self._stop_agreed:
+        while self.stepper.counters.steps_done < self.plan.steps and not self._stop_agreed:
             self.model_setup.guard.check()
             if self.profiled:
                 self.profiled.begin_step()
             batches = self._take(first)
             first = False
-            batches.step = self.stepper.counters.step
+            batches.step = self.stepper.counters.steps_done
             batches.micro_batches = self._feed(batches.micro_batches, batches.count)
             yield batches
 
@@ -159,12 +158,12 @@ class Run:
 
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)
-        step = self.stepper.counters.step
+        steps_done = self.stepper.counters.steps_done
 
         if self.sample_log:
             # A step that is repeated after a restart has one line per attempt. The last attempt counts.
             ids = [[batch.epoch, *map(int, batch.ids)] for batch in self.stepper.progress.trained]
-            record = {"step": step - 1, "attempt": self.folder.attempt, "time": time.time(), "epoch_and_ids": ids}
+            record = {"step": batches.step, "attempt": self.folder.attempt, "time": time.time(), "epoch_and_ids": ids}
             self.sample_log.write(record)
 
         self._accept_flags(result)
@@ -172,14 +171,14 @@ class Run:
         self._interval.steps += 1
         self._interval.samples += batches.samples
         if self.load_balancer:
-            self.load_balancer.end_step(step)
+            self.load_balancer.end_step(steps_done)
 
         # Only the last log line waits for the result of its own step. Earlier lines use the newest known result.
-        if step == self.plan.steps or self._stop_agreed:
+        if steps_done == self.plan.steps or self._stop_agreed:
             last = self.stepper.wait_for_outcome()
             self._accept_flags(last)
             self._log(last or result)
-        elif step % self.config.log.every == 0:
+        elif steps_done % self.config.log.every == 0:
             self._log(result)
         else:
             self.recorder.poll()
@@ -188,7 +187,7 @@ class Run:
             self.model_setup.exactness.end_step()
 
         # Iterating over all modules is too slow for every step.
-        if step % self.config.checks.every == 0:
+        if steps_done % self.config.checks.every == 0:
             self.model_setup.guard.check_structure()
 
         # The next control word sends both flags to the other ranks.
@@ -210,8 +209,8 @@ class Run:
 
         `evaluation_due`: the evaluation of this step was interrupted, so the resumed run must evaluate first.
         """
-        step = self.stepper.counters.step
-        save_due = self.checkpoints.due(step, self._save_agreed or self._preempt_agreed)
+        steps_done = self.stepper.counters.steps_done
+        save_due = self.checkpoints.due(steps_done, self._save_agreed or self._preempt_agreed)
 
         # A checkpoint needs the result of its step, which may also be that the run must rewind.
         if save_due:
@@ -224,7 +223,7 @@ class Run:
             self._rewind(self.stepper.outcomes.rewind_after)
         else:
             # Here and not in `end_step`, to include changes by `after_step` or by a custom loop.
-            if save_due or step % self.config.checks.every == 0:
+            if save_due or steps_done % self.config.checks.every == 0:
                 self._check_replicas()
 
             if save_due:
@@ -256,7 +255,7 @@ class Run:
 
     @property
     def _is_first_step_of_process(self) -> bool:
-        return self.stepper.counters.step == (self.resumed.step if self.resumed else 0) + 1
+        return self.stepper.counters.steps_done == (self.resumed.steps_done if self.resumed else 0) + 1
 
     def save_checkpoint(self, evaluation_due: bool = False) -> None:
         """Save a checkpoint of the current state. `evaluation_due`: see `maintain`."""
@@ -272,7 +271,7 @@ class Run:
 
         interval = self.recorder.interval_state(self.stepper.sums)
         loop = LoopState(evaluation_due, interval, time.time() - self.started, self.early_stop.state_dict())
-        self.checkpoints.save(self.stepper.counters.step, loop, metrics)
+        self.checkpoints.save(self.stepper.counters.steps_done, loop, metrics)
 
     def evaluate(
         self,
@@ -288,9 +287,9 @@ class Run:
         `decides`: schedulers such as ReduceLROnPlateau, and early stopping, follow this evaluation.
         """
         # `data` may be the training dataset, which worker processes read too.
-        with self.source.reading_here() if hasattr(self.source, "reading_here") else nullcontext():
+        with self.source.reading_here():
             evaluation = self.model_setup.evaluator.evaluate(
-                data, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.step, may_preempt
+                data, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.steps_done, may_preempt
             )
 
         # Some rank was preempted. The checkpoint records that the resumed run must evaluate first.
@@ -328,7 +327,7 @@ class Run:
     @property
     def evaluation_is_current(self) -> bool:
         """Whether the newest evaluation used the current weights."""
-        return self.evaluation is not None and self.evaluation.step == self.stepper.counters.step
+        return self.evaluation is not None and self.evaluation.step == self.stepper.counters.steps_done
 
     def evaluation_batch(self) -> int:
         """Return the batch size of evaluations.
@@ -352,11 +351,11 @@ class Run:
 
         counters = self.stepper.counters
         if self.stop_reason:
-            self.recorder.event("stop", step=counters.step, reason=self.stop_reason)
-        self.stepper.outcomes.check_something_learned(counters.step, counters.applied)
+            self.recorder.event("stop", step=counters.steps_done, reason=self.stop_reason)
+        self.stepper.outcomes.check_something_learned(counters.steps_done, counters.applied)
         self._check_replicas()
 
-        if self.config.checkpoint.at_end and self.checkpoints.due(counters.step, requested=True):
+        if self.config.checkpoint.at_end and self.checkpoints.due(counters.steps_done, requested=True):
             self.save_checkpoint()
 
         self.checkpoints.settle()
@@ -407,15 +406,13 @@ class Run:
                 print(f"report   {Path(self.folder.shown) / report.name}")
 
     def close_source(self) -> None:
-        # `close` is optional in a BatchSource.
-        if hasattr(self.source, "close"):
-            self.source.close()
+        self.source.close()
         if self.sample_log:
             self.sample_log.close()
 
     def _end_preempted(self) -> NoReturn:
         """Raise `Preempted`, which ends this process. All ranks have saved at the same step."""
-        step = self.stepper.counters.step
+        steps_done = self.stepper.counters.steps_done
         self.close_source()
 
         # If the save failed, there is no checkpoint of this step to report.
@@ -426,25 +423,18 @@ class Run:
         notice = self.runtime.notice
         received = self.runtime.collectives.gather_json([notice.signal, notice.original])
         signal, original = next((both for both in received if both[0]), ("SIGTERM", "SIGTERM"))
-        self.recorder.event("leave", step=step, signal=original, checkpoint=path)
+        self.recorder.event("leave", step=steps_done, signal=original, checkpoint=path)
         self.runtime.collectives.final_barrier()
-        raise Preempted(step, signal, path)
+        raise Preempted(steps_done, signal, path)
 
     # ---- parts of a step ----
 
     def _take(self, first: bool) -> StepBatches:
-        """Take this rank's batches of the next step, and check them as `checks.first_batch` says."""
-        if not self.config.checks.first_batch:
-            return self.source.take()
-
+        """Take this rank's batches of the next step. Those of the first are compared (`checks.first_batch`)."""
         # Later batches follow from the same arithmetic as the first one, and are not compared.
         several_readers = not self.runtime.world.alone or self.config.data.workers > 0
-        if first and several_readers:
+        if first and several_readers and self.config.checks.first_batch:
             return take_and_compare(self.source, self.runtime, self.driver.role.data_rank)
-
-        # In every step, because user code may change the dataset at any time.
-        if hasattr(self.source, "check_dataset"):
-            self.source.check_dataset()
 
         return self.source.take()
 
@@ -452,7 +442,7 @@ class Run:
         """Yield `count` micro-batches and measure how long this rank waits for them."""
         iterator = iter(batches)
         for done in range(count):
-            self.runtime.heartbeat.beat("data", self.stepper.counters.step)
+            self.runtime.heartbeat.beat("data", self.stepper.counters.steps_done)
             if self.load_balancer:
                 self.load_balancer.mark()
 
@@ -475,14 +465,14 @@ class Run:
     def _log(self, result: StepResult | None) -> None:
         """Write the log line for the steps since the last one. `result` is the newest known result."""
         stepper, outcomes = self.stepper, self.stepper.outcomes
-        step = stepper.counters.step
-        numbers: dict[str, Any] = {"step": step, "lr": float(stepper.lr), "skipped": outcomes.skipped}
+        steps_done = stepper.counters.steps_done
+        numbers: dict[str, Any] = {"step": steps_done, "lr": float(stepper.lr), "skipped": outcomes.skipped}
 
         # Numbers that not every run has.
         if result is not None:
             numbers["grad_norm"] = result.grad_norm
         if self.plan.steps_per_epoch:
-            numbers["epoch"] = step / self.plan.steps_per_epoch
+            numbers["epoch"] = steps_done / self.plan.steps_per_epoch
         if stepper.scaler:
             numbers["scale"] = stepper.scaler.value
 

@@ -21,9 +21,10 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lockstep.checkpoint.initial.weights import InitialWeights, load_initial_weights
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import Part, RunState
-from lockstep.checkpoint.storage import delete_leftovers
+from lockstep.checkpoint.storage import committed, delete_leftovers, open_storage
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.from_loader import Collate, take_loader
 from lockstep.data.samplers.torch_samplers import bind_sampler
@@ -145,6 +146,10 @@ class RunBuilder:
 
         late_hooks = LateHooks(model, parameters_before)
 
+        # Before the optimizers, which may copy the weights.
+        if self.config.init_from:
+            self.add_part("init_from", self._load_initial_weights(self.driver))
+
         # Drivers may have state of their own, such as PowerSGD's errors.
         for name, part in self.driver.parts.items():
             self.add_part(name, part)
@@ -167,6 +172,25 @@ class RunBuilder:
             schedulers=user_schedulers,
         )
         return self.model_setup
+
+    def _load_initial_weights(self, driver: Driver) -> InitialWeights:
+        """Read the weights at `init_from`; of a run that will resume only those that its checkpoints leave out."""
+        config, runtime, folder = self.config, self.runtime, self.folder
+        assert config.init_from is not None
+
+        def will_resume() -> bool:
+            storage = open_storage(folder.path / "checkpoints")
+            return folder.origin is not None or (folder.continues and bool(committed(storage)))
+
+        only = None
+        if runtime.collectives.run_on_rank0(will_resume):
+            frozen = {name for name, p in driver.model.named_parameters() if not p.requires_grad}
+            only = set() if config.checkpoint.frozen else frozen
+            if not only:
+                return InitialWeights(config.init_from)
+
+        elsewhere = {name for name, ranks in driver.role.holders.items() if runtime.world.rank not in ranks}
+        return load_initial_weights(driver.model.state_dict(), config, runtime, elsewhere, only)
 
     def _make_optimizers(
         self,
@@ -226,8 +250,7 @@ class RunBuilder:
         # The length of the data determines the plan: how a batch is split, and the number of steps.
         plan, source = self._plan_data(data, collate, driver)
         with preserve_rng(runtime.device):
-            sample = getattr(source, "largest_input", lambda: None)
-            runtime.suit_threads(driver.model, plan.micro_batch, sample)
+            runtime.suit_threads(driver.model, plan.micro_batch, source.largest_input)
 
         data_line = _attach_source(source, driver, plan, config, runtime)
         sample_log = self._open_sample_log()
@@ -249,6 +272,9 @@ class RunBuilder:
         resumed = checkpoints.resume()
         if resumed:
             facts["resumed"] = self._continue_records(resumed, stepper, plan)
+        initial = self.parts.get("init_from")
+        if isinstance(initial, InitialWeights):
+            facts["init_from"] = initial.describe(resumed is not None)
         if setup.exactness:
             facts["exact"] = setup.exactness.begin(source, plan, resumed.changed_settings if resumed else [])
 
@@ -363,10 +389,10 @@ class RunBuilder:
             interleaved=role.interleaved,
             collective_forwards=role.collective_forwards,
             exact=config.exact,
+            watches_dataset=config.checks.first_batch,
         )
         source = open_source(data, collate, options)
-        if hasattr(source, "close"):
-            self._on_failure.callback(source.close)
+        self._on_failure.callback(source.close)
 
         # A user-defined source may compute its batches on the GPU, so the time in it does not count as data wait.
         self.recorder.watch_data = self.runtime.device.type == "cuda" and source is not data
@@ -446,14 +472,16 @@ class RunBuilder:
 
     def _continue_records(self, resumed: Resumed, stepper: Stepper, plan: Plan) -> str:
         """Continue the clock and the log of a resumed run. Return a line for the banner."""
-        step = stepper.counters.step
-        check_steps_left(plan.steps, step)
+        steps_done = stepper.counters.steps_done
+        check_steps_left(plan.steps, steps_done)
         self.started -= resumed.loop.seconds
         self.recorder.resume_interval(stepper.sums, resumed.loop.interval)
         stepper.context.metric_names.known = set(self.recorder.names)
         # If no step follows, no new log line will be written, but the summary needs the last one.
-        if step == plan.steps or (self.config.stop.patience and resumed.loop.early_stop):
-            self.recorder.last = self.runtime.collectives.run_on_rank0(lambda: _last_log_line(self.folder.path, step))
+        if steps_done == plan.steps or (self.config.stop.patience and resumed.loop.early_stop):
+            self.recorder.last = self.runtime.collectives.run_on_rank0(
+                lambda: _last_log_line(self.folder.path, steps_done)
+            )
 
         return describe_resume(resumed, self.folder)
 
@@ -532,31 +560,25 @@ def _wrap_optimizers(
     return wrapped
 
 
-def _last_log_line(run_dir: Path, step: int) -> dict[str, Any]:
-    """Return the last record in metrics.jsonl up to `step`, or an empty dict."""
+def _last_log_line(run_dir: Path, steps_done: int) -> dict[str, Any]:
+    """Return the last record of metrics.jsonl that was written when at most so many steps were done, or {}."""
     path = run_dir / "metrics.jsonl"
     lines = read_jsonl(path) if path.exists() else []
-    return next((line for line in reversed(lines) if line["step"] <= step), {})
+    return next((line for line in reversed(lines) if line["step"] <= steps_done), {})
 
 
 def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunConfig, runtime: Runtime) -> str | None:
-    """Call `attach` on a source that has it, because it makes batches by calling the model (a rollout).
-
-    Return the source's banner line about its data, or None if there is no `attach`.
-    """
-    attach: Callable[[SourceContext], str] | None = getattr(source, "attach", None)
-    if attach is None:
-        return None
-
+    """Attach the source, and return its line about the data for the banner, or None."""
     role = driver.role
-    if not role.runs_whole_model:
+    calls_model = type(source).attach is not BatchSource.attach
+    if calls_model and not role.runs_whole_model:
         raise UserError(
             f"{type(source).__name__} calls the model itself, which is not possible in a pipeline (mesh.pp)",
             "each rank holds only a part of the model",
             "set strategy=ddp or strategy=fsdp",
         )
 
-    return attach(
+    return source.attach(
         SourceContext(
             model=driver.model,
             device=runtime.device,

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,7 +40,7 @@ from lockstep.task import StepBatches, StepResult
 
 @dataclass
 class Counters:
-    step: int = 0  # steps so far, applied or skipped
+    steps_done: int = 0  # applied or skipped; while a step runs, its index
     applied: int = 0  # applied steps only; the learning-rate schedule follows this count
 
 
@@ -112,7 +112,7 @@ class Stepper:
 
     def begin(self, batches: StepBatches, pass_index: int = 0, passes: int = 1) -> StepProgress:
         """Begin a step, or pass number `pass_index` of the `passes` that a custom loop makes over its batches."""
-        self.progress = StepProgress(self.context, batches, self.counters.step, pass_index, passes)
+        self.progress = StepProgress(self.context, batches, self.counters.steps_done, pass_index, passes)
         return self.progress
 
     def apply(
@@ -133,7 +133,7 @@ class Stepper:
             progress.seed("update")
 
         self.lr = self.learning_rate.set(self.counters.applied)
-        self.counters.step += progress.ends_step
+        self.counters.steps_done += progress.ends_step
 
         norm = torch.linalg.vector_norm(reduced.norms)
         if self.reads_outcome_late:
@@ -236,10 +236,12 @@ class Stepper:
 
     def state_dict(self) -> dict[str, Any]:
         assert self._pending is None, "state_dict() before wait_for_outcome()"
-        return {"counters": asdict(self.counters), **self.outcomes.state_dict()}
+        # The keys are part of the file format: `step` is the number of steps done.
+        counters = {"step": self.counters.steps_done, "applied": self.counters.applied}
+        return {"counters": counters, **self.outcomes.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.counters = Counters(**state["counters"])
+        self.counters = Counters(state["counters"]["step"], state["counters"]["applied"])
         self.outcomes.load_state_dict(state)
 
         # Sums and a pending outcome belong to steps that this load undoes.

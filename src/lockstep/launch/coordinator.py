@@ -245,7 +245,7 @@ class Coordinator:
             return
 
         job = self._job
-        self._hub.send(node, Welcome(str(job.run_dir), job.decided, job.resume_command, node, held_term.term))
+        self._hub.send(node, Welcome(str(job.run_dir), job.launcher_layers, job.resume_command, node, held_term.term))
         joining = Node(node, hello.host, hello.nproc)
         if returns:
             state_machine.node_returned(hello.number, joining, now)

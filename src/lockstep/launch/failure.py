@@ -208,30 +208,30 @@ class RankExit:
         return self.code in CLEAN and self.failure is None
 
     @property
-    def cannot_be_a_consequence(self) -> bool:
-        """Whether this exit cannot be the consequence of another rank's exit.
+    def may_be_a_consequence(self) -> bool:
+        """Whether the exit of another rank may have led to this one.
 
-        That holds for ranks killed by a signal, and for ranks that exited without an exception, because a rank that
-        lost its peers raises. SIGABRT is excluded: a rank may abort because a peer is gone.
+        A rank that has lost its peers raises, or aborts. So it has not if a signal other than SIGABRT killed this rank,
+        or if it exited without an exception.
         """
         killed = self.code < 0 and self.code != -signal.SIGABRT
-        return killed or (self.failure is not None and self.failure.noticed_as(Kind.EXIT))
+        return not killed and not (self.failure is not None and self.failure.noticed_as(Kind.EXIT))
 
     @property
     def is_complaint(self) -> bool:
         """Whether this rank failed only because another rank is gone."""
-        return not self.cannot_be_a_consequence and self.failure is not None and self.failure.is_complaint
+        return self.may_be_a_consequence and self.failure is not None and self.failure.is_complaint
 
 
 def pick_root(exits: dict[int, RankExit]) -> Failure | None:
     """Return the failure that explains the others.
 
-    A rank that died by itself (`RankExit.cannot_be_a_consequence`) comes first, then a rank that raised an error of its
+    A rank that died by itself comes first (its exit cannot be a consequence), then a rank that raised an error of its
     own, then a complaint about another rank; among equals, the earliest. A process that dies leaves no record, and its
     peers record their complaints within milliseconds, so that time alone would blame one of the peers.
     """
     failures = [
-        (not rank_exit.cannot_be_a_consequence, rank_exit.is_complaint, rank_exit.failure.time, rank, rank_exit.failure)
+        (rank_exit.may_be_a_consequence, rank_exit.is_complaint, rank_exit.failure.time, rank, rank_exit.failure)
         for rank, rank_exit in exits.items()
         if rank_exit.failure is not None
     ]
@@ -261,8 +261,11 @@ class LocalRank:
     pid: int | None = None  # None until the zygote forks it
 
 
-def examine(rank: LocalRank, code: int, noticed: float) -> RankExit:
-    """Return how the rank ended: by its failure record if there is one, or else by exit code and kernel counters."""
+def examine(rank: LocalRank, code: int, when: float) -> RankExit:
+    """Return how a rank ended: from its failure record if there is one, or else from exit code and kernel counters.
+
+    `when`: the time at which its end was noticed.
+    """
     end_note = _end_note(rank.folder, rank.number)
     if code == PREEMPTED or (code == 0 and end_note.exists()):
         return RankExit(code, exit_line=records.read(end_note))
@@ -271,7 +274,7 @@ def examine(rank: LocalRank, code: int, noticed: float) -> RankExit:
     try:
         failure = Failure.read(rank.folder / f"rank-{rank.number}.json")
     except ValueError:
-        failure = _without_record(rank, code, noticed, log)
+        failure = _without_record(rank, code, when, log)
 
     # A failure of another rank, which this rank noticed: `Attempt.root_failure` fills in where that rank was.
     if failure.rank != rank.number:
@@ -287,13 +290,13 @@ def examine(rank: LocalRank, code: int, noticed: float) -> RankExit:
     return RankExit(code, replace(failure, host=rank.host, log="\n".join(last_lines)))
 
 
-def _without_record(rank: LocalRank, code: int, noticed: float, log: str) -> Failure:
+def _without_record(rank: LocalRank, code: int, when: float, log: str) -> Failure:
     if code == 0:
         text = "ended with code 0 before its work was done (os._exit, in the program or in a library)"
-        return Failure.noticed(Kind.EXIT, text, rank.number, rank.host, when=noticed)
+        return Failure.noticed(Kind.EXIT, text, rank.number, rank.host, when=when)
 
     if code > 0:
-        return Failure.noticed(Kind.EXIT, f"ended with code {code}", rank.number, rank.host, when=noticed)
+        return Failure.noticed(Kind.EXIT, f"ended with code {code}", rank.number, rank.host, when=when)
 
     # Numbers between the named signals are those of real-time signals.
     named = [item.name for item in signal.Signals if item == -code]
@@ -305,7 +308,7 @@ def _without_record(rank: LocalRank, code: int, noticed: float, log: str) -> Fai
     dumped = "" if code == -signal.SIGKILL else records.read(rank.folder / f"stacks-{rank.number}")
     detail = stacks.describe(stacks.main_thread(dumped))
 
-    return Failure(rank.number, rank.host, noticed, kind, message, traceback="\n".join(detail), origin="signal")
+    return Failure(rank.number, rank.host, when, kind, message, traceback="\n".join(detail), origin="signal")
 
 
 def _explain_signal(name: str, oom_kills_before: int | None, log: str) -> str:

@@ -91,7 +91,7 @@ class Job:
     def secret_path(self) -> Path:
         """The file with the job's secret, at a path that every node can compute before it has joined."""
         # Without run_dir on the command line, a node learns the run folder only when it has joined.
-        if not self.decided:
+        if not self.launcher_layers:
             return self.run_dir / ".secret"
 
         return self.run_dir.parent / f".secret-{re.sub('[^0-9A-Za-z.]', '-', self.join or '')}"
@@ -105,7 +105,7 @@ class Job:
         return _plain({**shared, "layers": layers, "nnodes": str(self.nnodes)})
 
     @property
-    def decided(self) -> list[Any]:
+    def launcher_layers(self) -> list[Any]:
         """The layers of settings that this launcher has chosen: the run folder, unless the user has named one.
 
         On several machines the coordinator's choice applies to all nodes.

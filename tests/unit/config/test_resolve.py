@@ -227,6 +227,12 @@ def test_values_that_do_not_go_together(layers, problem):
     assert found.problem.endswith(problem)
 
 
+def test_rules_for_names_without_weights_have_no_effect():
+    (found,) = problems_of({"weights.allow_extra": ["head.*"]})
+    assert found.problem.endswith("has no effect with init_from=null")
+    resolve([("file", {"weights.allow_extra": ["head.*"], "init_from": "some.safetensors"})])
+
+
 def test_all_problems_of_all_layers_come_at_once():
     weak = {"stpes": 1, "seed": "x", "micro_batch": 8}
     strong = {"global_batch": 4, "lr.scaling": "linear", "clip": {"norm": 1, "value": 1}, "device": "tpu"}

@@ -14,7 +14,7 @@ from lockstep.errors import UserError
 def test_a_source_that_gives_fewer_micro_batches_than_it_announced_is_named() -> None:
     run: Any = SimpleNamespace(
         runtime=SimpleNamespace(heartbeat=SimpleNamespace(beat=lambda *_: None), notice=SimpleNamespace()),
-        stepper=SimpleNamespace(counters=SimpleNamespace(step=0)),
+        stepper=SimpleNamespace(counters=SimpleNamespace(steps_done=0)),
         recorder=SimpleNamespace(data_wait_s=0.0, micro_batches=0),
         load_balancer=None,
     )

@@ -69,7 +69,7 @@ def test_nodes_agree_on_everything_but_paths_and_the_run_folder():
     assert job().identity == job(path=["/b"], run_dir="runs/b", resume_command="other").identity
     assert job().identity != job(target="y").identity
     assert job().identity != job(layers=[("command line", {"steps": 4})]).identity
-    assert job(run_dir="runs/b").decided == [["launcher", {"run_dir": "runs/b"}]]
+    assert job(run_dir="runs/b").launcher_layers == [["launcher", {"run_dir": "runs/b"}]]
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_the_state_of_many_nodes_is_as_long_as_that_of_few():
 def test_screens_name_a_few_nodes_of_many_and_count_the_others():
     outbox = Outbox(Path("logs"))
     for number in range(100):
-        outbox.say_of_node("joined", f"host-{number}", f"node {number} joined", now=10.0)
+        outbox.say_about_node("joined", f"host-{number}", f"node {number} joined", now=10.0)
     assert len(outbox.take()) == LINES_PER_S
     outbox.sum_up(10.5, 100)
     assert outbox.take() == []
@@ -85,7 +85,7 @@ def test_screens_name_a_few_nodes_of_many_and_count_the_others():
     [line] = outbox.take()
     assert line.text.startswith("lockstep: 92 more nodes joined (host-8, host-9, ")
     assert line.text.endswith("and 87 more); 100 nodes now")
-    outbox.say_of_node("lost", "host-3", "node 3 vanished", now=13.0)
+    outbox.say_about_node("lost", "host-3", "node 3 vanished", now=13.0)
     assert len(outbox.take()) == 1
 
 

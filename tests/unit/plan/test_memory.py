@@ -97,7 +97,7 @@ def a_builder(folder: Path, phase: str = "compute", **values: Any) -> Any:
         config=config,
         plan=make_plan(config, 1, 100),
         runtime=runtime,
-        stepper=SimpleNamespace(counters=SimpleNamespace(step=3)),
+        stepper=SimpleNamespace(counters=SimpleNamespace(steps_done=3)),
         folder=SimpleNamespace(path=folder),
         evaluation_batch=lambda: 8,
     )

@@ -18,7 +18,7 @@ from lockstep.bench.ranks.turns import by_lockstep, take
 from lockstep.bench.ranks.workload import load, own_batch, settings_of
 from lockstep.runtime import context
 from lockstep.runtime.world import World
-from lockstep.task import StepBatches
+from lockstep.task import BatchSource, StepBatches
 
 LEAST_S = 0.1  # that loading is timed in a turn
 TIMES = 5  # batches that are timed, for each one that the queues of the workers hold
@@ -49,7 +49,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
         yield {"torch": torch.__version__, "unit": task.unit, "batch": run.plan.global_batch}
 
         source = run.source
-        cached: Any = CachedSource(source)
+        cached = CachedSource(source)
         plain = _plain_loader(task, batch, workers, run.config.data.prefetch)
         try:
             while True:
@@ -63,7 +63,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
             run.source = source
 
 
-class CachedSource:
+class CachedSource(BatchSource):
     """The batches of one step, again and again: training on them shows what the model takes, without any loading."""
 
     def __init__(self, source: Any):
@@ -78,6 +78,11 @@ class CachedSource:
 
     def commit(self, batches: StepBatches, result: Any) -> None:
         """Do nothing: the same batches come next."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
 def _seconds(read: Callable[[], Any], queued: int, count: int) -> float:

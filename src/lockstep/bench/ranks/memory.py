@@ -105,7 +105,7 @@ def _leak_row(run: Run, loop: Iterator[Run]) -> dict[str, int]:
     tensors = [item for item in gc.get_objects() if type(item) in (Tensor, torch.nn.Parameter)]
     on_gpu = run.runtime.device.type == "cuda"
     return {
-        "step": run.stepper.counters.step,
+        "step": run.stepper.counters.steps_done,
         "tensors": len(tensors),
         "tensor_bytes": bytes_of(tensor for tensor in tensors if tensor.layout == torch.strided),
         "resident": psutil.Process().memory_info().rss,

@@ -66,7 +66,7 @@ def by_lockstep(task: Task, resolved: Resolved, runtime: Runtime, block: int) ->
     try:
         for batches in run.step_batches():
             training.step(batches)
-            if run.stepper.counters.step % block == 0:
+            if run.stepper.counters.steps_done % block == 0:
                 yield run
     finally:
         run.close_source()

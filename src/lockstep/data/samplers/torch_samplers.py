@@ -37,7 +37,7 @@ def as_sampler(sampler: Any, samples: int, seed: int) -> Sampler:
 
 
 def bind_sampler(data: Any, seed: int) -> Any:
-    """Return `Sampled` data with the sampler that the run uses, whose length may be another. Other data is unchanged."""
+    """Return `Sampled` data with the sampler that the run uses, whose length may differ. Return other data as it is."""
     if not isinstance(data, Sampled) or data.sampler is None or not hasattr(data.dataset, "__len__"):
         return data
 

@@ -29,7 +29,7 @@ class ProfiledSteps:
     def __init__(self, run: Run):
         config = run.config.profile
         self._run = run
-        self._first = run.stepper.counters.step + config.after
+        self._first = run.stepper.counters.steps_done + config.after
         self._steps = config.count
         if self._steps and self._first >= run.plan.steps:
             reason = f"no step is profiled: the run ends at step {run.plan.steps}, and profile.after={config.after}"
@@ -39,7 +39,7 @@ class ProfiledSteps:
     def begin_step(self) -> None:
         """Begin the trace if it is due."""
         run = self._run
-        if self._steps and run.tracer is None and run.stepper.counters.step == self._first:
+        if self._steps and run.tracer is None and run.stepper.counters.steps_done == self._first:
             half = run.config.ddp.hook in ("fp16", "bf16")
             run.tracer = StepTracer(run.runtime, run.driver, 2 if half else 4)
             self._watch_loss()
@@ -49,7 +49,7 @@ class ProfiledSteps:
         """End the trace if it is complete, and write everything. Collective in that step."""
         run = self._run
         tracer = run.tracer
-        last = run.stepper.counters.step >= run.plan.steps or run.is_stopping
+        last = run.stepper.counters.steps_done >= run.plan.steps or run.is_stopping
         if tracer is None or not (tracer.steps == self._steps or last):
             return
 
@@ -72,7 +72,7 @@ class ProfiledSteps:
             files = [folder / f"rank-{number}.json" for number in range(run.runtime.world.size)]
             # Ranks of other machines leave their traces on disks of their own.
             merge([file for file in files if file.exists()], folder / "trace.json.gz")
-            record = {"steps": mine["steps"], "step": run.stepper.counters.step, "ranks": ranks}
+            record = {"steps": mine["steps"], "step": run.stepper.counters.steps_done, "ranks": ranks}
             (folder / "breakdown.json").write_text(json.dumps(record, indent=1))
         self._report(ranks)
         run.recorder.exclude(time.perf_counter() - began)  # the time of writing is not the time of a step
@@ -85,9 +85,9 @@ class ProfiledSteps:
             facts["mfu"] = round(_mean(ranks, "mfu"), 4)
         if ranks[0]["busy"] is not None:
             facts["gpu_busy"] = round(_mean(ranks, "busy"), 3)
-        run.recorder.event("profile", step=run.stepper.counters.step, trace="profile/trace.json.gz", **facts)
+        run.recorder.event("profile", step=run.stepper.counters.steps_done, trace="profile/trace.json.gz", **facts)
         for reason in warnings(ranks):
-            run.recorder.event("warning", step=run.stepper.counters.step, reason=reason)
+            run.recorder.event("warning", step=run.stepper.counters.steps_done, reason=reason)
 
     # ---- floating-point operations ----
 

@@ -109,7 +109,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
 
 def snapshot_for_own_loop(run: Run) -> StateSnapshot | None:
     """Return a snapshot of the state before the first forward of a custom loop, or None if nothing is checked."""
-    if run.config.checks.loss == "off" or run.stepper.counters.step > 0:
+    if run.config.checks.loss == "off" or run.stepper.counters.steps_done > 0:
         return None
     return StateSnapshot(run.driver.model, None, (), copies_parameters=False)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lockstep.causes import Cause, named
 from lockstep.checkpoint.state_tree import digest
@@ -87,9 +87,7 @@ def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> S
 
     # A source over a dataset gives every rank different ids, so equal first batches are suspicious only if the whole
     # dataset looks the same, as with a dataset that ignores the index.
-    if len(digests) > 1 and (
-        not hasattr(source, "some_samples") or len({digest(sample) for sample in source.some_samples()}) == 1
-    ):
+    if len(digests) > 1 and len({digest(sample) for sample in source.some_samples()}) <= 1:
         check_different(
             list(digests.values()),
             "let Lockstep shard the data: return the plain dataset from data(); with data.sharding=own, split by "
@@ -109,11 +107,10 @@ def _take_and_digest(source: BatchSource) -> tuple[StepBatches, str | None, str 
     # Read all of them now: an error must be raised on every rank.
     batches.micro_batches = micro_batches = list(batches)
     first = None if micro_batches[0].padding else digest(micro_batches[0].data)
-    if first and getattr(source, "workers_must_match", False):
+    if first:
         _check_workers(source, micro_batches[0], first)
 
-    beginning = getattr(source, "beginning", None)
-    return batches, first, None if beginning is None else digest(beginning)
+    return batches, first, None if source.beginning is None else digest(source.beginning)
 
 
 def _check_one_stream(beginnings: Sequence[str | None]) -> None:
@@ -130,7 +127,7 @@ def _check_one_stream(beginnings: Sequence[str | None]) -> None:
             )
 
 
-def _check_workers(source: Any, micro: MicroBatch, read_by_worker: str) -> None:
+def _check_workers(source: BatchSource, micro: MicroBatch, read_by_worker: str) -> None:
     """Check that a worker process read what this process reads: data.workers must not change the training."""
     try:
         again = source.read_again(micro)
@@ -144,7 +141,7 @@ def _check_workers(source: Any, micro: MicroBatch, read_by_worker: str) -> None:
             "checks.first_batch=false",
         ) from error
 
-    if digest(again) == read_by_worker:
+    if again is None or digest(again) == read_by_worker:
         return
 
     # The samples of a stream have no ids.

@@ -53,14 +53,14 @@ class Cluster:
         return len(self.nodes) >= self.bounds.most
 
     @property
-    def too_few(self) -> str | None:
-        """Why the nodes are too few; None if they are enough."""
+    def shortage(self) -> str | None:
+        """How many nodes are left and needed, in words; None if there are enough."""
         needed = self.bounds.least
         return f"{plural(len(self.nodes), 'node')} left, and {needed} needed" if len(self.nodes) < needed else None
 
     def ready(self, now: float) -> bool:
         """Return whether an attempt can start: the cluster is full, or large enough and unchanged for a while."""
-        return self.full or (not self.too_few and now - self._changed >= SETTLE_S)
+        return self.full or (not self.shortage and now - self._changed >= SETTLE_S)
 
     @property
     def rank_bounds(self) -> Bounds:

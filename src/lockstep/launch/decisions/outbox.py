@@ -49,7 +49,7 @@ class Outbox:
     def say(self, text: str) -> None:
         self.put(Announce(f"lockstep: {text}"))
 
-    def say_of_node(self, what: str, host: str, text: str, now: float) -> None:
+    def say_about_node(self, what: str, host: str, text: str, now: float) -> None:
         """Say that a node has joined or was lost; if many do within a second, `sum_up` says the rest in one line."""
         if now - self._second_began >= 1.0 and not self._unsaid:
             self._second_began = now
@@ -77,10 +77,10 @@ class Outbox:
     def log(self, event: str, **fields: Any) -> None:
         self.put(LogEvent({"event": event, **fields}))
 
-    def announce_failure(self, failure: Failure, attempt: int | None, others: int, verdict: str = "") -> None:
+    def announce_failure(self, failure: Failure, attempt: int | None, others: int, what_follows: str = "") -> None:
         """Announce a failure on the screens of all nodes, and log it.
 
-        `others` is the number of other ranks that end because of it, `verdict` says what follows.
+        `others` is the number of other ranks that end because of it.
         """
         lines = [failure.text()]
 
@@ -96,8 +96,8 @@ class Outbox:
 
             if facts:
                 lines.append(f"  {' '.join(facts)}")
-            if verdict:
-                lines.append(f"  {verdict}")
+            if what_follows:
+                lines.append(f"  {what_follows}")
 
         self.put(Announce("\n".join(lines)))
 

@@ -97,11 +97,11 @@ class Recovery:
             return EndPreempted() if situation.can_be_resumed else End(ExitCode.FAILED, asked)
 
         # After a takeover the other nodes have yet to join.
-        if situation.attempt.started_here and (too_few := self._cluster.too_few):
-            return End(situation.settings.code_if_nodes_are_missing, too_few)
+        if situation.attempt.started_here and (shortage := self._cluster.shortage):
+            return End(situation.settings.code_if_nodes_are_missing, shortage)
 
-        if refusal := self.restarts.refusal(failure, situation.progress, situation.settings, situation.now):
-            return End(ExitCode.FAILED, refusal)
+        if reason := self.restarts.reason_to_end(failure, situation.progress, situation.settings, situation.now):
+            return End(ExitCode.FAILED, reason)
 
         return Restart(raise_limit=failure.noticed_as(Kind.HANG) and situation.attempt.watchdog.reached_a_limit)
 

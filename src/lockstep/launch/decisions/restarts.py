@@ -62,8 +62,8 @@ class Restarts:
         restarts.hang_places.update({(step, phase): count for step, phase, count in state.hang_places})
         return restarts
 
-    def refusal(self, failure: Failure, progress: bool, settings: Settings, now: float) -> str | None:
-        """Return why the job ends here, or None if it restarts. `progress`: the attempt saved a checkpoint."""
+    def reason_to_end(self, failure: Failure, progress: bool, settings: Settings, now: float) -> str | None:
+        """Return why the job is not restarted; None if it is. `progress`: the attempt saved a checkpoint."""
         # micro_batch=auto asked for this restart, and asks only a few times: each time the size is smaller.
         if failure.asks_for_smaller:
             return None

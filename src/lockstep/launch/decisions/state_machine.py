@@ -108,17 +108,17 @@ class JobStateMachine:
     """The state of a job.
 
     The public methods are called when something has happened, and issue commands; `take` returns the commands.
-    `committed` returns the newest checkpoint's step, and `now` is always the time of a monotonic clock. `inherited` is
-    the last state of a lost coordinator.
+    `latest_step` returns the step of the newest checkpoint, and `now` is always the time of a monotonic clock.
+    `inherited` is the last state of a lost coordinator.
     """
 
     def __init__(
-        self, job: Job, committed: Callable[[], int | None], now: float, inherited: CoordinatorState | None = None
+        self, job: Job, latest_step: Callable[[], int | None], now: float, inherited: CoordinatorState | None = None
     ):
         state = inherited or CoordinatorState([])
 
         self.job = job
-        self.committed = committed
+        self._latest_step = latest_step
 
         # The parts of the decision: the nodes, the failures, the commands, and the ranks that run now.
         self.cluster = Cluster(job.nnodes, now)
@@ -195,7 +195,7 @@ class JobStateMachine:
         self.cluster.add(node, now)
         if node.number != COORDINATOR:
             text = f"node {node.number} ({node.host}) joined; {plural(len(self.cluster.nodes), 'node')}"
-            self._outbox.say_of_node("joined", node.host, text, now)
+            self._outbox.say_about_node("joined", node.host, text, now)
 
     def _ask_to_include_node(self, now: float) -> None:
         if self.job_phase in (JobPhase.RUN, JobPhase.COLLECT_STACKS):
@@ -222,7 +222,7 @@ class JobStateMachine:
             return
 
         # Between two attempts, or after its ranks ended, losing a node matters only if too few remain for the next one.
-        self._outbox.say_of_node("lost", host, failure.message, now)
+        self._outbox.say_about_node("lost", host, failure.message, now)
         if self.job_phase is JobPhase.JOIN and self.attempt.started_here:
             self._end_if_too_few()
 
@@ -239,8 +239,8 @@ class JobStateMachine:
         if isinstance(decision, Restart):
             self._say_who_is_missing(now)
 
-    def _wait_for_nodes(self, now: float) -> None:
-        """After an attempt, end the job if that is planned or too few nodes are left, or start the next attempt.
+    def _after_attempt(self, now: float) -> None:
+        """End the job if that is planned or too few nodes are left, or start the next attempt.
 
         If more nodes may join, the next attempt starts a little later (`Cluster.ready`).
         """
@@ -251,9 +251,9 @@ class JobStateMachine:
 
     def _end_if_too_few(self) -> None:
         """End the job if nodes are missing after an attempt. A restart may have been announced before they left."""
-        if too_few := self.cluster.too_few:
-            self._outbox.say(f"not restarted: {too_few}. {self._how_to_continue(self.committed())}")
-            self._end(JobEnd(self.settings.code_if_nodes_are_missing, Failure.noticed(Kind.NODE, too_few)))
+        if shortage := self.cluster.shortage:
+            self._outbox.say(f"not restarted: {shortage}. {self._how_to_continue(self._latest_step())}")
+            self._end(JobEnd(self.settings.code_if_nodes_are_missing, Failure.noticed(Kind.NODE, shortage)))
 
     def _end_or_start(self, now: float) -> None:
         """End the job if that is decided already; otherwise start the next attempt if the nodes are there."""
@@ -284,7 +284,7 @@ class JobStateMachine:
         watchdog = Watchdog(self.settings.hang, self.recovery.restarts.hang_places)
         hosts = {node: self.cluster.nodes[node].host for node in counts}
         number = self.attempt.next_number
-        self.attempt = Attempt(number, counts, hosts, self.committed(), watchdog)
+        self.attempt = Attempt(number, counts, hosts, self._latest_step(), watchdog)
 
         # Only now is it known how many ranks restart.
         if self._log_restart:
@@ -305,7 +305,7 @@ class JobStateMachine:
         self.attempt.exits[message.rank] = rank_exit
 
         # No later exit can explain this one, so decide now.
-        if rank_exit.cannot_be_a_consequence:
+        if not rank_exit.may_be_a_consequence:
             self._fail(self.attempt.root_failure(), now)
             return
 
@@ -343,7 +343,7 @@ class JobStateMachine:
         elif self._preempt_request.signal:
             self._end_preempted()
         else:
-            self._wait_for_nodes(now)
+            self._after_attempt(now)
 
     def zygote_lost(self, node: int, message: ZygoteLost, now: float) -> None:
         """The process that forks a node's ranks has died. Between two attempts that is not a failure."""
@@ -486,7 +486,7 @@ class JobStateMachine:
         self._preempted_at = now
 
     def _end_preempted(self) -> None:
-        step = self.committed()
+        step = self._latest_step()
         if step is None:
             saved = "ended before anything was saved"
         elif self._has_saved(step):
@@ -531,7 +531,7 @@ class JobStateMachine:
         match self.job_phase:
             case JobPhase.JOIN:
                 problem = f"only {plural(len(self.cluster.nodes), 'node')} came within {JOIN_S:.0f} s"
-                how = self._how_to_continue(self.committed())
+                how = self._how_to_continue(self._latest_step())
                 self._outbox.say(f"{problem}; {self.cluster.bounds.least} are needed. {how}")
                 failure = Failure.noticed(Kind.NODE, problem)
                 self._end(JobEnd(self.settings.code_if_nodes_are_missing, failure))
@@ -563,7 +563,7 @@ class JobStateMachine:
 
     def _decide(self, failure: Failure, now: float, nothing_to_save: bool) -> Decision:
         """Decide what follows when all ranks are gone, take note of it and announce it with the failure."""
-        saved = self.committed()
+        saved = self._latest_step()
         situation = Situation(self.attempt, saved, self.settings, self._preempt_request.signal, nothing_to_save, now)
         decision = self.recovery.decide(failure, situation)
 
@@ -591,10 +591,10 @@ class JobStateMachine:
 
         return decision
 
-    def _announce(self, failure: Failure, verdict: str = "") -> None:
-        """Announce a failure of the current attempt. `verdict` says what follows."""
+    def _announce(self, failure: Failure, what_follows: str = "") -> None:
+        """Announce a failure of the current attempt."""
         others = self.attempt.count_ended_by(failure) if self.job_phase in ACTIVE else 0
-        self._outbox.announce_failure(failure, self.attempt.number, others, verdict)
+        self._outbox.announce_failure(failure, self.attempt.number, others, what_follows)
 
     def _how_to_continue(self, saved: int | None) -> str:
         """Return what to type after the end of the job. `saved` is the step of the newest checkpoint."""
@@ -616,7 +616,7 @@ class JobStateMachine:
     def _continue_if_killed(self, now: float) -> None:
         """Go on, if the ranks were killed and the last node has said that they are gone."""
         if self.job_phase is JobPhase.KILL and not self._unanswered:
-            self._wait_for_nodes(now)
+            self._after_attempt(now)
 
     def _end(self, ending: JobEnd) -> None:
         self._enter(JobPhase.OVER)

@@ -73,7 +73,7 @@ def _newest_listed(run: Path) -> Term | None:
 
 
 def read_counter(run: Path, term: int) -> str:
-    """Return the counter of a term file; "" if it cannot be read. It grows every second while the coordinator lives."""
+    """Return the counter of a term file, which grows every second while its coordinator is alive; "" if unreadable."""
     # The file is opened each time: only then does a network file system ask its server.
     return records.read(_term_path(run, term), most=4096)[:_DIGITS]
 
@@ -124,7 +124,7 @@ class HeldTerm(TermFile):
         self._counter = 0
 
     def beat(self) -> None:
-        """Increment the counter, which tells the other nodes that this coordinator lives (coordinator only)."""
+        """Increment the counter, which tells the other nodes that this coordinator is alive (coordinator only)."""
         self._counter += 1
         with suppress(OSError):
             fd = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -274,8 +274,8 @@ class TakeoverWatch(CounterWatch):
         super().reset()
         self._majority_since = None
 
-    def lives(self, now: float) -> bool:
-        """Return whether the coordinator is known to live: its counter has grown, and not too long ago."""
+    def is_alive(self, now: float) -> bool:
+        """Return whether the coordinator is known to be alive: its counter has grown, and not too long ago."""
         return self.has_grown and self.still_for(now) < self._patience
 
     def reason(self, cut_off: set[int], now: float) -> str | None:
@@ -287,7 +287,7 @@ class TakeoverWatch(CounterWatch):
         if self.still_for(now) >= self._patience + self._longer_than(lower_members):
             return f"no sign of life in the run folder for {self.still_for(now):.0f} s"
 
-        # The coordinator lives. If most nodes cannot reach it, it is the coordinator's machine that is cut off.
+        # The coordinator is alive. If most nodes cannot reach it, it is the coordinator's machine that is cut off.
         members = {COORDINATOR, *self._members}
         cut_off = cut_off & members
         if 2 * len(cut_off) <= len(members):

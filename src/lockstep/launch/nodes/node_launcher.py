@@ -47,7 +47,7 @@ class NodeLauncher:
         self._agent: Agent | None = None
 
         # With run_dir on the command line all nodes share it; otherwise the coordinator chooses it.
-        if not job.decided:
+        if not job.launcher_layers:
             prepare(job.run_dir)
 
         self._secret = find_secret(job.secret_path)

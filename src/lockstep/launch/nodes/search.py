@@ -276,29 +276,29 @@ class Search:
         """Act on the newest term: connect to its coordinator or take over. Returns None to wait and look again."""
         run_dir = self._job.run_dir
         watch.look(term.number, election.read_counter(run_dir, term.number), now)
-        lives = watch.lives(now)
-        still_lives = term.number == last.term.number and lives
+        alive = watch.is_alive(now)
+        still_alive = term.number == last.term.number and alive
 
         # Each return interrupts the training of all nodes.
-        if still_lives and len(within_last_hour(self._reconnects, now)) >= MAX_RECONNECTS:
+        if still_alive and len(within_last_hour(self._reconnects, now)) >= MAX_RECONNECTS:
             often = f"{why}; this node has returned to it {MAX_RECONNECTS} times within an hour"
             return self.end_alone(often, last.term.address, ExitCode.FAILED)
 
-        if connection := self._reconnect(term, last, lives):
+        if connection := self._reconnect(term, last, alive):
             return connection
 
-        # The coordinator lives, but this node cannot reach it; if most nodes say so, one of them takes over.
-        if still_lives:
+        # The coordinator is alive, but this node cannot reach it; if most nodes say so, one of them takes over.
+        if still_alive:
             election.write_cut_off_file(run_dir, term.number, last.number)
 
         # Seconds spent on connecting do not count, because the counter was not watched meanwhile.
         reason = watch.reason(election.cut_off_nodes(run_dir, term.number), now)
         return self._take_over(term, last, f"{why}, and {reason}") if reason and not self._signals else None
 
-    def _reconnect(self, term: Term, last: Membership, lives: bool) -> Connection | None:
+    def _reconnect(self, term: Term, last: Membership, alive: bool) -> Connection | None:
         """Try to connect to a successor, or, if its counter grows, to the coordinator that this node followed."""
         is_successor = term.number > last.term.number
-        connection = self._reach(term.address) if is_successor or lives else None
+        connection = self._reach(term.address) if is_successor or alive else None
         if connection is None:
             return None
 

@@ -74,16 +74,16 @@ class ZygoteLost(Message):
 
 
 @dataclass(frozen=True)
-class SameStack:
-    """Ranks of a node with one stack; an empty one if they did not answer."""
+class SharedStack:
+    """A stack that several ranks of a node have in common; an empty one if they did not answer."""
 
     ranks: list[int]
     text: str
 
 
 @dataclass(frozen=True)
-class SameCollectives:
-    """Ranks of a node with the same last entries in the flight recorder."""
+class SharedCollectives:
+    """The last entries of the flight recorder, where several ranks of a node have the same ones."""
 
     ranks: list[int]
     entries: list
@@ -94,8 +94,8 @@ class Stacks(AttemptMessage):
     """The answer to `CollectStacks`. Most ranks of a node are at the same place, and what they have in common is sent
     once: on a thousand nodes, everything about every rank would be half a gigabyte."""
 
-    stacks: list[SameStack]
-    collectives: list[SameCollectives]
+    stacks: list[SharedStack]
+    collectives: list[SharedCollectives]
 
     @staticmethod
     def of(attempt: int, stacks: dict[int, str], collectives: dict[int, list]) -> Stacks:
@@ -103,19 +103,19 @@ class Stacks(AttemptMessage):
         entries = {rank: json.dumps(entries) for rank, entries in collectives.items()}
         return Stacks(
             attempt,
-            [SameStack(ranks, text) for text, ranks in _by_value(stacks).items()],
-            [SameCollectives(ranks, json.loads(text)) for text, ranks in _by_value(entries).items()],
+            [SharedStack(ranks, text) for text, ranks in _by_value(stacks).items()],
+            [SharedCollectives(ranks, json.loads(text)) for text, ranks in _by_value(entries).items()],
         )
 
     @property
     def stack_of(self) -> dict[int, str]:
         """Rank -> its stack."""
-        return {rank: same.text for same in self.stacks for rank in same.ranks}
+        return {rank: shared.text for shared in self.stacks for rank in shared.ranks}
 
     @property
     def collectives_of(self) -> dict[int, list]:
         """Rank -> its entries. Ranks that have the same ones share a list."""
-        return {rank: same.entries for same in self.collectives for rank in same.ranks}
+        return {rank: shared.entries for shared in self.collectives for rank in shared.ranks}
 
 
 def _by_value(texts: dict[int, str]) -> dict[str, list[int]]:
@@ -150,7 +150,7 @@ class Welcome(Message):
     """The node belongs to the job now and adopts the coordinator's choices. A `CoordinatorState` follows at once."""
 
     run_dir: str
-    decided: list  # see `Job.decided`
+    decided: list  # the coordinator's `Job.launcher_layers`
     resume_command: str  # what to type to resume the job
     number: int  # the node's number
     term: Term  # the coordinator's

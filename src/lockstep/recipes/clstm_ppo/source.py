@@ -19,7 +19,7 @@ from lockstep.recipes.clstm_ppo import counter_rng
 from lockstep.recipes.clstm_ppo.market import Game
 from lockstep.recipes.clstm_ppo.model import Agent
 from lockstep.recipes.clstm_ppo.rollout import Cohort, Days, RunningStats, advantages, stats_of
-from lockstep.task import MicroBatch, SourceContext, StepBatches, StepResult
+from lockstep.task import BatchSource, MicroBatch, SourceContext, StepBatches, StepResult
 
 # What the loss needs of a rollout's days. A checkpoint in the middle of an update also holds it.
 LOSS_FIELDS = ("windows", "starts", "actions", "logp", "hidden", "cell", "rewards", "advantages", "targets")
@@ -61,8 +61,8 @@ class RolloutOptions:
         return self.epochs * self.minibatches
 
 
-class Rollouts:
-    """A BatchSource. Its state is the same on every rank: what all environments need to continue."""
+class Rollouts(BatchSource):
+    """Batches from rollouts. The state is the same on every rank: what all environments need to continue."""
 
     def __init__(self, game: Game, options: RolloutOptions):
         self.game = game

@@ -150,7 +150,7 @@ def test_a_coordinator_that_lives_is_not_replaced_by_one_that_is_cut_off():
     made = watch(1, [0, 1])
     for second in range(1, 60):
         made.look(1, str(second), 100.0 + second)
-        assert made.lives(100.0 + second)
+        assert made.is_alive(100.0 + second)
         assert made.reason({1}, 100.0 + second) is None
 
 
@@ -197,9 +197,9 @@ def test_a_job_inherits_no_reports_of_an_earlier_one(tmp_path):
 def test_a_counter_that_has_stopped_is_no_sign_of_life():
     made = watch(1, [0, 1])
     made.look(1, "1", 101.0)
-    assert made.lives(105.9)
+    assert made.is_alive(105.9)
     made.look(1, "1", 106.0)
-    assert not made.lives(106.0)
+    assert not made.is_alive(106.0)
 
 
 def test_a_count_that_cannot_be_read_stands_for_nothing():
