@@ -4,11 +4,12 @@
     done = preloaded.run("train", "char_lm", cwd=..., env=...)                        # a `subprocess.run`, nearly
     done = preloaded.run_python("script.py", "--fast", cwd=..., env=...)              # the same, of `python`
 
-A server, one for each session of pytest, has imported torch and other packages, and nothing of Lockstep. Every command
-is forked from it, as a session of its own, with the environment, the folder and the files that were asked for; it then
-runs a script, a module or a text as `python` does, from the sources on its own PYTHONPATH. Processes that it may start
-with Python itself (the launcher's zygote, the ranks of torchrun) are forked before that, as children of the command, so
-that the tree of processes is the real one, too.
+A server, one for each session of pytest, has imported torch, other packages, and the modules of Lockstep that most
+commands use: importing them has no effect, and takes a third of a short run. Every command is forked from it, as a
+session of its own, with the environment, the folder and the files that were asked for; it then runs a script, a module
+or a text as `python` does. If its own path leads to other sources of Lockstep, it imports those. Processes that it may
+start with Python itself (the launcher's zygote, the ranks of torchrun) are forked before that, as children of the
+command, so that the tree of processes is the real one, too.
 
 What this cannot show is that a fresh Python finds all it needs: tests/test_api.py, tests/unit/test_cli.py and
 LOCKSTEP_FRESH=1 (every command a fresh process; in `make test-long`) do.
@@ -49,6 +50,11 @@ IMPORTED = (
     "pydantic.functional_validators",
     "pydantic.types",
     "yaml",
+    "lockstep.api",
+    "lockstep.engine.loop",
+    "lockstep.engine.own_loop",
+    "lockstep.launch.supervisor",
+    "lockstep.verify.command",
 )
 COMMAND = ("-m", "lockstep.cli")
 TORCHRUN = ("-m", "torch.distributed.run")
@@ -270,7 +276,6 @@ def serve(path: str) -> Callable[[], None]:
     gc.collect()
     gc.freeze()
     gc.enable()
-    assert not any(name.partition(".")[0] == "lockstep" for name in sys.modules), "Lockstep itself comes fresh"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # its children need not be waited for
     door = socket.socket(socket.AF_UNIX)
     door.bind(path)
@@ -335,7 +340,19 @@ def _become(request: dict[str, Any], files: list[int]) -> Callable[[], None]:
         theirs.close()
         spares.append((pid, ours))
     subprocess.Popen = _popen(spares)  # pyrefly: ignore
-    return _work(words)
+    work = _work(words)
+    _forget_other_sources()
+    return work
+
+
+def _forget_other_sources() -> None:
+    """Leave Lockstep to be imported again if a fresh Python with this path would find it in another folder."""
+    from importlib.machinery import PathFinder
+
+    found = PathFinder.find_spec("lockstep", sys.path)
+    if found is None or found.origin != sys.modules["lockstep"].__file__:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "lockstep"]:
+            del sys.modules[name]
 
 
 def _move(env: Mapping[str, str], folder: str) -> None:

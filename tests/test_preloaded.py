@@ -42,6 +42,14 @@ def test_it_ends_as_a_fresh_one_does(code, tmp_path):
     assert "Interrupt" not in code or ours.returncode == -signal.SIGINT
 
 
+def test_other_sources_of_lockstep_are_imported_from_where_they_are(tmp_path):
+    (tmp_path / "lockstep").mkdir()
+    (tmp_path / "lockstep" / "__init__.py").write_text("where = 'another folder'")
+    code = "import lockstep; print(lockstep.where)"
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    assert preloaded.run_python("-c", code, cwd="/", env=env).stdout == "another folder\n"
+
+
 def test_a_script_knows_its_file_and_its_neighbours(tmp_path):
     (tmp_path / "neighbour.py").write_text("here = __file__")
     (tmp_path / "script.py").write_text("import neighbour, sys\nprint(__file__, neighbour.here, sys.argv[1:])")

@@ -303,6 +303,20 @@ CONFIGURATION = {
         "checkpoint.best=",
         Asked(held_out=ROWS),
     ),
+    "the best weights of nothing": Row(
+        {"checkpoint.final": "best", "evaluate.every": 1},
+        "checkpoint.final",
+        "no best",
+        "checkpoint.best=",
+        Asked(held_out=ROWS),
+    ),
+    "the best weights without the frozen ones": Row(
+        {"checkpoint.final": "best", "checkpoint.best": "eval_loss", "checkpoint.frozen": False, "evaluate.every": 1},
+        "checkpoint.frozen",
+        "without the frozen weights",
+        "leave checkpoint.frozen out",
+        Asked(held_out=ROWS),
+    ),
     "two kinds of clipping": Row({"clip.norm": 1.0, "clip.value": 1.0}, "clip.value", "at most one", "keep one"),
     "speeds with fsdp": Row(
         {"load_balance": "auto", "strategy": "fsdp", "micro_batch": 1},
@@ -643,6 +657,13 @@ DATA = {
         "there is no evaluation during the run",
         "",
         "set evaluate.every",
+        Asked(held_out=ROWS),
+    ),
+    "a set that is not there": Row(
+        {"evaluate.decides": "val", "evaluate.every": 1},
+        "evaluate.decides=val",
+        "",
+        "leave evaluate.decides out",
         Asked(held_out=ROWS),
     ),
     "the best without evaluations": Row(

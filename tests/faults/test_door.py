@@ -58,6 +58,7 @@ def test_a_job_under_attack_ends_with_the_same_weights(tmp_path, undisturbed):
             stack.enter_context(line)
         intruder.noise(port, 100_000)
         intruder.half_lines(port, 3)
+        intruder.wrong_proofs(port, 2)
         second = Started(tmp_path, *words[:-1], f"127.0.0.1:{tap.port}", nproc=1)
 
         # While it trains, for as long as it does.

@@ -126,7 +126,7 @@ def test_an_interface_that_is_not_there_is_named_before_anything_starts(nodes, t
     assert not (tmp_path / ".secret").exists()
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("count", [4, pytest.param(20, marks=pytest.mark.long)])
 def test_jobs_that_start_at_once_do_not_collide(tmp_path, count):
     """Each has a store and a folder of its own, and all of them end."""
     code = "me.note(os.environ['LOCKSTEP_STORE_FILE'] + ' ' + os.environ['LOCKSTEP_ATTEMPT_FOLDER'])"

@@ -16,8 +16,12 @@ from lockstep.faults import Fault
 
 SLOW_EVAL = Fault("slow", rank=1, phase="evaluate", seconds=0.5, times=None)
 SLOW_WRITE = Fault("slow", rank=0, phase="write", seconds=1.0, times=None)
-# From step 10 on there is time for a signal: a run that ended first could not receive it.
-LINGER = tuple(Fault("slow", rank=0, step=step, phase="compute", seconds=0.3, times=None) for step in range(10, 40))
+# From step 10 on there is time for a signal: a run that ended first could not receive it. If the signal is late, since
+# this process has to wait for a core, the run waits longer for it.
+LINGER = tuple(
+    Fault("slow", rank=0, step=step, phase="compute", seconds=0.3 if step % 10 < 5 else 5.0, times=None)
+    for step in range(10, 40)
+)
 
 
 def metrics_lines(run: Path) -> int:

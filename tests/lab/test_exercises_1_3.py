@@ -329,7 +329,8 @@ def test_a_file_that_is_not_python(tmp_path):
 
 
 def test_a_hang_names_the_rank_and_the_line(tmp_path):
-    hang = "        while dist.get_rank() == 1:\n            pass\n        return self.module(*inputs)"
+    wait = "__import__('time').sleep(0.05)"
+    hang = f"        while dist.get_rank() == 1:\n            {wait}\n        return self.module(*inputs)"
     path = starter_with("        return self.module(*inputs)", hang, tmp_path)
     found = list(grade("1", path, limit=timedelta(seconds=8)))[-1]
     line = 1 + path.read_text().split("while dist")[0].count("\n")

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -126,7 +127,7 @@ class Hooked(MLPTask):
     def before_batch(self, micro):
         self.calls["before_batch"] += 1
 
-    def after_step(self, model, step):
+    def after_step(self, run, result):
         self.calls["after_step"] += 1
 
     def scheduler(self, optimizer):
@@ -175,7 +176,12 @@ class SlowData(MLPTask):
 """
 
 
-def test_a_loader_is_not_faster_than_its_workers_after_a_pause_in_which_they_read_ahead(tmp_path: Path) -> None:
+def test_a_loader_is_not_faster_than_its_workers_after_a_pause_in_which_they_read_ahead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = []
+    take = data.CachedSource.take
+    monkeypatch.setattr(data.CachedSource, "take", lambda self: taken.append(1) or take(self))
     file = tmp_path / "slow_data.py"
     file.write_text(SLOW_DATA)
     layers = [("test", {"device": "cpu", "checks.loss": "off"})]
@@ -186,11 +192,12 @@ def test_a_loader_is_not_faster_than_its_workers_after_a_pause_in_which_they_rea
     time.sleep(0.1)  # others take their turns
     found = rank.send("turn")
     rank.close()
-    # Four samples of 2 ms each, by one worker.
-    assert found["ours"] >= 0.95 * 4 * 0.002
-    assert found["torch"] >= 0.95 * 4 * 0.002
-    # Training reads none of them.
-    assert found["train"] < 4 * 0.002
+    # Four samples of 2 ms each, by one worker. If this process has to wait for a core before it begins to time, the
+    # worker fills its queue again meanwhile: a fifth of what is timed.
+    assert found["ours"] >= 0.75 * 4 * 0.002
+    assert found["torch"] >= 0.75 * 4 * 0.002
+    # Training reads none of them: each of two turns has two steps, all of them on batches that are there.
+    assert len(taken) == 4
 
 
 def test_a_profile_that_no_step_reaches_is_a_warning(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from torch.utils.data import TensorDataset
 
 from lockstep.config.schema import StopConfig
 from lockstep.engine.evaluation.early_stop import EarlyStop
-from lockstep.engine.evaluation.evaluator import Evaluation
 from lockstep.errors import UserError
 from lockstep.task import Loss
 from pool import Pool
@@ -68,8 +67,8 @@ def test_what_counts_as_an_improvement() -> None:
     stop = EarlyStop(StopConfig(patience=2, metric="accuracy", mode="max", min_delta=0.1))
     for step, accuracy in enumerate([math.nan, 0.5, 0.55, 0.7, math.nan, 0.75]):
         assert stop.reason is None
-        stop.observe(Evaluation(step, 1.0, {"accuracy": accuracy}, 4, 4.0))
+        stop.observe({"eval_loss": 1.0, "accuracy": accuracy}, step)
     assert stop.reason == "accuracy has not improved in 2 evaluations: the best was 0.7 at step 3"
 
     with pytest.raises(UserError, match=r"stop\.metric=accuracy is not a result(.|\n)*eval_loss, top5"):
-        stop.observe(Evaluation(9, 1.0, {"top5": 0.5}, 4, 4.0))
+        stop.observe({"eval_loss": 1.0, "top5": 0.5}, 9)

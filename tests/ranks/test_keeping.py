@@ -12,10 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep import faults
+from lockstep.api import Best, RunResult
+from lockstep.checkpoint import inspect
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted
@@ -26,7 +29,7 @@ from lockstep.runtime.environments.launcher import ATTEMPT
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
-from ranks.support import Regression, Trace, assert_user_errors, configured, fit, flat, windows
+from ranks.support import Regression, Trace, assert_user_errors, configured, fit, flat, preempted_run, windows
 
 BASE = {"global_batch": 8, "micro_batch": 2, "steps": 12, "checkpoint.at_end": False, "log.every": 1}
 LENGTH = 40  # of Regression's data
@@ -87,10 +90,58 @@ class Scored(Regression):
         return Loss(torch.tensor(score * 4), 4)
 
 
-def test_a_checkpoint_between_two_evaluations_has_no_score(pool: Pool, tmp_path: Path) -> None:
+def test_the_best_evaluation_is_saved_at_once_and_named_everywhere(pool: Pool, tmp_path: Path) -> None:
+    """Step 9 is saved by itself, but its weights were never evaluated; step 8 is not due, but the best."""
     values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 3, "checkpoint.keep": 1, "evaluate.every": 4}
-    pool.run(fit, Scored(), values | {"checkpoint.best": "eval_loss", "evaluate.batch": 4}, world=1)
-    assert steps_kept(tmp_path) == [12]  # step 9's weights were never evaluated
+    values |= {"checkpoint.best": "eval_loss", "evaluate.batch": 4, "checkpoint.final": "best"}
+    traces = pool.run(fit, Scored(), values, world=2)
+    assert steps_kept(tmp_path) == [8, 12]
+    best = tmp_path / "checkpoints" / "step-00000008"
+    assert traces[0].summary["best"] == {"step": 8, "metric": "eval_loss", "value": 1.0, "checkpoint": str(best)}
+    assert traces[1].summary["best"] == traces[0].summary["best"]
+
+    # The weights of step 8 are the final ones, and those that --best exports.
+    result = RunResult(tmp_path, traces[0].summary, Scored())
+    assert result.best == Best(best, 8, "eval_loss", 1.0)
+    for name, weight in traces[0].steps[7].weights.items():
+        assert torch.equal(result.weights[name], weight)
+    exported, _ = inspect.export(tmp_path, tmp_path / "best", None, best=True)
+    assert all(torch.equal(load_file(exported)[name], result.weights[name]) for name in result.weights)
+
+    last, row = inspect.ls(tmp_path)[0].splitlines()[1:]
+    assert row.startswith("8 ")
+    assert row.endswith("not verified, best eval_loss")
+    assert last.endswith("not verified")
+
+
+@pytest.mark.long
+def test_the_best_survives_kills_and_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
+    """A run that leaves after every second step, on 1, 2 and 3 ranks in turn, keeps what an undisturbed one keeps."""
+    values = BASE | {"checkpoint.every": 1, "checkpoint.keep": 1, "evaluate.every": 2, "evaluate.batch": 4}
+    values |= {"checkpoint.best": "eval_loss", "micro_batch": 2, "exact": True}
+    (whole,) = pool.run(fit, Learns(), values | {"run_dir": str(tmp_path / "whole")}, world=1)
+    for number, leave_at in enumerate([2, 4, 6, 8, 10, None]):
+        parts = values | {"run_dir": str(tmp_path / "parts"), "resume": "auto"}
+        found = pool.run(leaving, Learns(), parts, leave_at, world=1 + number % 3)
+    assert steps_kept(tmp_path / "parts") == steps_kept(tmp_path / "whole")
+    assert {**found[0]["best"], "checkpoint": ""} == {**whole.summary["best"], "checkpoint": ""}
+
+
+class Learns(Regression):
+    """Its evaluations improve, and get worse again when the rate is too high for the noise."""
+
+    def eval_data(self) -> Any:
+        return TensorDataset(*self.data()[:7])
+
+
+def leaving(world: World, store: Any, task: Task, values: dict[str, Any], leave_at: int | None) -> dict[str, Any]:
+    resolved = configured(values)
+    with context.start(world, resolved.config, store=store) as runtime:
+        builder = open_run(resolved, runtime, "test", run_class=preempted_run(runtime, leave_at))
+        try:
+            return loop.fit(task, builder)
+        except Preempted as left:
+            return {"left": left.step}
 
 
 class Fails(Regression):

@@ -52,20 +52,20 @@ def write(result: Result, folder: Path) -> dict[str, Path]:
         return {}
     import matplotlib
 
-    found = {}
+    drawn = [section for section in result.sections if section.name in FIGURES and section.rows]
+    found = {section.name: folder / f"{section.name}.png" for section in drawn}
     with matplotlib.rc_context(STYLE):
-        for section in result.sections:
-            draw = FIGURES.get(section.name)
-            if draw and section.rows:
-                figure = draw(section)
-                _name_hardware(figure, result, section)
-                found[section.name] = folder / f"{section.name}.png"
-                # No date, so the same numbers give the same file.
-                figure.savefig(found[section.name], metadata={"Software": None})
+        for section in drawn:
+            figure = FIGURES[section.name](section)
+            _name_hardware(figure, result, section)
+
+            # No date, so the same numbers give the same file.
+            figure.savefig(found[section.name], metadata={"Software": None})
     return found
 
 
 def _figure(columns: int, width: float = 9.5, height: float = 3.9) -> tuple[Any, list[Any]]:
+    """Return a figure of this size in inches, and its panels from left to right."""
     from matplotlib.figure import Figure
 
     # No pyplot: it would keep state, and look for a display.
@@ -74,19 +74,24 @@ def _figure(columns: int, width: float = 9.5, height: float = 3.9) -> tuple[Any,
 
 
 def _name_hardware(figure: Any, result: Result, section: Section) -> None:
+    """Write the last line of a figure: on what it was measured, by which versions, and when."""
     torch = section.extra.get("facts", {}).get("torch") or result.facts.get("torch", "")
     stamp = section.stamp or {"version": result.version, "time": result.time}
     text = f"{result.hardware['text']} · torch {torch} · Lockstep {stamp['version']} · {stamp['time']}"
     if refusal := section.extra.get("refusal", ""):
         text += f" · not a fair test: {refusal}"
-    figure.supxlabel(_wrapped(text, figure), fontsize=7, color=GREY, ha="center")
 
-
-def _wrapped(text: str, figure: Any) -> str:
-    return "\n".join(textwrap.wrap(text, int(14 * figure.get_figwidth())))  # about 14 letters to the inch
+    # About 14 letters to the inch.
+    lines = textwrap.wrap(text, int(14 * figure.get_figwidth()))
+    figure.supxlabel("\n".join(lines), fontsize=7, color=GREY, ha="center")
 
 
 # ---- values with error bars ----
+
+
+def _column(rows: Sequence[dict[str, Any]], key: str) -> list[Any]:
+    """Return the values of one column; what a row lacks is 0."""
+    return [row.get(key) or 0.0 for row in rows]
 
 
 def _errors(values: Sequence[Any]) -> tuple[list[float], list[list[float]]]:
@@ -104,11 +109,13 @@ def _top(values: Sequence[Any]) -> float:
 
 
 def _line(axes: Any, xs: Sequence[float], values: Sequence[Any], colour: str, label: str, marker: str = "o") -> None:
+    """Draw a line with error bars."""
     medians, spread = _errors(values)
     axes.errorbar(xs, medians, yerr=spread, color=colour, marker=marker, label=label)
 
 
 def _ranks_axis(axes: Any, worlds: Sequence[int]) -> None:
+    """Label the numbers of ranks, each twice the one before."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(worlds, [str(world) for world in worlds])
     axes.minorticks_off()
@@ -119,44 +126,56 @@ def _ranks_axis(axes: Any, worlds: Sequence[int]) -> None:
 
 
 def scaling(section: Section) -> Any:
+    """Draw the throughput, the efficiency and the breakdown of a step over the number of ranks."""
     figure, (rate, efficiency, parts) = _figure(3, width=11.5)
-    worlds = [row["world"] for row in section.rows]
+    rows = section.rows
+    worlds = [row["world"] for row in rows]
 
-    _line(rate, worlds, [row["throughput"] for row in section.rows], COLOURS[0], "measured")
-    first = section.rows[0]["throughput"]["median"] / worlds[0]
+    # Against a throughput that grows with the ranks.
+    _line(rate, worlds, _column(rows, "throughput"), COLOURS[0], "measured")
+    first = rows[0]["throughput"]["median"] / worlds[0]
     rate.plot(worlds, [first * world for world in worlds], color=GREY, linestyle=":", label="ideal")
-    rate.set_xticks(worlds)
-    rate.set_xlabel("ranks")
+    rate.set(
+        title="Throughput",
+        xticks=worlds,
+        xlabel="ranks",
+        ylabel="throughput (samples/s)",
+    )
     rate.set_ylim(bottom=0)
-    rate.set_ylabel("throughput (samples/s)")
-    rate.set_title("Throughput")
     rate.legend(loc="upper left")
 
-    _line(efficiency, worlds, [row["scaling_efficiency"] for row in section.rows], COLOURS[0], "scaling efficiency")
-    fractions = [row["compute_fraction"] for row in section.rows]
-    efficiency.plot(worlds, fractions, color=COLOURS[1], marker="s", label="compute fraction")
-    limit = section.verdicts[0].limit if section.verdicts else None
-    if limit:
-        efficiency.axhline(limit, color=COLOURS[2], linestyle="--", linewidth=1, label=f"target {limit:.0%}")
-    limited = [row for row in section.rows if row.get("machine_limit")]
-    if limited:
-        limits = [row["machine_limit"] for row in limited]
-        _line(efficiency, [row["world"] for row in limited], limits, GREY, "machine limit (no exchange)", "^")
-    shown = [row[key] for row in section.rows for key in ("scaling_efficiency", "machine_limit") if row.get(key)]
-    efficiency.set_ylim(0, _top(shown))
-    efficiency.set_ylabel("fraction")
-    efficiency.set_title("Efficiency")
-    efficiency.legend(loc="lower left")
-    _ranks_axis(efficiency, worlds)
+    _draw_efficiency(efficiency, section, worlds)
 
-    _stacked(parts, [str(world) for world in worlds], [row["breakdown_ms"] for row in section.rows])
-    parts.set_xlabel("ranks")
-    parts.set_title("Where a step goes (traced)")
+    _stacked(parts, [str(world) for world in worlds], [row["breakdown_ms"] for row in rows])
+    parts.set(title="Where a step goes (traced)", xlabel="ranks")
     figure.suptitle(section.title, fontsize=11)
     return figure
 
 
+def _draw_efficiency(axes: Any, section: Section, worlds: list[int]) -> None:
+    """Draw the efficiency with what bounds it: the share of computing, the target, and the machine itself."""
+    rows = section.rows
+    _line(axes, worlds, _column(rows, "scaling_efficiency"), COLOURS[0], "scaling efficiency")
+    axes.plot(worlds, _column(rows, "compute_fraction"), color=COLOURS[1], marker="s", label="compute fraction")
+
+    limit = section.verdicts[0].limit if section.verdicts else None
+    if limit:
+        axes.axhline(limit, color=COLOURS[2], linestyle="--", linewidth=1, label=f"target {limit:.0%}")
+
+    # Ranks that train side by side without any exchange: what their cores or caches allow.
+    limited = [row for row in rows if row.get("machine_limit")]
+    if limited:
+        alone = [row["world"] for row in limited]
+        _line(axes, alone, _column(limited, "machine_limit"), GREY, "machine limit (no exchange)", "^")
+
+    shown = [*_column(rows, "scaling_efficiency"), *_column(limited, "machine_limit")]
+    axes.set(title="Efficiency", ylabel="fraction", ylim=(0, _top(shown)))
+    axes.legend(loc="lower left")
+    _ranks_axis(axes, worlds)
+
+
 def _plain_log_labels(axes: Any) -> None:
+    """Write 0.1 and 10 on a logarithmic axis, and not powers of ten."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -172,8 +191,11 @@ def _stacked(axes: Any, labels: Sequence[str], breakdowns: Sequence[dict[str, fl
         colour = COLOURS[KINDS.index(kind) % len(COLOURS)]
         axes.bar(labels, heights, bottom=bottom, label=kind, color=colour, width=0.6)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+
     axes.set_ylabel("ms per step")
     axes.grid(axis="x", visible=False)
+
+    # In the order of the bars, from top to bottom.
     handles, names = axes.get_legend_handles_labels()
     axes.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.0, 0.5))
 
@@ -181,40 +203,54 @@ def _stacked(axes: Any, labels: Sequence[str], breakdowns: Sequence[dict[str, fl
 # ---- step ----
 
 
+STEP_PANELS = {
+    "wall_ratio": "Wall time, long runs",
+    "cpu_ratio": "CPU time, long runs",
+    "short_ratio": "Wall time, whole runs of 60 steps",
+}
+
+
 def step(section: Section) -> Any:
+    """Draw each loop's time relative to the hand-written one."""
     cases = list(dict.fromkeys(row["case"] for row in section.rows))
     loops = [name for name in dict.fromkeys(row["loop"] for row in section.rows) if name != "by hand"]
     figure, panels = _figure(3, width=11.5, height=1.9 + 0.3 * len(cases) * len(loops))
-    for axes, key, title in zip(
-        panels,
-        ("wall_ratio", "cpu_ratio", "short_ratio"),
-        ("Wall time, long runs", "CPU time, long runs", "Wall time, whole runs of 60 steps"),
-        strict=True,
-    ):
-        _ratio_bars(axes, section, cases, loops, key)
-        axes.set_title(title)
+    for axes, (key, title) in zip(panels, STEP_PANELS.items(), strict=True):
+        _ratio_points(axes, section, cases, loops, key)
         axes.axvline(1.0, color="#333333", linewidth=1)
-        axes.set_xlabel("relative to the hand-written loop")
+        axes.set(title=title, xlabel="relative to the hand-written loop")
+
+    # The target is one of wall time; the names of the cases stand once.
     panels[0].axvline(1.15, color=COLOURS[2], linestyle="--", linewidth=1, label="target 1.15")
     for axes in panels[1:]:
         axes.set_yticklabels([])
+
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
     figure.suptitle(section.title, fontsize=11, x=0.01, ha="left")
     return figure
 
 
-def _ratio_bars(axes: Any, section: Section, cases: list[str], loops: list[str], key: str) -> None:
+def _ratio_points(axes: Any, section: Section, cases: list[str], loops: list[str], key: str) -> None:
+    """Draw a point for each loop of each case. Not bars: the axis begins near 1, where the differences are."""
     height = 0.8 / len(loops)
     for index, loop in enumerate(loops):
         rows = {row["case"]: row for row in section.rows if row["loop"] == loop}
         mine = [(number, rows[case][key]) for number, case in enumerate(cases) if case in rows]
         medians, spread = _errors([value for _, value in mine])
         places = [number + (index - (len(loops) - 1) / 2) * height for number, _ in mine]
-        colour = GREY if loop == "by hand again" else COLOURS[index % len(COLOURS)]
-        label = "by hand, again (noise)" if loop == "by hand again" else loop
-        # Points and not bars: the axis begins near 1, where the differences are.
-        axes.errorbar(medians, places, xerr=spread, color=colour, label=label, marker="o", linestyle="none")
+
+        noise = loop == "by hand again"
+        axes.errorbar(
+            medians,
+            places,
+            xerr=spread,
+            color=GREY if noise else COLOURS[index % len(COLOURS)],
+            label="by hand, again (noise)" if noise else loop,
+            marker="o",
+            linestyle="none",
+        )
+
     axes.set_yticks(range(len(cases)), cases)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
@@ -224,65 +260,73 @@ def _ratio_bars(axes: Any, section: Section, cases: list[str], loops: list[str],
 
 
 def collectives(section: Section) -> Any:
+    """Draw the time and the bus bandwidth of each operation over the size of its message."""
     figure, (times, rates) = _figure(2, width=11)
     keys = list(dict.fromkeys((row["operation"], row["backend"]) for row in section.rows))
-    several = len({backend for _, backend in keys}) > 1
     operations = list(dict.fromkeys(operation for operation, _ in keys))
+    backends = list(dict.fromkeys(backend for _, backend in keys))
+
+    # An operation has a colour, and a backend a marker.
     for operation, backend in keys:
         mine = [row for row in section.rows if (row["operation"], row["backend"]) == (operation, backend)]
         sizes = [row["bytes"] for row in mine]
         colour = COLOURS[operations.index(operation) % len(COLOURS)]
-        label = f"{operation} ({backend})" if several else operation
-        marker = "o" if backend == keys[0][1] else "s"
-        _line(times, sizes, [row["milliseconds"] for row in mine], colour, label, marker)
-        _line(rates, sizes, [row["bus_gb_s"] for row in mine], colour, label, marker)
+        label = f"{operation} ({backend})" if len(backends) > 1 else operation
+        marker = "o" if backend == backends[0] else "s"
+        _line(times, sizes, _column(mine, "milliseconds"), colour, label, marker)
+        _line(rates, sizes, _column(mine, "bus_gb_s"), colour, label, marker)
+
         latency, bandwidth = fit(sizes, [row["milliseconds"]["median"] / 1e3 for row in mine])
         fitted = [1e3 * (latency + size / bandwidth) for size in sizes]
         times.plot(sizes, fitted, color=colour, linestyle=":", linewidth=1)
+
+    times.set(title="Time of a collective (dotted: latency + size / bandwidth)", ylabel="time (ms)")
+    rates.set(title="Bus bandwidth", ylabel="bus bandwidth (GB/s)")
     for axes in (times, rates):
-        axes.set_xscale("log", base=2)
         _byte_axis(axes, sorted({row["bytes"] for row in section.rows}))
         axes.set_yscale("log")
-        axes.set_xlabel("message size")
-    times.set_ylabel("time (ms)")
-    times.set_title("Time of a collective (dotted: latency + size / bandwidth)")
-    rates.set_ylabel("bus bandwidth (GB/s)")
-    rates.set_title("Bus bandwidth")
+
     _plain_log_labels(times)
     times.legend()
-    figure.suptitle(f"{section.title} ({', '.join(dict.fromkeys(backend for _, backend in keys))})", fontsize=11)
+    figure.suptitle(f"{section.title} ({', '.join(backends)})", fontsize=11)
     return figure
 
 
 def _byte_axis(axes: Any, sizes: Sequence[int]) -> None:
+    """Label every other size: they are powers of four."""
     from lockstep.bench.kinds.comm import human
 
-    # Every other size has a label: they are powers of four.
     shown = sizes[::2]
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("message size")
     axes.set_xticks(shown, [human(size) for size in shown], rotation=30)
     axes.minorticks_off()
 
 
 def step_communication(section: Section) -> Any:
-    figure, (exposed, overlap, sent) = _figure(3, width=11.5, height=3.4)
-    names = [row["what"] for row in section.rows]
+    """Draw how much of a step's communication is hidden behind computing, and what the step takes."""
+    figure, (communication, overlap, time) = _figure(3, width=11.5, height=3.4)
+    rows = section.rows
+    names = [row["what"] for row in rows]
     places = range(len(names))
-    hidden = [row["communication_ms"] - row["exposed_ms"] for row in section.rows]
-    exposed.barh(places, [row["exposed_ms"] for row in section.rows], color=COLOURS[1], label="exposed")
-    exposed.barh(places, hidden, left=[row["exposed_ms"] for row in section.rows], color=COLOURS[5], label="hidden")
-    exposed.set_xlabel("communication (ms per step)")
-    exposed.set_title("Communication, traced")
-    exposed.legend()
-    overlap.barh(places, [row["overlap_fraction"] for row in section.rows], color=COLOURS[2])
-    overlap.set_xlim(0, 1)
-    overlap.set_xlabel("fraction of communication hidden")
-    overlap.set_title("Overlap")
-    medians, spread = _errors([row["step_ms"] for row in section.rows])
-    sent.barh(places, medians, xerr=spread, color=COLOURS[0], ecolor="#333333")
-    sent.set_xlabel("step (ms)")
-    sent.set_title("Time of a step")
-    for axes in (exposed, overlap, sent):
-        axes.set_yticks(places, names if axes is exposed else [""] * len(names))
+
+    exposed = _column(rows, "exposed_ms")
+    hidden = [row["communication_ms"] - row["exposed_ms"] for row in rows]
+    communication.barh(places, exposed, color=COLOURS[1], label="exposed")
+    communication.barh(places, hidden, left=exposed, color=COLOURS[5], label="hidden")
+    communication.set(title="Communication, traced", xlabel="communication (ms per step)")
+    communication.legend()
+
+    overlap.barh(places, _column(rows, "overlap_fraction"), color=COLOURS[2])
+    overlap.set(title="Overlap", xlabel="fraction of communication hidden", xlim=(0, 1))
+
+    medians, spread = _errors(_column(rows, "step_ms"))
+    time.barh(places, medians, xerr=spread, color=COLOURS[0], ecolor="#333333")
+    time.set(title="Time of a step", xlabel="step (ms)")
+
+    # The names stand once, on the left.
+    for axes in (communication, overlap, time):
+        axes.set_yticks(places, names if axes is communication else [""] * len(names))
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
     figure.suptitle(section.title, fontsize=11)
@@ -293,20 +337,23 @@ def step_communication(section: Section) -> Any:
 
 
 def memory(section: Section) -> Any:
+    """Draw what a rank holds, by category, and what a micro-batch costs as there are more of them."""
     figure, (held, time) = _figure(2, width=9.5)
-    labels = [f"{row['world']} x {row['accumulation']}" for row in section.rows]
+    rows = section.rows
+    labels = [f"{row['world']} x {row['accumulation']}" for row in rows]
+
     bottom = [0.0] * len(labels)
     for index, name in enumerate(("parameters", "gradients", "optimizer", "activations")):
-        heights = [row[f"{name}_mb"] for row in section.rows]
+        heights = _column(rows, f"{name}_mb")
         held.bar(labels, heights, bottom=bottom, label=name, color=COLOURS[index], width=0.6)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
-    held.set_ylabel("memory of the fullest rank (MB)")
-    held.set_title("Memory by category")
+    held.set(title="Memory by category", ylabel="memory of the fullest rank (MB)")
     held.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    medians, spread = _errors([row["ms_per_micro_batch"] for row in section.rows])
+
+    medians, spread = _errors(_column(rows, "ms_per_micro_batch"))
     time.bar(labels, medians, yerr=spread, color=COLOURS[0], width=0.6, ecolor="#333333")
-    time.set_ylabel("time per micro-batch (ms)")
-    time.set_title("Cost of accumulation")
+    time.set(title="Cost of accumulation", ylabel="time per micro-batch (ms)")
+
     for axes in (held, time):
         axes.set_xlabel("ranks x micro-batches per step")
         axes.grid(axis="x", visible=False)
@@ -315,26 +362,24 @@ def memory(section: Section) -> Any:
 
 
 def leak(section: Section) -> Any:
+    """Draw what a process holds over the steps. Both axes begin at 0: what is flat looks flat."""
     figure, (bytes_held, count) = _figure(2, width=9.5, height=3.2)
-    steps = [row["step"] for row in section.rows]
-    for key, label, colour in (
-        ("resident_mb", "process", COLOURS[0]),
-        ("tensor_mb", "live tensors", COLOURS[1]),
-        ("device_mb", "device", COLOURS[2]),
-    ):
-        values = [row[key] for row in section.rows]
+    steps = _column(section.rows, "step")
+
+    kinds = {"resident_mb": "process", "tensor_mb": "live tensors", "device_mb": "device"}
+    for colour, (key, label) in zip(COLOURS, kinds.items(), strict=False):
+        values = _column(section.rows, key)
         if any(values):
             bytes_held.plot(steps, values, marker="o", color=colour, label=label)
-    bytes_held.set_ylim(bottom=0)
-    bytes_held.set_ylabel("memory (MB)")
-    bytes_held.set_title("Memory over the steps")
+    bytes_held.set(title="Memory over the steps", ylabel="memory (MB)")
     bytes_held.legend(loc="center right")
-    count.plot(steps, [row["tensors"] for row in section.rows], marker="o", color=COLOURS[3])
-    count.set_ylim(bottom=0)
-    count.set_ylabel("live tensors")
-    count.set_title("Live tensors over the steps")
+
+    count.plot(steps, _column(section.rows, "tensors"), marker="o", color=COLOURS[3])
+    count.set(title="Live tensors over the steps", ylabel="live tensors")
+
     for axes in (bytes_held, count):
         axes.set_xlabel("step")
+        axes.set_ylim(bottom=0)
     figure.suptitle(section.title, fontsize=11)
     return figure
 
@@ -343,39 +388,42 @@ def leak(section: Section) -> Any:
 
 
 def data(section: Section) -> Any:
+    """Draw how fast loaders are, beside how fast the model takes samples."""
     figure, (axes,) = _figure(1, width=7)
-    labels = [str(row["workers"]) for row in section.rows]
-    _grouped(
-        axes,
-        labels,
-        {
-            "Lockstep's loader": [row["loader"] for row in section.rows],
-            "torch DataLoader": [row["torch_loader"] or 0.0 for row in section.rows],
-            "the model takes": [row["need"] for row in section.rows],
-        },
+    groups = {
+        "Lockstep's loader": _column(section.rows, "loader"),
+        "torch DataLoader": _column(section.rows, "torch_loader"),
+        "the model takes": _column(section.rows, "need"),
+    }
+    _grouped(axes, [str(row["workers"]) for row in section.rows], groups)
+
+    axes.set(
+        title=section.title,
+        xlabel="worker processes",
+        ylabel="samples/s",
+        yscale="log",
     )
-    axes.set_yscale("log")
-    axes.set_xlabel("worker processes")
-    axes.set_ylabel("samples/s")
-    axes.set_title(section.title)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
 
 def checkpoint(section: Section) -> Any:
+    """Draw how long a save holds up training and takes in all, and the rates of writing and loading."""
     figure, (waits, rates) = _figure(2, width=11, height=3.4)
-    names = [row["way"] for row in section.rows]
-    for axes, left, right, unit in (
-        (waits, ("training waits", "stall_s"), ("written after", "written_s"), "seconds"),
-        (rates, ("write rate", "write_mb_s"), ("load rate", "load_mb_s"), "MB/s"),
-    ):
-        groups = {label: [row.get(key) or 0.0 for row in section.rows] for label, key in (left, right)}
-        _grouped(axes, names, groups)
-        axes.set_ylabel(unit)
+    rows = section.rows
+    names = [row["way"] for row in rows]
+
+    times = {"training waits": _column(rows, "stall_s"), "written after": _column(rows, "written_s")}
+    _grouped(waits, names, times)
+    waits.set(title="Time of a save", ylabel="seconds")
+
+    _grouped(rates, names, {"write rate": _column(rows, "write_mb_s"), "load rate": _column(rows, "load_mb_s")})
+    rates.set(title="Rates", ylabel="MB/s")
+
+    for axes in (waits, rates):
         axes.tick_params(axis="x", rotation=20)
         axes.legend()
-    waits.set_title("Time of a save")
-    rates.set_title("Rates")
+
     figure.suptitle(section.title, fontsize=11)
     return figure
 
@@ -387,6 +435,7 @@ def _grouped(axes: Any, labels: Sequence[str], groups: dict[str, list[Any]]) -> 
         medians, spread = _errors(values)
         places = [number + (index - (len(groups) - 1) / 2) * width for number in range(len(labels))]
         axes.bar(places, medians, width * 0.92, yerr=spread, label=name, color=COLOURS[index], ecolor="#333333")
+
     axes.set_xticks(range(len(labels)), labels)
     axes.grid(axis="x", visible=False)
 
@@ -395,14 +444,15 @@ def _grouped(axes: Any, labels: Sequence[str], groups: dict[str, list[Any]]) -> 
 
 
 def projection(section: Section) -> Any:
+    """Draw the efficiency that was measured, and dashed what the model of the links projects from it."""
     figure, (axes,) = _figure(1, width=7)
-    for index, mode in enumerate(dict.fromkeys(row["what"] for row in section.rows)):
+    for colour, mode in zip(COLOURS, dict.fromkeys(row["what"] for row in section.rows), strict=False):
         measured = section.extra["measured"].get(mode, [])
         mine = [row for row in section.rows if row["what"] == mode]
-        colour = COLOURS[index]
         if measured:
             worlds = [row["world"] for row in measured]
-            _line(axes, worlds, [row["scaling_efficiency"] for row in measured], colour, f"{mode}, measured")
+            _line(axes, worlds, _column(measured, "scaling_efficiency"), colour, f"{mode}, measured")
+
         # The dashed line begins at one rank, so that it can be compared with what was measured.
         points = [(1, 1.0), *((row["ranks"], row["efficiency"]) for row in mine)]
         axes.plot(
@@ -413,12 +463,15 @@ def projection(section: Section) -> Any:
             markerfacecolor="white",
             label=f"{mode}, projection",
         )
+
     rows = [row for rows in section.extra["measured"].values() for row in rows]
-    measured_worlds = {row["world"] for row in rows}
-    _ranks_axis(axes, sorted({row["ranks"] for row in section.rows} | measured_worlds))
-    axes.set_ylim(0, _top([row["scaling_efficiency"] for row in rows]))
-    axes.set_ylabel("scaling efficiency")
-    axes.set_title("Scaling efficiency: measured, and projected (dashed)")
+    worlds = {row["world"] for row in rows} | {row["ranks"] for row in section.rows}
+    _ranks_axis(axes, sorted(worlds))
+    axes.set(
+        title="Scaling efficiency: measured, and projected (dashed)",
+        ylabel="scaling efficiency",
+        ylim=(0, _top(_column(rows, "scaling_efficiency"))),
+    )
     axes.legend(loc="upper right", handlelength=4)
     return figure
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,14 @@ from rich.filesize import decimal as size_text
 
 from lockstep.checkpoint.format import check_size
 from lockstep.checkpoint.format import verify as verify_checkpoint
-from lockstep.checkpoint.manifest import MANIFEST, InvalidCheckpoint, Manifest, read_manifest
+from lockstep.checkpoint.manifest import (
+    MANIFEST,
+    BestCheckpoint,
+    InvalidCheckpoint,
+    Manifest,
+    best_checkpoint,
+    read_manifest,
+)
 from lockstep.checkpoint.storage import (
     Checkpoint,
     CheckpointStorage,
@@ -23,10 +32,10 @@ from lockstep.checkpoint.storage import (
     committed,
     delete_checkpoint,
     open_storage,
-    step_in,
     steps_to_delete,
 )
 from lockstep.errors import UserError, plural
+from lockstep.launch.run_dir import step_in
 from lockstep.observe.formats import columns
 
 # How many tensors `show` lists, and how many checkpoints `ls` lists.
@@ -35,12 +44,15 @@ MAX_LISTED = 1000
 
 # `export` writes the tensors whose names begin with this.
 _PREFIX = "model."
+_AVERAGE = "ema."  # with --ema, those that begin with this take the place of the model's, where there are any
 
 
 def ls(path: Path) -> tuple[str, int]:
     """List the checkpoints of a run. This reads only manifests and the sizes of files; `verify` reads all bytes."""
-    checkpoints = committed(_storage(path))
-    rows = [_row(checkpoint) for checkpoint in checkpoints[:MAX_LISTED]]
+    storage = _storage(path)
+    checkpoints = committed(storage)
+    best = best_checkpoint(storage, _retention_of(checkpoints))
+    rows = [_row(checkpoint, best) for checkpoint in checkpoints[:MAX_LISTED]]
     if not rows:
         return "no checkpoints", 0
 
@@ -116,9 +128,10 @@ def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
     return "\n".join(lines) or "nothing to delete", 0
 
 
-def export(path: Path, out: Path | None, step: int | None) -> tuple[str, int]:
-    checkpoint = choose(path, step)
-    target = export_weights(checkpoint, out or _run_of(path) / "export" / checkpoint.name)
+def export(path: Path, out: Path | None, step: int | None, best: bool = False, ema: bool = False) -> tuple[str, int]:
+    """Write the weights of a checkpoint to a file; with `ema`, the averages of the weights."""
+    checkpoint = choose_best(path) if best else choose(path, step)
+    target = export_weights(checkpoint, out or _run_of(path) / "export" / checkpoint.name, ema)
 
     # A run may leave frozen parameters out of its checkpoints (checkpoint.frozen=false). A checkpoint that was not
     # written by a run may hold any values.
@@ -133,14 +146,15 @@ def export(path: Path, out: Path | None, step: int | None) -> tuple[str, int]:
     return f"{target}\nwithout {missing}, which no checkpoint holds: {', '.join(sorted(digests))}", 0
 
 
-def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
+def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path:
     """Verify every byte, and write the tensors `model.*` to `out` or to `out`/model.safetensors.
 
-    Tied weights are written once; the metadata maps their other names to that name.
+    Tied weights are written once; the metadata maps their other names to that name. With `ema` the averages take the
+    place of the parameters, and the file is called ema.safetensors.
     """
     from lockstep.observe.run_folder import write_weights  # needs torch
 
-    tensors, aliases = _weights(checkpoint)
+    tensors, aliases = read_weights(checkpoint, ema)
     if not tensors:
         raise UserError(
             f"the checkpoint {checkpoint.location} has no weights to export",
@@ -149,13 +163,17 @@ def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
         )
 
     # An older file is replaced completely or not at all.
-    target = out if out.suffix == ".safetensors" else out / "model.safetensors"
+    target = out if out.suffix == ".safetensors" else out / f"{'ema' if ema else 'model'}.safetensors"
     target.parent.mkdir(parents=True, exist_ok=True)
     write_weights(target, tensors, aliases)
     return target
 
 
-def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
+def read_weights(checkpoint: Checkpoint, ema: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
+    """Verify every byte, and return the tensors `model.*` without that prefix, and the other names of tied ones.
+
+    With `ema` the averages of parameters take their places.
+    """
     from lockstep.checkpoint.load import CheckpointReader  # needs torch
 
     tensors = {}
@@ -166,6 +184,14 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
             raise problems[0]
 
         reader = CheckpointReader(checkpoint, manifest)
+        averages = {name.removeprefix(_AVERAGE) for name in reader.names() if name.startswith(_AVERAGE)}
+        if ema and not averages:
+            raise UserError(
+                f"the checkpoint {checkpoint.location} has no averages of the weights",
+                "it was saved without ema.decay",
+                "leave --ema out; a run with ema.decay=0.999 saves them",
+            )
+
         for full_name in [name for name in reader.names() if name.startswith(_PREFIX)]:
             name = full_name.removeprefix(_PREFIX)
             original = reader.original(full_name)
@@ -174,7 +200,7 @@ def _weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
             if original != full_name and original.startswith(_PREFIX):
                 aliases[name] = original.removeprefix(_PREFIX)
             else:
-                tensors[name] = reader.read(full_name)
+                tensors[name] = reader.read(f"{_AVERAGE}{name}" if ema and name in averages else full_name)
     except InvalidCheckpoint as problem:
         raise UserError(
             f"the checkpoint {checkpoint.location} {problem.verdict} and cannot be exported",
@@ -200,6 +226,33 @@ def choose(path: Path, step: int | None = None) -> Checkpoint:
         raise UserError(f"{path} has no checkpoint of step {step}", f"it has steps {steps}", "use one of them")
 
     return checkpoints[chosen]
+
+
+def choose_best(path: Path) -> Checkpoint:
+    """Return the best checkpoint of the run at `path`, by its setting `checkpoint.best`."""
+    storage = _storage(path)
+    best = best_checkpoint(storage, _retention_of(committed(storage)))
+    if best is None:
+        raise UserError(
+            f"{path} has no best checkpoint",
+            "its newest checkpoint was saved without checkpoint.best, or none has an evaluation",
+            "choose one by its step: lockstep ckpt ls RUN",
+        )
+
+    return best.checkpoint
+
+
+def _retention_of(checkpoints: Sequence[Checkpoint]) -> Retention:
+    """Return by which metric the newest valid checkpoint of a run was compared, as its settings say."""
+    for checkpoint in checkpoints:
+        with suppress(InvalidCheckpoint):
+            settings = read_manifest(checkpoint).values.get("config")
+            settings = settings if isinstance(settings, dict) else {}
+            metric = settings.get("checkpoint.best", "null")
+            mode = "max" if settings.get("checkpoint.best_mode") == "max" else "min"
+            return Retention(best=metric if isinstance(metric, str) and metric != "null" else None, mode=mode)
+
+    return Retention()
 
 
 def _storage(path: Path) -> CheckpointStorage:
@@ -231,7 +284,7 @@ def _absolute(path: Path) -> Path:
     return Path(os.path.abspath(path))
 
 
-def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
+def _row(checkpoint: Checkpoint, best: BestCheckpoint | None) -> tuple[str, ...]:
     step = str(checkpoint.step)
     try:
         manifest = read_manifest(checkpoint)
@@ -246,7 +299,7 @@ def _row(checkpoint: Checkpoint) -> tuple[str, ...]:
         size_text(manifest.bytes),
         str(len(manifest.tensors)),
         _metrics(manifest),
-        "not verified",
+        f"not verified, best {best.metric}" if best and checkpoint == best.checkpoint else "not verified",
     )
 
 

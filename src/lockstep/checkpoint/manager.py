@@ -4,16 +4,18 @@
     ensure_rewind_checkpoint        before the first step: a policy that rewinds needs a checkpoint of the start
     prepare                         after the first step, so that the first save is as short as the others
     poll, save_is_due_by_clock      after each step, for the control word
+    is_new_best                     after an evaluation
     due, save                       between two steps
     abandon_if_failed               when the control word says that a rank failed to write its file
     rewind                          when a step was not applied and the policy is rewind
     settle, saved_location, close   at the end
 
-`poll`, `save_is_due_by_clock`, `due`, `saved_location` and `close` are local. All other methods are collective.
+`poll`, `save_is_due_by_clock`, `due`, `best`, `saved_location` and `close` are local. All other methods are collective.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
@@ -24,13 +26,12 @@ from rich.filesize import decimal as size_text
 
 import lockstep
 from lockstep.checkpoint.load import CheckpointReader, find
-from lockstep.checkpoint.manifest import Damaged
+from lockstep.checkpoint.manifest import BestCheckpoint, Damaged, best_checkpoint
 from lockstep.checkpoint.reshard import replicated_sizes, shards_to_write
 from lockstep.checkpoint.run_state import Change, RunState, merge_plain_state
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.checkpoint.storage import (
-    LATEST,
     Checkpoint,
     CheckpointStorage,
     Retention,
@@ -39,14 +40,13 @@ from lockstep.checkpoint.storage import (
     open_storage,
     set_aside,
     set_aside_after,
-    step_in,
     update_latest,
 )
-from lockstep.checkpoint.writer import PendingSave, SaveContext
+from lockstep.checkpoint.writer import Committed, PendingSave, SaveContext
 from lockstep.config import RunConfig, flatten
 from lockstep.config.schema import KEYS, RENAMED, typed
 from lockstep.errors import UserError, plural
-from lockstep.launch.run_dir import is_checkpoint, run_of
+from lockstep.launch.run_dir import LATEST, is_checkpoint, run_of, step_in
 from lockstep.observe.run_folder import RunFolder
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime
@@ -68,6 +68,7 @@ class LoopState:
     interval: dict[str, Any] | None = None  # sums since the last log line, from `Recorder.interval_state`
     seconds: float = 0.0  # elapsed seconds of the run at the save
     early_stop: dict[str, Any] | None = None  # the best evaluation so far, from `EarlyStop.state_dict`
+    stop: dict[str, Any] | None = None  # a stop that the user's code requested: its reason, and whether it is done
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> LoopState:
@@ -87,7 +88,7 @@ class Resumed:
 
 
 class CheckpointManager:
-    """Saves and restores one run. `saver.py` has the states of a save."""
+    """Saves and restores one run. `writer.py` has the outcomes of a save."""
 
     def __init__(
         self,
@@ -117,10 +118,10 @@ class CheckpointManager:
 
         # All ranks write. The token distinguishes their files from those of an earlier attempt.
         settings = config.checkpoint
-        retention = Retention(settings.keep, settings.keep_every, settings.best, settings.best_mode)
+        self.retention = Retention(settings.keep, settings.keep_every, settings.best, settings.best_mode)
         world = runtime.world
         context = SaveContext(
-            self.storage, world.rank, world.size, folder.token, retention, on_commit=folder.end_going_back
+            self.storage, world.rank, world.size, folder.token, self.retention, on_commit=folder.end_going_back
         )
         self.saver = Saver(context, settings.asynchronous)
 
@@ -133,6 +134,9 @@ class CheckpointManager:
 
         # When the last checkpoint was saved or loaded, or else the run began: for `checkpoint.minutes`.
         self._saved_at = time.monotonic()
+
+        # The score (`Retention.score`) of the best checkpoint; None: not looked up yet.
+        self._best_score: float | None = None
 
         self._rewinds = 0  # since the last committed checkpoint
         self._parts_compared = False  # whether the ranks have compared the state of their parts
@@ -280,6 +284,7 @@ class CheckpointManager:
         if self.runtime.is_main and self._saved_step is not None:
             self.folder.end_going_back()
         self._saved_at = time.monotonic()
+        self._best_score = None
 
         # As in `save`, so that the run draws the same random numbers as if it had not stopped.
         seed_host(derive(self.config.seed, "checkpoint", steps_done))
@@ -377,6 +382,8 @@ class CheckpointManager:
 
         self._unsettled = True
         self._saved_step = steps_done
+        if self.is_new_best(metrics):
+            self._best_score = self.retention.score(metrics)
         self._saved_at = time.monotonic()
         seed_host(derive(self.config.seed, "checkpoint", steps_done))
 
@@ -409,10 +416,32 @@ class CheckpointManager:
         # An update must wait until the optimizers' state has been copied.
         self.before_next_update(self.saver.wait_for_copy)
 
+    def is_new_best(self, metrics: dict[str, float]) -> bool:
+        """Return whether these metrics are better than those of all checkpoints by `checkpoint.best`. Collective.
+
+        All ranks get the same answer, because rank 0 alone looks at the checkpoints.
+        """
+        score = self.retention.score(metrics)
+        if score is None:
+            return False
+
+        if self._best_score is None:
+            self._best_score = self.runtime.collectives.run_on_rank0(self._look_up_best)
+
+        return score > self._best_score
+
+    def best(self) -> BestCheckpoint | None:
+        """Return the best committed checkpoint by `checkpoint.best`. Local."""
+        return best_checkpoint(self.storage, self.retention)
+
+    def _look_up_best(self) -> float | None:
+        best = self.best()
+        return -math.inf if best is None else self.retention.score({best.metric: best.value})
+
     def poll(self) -> bool:
         """Log committed saves. Return whether the last save failed on this rank, for the control word."""
         self._log(self.saver.take_ended(0))
-        return self.saver.failed_save is not None
+        return self.saver.failure is not None
 
     def settle(self) -> bool:
         """Wait until the last save is committed, or abandoned on all ranks. Return False if this call abandoned it.
@@ -444,9 +473,9 @@ class CheckpointManager:
 
         Training continues: a full disk costs a checkpoint, but not the run.
         """
-        failed = self.saver.failed_save
-        own_failure = [failed.error, failed.caused_elsewhere] if failed else [None, False]
-        reports = self.runtime.collectives.gather_json(own_failure)
+        failed = self.saver.failure
+        report = [failed.reason, failed.caused_elsewhere] if failed else [None, False]
+        reports = self.runtime.collectives.gather_json(report)
         failures = [(rank, why, elsewhere) for rank, (why, elsewhere) in enumerate(reports) if why]
         if not failures:
             # `settle` may already have handled it: the control word is one step late.
@@ -466,6 +495,7 @@ class CheckpointManager:
 
         self._unsettled = False
         self._saved_step = None
+        self._best_score = None
         return True
 
     def _last_good(self) -> str:
@@ -505,19 +535,22 @@ class CheckpointManager:
     def _log(self, saves: list[PendingSave]) -> None:
         """Log the committed saves. `abandon_if_failed` logs failures, after all ranks have compared them."""
         for save in saves:
-            if save.checkpoint and save.error:
-                text = f"the checkpoint of step {save.step} is safe, but tidying up after it failed: {save.error}"
+            outcome = save.outcome
+            if not isinstance(outcome, Committed):
+                continue
+
+            if problem := outcome.tidying_error:
+                text = f"the checkpoint of step {save.step} is safe, but tidying up after it failed: {problem}"
                 self.log_event("warning", reason=text)
 
-            if save.checkpoint:
-                self.log_event(
-                    "checkpoint",
-                    step=save.step,
-                    path=self.folder.as_shown(save.checkpoint.location),
-                    mb=save.total_bytes / MIB,
-                    stall_s=save.stall_s,
-                    write_s=save.write_s,
-                )
+            self.log_event(
+                "checkpoint",
+                step=save.step,
+                path=self.folder.as_shown(outcome.checkpoint.location),
+                mb=outcome.total_bytes / MIB,
+                stall_s=save.stall_s,
+                write_s=save.write_s,
+            )
 
 
 def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:

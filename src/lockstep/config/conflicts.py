@@ -220,6 +220,14 @@ PAIRS = (
         "micro-batches that depend on the memory that is free at the time",
         "set micro_batch=4, the same on every number of ranks",
     ),
+    (
+        "checkpoint.final",
+        "best",
+        "checkpoint.frozen",
+        False,
+        "checkpoints without the frozen weights, which model.safetensors needs",
+        "leave checkpoint.frozen out, or checkpoint.final",
+    ),
 )
 
 
@@ -320,7 +328,11 @@ OPTIONS_OF = (
     OptionsOf(("lr.reference_batch",), "lr.scaling", (), "the peak does not follow the batch", "lr.scaling=linear"),
     OptionsOf(SPIKES, "spike.policy", ("skip", "rewind", "stop"), "spike detection is off", "spike.policy=skip"),
     OptionsOf(
-        ("checkpoint.best_mode",), "checkpoint.best", (), "no best checkpoint is kept", "checkpoint.best=eval_loss"
+        ("checkpoint.best_mode", "checkpoint.final"),
+        "checkpoint.best",
+        (),
+        "no best checkpoint is kept",
+        "checkpoint.best=eval_loss",
     ),
     OptionsOf(
         ("stop.metric", "stop.mode", "stop.min_delta"),

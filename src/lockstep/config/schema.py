@@ -132,7 +132,21 @@ class ScalerConfig(Section):
 
 
 class EvaluateConfig(Section):
-    every: int | None = _key(None, "optimizer steps between evaluations; null: only at the end", example=100, ge=1)
+    # Any of these three makes an evaluation due. Without them there is only the one at the end.
+    every: int | None = _key(None, "optimizer steps between evaluations", example=100, ge=1)
+    epochs: float | None = _key(None, "epochs between evaluations", example=0.5, gt=0)
+    minutes: float | None = _key(
+        None,
+        "minutes between evaluations, by the clock of rank 0; another run evaluates after other steps",
+        example=10,
+        gt=0,
+    )
+    decides: str | None = _key(
+        None,
+        "of several evaluation sets, the one that early stopping, the best checkpoint and schedulers follow; null: the "
+        "first",
+        example="val",
+    )
     batch: int | None = _key(
         None,
         "samples per forward of an evaluation; null: micro_batch if it is set, otherwise at most 32",
@@ -151,6 +165,16 @@ class StopConfig(Section):
     min_delta: float = _key(0.0, "an improvement must be larger than this", ge=0)
     max_minutes: float | None = _key(
         None, "stop after this many minutes of training, those before a resume included", example=120, gt=0
+    )
+
+
+class EmaConfig(Section):
+    decay: float | None = _key(
+        None,
+        "average the weights, with this share of the old average in each step; evaluations use the average; null: off",
+        example=0.999,
+        ge=0,
+        lt=1,
     )
 
 
@@ -240,6 +264,9 @@ class CheckpointConfig(Section):
     )
     best_mode: Literal["min", "max"] = _key(
         "min", "whether the smallest or the largest value of checkpoint.best is the best"
+    )
+    final: Literal["last", "best"] = _key(
+        "last", "which weights model.safetensors holds: of the last step, or of the best checkpoint"
     )
     # A large frozen backbone need not be in every checkpoint.
     frozen: bool = _key(True, "save frozen parameters too; false: save only a digest of them, to compare on resume")
@@ -405,6 +432,7 @@ class RunConfig(Section):
     scaler: ScalerConfig = ScalerConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     stop: StopConfig = StopConfig()
+    ema: EmaConfig = EmaConfig()
     data: DataConfig = DataConfig()
     ddp: DDPConfig = DDPConfig()
     fsdp: FSDPConfig = FSDPConfig()

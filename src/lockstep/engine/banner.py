@@ -288,13 +288,17 @@ def summary_of(run: Run) -> dict[str, Any]:
         "eval_metrics": metrics,
         "world": run.runtime.world.size,
     }
+    if run.evaluations_by_set:
+        summary["evaluations"] = {name: other.named() for name, other in run.evaluations_by_set.items()}
+    if run.best:
+        summary["best"] = run.best
     if run.stop_reason:
         summary["stopped"] = run.stop_reason
     if run.config.init_from:
         summary["init_from"] = run.checkpoints.state.parts["init_from"].state_dict()
 
     # The losses come last, so that a metric named "loss" cannot replace them.
-    goals = judge(run.config.goals, metrics | losses)
+    goals = judge(run.config.goals, run.results() | metrics | losses)
     if goals:
         summary["goals"] = goals
         summary["pass"] = all(goal["pass"] for goal in goals)

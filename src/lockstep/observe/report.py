@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
@@ -78,8 +78,17 @@ class RunRecord:
 
     @cached_property
     def evals(self) -> list[Record]:
-        """The evaluations, flat, one per step."""
-        return without_undone(flat(event) for event in self.events if event.get("event") == "eval")
+        """The evaluations that decide, flat, one per step."""
+        return next((records for records in self.evals_by_set.values() if records[-1].get("decides", True)), [])
+
+    @cached_property
+    def evals_by_set(self) -> dict[str, list[Record]]:
+        """The evaluations of each set, flat, one per step. The name of a task's only set is empty."""
+        evals = [flat(event) for event in self.events if event.get("event") == "eval"]
+        names = dict.fromkeys(str(record.get("set", "")) for record in evals)
+        return {
+            name: without_undone(record for record in evals if str(record.get("set", "")) == name) for name in names
+        }
 
     @cached_property
     def about(self) -> Record:
@@ -266,6 +275,7 @@ def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
     return [
         ("Final loss", figures(known.get("loss"), 4), ""),
         ("Best eval loss", figures(best.get("loss"), 4), f"step {best['step']}" if "step" in best else ""),
+        *_best_checkpoint(about.get("best")),
         ("Last eval loss", figures(latest.get("loss"), 4), f"step {latest['step']}" if "step" in latest else ""),
         ("Steps", " / ".join(of_steps) or "-", " · ".join(counts)),
         ("Samples", compact(total(run.metrics, "samples")), tokens),
@@ -276,6 +286,15 @@ def key_numbers(run: RunRecord) -> list[tuple[str, str, str]]:
         ("Device", _plain(about.get("device")), ""),
         ("Precision", _plain(about.get("precision")), ""),
         ("Parameters", compact(about.get("parameters")), trainable),
+    ]
+
+
+def _best_checkpoint(best: Any) -> list[tuple[str, str, str]]:
+    """Return the card of the best checkpoint, if the run kept one."""
+    if not isinstance(best, Mapping):
+        return []
+    return [
+        ("Best checkpoint", f"step {_plain(best.get('step'))}", f"{best.get('metric')} {figures(best.get('value'), 4)}")
     ]
 
 
@@ -331,13 +350,17 @@ def curves(run: RunRecord) -> str:
         charts.append(line_chart(series("scale", "scale"), "Loss scale (fp16)", log=2))
 
     # A dict keeps the order in which metrics appeared.
-    own = dict.fromkeys(key for record in run.metrics + run.evals for key in record if key.startswith("metrics."))
+    evals = [record for records in run.evals_by_set.values() for record in records]
+    own = dict.fromkeys(key for record in run.metrics + evals for key in record if key.startswith("metrics."))
     charts += [line_chart(train_and_eval(run, key), key.removeprefix("metrics.")) for key in list(own)[:MAX_METRICS]]
     return f'<div class="grid">{"".join(charts)}</div>'
 
 
 def train_and_eval(run: RunRecord, key: str) -> list[Series]:
-    return [Series("train", curve(run.metrics, key), "smooth"), Series("eval", curve(run.evals, key), "points")]
+    evals = [
+        Series(f"eval {name}".strip(), curve(records, key), "points") for name, records in run.evals_by_set.items()
+    ]
+    return [Series("train", curve(run.metrics, key), "smooth"), *(evals or [Series("eval", [], "points")])]
 
 
 def curve(records: Iterable[Record], key: str) -> list[Point]:

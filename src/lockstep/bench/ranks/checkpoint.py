@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 import shutil
 import time
@@ -14,10 +16,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
+from lockstep.bench.ranks.turns import in_turn
 from lockstep.checkpoint.load import find
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.storage import FileSystemStorage, Retention
-from lockstep.checkpoint.writer import SaveContext
+from lockstep.checkpoint.writer import Failed, SaveContext
 from lockstep.config import resolve
 from lockstep.runtime import context
 from lockstep.runtime.context import Runtime
@@ -28,20 +31,27 @@ TOKEN = "be7c4"
 STEPS = 20  # of something to compute, between two saves
 
 State = dict[str, torch.Tensor]
+Times = tuple[float, float]  # the seconds that training waits, and those until the save is durable
+KINDS = ("model", "exp_avg", "exp_avg_sq")  # what AdamW keeps for a parameter
 
 
 def make_state(megabytes: int) -> State:
     """Return the tensors of a transformer of this size with AdamW: a third each for weights and the two moments."""
     width = 512
-    block = {"attention": (3 * width, width), "up": (4 * width, width), "down": (width, 4 * width), "norm": (width,)}
+    block = {
+        "attention": (3 * width, width),
+        "up": (4 * width, width),
+        "down": (width, 4 * width),
+        "norm": (width,),
+    }
+
+    per_layer = len(KINDS) * sum(4 * math.prod(shape) for shape in block.values())
+    layers = math.ceil(megabytes * 1_000_000 / per_layer)
+
     state: State = {}
-    size, layer = 0, 0
-    while size < megabytes * 1_000_000:
+    for layer in range(layers):
         for name, shape in block.items():
-            for kind in ("model", "exp_avg", "exp_avg_sq"):
-                state[f"{kind}.{layer}.{name}"] = torch.randn(shape)
-                size += state[f"{kind}.{layer}.{name}"].nbytes
-        layer += 1
+            state |= {f"{kind}.{layer}.{name}": torch.randn(shape) for kind in KINDS}
     return state
 
 
@@ -52,15 +62,17 @@ class Training:
         self.a, self.b = torch.randn(2, 400, 400)
 
     def until(self, done: Callable[[], bool]) -> None:
+        """Compute for as long as something is not done."""
         while not done():
-            self.a = torch.tanh(self.a @ self.b)
+            self.steps(1)
 
     def steps(self, count: int) -> None:
-        self.until(iter([False] * count + [True]).__next__)
+        for _ in range(count):
+            self.a = torch.tanh(self.a @ self.b)
 
 
 class Ways:
-    """The ways to save and to load. Each save returns (seconds that training waits, seconds until it is durable)."""
+    """The ways to save and to load one state. All ranks share the folder `root`."""
 
     def __init__(self, root: Path, runtime: Runtime, megabytes: int):
         self.root = root
@@ -68,15 +80,17 @@ class Ways:
         self.rank, self.world = runtime.world.rank, runtime.world.size
         self.state = make_state(megabytes)
         self.training = Training()
+
+        # Each rank writes its share of the tensors, as ddp does.
         self.storage = FileSystemStorage(root / "checkpoints")
         if runtime.is_main:
             self.storage.claim(TOKEN)
         self.saver = Saver(SaveContext(self.storage, self.rank, self.world, TOKEN, Retention(last=1)))
-        self.mine: dict[str, LocalShard] = {
-            name: shard_of(tensor) for name, tensor in list(self.state.items())[self.rank :: self.world]
-        }
+        share = list(self.state.items())[self.rank :: self.world]
+        self.mine: dict[str, LocalShard] = {name: shard_of(tensor) for name, tensor in share}
         self.saver.prepare(self.mine)
-        self.save: dict[str, Callable[[int], tuple[float, float]]] = {
+
+        self.save: dict[str, Callable[[int], Times]] = {
             "torch.save": lambda step: self._with_torch(self._file("plain", step), durable=False),
             "torch.save + fsync": lambda step: self._with_torch(self._file("durable", step), durable=True),
             "DCP": self._with_dcp,
@@ -100,13 +114,15 @@ class Ways:
                 self._file(kind, step).unlink(missing_ok=True)
             for kind in ("dcp", "dcp-async"):
                 shutil.rmtree(self.root / f"{kind}-{step}", ignore_errors=True)
+
             os.sync()  # no way pays for what another one has left to be written
         self.barrier()
 
     def _file(self, kind: str, step: int) -> Path:
         return self.root / f"{kind}-{step}.pt"
 
-    def _with_torch(self, path: Path, durable: bool) -> tuple[float, float]:
+    def _with_torch(self, path: Path, durable: bool) -> Times:
+        """Let rank 0 write the whole state, as most scripts do."""
         began = time.perf_counter()
         if self.rank == 0:
             with path.open("wb") as file:
@@ -114,36 +130,42 @@ class Ways:
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
+
         self.barrier()  # no rank goes on before it is written
         spent = time.perf_counter() - began
         return spent, spent
 
-    def _with_dcp(self, step: int) -> tuple[float, float]:
+    def _with_dcp(self, step: int) -> Times:
         began = time.perf_counter()
         dcp.save(self.state, checkpoint_id=self.root / f"dcp-{step}")
         spent = time.perf_counter() - began
         return spent, spent
 
-    def _with_dcp_async(self, step: int) -> tuple[float, float]:
+    def _with_dcp_async(self, step: int) -> Times:
         began = time.perf_counter()
         future: Any = dcp.async_save(self.state, checkpoint_id=self.root / f"dcp-async-{step}")
         stall = time.perf_counter() - began
+
         self.training.until(future.done)
         future.result()
         return stall, time.perf_counter() - began
 
-    def _with_lockstep(self, step: int) -> tuple[float, float]:
+    def _with_lockstep(self, step: int) -> Times:
+        """Save as a run does: copies are made while the next step computes, and must be done before its update."""
         began = time.perf_counter()
         moments = {name for name in self.mine if "exp_avg" in name}
         self.saver.start(step, self.mine, {}, {"step": step}, changed_only_by_update=moments)
         stall = time.perf_counter() - began
-        self.training.steps(STEPS)  # forward and backward of the next step
+
+        # Forward and backward of the next step; its update waits for the copies.
+        self.training.steps(STEPS)
         waited = time.perf_counter()
-        self.saver.wait_for_copy()  # before its update
+        self.saver.wait_for_copy()
         stall += time.perf_counter() - waited
+
         reports: list[Any] = []
         self.training.until(lambda: bool(reports.extend(self.saver.take_ended(0)) or reports))
-        assert reports[0].error is None, reports[0]
+        assert not isinstance(reports[0].outcome, Failed), reports[0].outcome
         return stall, time.perf_counter() - began
 
     def _load_with_torch(self, path: Path) -> None:
@@ -167,25 +189,26 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
     warnings.filterwarnings("ignore")
     config = resolve([("bench", {"device": "cpu", "threads": arguments["threads"]})]).config
     with context.start(World.from_env(), config) as runtime:
-        # All ranks share the folder.
         ways = Ways(Path(arguments["root"]), runtime, arguments["megabytes"])
         try:
             yield {"bytes": sum(tensor.nbytes for tensor in ways.state.values()), "torch": torch.__version__}
-            turn = 0
-            while True:
-                turn += 1
+            for turn in itertools.count(1):
                 yield _turn(ways, turn)
         finally:
             ways.saver.close()
 
 
 def _turn(ways: Ways, turn: int) -> dict[str, Any]:
+    """Save in every way, and load what was saved; return the seconds of each, by name."""
     saves = {}
-    for name in list(ways.save)[:: -1 if turn % 2 else 1]:
+    for name in in_turn(ways.save, turn):
         ways.forget(turn - 1)
         ways.training.steps(STEPS)
+
+        # An update: no way may find that nothing has changed.
         for tensor in ways.state.values():
             tensor[0] += 1
+
         saves[name] = ways.save[name](turn)
         ways.barrier()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import torch
@@ -24,30 +24,37 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
     values: dict[str, Any] = {"backend": arguments["backend"], "device": arguments["device"]}
     with context.start(World.from_env(), resolve([("bench", values)]).config) as runtime:
         device = runtime.device
-        calls: dict[str, Call] = {}
-        missing: dict[str, str] = {}
-        for operation in OPERATIONS:
-            for size in arguments["sizes"]:
-                call = OPERATIONS[operation](size, runtime.world, device)
-                try:
-                    call()
-                except RuntimeError as error:
-                    missing[operation] = str(error).partition("\n")[0]
-                    break
-                calls[f"{operation} {size}"] = call
+        calls, missing = _prepare(arguments["sizes"], runtime.world, device)
 
         # Repetitions are chosen once, on rank 0, so that all ranks repeat alike.
-        counts = runtime.collectives.gather_json([_repetitions(call, device) for call in calls.values()])[0]
-        facts = {"backend": runtime.backend, "device": str(device), "missing": missing, "torch": torch.__version__}
-        yield facts
+        mine = {name: _repetitions(call, device) for name, call in calls.items()}
+        counts = runtime.collectives.gather_json(mine)[0]
+
+        yield {"backend": runtime.backend, "device": str(device), "missing": missing, "torch": torch.__version__}
         while True:
-            yield {
-                name: _seconds(call, count, device) for (name, call), count in zip(calls.items(), counts, strict=True)
-            }
+            yield {name: _seconds(call, counts[name], device) for name, call in calls.items()}
+
+
+def _prepare(sizes: Sequence[int], world: World, device: torch.device) -> tuple[dict[str, Call], dict[str, str]]:
+    """Return a call for each operation and size, and why an operation is missing, by its name."""
+    calls: dict[str, Call] = {}
+    missing: dict[str, str] = {}
+    for operation, make in OPERATIONS.items():
+        for size in sizes:
+            call = make(size, world, device)
+            try:
+                call()
+            except RuntimeError as error:
+                missing[operation] = str(error).partition("\n")[0]
+                break
+            calls[f"{operation} {size}"] = call
+    return calls, missing
 
 
 def _repetitions(call: Call, device: torch.device) -> int:
-    return max(1, min(MOST, int(SECONDS / max(1e-6, _seconds(call, 1, device)))))
+    """Return how often a call fits into SECONDS."""
+    once = max(1e-6, _seconds(call, 1, device))
+    return max(1, min(MOST, int(SECONDS / once)))
 
 
 def _seconds(call: Call, count: int, device: torch.device) -> float:
@@ -55,8 +62,10 @@ def _seconds(call: Call, count: int, device: torch.device) -> float:
     _wait(device)
     dist.barrier()
     began = time.perf_counter()
+
     for _ in range(count):
         call()
+
     _wait(device)
     return (time.perf_counter() - began) / count
 
@@ -69,32 +78,40 @@ def _wait(device: torch.device) -> None:
 # ---- operations: each makes its tensors once ----
 
 
+def _part(size: int, world: World) -> int:
+    """Return the number of floats of one rank's part of `size` bytes."""
+    return max(1, size // 4 // world.size)
+
+
 def _all_reduce(size: int, world: World, device: torch.device) -> Call:
     tensor = torch.ones(size // 4, device=device)
     return lambda: dist.all_reduce(tensor)
 
 
 def _reduce_scatter(size: int, world: World, device: torch.device) -> Call:
-    part = max(1, size // 4 // world.size)
-    whole, out = torch.ones(part * world.size, device=device), torch.empty(part, device=device)
+    part = _part(size, world)
+    whole = torch.ones(part * world.size, device=device)
+    out = torch.empty(part, device=device)
     return lambda: dist.reduce_scatter_tensor(out, whole)
 
 
 def _all_gather(size: int, world: World, device: torch.device) -> Call:
-    part = max(1, size // 4 // world.size)
-    whole, mine = torch.empty(part * world.size, device=device), torch.ones(part, device=device)
+    part = _part(size, world)
+    whole = torch.empty(part * world.size, device=device)
+    mine = torch.ones(part, device=device)
     return lambda: dist.all_gather_into_tensor(whole, mine)
 
 
 def _all_to_all(size: int, world: World, device: torch.device) -> Call:
-    part = max(1, size // 4 // world.size)
-    given, taken = torch.ones(part * world.size, device=device), torch.empty(part * world.size, device=device)
+    given = torch.ones(_part(size, world) * world.size, device=device)
+    taken = torch.empty_like(given)
     return lambda: dist.all_to_all_single(taken, given)
 
 
 def _send_recv(size: int, world: World, device: torch.device) -> Call:
     """Every rank sends to the next one and receives from the one before it."""
-    given, taken = torch.ones(size // 4, device=device), torch.empty(size // 4, device=device)
+    given = torch.ones(size // 4, device=device)
+    taken = torch.empty_like(given)
 
     def call() -> None:
         operations = [

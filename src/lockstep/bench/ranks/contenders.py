@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.bench.ranks.turns import by_lockstep, by_own_loop
 from lockstep.bench.ranks.workload import MANY, settings_of
+from lockstep.config import Resolved
 from lockstep.engine.loop import fit as engine_fit
 from lockstep.engine.setup import open_run
 from lockstep.runtime.context import Runtime
@@ -60,20 +61,26 @@ class Case:
         world, epoch = self.runtime.world, 0
         while True:
             order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))[world.rank :: world.size]
+
+            # A short rest at the end of an epoch is dropped, by all loops alike.
             for rows in order.split(self.micro_batch):
                 if len(rows) == self.micro_batch:
                     rows = rows.to(self.device)
                     yield [x[rows], y[rows]]
+
             epoch += 1
 
     def mean_loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
+        """Return the mean of a micro-batch, which is what other libraries call a loss."""
         loss = self.task.loss(model, batch)
         return loss.total / loss.weight
 
     def optimizer(self, model: nn.Module) -> Any:
+        """Return the task's only optimizer: other libraries would take more than one in ways of their own."""
         return self.task.optimizer(model)
 
     def model(self) -> nn.Module:
+        """Return the task's model, with the same first weights for all loops."""
         torch.manual_seed(0)
         return self.task.model()
 
@@ -92,7 +99,9 @@ class Case:
 
 
 def rate(step: int) -> float:
-    return min(1.0, (step + 1) / (WARM_UP + 1)) * 0.5 * (1 + math.cos(math.pi * min(1.0, step / MANY)))
+    """Return the share of the peak rate that Lockstep's cosine schedule with a warm-up has at a step."""
+    warmed = min(1.0, (step + 1) / (WARM_UP + 1))
+    return warmed * 0.5 * (1 + math.cos(math.pi * min(1.0, step / MANY)))
 
 
 # ---- loops ----
@@ -107,21 +116,25 @@ def by_hand(case: Case, name: str = "by hand") -> Iterator[None]:
     alone = case.runtime.world.alone
     model: Any = inner if alone else DistributedDataParallel(inner, gradient_as_bucket_view=True)
     optimizer = case.optimizer(inner)
-    batches, write, step = case.micro_batches(), case.log(name), 0
-    while step < case.steps:
+
+    batches, write = case.micro_batches(), case.log(name)
+    for step in range(case.steps):
         for group in optimizer.param_groups:
             group["lr"] = PEAK * rate(step)
         optimizer.zero_grad(set_to_none=True)
+
+        # Gradients are exchanged once in a step, with the last micro-batch.
         for part in range(case.accumulation):
             last = part == case.accumulation - 1
             with nullcontext() if last or alone else model.no_sync():
                 loss = case.mean_loss(model, next(batches))
                 (loss / case.accumulation).backward()
+
         nn.utils.clip_grad_norm_(inner.parameters(), 1.0)
         optimizer.step()
-        step += 1
-        if step % case.block == 0:
-            write(step, loss)
+
+        if (step + 1) % case.block == 0:
+            write(step + 1, loss)
             yield
 
 
@@ -130,6 +143,7 @@ def fit(case: Case, name: str = "fit") -> Iterator[None]:
     if case.steps < MANY:
         engine_fit(case.task, open_run(_settings(case, name), case.runtime, "bench", case.task.unit))
         return
+
     for _ in by_lockstep(case.task, _settings(case, name), case.runtime, case.block):
         yield
 
@@ -139,7 +153,8 @@ def own_loop(case: Case, name: str = "own loop") -> Iterator[None]:
     yield from by_own_loop(case.task, _settings(case, name), case.runtime, case.block)
 
 
-def _settings(case: Case, name: str) -> Any:
+def _settings(case: Case, name: str) -> Resolved:
+    """Return the settings with which Lockstep does what the other loops do, in the same number format."""
     values: dict[str, Any] = {
         "global_batch": case.micro_batch * case.accumulation * case.runtime.world.size,
         "micro_batch": case.micro_batch,
@@ -170,26 +185,29 @@ def with_accelerate(case: Case) -> Iterator[None]:
     for kind in (AcceleratorState, GradientState, PartialState):
         kind._reset_state()
     accelerator = Accelerator(gradient_accumulation_steps=case.accumulation, cpu=case.device.type == "cpu")
+
     inner = case.model()
     optimizer = case.optimizer(inner)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     model, optimizer, scheduler = accelerator.prepare(inner, optimizer, scheduler)
-    batches, write, step = case.micro_batches(), case.log("accelerate"), 0
-    while step < case.steps:
+
+    batches, write = case.micro_batches(), case.log("accelerate")
+    for step in range(case.steps):
         for part in range(case.accumulation):
             # It counts the batches of its own loader; with others, the last one must be announced.
-            accelerator.gradient_state._set_sync_gradients(part == case.accumulation - 1)
-            sync = nullcontext() if part == case.accumulation - 1 else accelerator.no_sync(model)
-            with sync:
+            last = part == case.accumulation - 1
+            accelerator.gradient_state._set_sync_gradients(last)
+            with nullcontext() if last else accelerator.no_sync(model):
                 loss = case.mean_loss(model, next(batches))
                 accelerator.backward(loss)
+
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        step += 1
-        if step % case.block == 0:
-            write(step, loss)
+
+        if (step + 1) % case.block == 0:
+            write(step + 1, loss)
             yield
 
 
@@ -197,27 +215,37 @@ def with_fabric(case: Case) -> Iterator[None]:
     """Lightning Fabric's documented loop."""
     from lightning.fabric import Fabric  # pyrefly: ignore[missing-import]
 
-    world = case.runtime.world
-    kind = "cpu" if case.device.type == "cpu" else "cuda"
-    fabric = Fabric(accelerator=kind, devices=world.size, strategy="auto" if world.alone else "ddp")
+    fabric = Fabric(**_devices(case))
     fabric.launch()
     inner = case.model()
     model, optimizer = fabric.setup(inner, case.optimizer(inner))
-    batches, write, step = case.micro_batches(), case.log("fabric"), 0
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, rate)
-    while step < case.steps:
+
+    batches, write = case.micro_batches(), case.log("fabric")
+    for step in range(case.steps):
         for part in range(case.accumulation):
             with fabric.no_backward_sync(model, enabled=part < case.accumulation - 1):
                 loss = case.mean_loss(model, next(batches))
                 fabric.backward(loss / case.accumulation)
+
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        step += 1
-        if step % case.block == 0:
-            write(step, loss)
+
+        if (step + 1) % case.block == 0:
+            write(step + 1, loss)
             yield
+
+
+def _devices(case: Case) -> dict[str, Any]:
+    """Return Lightning's words for the ranks that are there."""
+    world = case.runtime.world
+    return {
+        "accelerator": "cpu" if case.device.type == "cpu" else "cuda",
+        "devices": world.size,
+        "strategy": "auto" if world.alone else "ddp",
+    }
 
 
 def with_lightning(case: Case) -> Iterator[None]:
@@ -227,6 +255,7 @@ def with_lightning(case: Case) -> Iterator[None]:
     ended = threading.Event()
 
     def train() -> None:
+        # Not before the first turn: what building costs belongs to it.
         go.acquire()
         try:
             _lightning_trainer(case, go, done)
@@ -237,9 +266,11 @@ def with_lightning(case: Case) -> Iterator[None]:
 
     # A daemon: a process that ends does not wait for a training without an end.
     threading.Thread(target=train, daemon=True, name="lightning").start()
+
     while True:
         go.release()
         done.acquire()
+
         if errors:
             raise errors[0]
         if ended.is_set():
@@ -248,6 +279,7 @@ def with_lightning(case: Case) -> Iterator[None]:
 
 
 def _lightning_trainer(case: Case, go: threading.Semaphore, done: threading.Semaphore) -> None:
+    """Train with Lightning. After every block it says `done`, and waits until it may `go` on."""
     import lightning  # pyrefly: ignore[missing-import]
 
     class Module(lightning.LightningModule):
@@ -270,6 +302,7 @@ def _lightning_trainer(case: Case, go: threading.Semaphore, done: threading.Sema
             self.write = case.log("lightning")
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            # It is called after every micro-batch; a step has several.
             ended = (batch_idx + 1) % case.accumulation == 0
             if ended and trainer.global_step % case.block == 0:
                 self.write(trainer.global_step, pl_module.last)
@@ -280,11 +313,8 @@ def _lightning_trainer(case: Case, go: threading.Semaphore, done: threading.Sema
         def __iter__(self) -> Iterator[list[Tensor]]:
             return case.micro_batches()
 
-    world = case.runtime.world
     trainer = lightning.Trainer(
-        accelerator="cpu" if case.device.type == "cpu" else "cuda",
-        devices=world.size,
-        strategy="auto" if world.alone else "ddp",
+        **_devices(case),
         max_steps=case.steps,
         accumulate_grad_batches=case.accumulation,
         gradient_clip_val=1.0,
@@ -316,6 +346,7 @@ def contenders(case: Case, peers: bool = True) -> dict[str, Callable[[], Iterato
     for name, (package, make) in PEERS.items():
         if peers and importlib.util.find_spec(package):
             found[name] = lambda make=make: make(case)
+
     found["by hand again"] = lambda: by_hand(case, "again")
     return found
 

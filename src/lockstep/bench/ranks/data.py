@@ -13,11 +13,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from lockstep import targets
-from lockstep.bench.ranks.turns import by_lockstep, take
-from lockstep.bench.ranks.workload import load, own_batch, settings_of
-from lockstep.runtime import context
-from lockstep.runtime.world import World
+from lockstep.bench.ranks.turns import opened, take
+from lockstep.bench.ranks.workload import batch_of
 from lockstep.task import BatchSource, StepBatches
 
 LEAST_S = 0.1  # that loading is timed in a turn
@@ -26,36 +23,33 @@ TIMES = 5  # batches that are timed, for each one that the queues of the workers
 
 def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
     """Yield the facts, then for each "turn" the seconds per step of training, Lockstep's loader, and torch's."""
-    kind = load(arguments["target"])
-    block, workers = arguments["block"], arguments["workers"]
-    batch = arguments["batch"] or own_batch(kind, arguments["layers"])
+    block, workers, batch = arguments["block"], arguments["workers"], batch_of(arguments)
     values = {
         "local_batch": batch,
         "log.every": block,
         "run_dir": str(Path(arguments["folder"]) / "run"),
-        "threads": arguments["threads"],
         "data.workers": workers,
     }
-    resolved = settings_of(kind, arguments["layers"], values)
-    with context.start(World.from_env(), resolved.config) as runtime:
-        task = targets.make_task(kind, resolved.config.task)
-        loop = by_lockstep(task, resolved, runtime, block)
+    with opened(arguments, values) as rank:
+        loop = rank.loop(block)
         run = next(loop)
 
         # Workers read ahead while others take turns. What they have read by then is taken first and not timed, and
         # many more batches are timed than the queues hold.
         queued = workers * run.config.data.prefetch
         count = max(block, TIMES * queued)
-        yield {"torch": torch.__version__, "unit": task.unit, "batch": run.plan.global_batch}
+        yield {"torch": torch.__version__, "unit": rank.task.unit, "batch": run.plan.global_batch}
 
         source = run.source
         cached = CachedSource(source)
-        plain = _plain_loader(task, batch, workers, run.config.data.prefetch)
+        plain = _plain_loader(rank.task, batch, workers, run.config.data.prefetch)
         try:
             while True:
+                # Training and loading are timed apart.
                 run.source = cached
                 trained = take(loop)
                 run.source = source
+
                 ours = _seconds(lambda: _read(source), queued, count)
                 theirs = _seconds(lambda: next(plain), queued, count) if plain is not None else None
                 yield {"train": trained.seconds / block, "ours": ours, "torch": theirs}
@@ -89,11 +83,13 @@ def _seconds(read: Callable[[], Any], queued: int, count: int) -> float:
     """Return the seconds of a call of `read`: the mean of at least `count` calls and LEAST_S, after `queued` others."""
     for _ in range(queued):
         read()
+
     began = time.perf_counter()
     done = 0
     while done < count or time.perf_counter() - began < LEAST_S:
         read()
         done += 1
+
     return (time.perf_counter() - began) / done
 
 
@@ -110,8 +106,15 @@ def _plain_loader(task: Any, batch: int, workers: int, prefetch: int) -> Iterato
     data: Any = task.data()
     if not hasattr(data, "__len__"):
         return None
+
     options: dict[str, Any] = {"prefetch_factor": prefetch, "persistent_workers": True} if workers else {}
     loader = DataLoader(
-        data, batch, shuffle=True, num_workers=workers, collate_fn=task.collate, drop_last=len(data) >= batch, **options
+        data,
+        batch,
+        shuffle=True,
+        num_workers=workers,
+        collate_fn=task.collate,
+        drop_last=len(data) >= batch,
+        **options,
     )
     return itertools.chain.from_iterable(itertools.repeat(loader))

@@ -35,8 +35,11 @@ def work(spec: dict[str, Any]) -> None:
         while True:
             answers.write(json.dumps(value) + "\n")
             answers.flush()
+
+            # The pool has gone if nothing comes.
             command = commands.readline().strip()
             if command in ("", STOP):
                 break
             value = generator.send(command)
+
         generator.close()

@@ -9,13 +9,10 @@ from typing import Any
 
 import torch
 
-from lockstep import targets
-from lockstep.bench.ranks.turns import by_lockstep, take
-from lockstep.bench.ranks.workload import load, own_batch, settings_of
+from lockstep.bench.ranks.turns import opened, take
+from lockstep.bench.ranks.workload import batch_of
 from lockstep.engine.run import Run
 from lockstep.observe.profile.tracer import StepTracer
-from lockstep.runtime import context
-from lockstep.runtime.world import World
 
 
 def measure(arguments: dict[str, Any]) -> Generator[dict[str, Any], str, None]:
@@ -23,27 +20,22 @@ def measure(arguments: dict[str, Any]) -> Generator[dict[str, Any], str, None]:
 
     `batch` is the batch of a rank if `mode` is "weak", and of all ranks if it is "strong".
     """
-    world = World.from_env()
-    block = arguments["block"]
-    key = "local_batch" if arguments["mode"] == "weak" else "global_batch"
-    kind = load(arguments["target"])
-    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
-        # All ranks of a team share one run folder.
-        run_dir = Path(arguments["folder"]) / "run"
-        batch = arguments["batch"] or own_batch(kind, arguments["layers"])
-        values = {key: batch, "log.every": block, "run_dir": str(run_dir), "threads": arguments["threads"]}
-        resolved = settings_of(kind, arguments["layers"], values)
-        with context.start(world, resolved.config) as runtime:
-            task = targets.make_task(kind, resolved.config.task)
-            loop = by_lockstep(task, resolved, runtime, block)
-            run = next(loop)  # the warm-up
-            command = yield _facts(run, task.unit)
-            while True:
-                if command == "trace":
-                    value = trace(run, loop, Path(folder) / "trace.json")
-                else:
-                    value = take(loop).as_dict()
-                command = yield value
+    values = {
+        "local_batch" if arguments["mode"] == "weak" else "global_batch": batch_of(arguments),
+        "log.every": arguments["block"],
+        "run_dir": str(Path(arguments["folder"]) / "run"),  # all ranks of a team share it
+    }
+    with opened(arguments, values) as rank, tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        loop = rank.loop(arguments["block"])
+        run = next(loop)  # the warm-up
+
+        command = yield _facts(run, rank.task.unit)
+        while True:
+            if command == "trace":
+                value = trace(run, loop, Path(folder) / "trace.json")
+            else:
+                value = take(loop).as_dict()
+            command = yield value
 
 
 def trace(run: Run, loop: Iterator[Run], file: Path) -> dict[str, Any]:
@@ -52,12 +44,14 @@ def trace(run: Run, loop: Iterator[Run], file: Path) -> dict[str, Any]:
     run.tracer = StepTracer(run.runtime, run.driver, 2 if half else 4)
     run.tracer.start()
     next(loop)
+
     found = run.tracer.stop(file)
     run.tracer = None
     return found.as_dict()
 
 
 def _facts(run: Run, unit: str) -> dict[str, Any]:
+    """Return what the report says about the run, and what the projection computes with."""
     parameters = [p for p in run.driver.model.parameters() if p.requires_grad]
     return {
         "torch": torch.__version__,

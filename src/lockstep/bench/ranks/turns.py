@@ -6,20 +6,27 @@ A loop is a generator that yields after every block of steps. Turns are compared
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from lockstep import targets
+from lockstep.bench.ranks.workload import load, settings_of
 from lockstep.config import Resolved
 from lockstep.engine.loop import Training
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
 from lockstep.engine.setup import open_run
+from lockstep.runtime import context
 from lockstep.runtime.context import Runtime
+from lockstep.runtime.world import World
 from lockstep.task import Task
+
+WARM_UP = 2  # turns, for imports, compiling and allocations
 
 
 @dataclass(frozen=True)
@@ -36,39 +43,87 @@ class Turn:
         return {"seconds": self.seconds, "cpu_seconds": self.cpu_seconds, "peak_bytes": self.peak_bytes}
 
 
+@dataclass(frozen=True)
+class Opened:
+    """One rank of a benchmark that trains: its task, its settings and its runtime."""
+
+    task: Task
+    settings: Resolved
+    runtime: Runtime
+
+    def loop(self, block: int) -> Iterator[Run]:
+        """Train, and stop after every block of steps."""
+        return by_lockstep(self.task, self.settings, self.runtime, block)
+
+
+@contextmanager
+def opened(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[Opened]:
+    """Start this rank for the target of a benchmark; `values` are the settings that the benchmark itself needs."""
+    kind = load(arguments["target"])
+    settings = settings_of(kind, arguments["layers"], {"threads": arguments["threads"], **values})
+
+    with context.start(World.from_env(), settings.config) as runtime:
+        yield Opened(targets.make_task(kind, settings.config.task), settings, runtime)
+
+
 def take(loop: Iterator[Any]) -> Turn:
     """Take one turn, from an idle GPU to an idle GPU, begun on all ranks together."""
     gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
-    if dist.is_initialized():
-        dist.barrier()
+    meet()
     if gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
+
+    # A GPU works on after `next` has returned: its time counts as well.
     wall, cpu = time.perf_counter(), time.process_time()
     value = next(loop)
     if gpu:
         torch.cuda.synchronize()
-    seconds, cpu_seconds = time.perf_counter() - wall, time.process_time() - cpu
-    return Turn(seconds, cpu_seconds, torch.cuda.max_memory_allocated() if gpu else 0, value)
+
+    return Turn(
+        seconds=time.perf_counter() - wall,
+        cpu_seconds=time.process_time() - cpu,
+        peak_bytes=torch.cuda.max_memory_allocated() if gpu else 0,
+        value=value,
+    )
 
 
-def take_round(loops: Mapping[str, Iterator[Any]], number: int) -> dict[str, dict[str, Any]]:
-    """Take one turn of every loop. The order of the loops alternates from round to round."""
-    names = list(loops)[:: -1 if number % 2 else 1]
-    return {name: take(loops[name]).as_dict() for name in names}
+def meet() -> None:
+    """Wait for the other ranks, if there are any."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def warm_up(loops: Mapping[str, Iterator[Any]], turns: int = WARM_UP) -> None:
+    """Take the first turns of every loop, which nobody times."""
+    for loop in loops.values():
+        for _ in range(turns):
+            next(loop)
+
+
+def in_turn(names: Iterable[str], number: int) -> list[str]:
+    """Return the names in the order of a round: who begins alternates, so that no loop always follows the same one."""
+    return list(names)[:: -1 if number % 2 else 1]
+
+
+def take_round(loops: Mapping[str, Iterator[Any]], number: int) -> dict[str, Turn]:
+    """Take one turn of every loop."""
+    return {name: take(loops[name]) for name in in_turn(loops, number)}
 
 
 def by_lockstep(task: Task, resolved: Resolved, runtime: Runtime, block: int) -> Iterator[Run]:
     """The steps of `engine/loop.fit`, with the task's own hooks, stopped after every block."""
-    builder = open_run(resolved, runtime, "bench", task.unit)  # only now: it seeds what the model draws
-    training = Training(task, builder)
+    # Only now: opening a run seeds what the model draws.
+    training = Training(task, open_run(resolved, runtime, "bench", task.unit))
     run = training.run
+
     try:
         for batches in run.step_batches():
             training.step(batches)
             if run.stepper.counters.steps_done % block == 0:
                 yield run
     finally:
+        # Without what a run does at its end: nobody wants a last checkpoint or a report of a benchmark.
         run.close_source()
         run.checkpoints.close()
         run.recorder.close()
@@ -80,11 +135,14 @@ def by_own_loop(task: Task, resolved: Resolved, runtime: Runtime, block: int) ->
     run = OwnRun(open_run(resolved, runtime, "bench", task.unit))
     plain = task.model()
     model, _ = run.setup(plain, task.optimizer(plain))
+
     for step in run.steps(task.data()):
         for batch in step:
             loss = task.loss(model, batch)
             step.backward(loss.total, loss.weight)
         step.apply()
+
         if (step.index + 1) % block == 0:
             yield
+
     run.close()

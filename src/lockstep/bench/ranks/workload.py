@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,13 +15,18 @@ from lockstep.config import Resolved, resolve_for
 from lockstep.task import Loss, Task
 
 MANY = 10**6  # steps: no loop ends by itself
+OWN_BATCH = 32  # samples per step, for a target that names no batch
 
 
 class Block(nn.Module):
+    """Attention and an MLP, each added to the residual stream."""
+
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+
+        # Queries, keys and values come from one matrix.
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
@@ -29,11 +34,14 @@ class Block(nn.Module):
         b, t, w = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
         x = x + self.out(attended.transpose(1, 2).reshape(b, t, w))
         return x + self.mlp(self.norm2(x))
 
 
 class GPT(nn.Module):
+    """A decoder with learned positions."""
+
     def __init__(self, vocabulary: int, width: int, layers: int, heads: int, context: int):
         super().__init__()
         self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
@@ -51,7 +59,11 @@ class GPTTask(Task):
     defaults = {"global_batch": 32}
 
     def __init__(self, width: int = 192, layers: int = 4, heads: int = 4, context: int = 64, samples: int = 4096):
-        self.width, self.layers, self.heads, self.context, self.samples = width, layers, heads, context, samples
+        self.width = width
+        self.layers = layers
+        self.heads = heads
+        self.context = context
+        self.samples = samples
 
     def model(self) -> nn.Module:
         return GPT(256, self.width, self.layers, self.heads, self.context)
@@ -95,8 +107,11 @@ ONLY_TRAINING = {
     "resume": "never",
     "log.progress": "off",
     "evaluate.every": None,
+    "evaluate.epochs": None,
+    "evaluate.minutes": None,
     "evaluate.at_end": False,
     "checkpoint.best": None,
+    "checkpoint.final": "last",
     "checkpoint.every": None,
     "checkpoint.minutes": None,
     "checkpoint.at_end": False,
@@ -116,16 +131,25 @@ def settings_of(kind: type[Task], layers: Sequence[Any], values: dict[str, Any])
 
     What was typed is kept if the benchmark has no need for another value.
     """
-    typed = [(source, given) for source, given in layers]
     last = {key: value for key, value in {**ONLY_TRAINING, **values}.items() if value is not ...}
+
     # Batches and lengths exclude each other: what the benchmark sets replaces what the task says.
     for one, other in (("steps", "epochs"), ("global_batch", "local_batch"), ("local_batch", "global_batch")):
         if one in last:
             last.setdefault(other, None)
-    return resolve_for(kind.defaults, kind.presets, [*typed, ("bench", last)])
+
+    return resolve_for(kind.defaults, kind.presets, [*_layers(layers), ("bench", last)])
 
 
-def own_batch(kind: type[Task], layers: Sequence[Any]) -> int:
-    """Return the samples per step that the target itself asks for, on one rank."""
-    config = resolve_for(kind.defaults, kind.presets, [(source, given) for source, given in layers]).config
-    return config.global_batch or config.local_batch or 32
+def _layers(layers: Sequence[Any]) -> list[tuple[str, Any]]:
+    """Return layers of settings as they were before they crossed a pipe as JSON, which has no tuples."""
+    return [(source, given) for source, given in layers]
+
+
+def batch_of(arguments: Mapping[str, Any]) -> int:
+    """Return the samples per step that were asked for, or those that the target itself asks for on one rank."""
+    if arguments["batch"]:
+        return arguments["batch"]
+    kind = load(arguments["target"])
+    config = resolve_for(kind.defaults, kind.presets, _layers(arguments["layers"])).config
+    return config.global_batch or config.local_batch or OWN_BATCH

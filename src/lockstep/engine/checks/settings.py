@@ -96,12 +96,13 @@ def _check_same_sources(everyone: list[dict[str, str]]) -> None:
             )
 
 
-def check_evaluations(config: RunConfig, evaluates: bool, moves_rate: bool) -> None:
+def check_evaluations(config: RunConfig, evaluates: bool, during_run: bool, moves_rate: bool) -> None:
     """Check that there are evaluations during the run, if something waits for them that would never happen otherwise.
 
-    `evaluates`: there is evaluation data; `moves_rate`: the learning rate follows the loss of evaluations.
+    `evaluates`: there is evaluation data; `during_run`: some setting makes evaluations due before the end;
+    `moves_rate`: the learning rate follows the loss of evaluations.
     """
-    if evaluates and config.evaluate.every:
+    if evaluates and during_run:
         return
 
     if config.checkpoint.best:

@@ -7,11 +7,11 @@ at the clock; its request travels in the control word.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from lockstep.config.schema import StopConfig
-from lockstep.engine.evaluation.evaluator import Evaluation
 from lockstep.errors import UserError, plural
 
 
@@ -24,14 +24,15 @@ class EarlyStop:
     best_step: int = 0
     evaluations_since: int = 0
 
-    def observe(self, evaluation: Evaluation) -> None:
-        """Compare a new evaluation with the best one."""
+    def observe(self, results: Mapping[str, float], step: int) -> None:
+        """Compare the results of a new evaluation with the best ones."""
         if self.config.patience is None:
             return
 
-        value = self._value_of(evaluation)
+        check_metric("stop.metric", self.config.metric, results)
+        value = results[self.config.metric]
         if self._improves(value):
-            self.best, self.best_step, self.evaluations_since = value, evaluation.step, 0
+            self.best, self.best_step, self.evaluations_since = value, step, 0
         else:
             self.evaluations_since += 1
 
@@ -48,16 +49,6 @@ class EarlyStop:
         """Return whether a run that has taken this long has reached `stop.max_minutes`."""
         return self.config.max_minutes is not None and seconds >= 60 * self.config.max_minutes
 
-    def _value_of(self, evaluation: Evaluation) -> float:
-        values = {"eval_loss": evaluation.loss, **evaluation.metrics}
-        if self.config.metric not in values:
-            raise UserError(
-                f"stop.metric={self.config.metric} is not a result of the evaluation",
-                f"its results are {', '.join(values)}",
-                f"set stop.metric={next(iter(values))}, or return the metric from eval_loss()",
-            )
-        return values[self.config.metric]
-
     def _improves(self, value: float) -> bool:
         if not math.isfinite(value):
             return False
@@ -73,3 +64,13 @@ class EarlyStop:
         self.best = state["best"]
         self.best_step = state["best_step"]
         self.evaluations_since = state["evaluations_since"]
+
+
+def check_metric(key: str, metric: str, results: Mapping[str, float]) -> None:
+    """Check that the setting `key` names a result of the evaluation."""
+    if metric not in results:
+        raise UserError(
+            f"{key}={metric} is not a result of the evaluation",
+            f"its results are {', '.join(results)}",
+            f"set {key}={next(iter(results))}, or return the metric from eval_loss()",
+        )

@@ -8,9 +8,11 @@ depends on the number of ranks.
 from __future__ import annotations
 
 import math
+import re
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +21,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from lockstep.config import RunConfig
 from lockstep.data.loader import Request, SampleReader, is_empty, read_all, to_device
 from lockstep.data.windows import rank_range
-from lockstep.errors import UserError
+from lockstep.engine.evaluation.torch_metrics import MetricStates
+from lockstep.errors import UserError, unknown_name
 from lockstep.observe.metrics import Term, metric_terms, quotients
 from lockstep.observe.recorder import Recorder
 from lockstep.parallel.driver import LossFn, PlacedModel
 from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
+from lockstep.task import Task
 
 Row = dict[str, list[float]]  # the sums of one batch: name -> [sum, weight]
 
@@ -38,6 +42,58 @@ class Evaluation:
     metrics: dict[str, float]
     samples: int
     weight: float
+    name: str | None = None  # of the evaluation set, if the task has several
+
+    def named(self) -> dict[str, float]:
+        """Return the results by the names that tell this set from others: `val/loss`, `val/accuracy`."""
+        prefix = f"{self.name}/" if self.name else ""
+        return {f"{prefix}{name}": value for name, value in {"loss": self.loss, **self.metrics}.items()}
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """A dataset to evaluate on, and how."""
+
+    data: Any
+    loss_fn: LossFn
+    collate: Callable[[list[Any]], Any]
+    name: str | None = None  # None: the only one
+    decides: bool = True  # whether early stopping, the best checkpoint and schedulers follow it
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # torchmetrics, by name
+
+
+def evaluation_sets(task: Task, decides: str | None) -> list[EvaluationSet]:
+    """Return what a task's `eval_data()` returns, as sets: one without a name, or several by name, or none.
+
+    `decides` is the setting `evaluate.decides`.
+    """
+    data = task.eval_data()
+    # A task need not subclass Task.
+    metrics = task.eval_metrics() if data is not None and hasattr(task, "eval_metrics") else {}
+    make = partial(EvaluationSet, loss_fn=task.eval_loss, collate=task.collate, metrics=metrics)
+    if not isinstance(data, Mapping):
+        if decides is not None:
+            raise UserError(
+                f"evaluate.decides={decides} names an evaluation set, and the task's sets have no names",
+                "",
+                "leave evaluate.decides out, or return {name: dataset} from eval_data()",
+            )
+        return [] if data is None else [make(data)]
+
+    chosen = next(iter(data), None) if decides is None else decides
+    if decides is not None and decides not in data:
+        raise unknown_name("evaluate.decides", decides, list(data))
+
+    # Results are called NAME/loss, and in some tools a slash makes a folder.
+    for name in data:
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name):
+            raise UserError(
+                f"an evaluation set is called {name!r}",
+                "its name becomes a part of metrics, such as val/loss",
+                "use letters, digits, points, _ and - only",
+            )
+
+    return [make(dataset, name=name, decides=name == chosen) for name, dataset in data.items()]
 
 
 def check_data(data: Any) -> None:
@@ -71,15 +127,7 @@ class Evaluator:
     runtime: Runtime
     recorder: Recorder
 
-    def evaluate(
-        self,
-        data: Any,
-        loss_fn: LossFn,
-        collate: Callable[[list[Any]], Any],
-        batch: int,
-        step: int,
-        may_preempt: bool = False,
-    ) -> Evaluation | None:
+    def evaluate(self, chosen: EvaluationSet, batch: int, step: int, may_preempt: bool = False) -> Evaluation | None:
         """Evaluate the weights of `step` in batches of `batch` samples and log the result.
 
         With `may_preempt` all ranks stop when one is preempted, and None is returned.
@@ -88,19 +136,20 @@ class Evaluator:
 
         # The launcher allows an evaluation more time than a step.
         self.runtime.heartbeat.beat("evaluate", step)
-        check_data(data)
+        check_data(chosen.data)
 
         # Buffers differ between ranks. Evaluate with those that a checkpoint would save.
         self.placed.sync_buffers()
 
-        reader = SampleReader(data, collate, self.config.seed, self.config.data.seed_samples)
+        metrics = MetricStates(chosen.metrics, self.runtime.device)
+        reader = SampleReader(chosen.data, chosen.collate, self.config.seed, self.config.data.seed_samples)
 
         # Restore the mode module by module: some modules may be in eval mode on purpose.
         modes = [(module, module.training) for module in self.placed.model.modules()]
         self.placed.model.eval()
         try:
             with torch.no_grad():
-                rows, samples = self._run_local_batches(reader, loss_fn, batch, may_preempt)
+                rows, samples = self._run_local_batches(reader, chosen.loss_fn, metrics, batch, may_preempt)
         finally:
             for module, training in modes:
                 module.training = training
@@ -112,13 +161,27 @@ class Evaluator:
             return None
 
         all_rows = [row for rows, _, _ in gathered for row in rows]
-        evaluation = _combine(all_rows, sum(samples for _, samples, _ in gathered), step)
-        self.recorder.event("eval", **vars(evaluation), seconds=time.perf_counter() - began)
+        evaluation = _combine(all_rows, sum(samples for _, samples, _ in gathered), step, chosen.name)
+        results = metrics.compute(self.runtime.collectives)
+        if twice := sorted(results.keys() & {"loss", *evaluation.metrics}):
+            raise UserError(
+                f"two metrics are called {twice[0]!r}: one of eval_metrics(), and one of the loss", "", "rename one"
+            )
+
+        evaluation.metrics.update(results)
+        self._log(evaluation, chosen, time.perf_counter() - began)
         self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
         return evaluation
 
+    def _log(self, evaluation: Evaluation, chosen: EvaluationSet, seconds: float) -> None:
+        # The usual case, one set that decides, has no fields for that.
+        fields = {key: value for key, value in vars(evaluation).items() if key != "name"}
+        named = {"set": chosen.name} if chosen.name else {}
+        followed = {} if chosen.decides else {"decides": False}
+        self.recorder.event("eval", **fields, **named, **followed, seconds=seconds)
+
     def _run_local_batches(
-        self, reader: SampleReader, loss_fn: LossFn, batch: int, may_preempt: bool
+        self, reader: SampleReader, loss_fn: LossFn, metrics: MetricStates, batch: int, may_preempt: bool
     ) -> tuple[list[Row], int]:
         """Run this rank's batches and return their sums and the number of samples.
 
@@ -158,6 +221,9 @@ class Evaluator:
                 results.append([])
             elif loss is not None:
                 results.append([("loss", loss.total.detach(), loss.weight), *metric_terms(loss)])
+                # A repeated batch does not count, and another rank of the same tp group counts this one.
+                if role.reports_loss and len(results) <= len(ranges):
+                    metrics.update(loss.outputs)
 
         # Another rank of the same tp or pp group reports these batches.
         if not role.reports_loss:
@@ -171,7 +237,7 @@ def _on_host(result: list[Term]) -> Row:
     return {name: [float(total), float(weight)] for name, total, weight in result}
 
 
-def _combine(rows: list[Row], samples: int, step: int) -> Evaluation:
+def _combine(rows: list[Row], samples: int, step: int, set_name: str | None) -> Evaluation:
     names = sorted({"loss", *(name for row in rows for name in row)})
 
     # fsum is exactly rounded, so the order of the rows does not matter. A metric may be missing in some batches.
@@ -184,4 +250,4 @@ def _combine(rows: list[Row], samples: int, step: int) -> Evaluation:
     means = dict.fromkeys(names, math.nan) | quotients(names, sums)
     loss = means.pop("loss")
     loss_weight = sums[2 * names.index("loss") + 1]
-    return Evaluation(step, loss, means, samples, weight=loss_weight)
+    return Evaluation(step, loss, means, samples, loss_weight, set_name)
