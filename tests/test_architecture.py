@@ -27,7 +27,7 @@ ROWS = [
     {"api"},
     {"recipes", "skeletons"},
     {"classic"},
-    {"verify", "clusters", "bench"},
+    {"verify", "evaluate", "clusters", "bench"},
     {"lab"},
     {"cli"},
     {"__main__"},
