@@ -19,7 +19,7 @@ ROWS = [
     {"runtime"},
     {"launch"},
     {"task", "precision", "testing"},
-    {"losses", "plan", "data", "optim", "observe"},
+    {"losses", "plan", "data", "optim", "observe", "callbacks"},
     {"checkpoint"},
     {"parallel"},
     {"engine"},

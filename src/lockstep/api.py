@@ -37,6 +37,7 @@ from lockstep.launch.run_dir import (
 )
 from lockstep.launch.supervisor import JobEnd, supervise
 from lockstep.launch.terminal import shares_log
+from lockstep.observe.history import read_history
 from lockstep.observe.notebook import kernel
 from lockstep.observe.notebook.follower import following
 from lockstep.observe.notebook.result import result_html, result_text
@@ -81,6 +82,15 @@ class RunResult:
     run_dir: Path
     summary: dict[str, Any]
     task: Task
+
+    @cached_property
+    def history(self) -> list[dict[str, Any]]:
+        """The log of the run: a record per log line or evaluation, by step.
+
+        A record of a log line has "step", "loss", "lr", "metrics" and more. Its "eval" is None, or the evaluation after
+        that step: its "loss" and its metrics. An evaluation between two log lines has "step" and "eval" only.
+        """
+        return read_history(self.run_dir)
 
     @property
     def best(self) -> Best | None:
@@ -276,6 +286,7 @@ def fit(
     config: Any = None,
     *,
     nproc: str | int | None = None,
+    callbacks: Sequence[Any] = (),
     resume_command: ResumeCommand | None = None,
     **values: Any,
 ) -> RunResult:
@@ -284,8 +295,9 @@ def fit(
     A class is constructed with the options in the configuration (`fit(MyTask, preset="tiny")`).
 
     With `nproc` (a number or "auto") it starts its own ranks and returns when they are done; inside a rank (ours or
-    torchrun's) it trains in this process. A script with its own command line passes `resume_command`, a function of
-    the run folder that returns what to type to resume that run.
+    torchrun's) it trains in this process. `callbacks` are called after those of the task: see `lockstep.callbacks`.
+    A script with its own command line passes `resume_command`, a function of the run folder that returns what to type
+    to resume that run.
     """
     targets.check_is_task(task)
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
@@ -303,7 +315,7 @@ def fit(
     name = _run_name(task)
     if is_rank:
         with _resume_hint(resume_command or _advice_unless_launched()):
-            return _fit_here(task, resolved, name)
+            return _fit_here(task, resolved, name, callbacks)
 
     resume = resolved.config.resume
     run_dir, layers = _choose_run_dir_for_ranks(resolved.config.run_dir, resume, name, layers)
@@ -316,7 +328,8 @@ def fit(
         layers = [*layers, ("notebook", {"log": {"progress": "off"}})]
 
     # Ranks are separate processes: they get the task in a file and leave their results in the run folder.
-    with _pickled(task, resolved.config.task) as path, following(run_dir) if in_notebook else nullcontext():
+    pickled = _pickled(task, resolved.config.task, callbacks)
+    with pickled as path, following(run_dir) if in_notebook else nullcontext():
         spec = {"task": path, "name": name, "layers": layers, "resume_command": command}
         ending, _ = _launch(spec, run_dir, count)
         _raise_unless_done(ending, run_dir, count, Path(path).parent)
@@ -351,8 +364,8 @@ def _without_options(task: Task, resolved: Resolved, layers: list[Layer]) -> Res
 
 
 @contextmanager
-def _pickled(task: Task, options: dict[str, Any]) -> Iterator[str]:
-    """Write the task, and the options it was made with, to a private file for the ranks.
+def _pickled(task: Task, options: dict[str, Any], callbacks: Sequence[Any]) -> Iterator[str]:
+    """Write the task, the options it was made with, and the callbacks to a private file for the ranks.
 
     cloudpickle stores classes of a script or notebook by value: the ranks could not import them.
     """
@@ -360,7 +373,7 @@ def _pickled(task: Task, options: dict[str, Any]) -> Iterator[str]:
 
     with tempfile.TemporaryDirectory(prefix="lockstep-task-") as folder:
         path = Path(folder) / "task"
-        path.write_bytes(cloudpickle.dumps((task, options)))
+        path.write_bytes(cloudpickle.dumps((task, options, list(callbacks))))
         yield str(path)
 
 
@@ -450,14 +463,14 @@ def work(spec: dict[str, Any]) -> None:
 
     import cloudpickle
 
-    task, options = cloudpickle.loads(Path(spec["task"]).read_bytes())
+    task, options, callbacks = cloudpickle.loads(Path(spec["task"]).read_bytes())
     resolved = resolve_for(task.defaults, task.presets, layers)
     # An object that was made by the user has no options in its configuration, see `_without_options`.
     if not options:
         resolved = resolved.without_options()
 
     try:
-        _fit_here(task, resolved, spec["name"])
+        _fit_here(task, resolved, spec["name"], callbacks)
     except Exception as error:
         failure.leave_exception(Path(spec["task"]).parent, current_world().rank, error)
         raise
@@ -466,10 +479,11 @@ def work(spec: dict[str, Any]) -> None:
 # ---- training in this process ----
 
 
-def _fit_here(task: Task, resolved: Resolved, name: str) -> RunResult:
+def _fit_here(task: Task, resolved: Resolved, name: str, callbacks: Sequence[Any] = ()) -> RunResult:
     from lockstep.engine import loop
 
     with running(resolved, name, task.unit) as builder:
+        builder.callbacks += callbacks
         summary = loop.fit(task, builder)
     return RunResult(builder.folder.path, summary, task)
 

@@ -254,6 +254,7 @@ def _add_ckpt(parser: argparse.ArgumentParser) -> None:
 
     export = add("export", "RUN|CKPT", "write the weights to a file model.safetensors")
     export.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: RUN/export/step-N)")
+    export.add_argument("--ema", action="store_true", help="write the averages of the weights (ema.decay)")
     chosen = export.add_mutually_exclusive_group()
     chosen.add_argument("--step", type=int, metavar="N", help="step of the checkpoint to export (default: the newest)")
     chosen.add_argument("--best", action="store_true", help="export the best checkpoint by checkpoint.best")
@@ -406,7 +407,7 @@ def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     match options.action:
         case "export":
-            text, code = inspect.export(options.path, options.out, options.step, options.best)
+            text, code = inspect.export(options.path, options.out, options.step, options.best, options.ema)
         case "prune":
             text, code = inspect.prune(options.path, options.keep, options.dry_run)
         case "ls":

@@ -20,7 +20,7 @@ from lockstep.task import Task
 from pool import Pool
 from ranks.support import Regression, configured, fit
 
-VALUES = {"global_batch": 8, "micro_batch": 3, "steps": 4, "evaluate.every": 2, "checkpoint.every": 2}
+VALUES = {"global_batch": 8, "micro_batch": 3, "steps": 4, "evaluate.every": 2, "checkpoint.every": 2, "ema.decay": 0.5}
 
 
 class Evaluated(Regression):
@@ -59,7 +59,7 @@ def test_the_numbers_of_training(pool: Pool, tmp_path: Path, world: int) -> None
     (trained,) = pool.run(fit, Evaluated(), VALUES | {"run_dir": str(tmp_path / "run")}, world=1)
     last = tmp_path / "run" / "checkpoints" / "step-00000004"
     again = {"init_from": str(last), "run_dir": str(tmp_path / "again")}
-    for more in ({}, {"strategy": "fsdp", "blocks": ["Linear"]}):
+    for more in ({}, {"strategy": "fsdp", "blocks": ["Linear"]}):  # averages of weights are restored, too
         again["run_dir"] += "-"
         for found in pool.run(evaluated, Evaluated(), VALUES | again | more, world=world):
             assert found == trained.summary["evaluations"]

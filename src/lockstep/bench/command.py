@@ -30,6 +30,7 @@ KINDS = {
     "data": "samples per second of the loader, against what the model takes",
     "checkpoint": "how long training waits for a checkpoint, write and load rates, against torch.save and DCP",
 }
+SETTINGS = "time and memory of a step with other settings (--way), in turns; not part of `all`"
 
 # `bench all` ends in minutes: fewer rounds and smaller sizes, unless they are typed.
 SMALLER: dict[str, Any] = {"repeats": 5, "max_mb": 16.0, "megabytes": 100, "accumulation": "1", "steps": 200}
@@ -39,7 +40,7 @@ USUAL: dict[str, Any] = {"repeats": 9, "max_mb": 256.0, "megabytes": 400, "accum
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the verbs of `lockstep bench`."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    for name, text in {**KINDS, "all": "everything above, with smaller sizes"}.items():
+    for name, text in {**KINDS, "all": "everything above, with smaller sizes", "settings": SETTINGS}.items():
         _add_measuring(kinds.add_parser(name, help=text))
 
     compare = kinds.add_parser("compare", help="compare two results: what got faster, and what slower")
@@ -68,6 +69,7 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-mb", type=float, metavar="MB", help="largest message (comm)")
     parser.add_argument("--megabytes", type=int, metavar="MB", help="size of the state (checkpoint)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of the leak check (memory)")
+    parser.add_argument("--way", action="append", default=[], metavar="WORDS", help="settings to compare (settings)")
     parser.add_argument("--no-peers", action="store_true", help="leave other libraries out (step)")
     parser.add_argument("--out", type=Path, metavar="D", help="folder of the result (default: bench/KIND-TIME)")
 
@@ -164,6 +166,8 @@ def _settings(section: Section, asked: BenchOptions) -> dict[str, Any]:
         return {"megabytes": asked.megabytes}
     known: dict[str, Any] = {"target": asked.target, "batch": asked.batch, "precision": facts.get("precision")}
     known["settings"] = {key: value for _, values in asked.layers for key, value in values.items()}
+    if section.name == "settings":
+        known["ways"] = asked.ways
     return known
 
 
@@ -199,7 +203,7 @@ def _options(options: argparse.Namespace, overrides: Sequence[str]) -> BenchOpti
 
     layers = read_layers(options.config, words)
     known.check_kind(options.kind, vars(options))
-    known.check_settings(options.kind, target, layers)
+    known.check_settings(options.kind, target, layers, options.way)
 
     usual = SMALLER if options.kind == "all" else USUAL
     typed = {key: getattr(options, key) for key in usual if getattr(options, key) is not None}
@@ -219,6 +223,7 @@ def _options(options: argparse.Namespace, overrides: Sequence[str]) -> BenchOpti
         accumulation=known.parse_accumulation(sizes["accumulation"]),
         megabytes=sizes["megabytes"],
         steps=sizes["steps"],
+        ways=options.way,
         out=options.out or Path("bench") / f"{options.kind}-{time.strftime('%Y%m%d-%H%M%S')}",
     )
 

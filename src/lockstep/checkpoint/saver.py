@@ -1,19 +1,16 @@
 """Save while training continues: take a snapshot, write it in a thread, and report the result later.
 
-    copied -> own file durable -> committed     by rank 0, when the files of all ranks are durable
-       |             |
-       +-------------+----------> failed        on this rank: `failed_save` has the error
-       +-------------+----------> abandoned     on all ranks, because it failed on one of them (`abandon`)
-
 `start` copies the tensors that the next forward may change, and starts the thread. Before the next update,
-`wait_for_copy` waits until the optimizers' state has been copied. `take_ended` returns the saves that have ended:
-committed, failed or abandoned. A failed save never raises, and does not affect the next one.
+`wait_for_copy` waits until the optimizers' state has been copied. `take_ended` returns the saves that have ended. Each
+has an outcome (`writer.py`): `Committed` on rank 0 or `Written` on another rank, or `Failed`. A save that fails never
+raises, and does not affect the next one.
 
 A failure reaches the other ranks in these steps, the first in the writing thread, the others in the training thread:
 
-    PendingSave.fail                       records the error, and deletes this rank's uncommitted files
-    CheckpointManager.poll                 sees `failed_save`, and the next control word tells all ranks
-    CheckpointManager.abandon_if_failed    compares the errors of all ranks, and calls `abandon` on each
+    PendingSave.fail                       sets the outcome, and deletes this rank's uncommitted files
+    CheckpointManager.poll                 sees `Saver.failure`, and the next control word tells all ranks
+    CheckpointManager.abandon_if_failed    compares the failures of all ranks, and calls `Saver.abandon` on each: the
+                                           save then fails on ranks on which it was still pending
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from typing import Any
 
 from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.snapshot import BackgroundCopy, Snapshot
-from lockstep.checkpoint.writer import PendingSave, SaveContext
+from lockstep.checkpoint.writer import Failed, PendingSave, SaveContext
 from lockstep.runtime.layout import LocalShard
 
 
@@ -77,7 +74,7 @@ class Saver:
 
         layout = self._snapshot.reserve(shards)
 
-        # From here on, `failed_save` refers to this save.
+        # From here on, `failure` is about this save.
         self._saves += 1
         self._last = pending = PendingSave(self._context, step, self._saves, layout.file_size)
 
@@ -107,9 +104,13 @@ class Saver:
             self._last.stall_s += time.perf_counter() - began
 
     @property
-    def failed_save(self) -> PendingSave | None:
-        """The last save if it failed on this rank, until all ranks agree to abandon it or another save begins."""
-        return self._last if self._last and self._last.failed else None
+    def failure(self) -> Failed | None:
+        """How the last save failed on this rank; None once all ranks have agreed to abandon it."""
+        if self._last is None or self._last.abandoned.is_set():
+            return None
+
+        outcome = self._last.outcome
+        return outcome if isinstance(outcome, Failed) else None
 
     def wait_for_own_file(self) -> None:
         """Wait until this rank's own file is durable or has failed. Other ranks may still be writing."""
@@ -121,9 +122,7 @@ class Saver:
         if self._last is not None:
             self._last.abandon(why)
             self._join()
-
-            # The thread may have finished before it saw the flag, so delete the files here too.
-            self._last.delete_uncommitted()
+            self._last.discard()
 
     def take_ended(self, timeout: float | None = None) -> list[PendingSave]:
         """Wait until the save has ended, or for `timeout` seconds. Return the saves that ended since the last call."""

@@ -168,6 +168,16 @@ class StopConfig(Section):
     )
 
 
+class EmaConfig(Section):
+    decay: float | None = _key(
+        None,
+        "average the weights, with this share of the old average in each step; evaluations use the average; null: off",
+        example=0.999,
+        ge=0,
+        lt=1,
+    )
+
+
 class DataConfig(Section):
     # No workers by default: most small datasets load faster than processes start.
     workers: int = _key(0, "worker processes per rank that load samples; 0: the training process loads them", ge=0)
@@ -419,6 +429,7 @@ class RunConfig(Section):
     scaler: ScalerConfig = ScalerConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     stop: StopConfig = StopConfig()
+    ema: EmaConfig = EmaConfig()
     data: DataConfig = DataConfig()
     ddp: DDPConfig = DDPConfig()
     fsdp: FSDPConfig = FSDPConfig()

@@ -20,6 +20,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.checkpoint.initial.weights import InitialWeights, load_initial_weights
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import Part, RunState
@@ -48,6 +49,9 @@ from lockstep.engine.diagnose import recorded_micro_batch
 from lockstep.engine.evaluation.early_stop import EarlyStop
 from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, Evaluator
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
+from lockstep.engine.hooks.calls import Hooks
+from lockstep.engine.hooks.trained_parameters import TrainedParameters
+from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.load_balance import LoadBalancer, open_load_balancer, plan_by_speed
 from lockstep.engine.profile.steps import ProfiledSteps
 from lockstep.engine.run import ModelSetup, Run
@@ -93,6 +97,9 @@ class RunBuilder:
     started: float = field(default_factory=time.time)
     parts: dict[str, Part] = field(default_factory=dict)  # see `add_part`
     checkpoints_opened: bool = False  # from then on, `parts` does not change
+    callbacks: list[Any] = field(default_factory=list)  # given to `fit`, or by `run.add_callback`
+    hooks: Hooks | None = None  # see `use_hooks`
+    reads_loss: bool = False  # whether the user's code reads the loss of each step
 
     # From `setup_model`. The driver is set first: if making the optimizers fails, the error message needs it.
     driver: Driver | None = None
@@ -168,6 +175,7 @@ class RunBuilder:
             guard=TrainableGuard(model, late_hooks),
             exactness=exactness,
             schedulers=user_schedulers,
+            average=self._make_average(model),
         )
         return self.model_setup
 
@@ -210,6 +218,16 @@ class RunBuilder:
         check_schedulers_passed(user_optimizers, user_schedulers)
         return wrapped, user_schedulers
 
+    def _make_average(self, model: nn.Module) -> WeightAverage | None:
+        decay = self.config.ema.decay
+        if decay is None:
+            return None
+
+        assert self.driver is not None
+        rank = self.runtime.world.rank
+        elsewhere = [name for name, ranks in self.driver.role.holders.items() if rank not in ranks]
+        return WeightAverage(model, decay, elsewhere)
+
     def _check_model(self, model: nn.Module) -> None:
         if self.precision.rounding:
             check_batchnorm(model, self.precision)
@@ -235,6 +253,14 @@ class RunBuilder:
             )
 
         self.parts[name] = part
+
+    def use_hooks(self, hooks: Hooks) -> None:
+        """Call these hooks during the run, and save the state of the callbacks that have one."""
+        self.hooks = hooks
+        self.reads_loss |= hooks.follow_steps
+        for name, callback in hooks.named_callbacks():
+            if hasattr(callback, "state_dict"):
+                self.add_part(name, callback)
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
         """Make everything that depends on the data, resume if there is a checkpoint, and print the banner."""
@@ -293,11 +319,14 @@ class RunBuilder:
                 config.evaluate, plan.steps_per_epoch, resumed.loop.seconds if resumed else 0.0
             ),
             early_stop=EarlyStop(config.stop),
+            hooks=self.hooks or Hooks(BuiltRunView(self)),
             _keep_alive=self,
         )
         if resumed and resumed.loop.early_stop:
             run.early_stop.load_state_dict(resumed.loop.early_stop)
             run.stop_if_no_improvement()
+        if resumed:
+            run.resume_stop(resumed)
         checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
         if config.profile.count:
             run.profiled = ProfiledSteps(run)
@@ -407,7 +436,7 @@ class RunBuilder:
         if isinstance(rate, SchedulerRate):
             self.add_part("scheduler", rate)
 
-        return Stepper(
+        stepper = Stepper(
             driver=setup.driver,
             optimizers=setup.optimizers,
             learning_rate=rate,
@@ -418,7 +447,13 @@ class RunBuilder:
             log_event=self.recorder.event,
             # Load balancing measures the time of a rank up to the start of its gradient all-reduce.
             before_all_reduce=load_balancer.mark if load_balancer else None,
+            reads_loss=self.reads_loss,
         )
+        callbacks = self.hooks.callbacks if self.hooks else []
+        if delaying := [callback for callback in callbacks if hasattr(callback, "first_steps")]:
+            stepper.trained_parameters = TrainedParameters(setup.driver, delaying)
+
+        return stepper
 
     def _open_checkpoints(
         self, setup: ModelSetup, stepper: Stepper, source: BatchSource, plan: Plan
@@ -434,6 +469,7 @@ class RunBuilder:
             holders=setup.driver.role.holders,
             rank=self.runtime.world.rank,
             duplicates=setup.driver.role.duplicates,
+            average=setup.average,
         )
         checkpoints = CheckpointManager(
             folder=self.folder,
@@ -463,7 +499,8 @@ class RunBuilder:
         self.recorder.resume_interval(stepper.sums, resumed.loop.interval)
         stepper.context.metric_names.known = set(self.recorder.names)
         # If no step follows, no new log line will be written, but the summary needs the last one.
-        if steps_done == plan.steps or (self.config.stop.patience and resumed.loop.early_stop):
+        may_be_stopped = resumed.loop.stop or (self.config.stop.patience and resumed.loop.early_stop)
+        if steps_done == plan.steps or may_be_stopped:
             self.recorder.last = self.runtime.collectives.run_on_rank0(
                 lambda: _last_log_line(self.folder.path, steps_done)
             )

@@ -184,7 +184,8 @@ def record(folder: Path, rank: int, error: BaseException) -> None:
         host=socket.gethostname(),
         time=getattr(error, "lockstep_time", time.time()),
         kind=type(error).__name__,
-        message=str(error),
+        # A hook of the user adds its name as a note.
+        message="\n".join([str(error), *getattr(error, "__notes__", ())]),
         traceback="".join(traceback.format_exception(error)),
         for_user=isinstance(error, UserError),
         cause=error.cause if isinstance(error, UserError) else "",

@@ -157,6 +157,9 @@ class PlacedModel:
         half = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
         return list(torch._foreach_norm(tensors, 2, torch.float32 if half else None))
 
+    def drop_gathered(self) -> None:
+        """Drop full parameters that were gathered from shards, because the shards are about to change."""
+
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
         """Return the full tensor of the model's parameter or buffer `name`. Collective: every rank must call it."""
         return full_tensor(tensor)

@@ -16,7 +16,7 @@ from lockstep.checkpoint.load import CheckpointReader, Gather, find
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, Retention
-from lockstep.checkpoint.writer import PendingSave, SaveContext
+from lockstep.checkpoint.writer import Committed, PendingSave, SaveContext
 from lockstep.runtime.layout import LocalShard, shard_of
 
 TOKEN = "a1b2c3"
@@ -82,8 +82,12 @@ def commit(
     [report] = team[0].take_ended()
     for saver in team:
         saver.close()
-    assert report.checkpoint is not None, report.error
-    return report.checkpoint
+    assert isinstance(report.outcome, Committed), report.outcome
+    return report.outcome.checkpoint
+
+
+def is_committed(save: PendingSave) -> bool:
+    return isinstance(save.outcome, Committed)
 
 
 def alone(value: Any) -> list[Any]:
