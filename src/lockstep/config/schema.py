@@ -188,6 +188,9 @@ class DataConfig(Section):
     seed_samples: bool = _key(
         True, "seed random transforms for each sample, so that they do not depend on ranks and workers"
     )
+    balance: Annotated[Literal["none", "length"], _NONE] = _key(
+        "none", "how a step is divided into micro-batches; length: by the lengths of its samples, at equal cost"
+    )
     sharding: Literal["stride", "own"] = _key(
         "stride", "how an iterable dataset is sharded; stride: by Lockstep; own: by the dataset itself"
     )

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.config import RunConfig
 from lockstep.data.loader import Request, SampleReader, is_empty, read_all, to_device
@@ -110,6 +110,13 @@ def evaluation_batch(config: RunConfig, global_batch: int) -> int:
 
 def check_data(data: Any) -> None:
     """Check that `data` is a map-style dataset with samples, so that every sample can be counted once."""
+    if isinstance(data, DataLoader):
+        raise UserError(
+            "the data to evaluate on must be a dataset; it is a torch DataLoader",
+            "",
+            "return its dataset; set evaluate.batch for its batch_size, and Task.collate for its collate_fn",
+        )
+
     if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         kind = "a stream" if hasattr(data, "__iter__") else f"a {type(data).__name__}"
         raise UserError(
