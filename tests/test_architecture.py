@@ -25,7 +25,7 @@ ROWS = [
     {"engine"},
     {"targets", "registries"},
     {"api"},
-    {"recipes", "skeletons"},
+    {"recipes", "hf", "skeletons"},
     {"classic"},
     {"verify", "evaluate", "clusters", "bench"},
     {"lab"},

@@ -114,8 +114,19 @@ class RunResult:
         """The trained model, on the CPU."""
         from safetensors.torch import load_model
 
+        from lockstep.checkpoint.state_tree import frozen_names
+
         model = self.task.model()
-        load_model(model, str(self.run_dir / "model.safetensors"))
+        missing, extra = load_model(model, str(self.run_dir / "model.safetensors"), strict=False)
+
+        # With checkpoint.frozen=false the frozen weights are only in the task's model.
+        wrong = sorted([*extra, *set(missing) - frozen_names(model)])
+        if wrong:
+            raise UserError(
+                f"the weights in {self.run_dir} do not fit the model that the task builds",
+                f"{wrong[0]!r} is on one side only",
+                "build the model that was trained",
+            )
         return model
 
     def __repr__(self) -> str:

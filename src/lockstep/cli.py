@@ -252,16 +252,34 @@ def _add_ckpt(parser: argparse.ArgumentParser) -> None:
     add("show", "RUN|CKPT", "show what is in the newest checkpoint, or in this one")
     add("verify", "RUN|CKPT", "read every byte; exit code 1 if any differs from what was written")
 
-    export = add("export", "RUN|CKPT", "write the weights to a file model.safetensors")
+    _add_export(add("export", "RUN|CKPT", "write the weights to model.safetensors, or as a Hugging Face folder"))
+
+    prune = add("prune", "RUN", "delete all checkpoints but the newest")
+    prune.add_argument("--keep", type=int, default=3, metavar="K", help="how many checkpoints to keep (default 3)")
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+
+
+def _add_export(export: argparse.ArgumentParser) -> None:
     export.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: RUN/export/step-N)")
     export.add_argument("--ema", action="store_true", help="write the averages of the weights (ema.decay)")
     chosen = export.add_mutually_exclusive_group()
     chosen.add_argument("--step", type=int, metavar="N", help="step of the checkpoint to export (default: the newest)")
     chosen.add_argument("--best", action="store_true", help="export the best checkpoint by checkpoint.best")
 
-    prune = add("prune", "RUN", "delete all checkpoints but the newest")
-    prune.add_argument("--keep", type=int, default=3, metavar="K", help="how many checkpoints to keep (default 3)")
-    prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+    export.add_argument(
+        "--format",
+        choices=["safetensors", "hf"],
+        default="safetensors",
+        help="safetensors: one file; hf: a folder that from_pretrained opens (default: safetensors)",
+    )
+    hugging_face = export.add_argument_group("with --format hf")
+    hugging_face.add_argument(
+        "--assets", type=Path, metavar="DIR", help="folder with config.json and the tokenizer (default: RUN/assets)"
+    )
+    hugging_face.add_argument("--max-shard-size", metavar="5GB", help="largest file of weights (default 5GB)")
+    hugging_face.add_argument("--merge", action="store_true", help="merge adapters into their base model")
+    hugging_face.add_argument("--base", type=Path, metavar="DIR", help="folder of the base model, if it has moved")
+    hugging_face.add_argument("--overwrite", action="store_true", help="replace the folder if it exists")
 
 
 # ---- verbs ----
@@ -406,7 +424,10 @@ def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep.checkpoint import inspect
 
     match options.action:
+        case "export" if options.format == "hf":
+            text, code = _export_hf(options), 0
         case "export":
+            _refuse_hf_options(options)
             text, code = inspect.export(options.path, options.out, options.step, options.best, options.ema)
         case "prune":
             text, code = inspect.prune(options.path, options.keep, options.dry_run)
@@ -419,6 +440,27 @@ def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     print(printable(text))
     return code
+
+
+def _export_hf(options: argparse.Namespace) -> str:
+    from lockstep.checkpoint import inspect
+    from lockstep.hf.export import ExportOptions, export
+
+    checkpoint = inspect.choose_best(options.path) if options.best else inspect.choose(options.path, options.step)
+    asked = {name: getattr(options, name) for name in HF_OPTIONS if getattr(options, name)}
+    return export(options.path, checkpoint, ExportOptions(out=options.out, ema=options.ema, **asked))
+
+
+HF_OPTIONS = ("assets", "max_shard_size", "merge", "base", "overwrite")
+
+
+def _refuse_hf_options(options: argparse.Namespace) -> None:
+    for name in HF_OPTIONS:
+        if getattr(options, name):
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"{option} has no effect without --format hf", "", f"add --format hf, or leave {option} out"
+            )
 
 
 def _recipes(options: argparse.Namespace, overrides: Sequence[str]) -> None:

@@ -535,7 +535,7 @@ class Run:
         return {"step": best.checkpoint.step, "metric": best.metric, "value": best.value, "checkpoint": path}
 
     def _save_weights(self, file: str, ema: bool = False) -> None:
-        weights, aliases = full_state(self.driver, self.runtime.is_main)
+        weights, aliases = full_state(self.driver, self.runtime.is_main, self.config.checkpoint.frozen)
         self.runtime.collectives.run_on_rank0(lambda: self._save_final(file, weights, aliases, ema))
 
     def _save_final(self, file: str, weights: dict[str, Tensor], aliases: dict[str, str], ema: bool) -> None:
