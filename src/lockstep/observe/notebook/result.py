@@ -46,7 +46,7 @@ def _curves(run_dir: Path) -> dict[str, list[Point]]:
     """Return the curves of the loss, over steps: of training, and of evaluations."""
     lines = parse_lines(records.read(run_dir / "metrics.jsonl"))
     events = parse_lines(records.read(run_dir / EVENTS))
-    evaluations = [event for event in events if event.get("event") == "eval"]
+    evaluations = [event for event in events if event.get("event") == "eval" and event.get("decides", True)]
     curves: dict[str, list[Point]] = {}
     for name, found in (("loss", lines), ("eval_loss", evaluations)):
         pairs = [(number(record.get("step")), number(record.get("loss"))) for record in without_undone(found)]
