@@ -66,7 +66,9 @@ def runs(request: pytest.FixtureRequest, start: Start) -> dict[str, Future[str]]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", [pytest.param(page, marks=[pytest.mark.long] * (page in LONG_PAGES)) for page in PAGES])
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.long] * (page in LONG_PAGES)) for page in PAGES]
+)
 def test_every_block_runs(page, runs):
     assert runs[page].result() == ""
 
