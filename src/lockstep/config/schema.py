@@ -269,7 +269,11 @@ class CheckpointConfig(Section):
         "last", "which weights model.safetensors holds: of the last step, or of the best checkpoint"
     )
     # A large frozen backbone need not be in every checkpoint.
-    frozen: bool = _key(True, "save frozen parameters too; false: save only a digest of them, to compare on resume")
+    frozen: bool = _key(
+        True,
+        "save frozen parameters too; false: save only a digest of them, to compare on resume, and leave them out of "
+        "model.safetensors",
+    )
 
 
 class WeightsConfig(Section):

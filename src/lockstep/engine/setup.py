@@ -25,6 +25,7 @@ from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.checkpoint.initial.weights import InitialWeights, load_initial_weights
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import Part, RunState
+from lockstep.checkpoint.state_tree import frozen_names
 from lockstep.checkpoint.storage import committed, delete_leftovers, open_storage
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.from_loader import Collate, take_loader
@@ -193,8 +194,7 @@ class RunBuilder:
 
         only = None
         if runtime.collectives.run_on_rank0(will_resume):
-            frozen = {name for name, p in driver.model.named_parameters() if not p.requires_grad}
-            only = set() if config.checkpoint.frozen else frozen
+            only = set() if config.checkpoint.frozen else frozen_names(driver.model)
             if not only:
                 return InitialWeights(config.init_from)
 
