@@ -27,7 +27,7 @@ ROWS = [
     {"api"},
     {"recipes", "hf", "skeletons"},
     {"classic"},
-    {"verify", "clusters", "bench"},
+    {"verify", "evaluate", "clusters", "bench"},
     {"lab"},
     {"cli"},
     {"__main__"},

@@ -121,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     # In the order in which a user meets them.
     _add_init(verbs.add_parser("init", help="write a file to start from: a task or a script that trains at once"))
     _add_train(verbs.add_parser("train", help="train a recipe, your own task, or a script with its own loop"))
+    _add_evaluate(verbs.add_parser("evaluate", help="evaluate a task with the weights of a run or a file"))
     _add_verify(
         verbs.add_parser("verify", help="train a few steps on different numbers of processes, and compare the results")
     )
@@ -211,6 +212,16 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
         metavar="auto|PATH|never",
         help="continue from a checkpoint; auto: if the run has one; PATH: a run or a checkpoint (default: never)",
     )
+
+
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, metavar="RUN|FILE", help="a run, a checkpoint, or a file of weights")
+    _add_target(parser)
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--step", type=int, metavar="N", help="step of the run's checkpoint (default: the newest)")
+    chosen.add_argument("--best", action="store_true", help="the run's best checkpoint, by checkpoint.best")
+    parser.add_argument("--nproc", metavar="N|auto", help="processes to start (default: this process)")
+    parser.add_argument("--json", type=Path, metavar="F", help="also write the result to this file, as JSON")
 
 
 def _add_verify(parser: argparse.ArgumentParser) -> None:
@@ -341,6 +352,14 @@ def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return command.main(options.target, layers, asked, options.json)
 
 
+def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from lockstep import evaluate
+    from lockstep.config import read_layers
+
+    request = evaluate.Request(options.target, options.path, options.step, options.best, options.nproc, options.json)
+    return evaluate.main(request, read_layers(options.config, overrides))
+
+
 def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from lockstep import api
 
@@ -454,6 +473,7 @@ VERBS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int | None]] = {
     "init": _init,
     "train": _train,
     "launch": _launch,
+    "evaluate": _evaluate,
     "verify": _verify,
     "resize": _resize,
     "config": _config,

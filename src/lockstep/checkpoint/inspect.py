@@ -233,6 +233,10 @@ def choose(path: Path, step: int | None = None) -> Checkpoint:
     return checkpoints[chosen]
 
 
+def has_checkpoints(path: Path) -> bool:
+    return (path / "checkpoints").is_dir() and bool(committed(_storage(path)))
+
+
 def choose_best(path: Path) -> Checkpoint:
     """Return the best checkpoint of the run at `path`, by its setting `checkpoint.best`."""
     storage = _storage(path)

@@ -30,6 +30,9 @@ from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
 from lockstep.task import Task
 
+# Samples per forward, if neither evaluate.batch nor micro_batch is set.
+MAX_EVALUATION_BATCH = 32
+
 Row = dict[str, list[float]]  # the sums of one batch: name -> [sum, weight]
 
 
@@ -94,6 +97,15 @@ def evaluation_sets(task: Task, decides: str | None) -> list[EvaluationSet]:
             )
 
     return [make(dataset, name=name, decides=name == chosen) for name, dataset in data.items()]
+
+
+def evaluation_batch(config: RunConfig, global_batch: int) -> int:
+    """Return the batch size of evaluations.
+
+    Never the derived micro-batch size: it depends on the number of ranks, and the results must not.
+    """
+    micro = config.micro_batch if config.micro_batch != "auto" else None
+    return config.evaluate.batch or micro or min(global_batch, MAX_EVALUATION_BATCH)
 
 
 def check_data(data: Any) -> None:
