@@ -160,7 +160,9 @@ class OwnRun(BuiltRunView):
         # `close` finds it True if the user's code left the loop with `break`.
         self._in_loop = True
         for batches in run.step_batches():
-            batches.micro_batches = run.hooks.around_batches(batches.micro_batches)
+            if run.hooks.follow_batches:
+                batches.micro_batches = run.hooks.around_batches(batches.micro_batches)
+
             step = OwnStep(run, batches, gradients, passes)
             try:
                 yield step
@@ -351,7 +353,10 @@ class OwnStep:
 
         # Autocast is on in the body of the loop, but must be off in the backward.
         with use_engine(TORCH_ENGINE), full_precision(self._run.stepper.context.precision):
-            loss = self._run.hooks.before_backward(Loss(loss_sum, weight, metrics))
+            loss = Loss(loss_sum, weight, metrics)
+            if self._run.hooks.follow_losses:
+                loss = self._run.hooks.before_backward(loss)
+
             self._driver.backward(loss, self._progress)
 
         self._gradients.note()

@@ -286,7 +286,9 @@ class Run:
 
         `evaluation_due`: the evaluation of this step was interrupted, so the resumed run must evaluate first.
         """
-        self.write_line_if_due()
+        if self._line_due:
+            self.write_line_if_due()
+
         steps_done = self.stepper.counters.steps_done
         save_due = self.checkpoints.due(steps_done, self._save_agreed or self._preempt_agreed)
 
