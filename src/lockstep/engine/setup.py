@@ -327,6 +327,9 @@ class RunBuilder:
             run.stop_if_no_improvement()
         if resumed:
             run.resume_stop(resumed)
+        elif setup.average:
+            # A custom loop may have loaded weights since `run.setup`.
+            setup.average.restart(setup.average.averages)
         checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
         if config.profile.count:
             run.profiled = ProfiledSteps(run)
