@@ -114,8 +114,19 @@ class RunResult:
         """The trained model, on the CPU."""
         from safetensors.torch import load_model
 
+        from lockstep.checkpoint.state_tree import frozen_names
+
         model = self.task.model()
-        load_model(model, str(self.run_dir / "model.safetensors"))
+        missing, extra = load_model(model, str(self.run_dir / "model.safetensors"), strict=False)
+
+        # With checkpoint.frozen=false the frozen weights are only in the task's model.
+        wrong = sorted([*extra, *set(missing) - frozen_names(model)])
+        if wrong:
+            raise UserError(
+                f"the weights in {self.run_dir} do not fit the model that the task builds",
+                f"{wrong[0]!r} is on one side only",
+                "build the model that was trained",
+            )
         return model
 
     def __repr__(self) -> str:
@@ -142,7 +153,7 @@ def train(
     `nproc`, `nnodes` and `join` are as typed on the command line; `arguments` are passed on to a script.
     """
     # Settings that were typed for the run that is resumed still hold, unless they are typed again.
-    layers = [*_stored_layer(strongest_value(layers, "resume"), layers), *layers]
+    layers = [*stored_layer(strongest_value(layers, "resume"), layers), *layers]
 
     # Misspelt targets and keys are reported before torch is imported, which takes seconds. Layers are checked again,
     # because options such as --resume were added after `read_layers`.
@@ -231,8 +242,11 @@ def run_target(target: str, layers: list[Layer], arguments: Sequence[str] = ()) 
     _fit_here(targets.make_task(task_class, resolved.config.task), resolved, targets.name_of(target))
 
 
-def _stored_layer(resume: str | None, typed: list[Layer]) -> list[Layer]:
-    """Return, as a layer, what was typed for the run at `resume`; nothing if no run is named."""
+def stored_layer(resume: str | None, typed: list[Layer], leave_out: tuple[str, ...] = ()) -> list[Layer]:
+    """Return, as a layer, what was typed for the run at `resume`; nothing if no run is named.
+
+    Keys that begin with one of `leave_out` are not taken over.
+    """
     if resume in (None, "auto", "never"):
         return []
 
@@ -244,7 +258,7 @@ def _stored_layer(resume: str | None, typed: list[Layer]) -> list[Layer]:
     values = {
         key: value
         for key, value in flatten(stored(run, "config.yaml")).items()
-        if str(sources.get(key)).startswith(was_typed) and key not in ("run_dir", "resume")
+        if str(sources.get(key)).startswith(was_typed) and not key.startswith(("run_dir", "resume", *leave_out))
     }
     if not values:
         return []
@@ -386,6 +400,7 @@ def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds, errors: Pat
             where = f"raised on rank {culprit.rank} of {count}; {run_dir / 'logs'} holds the output of all ranks"
             trace = [] if culprit.for_user else stacks.fold(culprit.traceback)
             error.add_note("\n".join([where, *trace]))
+            error.__dict__["lockstep_rank"] = culprit.rank  # its launcher has shown it
             raise error
 
         raise RanksFailed(
@@ -429,7 +444,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
             )
 
     name = kernel.notebook_name() or Path(sys.argv[0]).stem or "run"
-    with _resume_hint(_advice_unless_launched()), _running(resolved, name) as builder:
+    with _resume_hint(_advice_unless_launched()), running(resolved, name) as builder:
         own = OwnRun(builder)
         regular_exit = None
         try:
@@ -479,14 +494,14 @@ def work(spec: dict[str, Any]) -> None:
 def _fit_here(task: Task, resolved: Resolved, name: str, callbacks: Sequence[Any] = ()) -> RunResult:
     from lockstep.engine import loop
 
-    with _running(resolved, name, task.unit) as builder:
+    with running(resolved, name, task.unit) as builder:
         builder.callbacks += callbacks
         summary = loop.fit(task, builder)
     return RunResult(builder.folder.path, summary, task)
 
 
 @contextmanager
-def _running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[RunBuilder]:
+def running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[RunBuilder]:
     """Open a run in this process; if its body fails, record that in the run folder and raise it with an explanation."""
     from lockstep.engine import setup
     from lockstep.engine.diagnose import explained

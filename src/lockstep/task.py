@@ -434,6 +434,12 @@ class Task:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned. Called on resume."""
 
+    def write_assets(self, folder: Path) -> None:
+        """Write files that belong to the weights, such as a config or a tokenizer, to `folder`: RUN/assets.
+
+        Rank 0 calls it before the first step.
+        """
+
     def show(self, model: nn.Module) -> str | None:
         """Return text for the end of a run, printed by rank 0: a generated sample, a table, ..."""
         return None

@@ -131,19 +131,24 @@ def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
 def export(path: Path, out: Path | None, step: int | None, best: bool = False, ema: bool = False) -> tuple[str, int]:
     """Write the weights of a checkpoint to a file; with `ema`, the averages of the weights."""
     checkpoint = choose_best(path) if best else choose(path, step)
-    target = export_weights(checkpoint, out or _run_of(path) / "export" / checkpoint.name, ema)
+    target = export_weights(checkpoint, out or run_folder_of(path) / "export" / checkpoint.name, ema)
 
-    # A run may leave frozen parameters out of its checkpoints (checkpoint.frozen=false). A checkpoint that was not
-    # written by a run may hold any values.
-    digests: Any = read_manifest(checkpoint).values
-    for key in ("state", "model", "frozen_digests"):
-        digests = digests.get(key) if isinstance(digests, dict) else None
-
+    digests = frozen_digests(checkpoint)
     if not digests:
         return str(target), 0
 
     missing = plural(len(digests), "frozen parameter")
     return f"{target}\nwithout {missing}, which no checkpoint holds: {', '.join(sorted(digests))}", 0
+
+
+def frozen_digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the digests of the frozen parameters that the checkpoint does not hold (checkpoint.frozen=false)."""
+    # A checkpoint that was not written by a run may hold any values.
+    digests: Any = read_manifest(checkpoint).values
+    for key in ("state", "model", "frozen_digests"):
+        digests = digests.get(key) if isinstance(digests, dict) else None
+
+    return digests or {}
 
 
 def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path:
@@ -228,6 +233,10 @@ def choose(path: Path, step: int | None = None) -> Checkpoint:
     return checkpoints[chosen]
 
 
+def has_checkpoints(path: Path) -> bool:
+    return (path / "checkpoints").is_dir() and bool(committed(_storage(path)))
+
+
 def choose_best(path: Path) -> Checkpoint:
     """Return the best checkpoint of the run at `path`, by its setting `checkpoint.best`."""
     storage = _storage(path)
@@ -272,7 +281,7 @@ def _names_a_checkpoint(path: Path) -> bool:
     return has_name or (path / MANIFEST).exists()
 
 
-def _run_of(path: Path) -> Path:
+def run_folder_of(path: Path) -> Path:
     """Return the folder of the run to which `path` belongs: a run, the folder of its checkpoints, or a checkpoint."""
     if _names_a_checkpoint(path):
         return _absolute(path).parent.parent

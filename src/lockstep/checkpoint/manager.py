@@ -42,7 +42,7 @@ from lockstep.checkpoint.storage import (
     set_aside_after,
     update_latest,
 )
-from lockstep.checkpoint.writer import Committed, PendingSave, SaveContext
+from lockstep.checkpoint.writer import Committed, Save, SaveContext
 from lockstep.config import RunConfig, flatten
 from lockstep.config.schema import KEYS, RENAMED, typed
 from lockstep.errors import UserError, plural
@@ -532,7 +532,7 @@ class CheckpointManager:
             if len({by_name[name] for by_name in digests}) > 1:
                 self.log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
-    def _log(self, saves: list[PendingSave]) -> None:
+    def _log(self, saves: list[Save]) -> None:
         """Log the committed saves. `abandon_if_failed` logs failures, after all ranks have compared them."""
         for save in saves:
             outcome = save.outcome

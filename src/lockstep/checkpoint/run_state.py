@@ -22,7 +22,16 @@ from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.optimizer_state import JsonDict, OptimizerStates, different_model, merge_optimizers
 from lockstep.checkpoint.reshard import read_into
-from lockstep.checkpoint.state_tree import aliases_of, digest, identity, is_extra, pack, tied_names, unpack
+from lockstep.checkpoint.state_tree import (
+    aliases_of,
+    digest,
+    frozen_names,
+    identity,
+    is_extra,
+    pack,
+    tied_names,
+    unpack,
+)
 from lockstep.errors import UserError, plural
 from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.layout import full_tensor
@@ -116,7 +125,7 @@ class RunState:
         self._optimizer_states = OptimizerStates(model, optimizers, self._held_elsewhere)
 
         # Frozen parameters for which a checkpoint holds only digests.
-        self._digest_only = {name for name, p in model.named_parameters() if not (p.requires_grad or keep_frozen)}
+        self._digest_only = set() if keep_frozen else frozen_names(model)
 
         # Tied parameters are in here under all of their names.
         self._trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}

@@ -7,7 +7,7 @@ raises, and does not affect the next one.
 
 A failure reaches the other ranks in these steps, the first in the writing thread, the others in the training thread:
 
-    PendingSave.fail                       sets the outcome, and deletes this rank's uncommitted files
+    Save.fail                       sets the outcome, and deletes this rank's uncommitted files
     CheckpointManager.poll                 sees `Saver.failure`, and the next control word tells all ranks
     CheckpointManager.abandon_if_failed    compares the failures of all ranks, and calls `Saver.abandon` on each: the
                                            save then fails on ranks on which it was still pending
@@ -23,7 +23,7 @@ from typing import Any
 
 from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.snapshot import BackgroundCopy, Snapshot
-from lockstep.checkpoint.writer import Failed, PendingSave, SaveContext
+from lockstep.checkpoint.writer import Failed, Save, SaveContext
 from lockstep.runtime.layout import LocalShard
 
 
@@ -39,13 +39,13 @@ class Saver:
         self._snapshot = Snapshot(file_name(context.rank))
 
         # The last save, and its thread while it runs.
-        self._last: PendingSave | None = None
+        self._last: Save | None = None
         self._thread: threading.Thread | None = None
 
         # The copy that runs while training continues, from `start` to `wait_for_copy`.
         self._copying: BackgroundCopy | None = None
 
-        self._unreported: list[PendingSave] = []  # saves that have ended and that `take_ended` has not returned yet
+        self._unreported: list[Save] = []  # saves that have ended and that `take_ended` has not returned yet
         self._saves = 0  # numbers the uncommitted folders: the same step may be saved again after a failure
 
     def prepare(self, shards: Mapping[str, LocalShard]) -> None:
@@ -76,12 +76,12 @@ class Saver:
 
         # From here on, `failure` is about this save.
         self._saves += 1
-        self._last = pending = PendingSave(self._context, step, self._saves, layout.file_size)
+        self._last = save = Save(self._context, step, self._saves, layout.file_size)
 
         # Only this rank's own file counts: the others may be on other disks, and may write much less or much more.
-        if pending.check_room():
+        if save.check_room():
             self._copying = self._snapshot.take(shards, changed_only_by_update if self._asynchronous else ())
-            run = partial(pending.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), dict(values))
+            run = partial(save.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), dict(values))
             if self._asynchronous:
                 # A daemon thread, which does not keep the process alive at its end.
                 self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
@@ -89,11 +89,11 @@ class Saver:
             else:
                 run()
 
-        pending.stall_s = time.perf_counter() - began
+        save.stall_s = time.perf_counter() - began
 
         # Without a thread, the save has ended.
         if self._thread is None:
-            self._unreported.append(pending)
+            self._unreported.append(save)
 
     def wait_for_copy(self) -> None:
         """Wait until the state is copied, before an update changes it. Return at once if the save was refused."""
@@ -124,7 +124,7 @@ class Saver:
             self._join()
             self._last.discard()
 
-    def take_ended(self, timeout: float | None = None) -> list[PendingSave]:
+    def take_ended(self, timeout: float | None = None) -> list[Save]:
         """Wait until the save has ended, or for `timeout` seconds. Return the saves that ended since the last call."""
         self._join(timeout)
         ended = self._unreported

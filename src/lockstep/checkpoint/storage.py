@@ -156,20 +156,20 @@ def update_latest(storage: CheckpointStorage) -> None:
         storage.delete(LATEST)
 
 
-def set_aside(storage: CheckpointStorage, name: str, why: str) -> str:
-    """Rename a checkpoint to `step-X.damaged` or `step-X.undone`, so that it is ignored, but not lost.
+def set_aside(storage: CheckpointStorage, name: str, suffix: Literal["damaged", "undone"]) -> str:
+    """Rename a checkpoint to `step-N.damaged` or `step-N.undone`, so that it is ignored, but not lost.
 
     Return its new name.
     """
-    target = _free_name(name, why, storage.folders())
+    target = _free_name(name, suffix, storage.folders())
     storage.rename(name, target)
     update_latest(storage)
     return target
 
 
-def _free_name(name: str, why: str, taken: Container[str]) -> str:
+def _free_name(name: str, suffix: str, taken: Container[str]) -> str:
     # The same step may have been set aside before.
-    candidates = (f"{name}.{why}{number or ''}" for number in itertools.count())
+    candidates = (f"{name}.{suffix}{number or ''}" for number in itertools.count())
     return next(candidate for candidate in candidates if candidate not in taken)
 
 

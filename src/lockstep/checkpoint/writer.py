@@ -113,7 +113,7 @@ class SaveFailed(Exception):
         self.caused_elsewhere = caused_elsewhere
 
 
-class PendingSave:
+class Save:
     """One save on one rank: pending until it has an `outcome`.
 
     `run` may run in a thread. Of the other methods, the training thread calls only `check_room`, `abandon` and

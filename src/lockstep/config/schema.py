@@ -188,6 +188,9 @@ class DataConfig(Section):
     seed_samples: bool = _key(
         True, "seed random transforms for each sample, so that they do not depend on ranks and workers"
     )
+    balance: Annotated[Literal["none", "length"], _NONE] = _key(
+        "none", "how a step is divided into micro-batches; length: by the lengths of its samples, at equal cost"
+    )
     sharding: Literal["stride", "own"] = _key(
         "stride", "how an iterable dataset is sharded; stride: by Lockstep; own: by the dataset itself"
     )
@@ -266,7 +269,11 @@ class CheckpointConfig(Section):
         "last", "which weights model.safetensors holds: of the last step, or of the best checkpoint"
     )
     # A large frozen backbone need not be in every checkpoint.
-    frozen: bool = _key(True, "save frozen parameters too; false: save only a digest of them, to compare on resume")
+    frozen: bool = _key(
+        True,
+        "save frozen parameters too; false: save only a digest of them, to compare on resume, and leave them out of "
+        "model.safetensors",
+    )
 
 
 class WeightsConfig(Section):

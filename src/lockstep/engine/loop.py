@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import traceback
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,6 +62,10 @@ class Training:
         self.run.hooks.before_training()
         self._loss = self.run.hooks.around_loss(task.loss)
 
+        write_assets = overridden(task, "write_assets")
+        if write_assets:
+            self.run.runtime.collectives.run_on_rank0(lambda: _write_assets(write_assets, self.run.folder.path))
+
         # Check the evaluation data before the first step, not when the first evaluation is due.
         self._eval_sets = _eval_sets(task, self.run)
 
@@ -102,6 +108,12 @@ class Training:
 
     def _evaluate(self) -> None:
         self.run.evaluate(self._eval_sets, may_preempt=True)
+
+
+def _write_assets(write: Callable[[Path], None], run_dir: Path) -> None:
+    folder = run_dir / "assets"
+    folder.mkdir(exist_ok=True)
+    write(folder)
 
 
 def _eval_sets(task: Task, run: Run) -> list[EvaluationSet]:

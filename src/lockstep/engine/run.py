@@ -25,7 +25,7 @@ from lockstep.engine.banner import summary_of
 from lockstep.engine.checks.guards import TrainableGuard, check_replicas
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluation.early_stop import EarlyStop, check_metric
-from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, Evaluator
+from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, Evaluator, evaluation_batch
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.load_balance import LoadBalancer
@@ -45,8 +45,6 @@ from lockstep.parallel.driver import Driver, full_state
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, MicroBatch, Number, StepBatches, StepResult, Weight
-
-MAX_EVALUATION_BATCH = 32  # samples per forward, if neither evaluate.batch nor micro_batch is set
 
 
 @dataclass(frozen=True)
@@ -488,12 +486,8 @@ class Run:
         return self.evaluation is not None and self.evaluation.step == self.stepper.counters.steps_done
 
     def evaluation_batch(self) -> int:
-        """Return the batch size of evaluations.
-
-        Never the derived micro-batch size: it depends on the number of ranks, and the results must not.
-        """
-        configured = self.config.micro_batch if self.config.micro_batch != "auto" else None
-        return self.config.evaluate.batch or configured or min(self.plan.global_batch, MAX_EVALUATION_BATCH)
+        """Return the batch size of evaluations."""
+        return evaluation_batch(self.config, self.plan.global_batch)
 
     # ---- the end ----
 
@@ -543,7 +537,7 @@ class Run:
         return {"step": best.checkpoint.step, "metric": best.metric, "value": best.value, "checkpoint": path}
 
     def _save_weights(self, file: str, ema: bool = False) -> None:
-        weights, aliases = full_state(self.driver, self.runtime.is_main)
+        weights, aliases = full_state(self.driver, self.runtime.is_main, self.config.checkpoint.frozen)
         self.runtime.collectives.run_on_rank0(lambda: self._save_final(file, weights, aliases, ema))
 
     def _save_final(self, file: str, weights: dict[str, Tensor], aliases: dict[str, str], ema: bool) -> None:

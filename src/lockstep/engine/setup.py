@@ -19,13 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.checkpoint.initial.weights import InitialWeights, load_initial_weights
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import Part, RunState
+from lockstep.checkpoint.state_tree import frozen_names
 from lockstep.checkpoint.storage import committed, delete_leftovers, open_storage
 from lockstep.config import Resolved, RunConfig
+from lockstep.data.from_loader import Collate, take_loader
+from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import open_source
 from lockstep.data.windows import rank_range
@@ -190,8 +194,7 @@ class RunBuilder:
 
         only = None
         if runtime.collectives.run_on_rank0(will_resume):
-            frozen = {name for name, p in driver.model.named_parameters() if not p.requires_grad}
-            only = set() if config.checkpoint.frozen else frozen
+            only = set() if config.checkpoint.frozen else frozen_names(driver.model)
             if not only:
                 return InitialWeights(config.init_from)
 
@@ -266,6 +269,9 @@ class RunBuilder:
         """Make everything that depends on the data, resume if there is a checkpoint, and print the banner."""
         setup = self.model_setup
         assert setup is not None, "setup_run() before setup_model()"
+
+        # A DataLoader may set what the configuration leaves open, so it comes first.
+        data, collate, loader_line = self._take_loader(data, collate)
         config, runtime, driver = self.config, self.runtime, setup.driver
 
         # The length of the data determines the plan: how a batch is split, and the number of steps.
@@ -285,6 +291,8 @@ class RunBuilder:
         facts |= setup.optimizers.facts
         if data_line:
             facts["data"] = data_line
+        if loader_line:
+            facts["DataLoader"] = loader_line
 
         # Resuming restores the state of all parts, so all of them must exist by now.
         checkpoints = self._open_checkpoints(setup, stepper, source, plan)
@@ -377,6 +385,16 @@ class RunBuilder:
 
     # ---- parts of setup_run ----
 
+    def _take_loader(self, data: Any, collate: Collate) -> tuple[Any, Collate, str | None]:
+        """Return (data, collate, banner line). A DataLoader is replaced by its parts; other data has no line."""
+        if not isinstance(data, DataLoader):
+            return data, collate, None
+
+        taken = take_loader(data, collate)
+        self.resolved = self.resolved.fill_in("DataLoader", taken.settings)
+        used = {key for key in taken.settings if self.resolved.sources[key] == "DataLoader"}
+        return taken.data, taken.collate, taken.describe(used)
+
     def _plan_data(self, data: Any, collate: Callable[[list[Any]], Any], driver: Driver) -> tuple[Plan, BatchSource]:
         config = self.config
         role = driver.role
@@ -385,6 +403,7 @@ class RunBuilder:
         data_world = World(role.data_rank, role.data_size)
 
         # A stream has no length. The largest micro-batch that fits is recorded when a run runs out of memory.
+        data = bind_sampler(data, config.seed)
         length = len(data) if hasattr(data, "__len__") else None
         max_micro_batch = recorded_micro_batch(self.folder.path, self.runtime) if config.micro_batch == "auto" else None
 

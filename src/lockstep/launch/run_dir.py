@@ -56,9 +56,9 @@ WRITTEN = {
 }
 
 
-def new_run_dir(name: str, make: bool = False) -> Path:
+def new_run_dir(name: str, make: bool = False, parent: Path = Path("runs")) -> Path:
     """Return a folder that does not exist yet: runs/NAME-TIME. With `make` it is made: another start cannot get it."""
-    first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    first = parent / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
     for path in itertools.chain([first], others):
         if path.exists():
@@ -67,7 +67,7 @@ def new_run_dir(name: str, make: bool = False) -> Path:
         # A folder that cannot be made is refused later, in words.
         try:
             if make:
-                path.parent.mkdir(exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
                 path.mkdir()
         except FileExistsError:
             continue

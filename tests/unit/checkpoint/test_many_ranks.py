@@ -14,7 +14,7 @@ from lockstep.checkpoint import inspect, manifest
 from lockstep.checkpoint.format import FileLayout, arrange, file_name
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest, tensors_to_json
 from lockstep.checkpoint.storage import FileSystemStorage, Retention
-from lockstep.checkpoint.writer import Committed, Failed, PendingSave, SaveContext
+from lockstep.checkpoint.writer import Committed, Failed, Save, SaveContext
 
 
 class CountingStorage(FileSystemStorage):
@@ -35,12 +35,12 @@ def layout_of(rank: int, ranks: int) -> FileLayout:
     return arrange({"weight": TensorEntry("F32", (ranks, 4), (piece,))})
 
 
-def saved(root: Path, ranks: int) -> tuple[CountingStorage, PendingSave]:
+def saved(root: Path, ranks: int) -> tuple[CountingStorage, Save]:
     """Have rank 0 commit a checkpoint for which the other ranks have written their files."""
     storage = CountingStorage(root)
     storage.claim("token")
     own = layout_of(0, ranks)
-    save = PendingSave(SaveContext(storage, 0, ranks, "token", Retention()), 1, 1, own.file_size)
+    save = Save(SaveContext(storage, 0, ranks, "token", Retention()), 1, 1, own.file_size)
     (root / save.folder).mkdir(parents=True)
     for rank in range(1, ranks):
         layout = layout_of(rank, ranks)

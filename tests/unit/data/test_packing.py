@@ -73,6 +73,14 @@ def test_a_packed_batch():
     assert unshifted["labels"].tolist() == [[1, 2, 3, 4, 5, -100]]
 
 
+def test_positions_of_padding_are_not_beyond_those_of_documents():
+    """A model may have no more positions than its longest document."""
+    batch = packed_batch([[1, 2, 3]], row_length=8)
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 1]]
+    assert batch["labels"].tolist() == [[-100, 2, 3, *[-100] * 5]]
+    assert batch["cu_seqlens"].tolist() == [0, 3, 6, 8]
+
+
 def test_a_packed_dataset_holds_every_document_once():
     dataset = documents([5, 9, 3, 16, 7, 2, 8, 1])
     for packed in (PackedDataset(dataset, 16), PackedDataset(dataset, 16, lengths=[5, 9, 3, 16, 7, 2, 8, 1])):

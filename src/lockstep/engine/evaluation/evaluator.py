@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.config import RunConfig
 from lockstep.data.loader import Request, SampleReader, is_empty, read_all, to_device
@@ -29,6 +29,9 @@ from lockstep.parallel.driver import LossFn, PlacedModel
 from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
 from lockstep.task import Task
+
+# Samples per forward, if neither evaluate.batch nor micro_batch is set.
+MAX_EVALUATION_BATCH = 32
 
 Row = dict[str, list[float]]  # the sums of one batch: name -> [sum, weight]
 
@@ -96,8 +99,24 @@ def evaluation_sets(task: Task, decides: str | None) -> list[EvaluationSet]:
     return [make(dataset, name=name, decides=name == chosen) for name, dataset in data.items()]
 
 
+def evaluation_batch(config: RunConfig, global_batch: int) -> int:
+    """Return the batch size of evaluations.
+
+    Never the derived micro-batch size: it depends on the number of ranks, and the results must not.
+    """
+    micro = config.micro_batch if config.micro_batch != "auto" else None
+    return config.evaluate.batch or micro or min(global_batch, MAX_EVALUATION_BATCH)
+
+
 def check_data(data: Any) -> None:
     """Check that `data` is a map-style dataset with samples, so that every sample can be counted once."""
+    if isinstance(data, DataLoader):
+        raise UserError(
+            "the data to evaluate on must be a dataset; it is a torch DataLoader",
+            "",
+            "return its dataset; set evaluate.batch for its batch_size, and Task.collate for its collate_fn",
+        )
+
     if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         kind = "a stream" if hasattr(data, "__iter__") else f"a {type(data).__name__}"
         raise UserError(
