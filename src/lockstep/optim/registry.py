@@ -65,6 +65,15 @@ OPTIMIZERS = {
         classes=("AdamW8bit",),
         needs_full_rows=True,
     ),
+    "adafactor": OptimizerKind(
+        "lockstep.optim.adafactor:Adafactor",
+        options=("lr", "weight_decay"),
+        # One float32 per row and column: negligible per element.
+        state_bytes=0,
+        about="one mean of squared gradients per row and per column, no momentum",
+        classes=("Adafactor",),
+        needs_full_rows=True,
+    ),
     "muon": OptimizerKind(
         "torch.optim:Muon",
         options=("lr", "weight_decay"),
@@ -81,15 +90,6 @@ OPTIMIZERS = {
         state_bytes=12,
         about="schedule-free AdamW, whose average of the weights is evaluated and saved",
         classes=("AdamWScheduleFree",),
-    ),
-    "adafactor": OptimizerKind(
-        "lockstep.optim.adafactor:Adafactor",
-        options=("lr", "weight_decay"),
-        # One float32 per row and column: negligible per element.
-        state_bytes=0,
-        about="one mean of squared gradients per row and per column, no momentum",
-        classes=("Adafactor",),
-        needs_full_rows=True,
     ),
 }
 
