@@ -391,7 +391,7 @@ def main() -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--full", action="store_true", help="also train to 85 % accuracy; on a GPU, a ResNet-50 to 95 %"
+        "--full", action="store_true", help="also train to 85 %% accuracy; on a GPU, a ResNet-50 to 95 %%"
     )
     parser.add_argument("--local-rank", help=argparse.SUPPRESS)  # torch.distributed.launch passes it
     OPTIONS = parser.parse_args()

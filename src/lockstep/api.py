@@ -400,6 +400,7 @@ def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds, errors: Pat
             where = f"raised on rank {culprit.rank} of {count}; {run_dir / 'logs'} holds the output of all ranks"
             trace = [] if culprit.for_user else stacks.fold(culprit.traceback)
             error.add_note("\n".join([where, *trace]))
+            error.__dict__["lockstep_rank"] = culprit.rank  # its launcher has shown it
             raise error
 
         raise RanksFailed(

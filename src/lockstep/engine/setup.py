@@ -390,6 +390,7 @@ class RunBuilder:
 
         taken = take_loader(data, collate)
         self.resolved = self.resolved.fill_in("DataLoader", taken.settings)
+        check_same_config(self.config, self.runtime)
         used = {key for key in taken.settings if self.resolved.sources[key] == "DataLoader"}
         return taken.data, taken.collate, taken.describe(used)
 

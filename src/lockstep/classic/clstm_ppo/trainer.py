@@ -181,8 +181,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         trainer.initialize()
         metrics = trainer.train()
     except UserError as error:
-        # The launcher has reported what came from a rank, which has a note that says so.
-        if not (isinstance(error, RanksFailed) or hasattr(error, "__notes__")):
+        # The launcher has reported what came from a rank.
+        if not (isinstance(error, RanksFailed) or hasattr(error, "lockstep_rank")):
             print(f"train_distributed_clstm_ppo: {error}", file=sys.stderr)
 
         return 2

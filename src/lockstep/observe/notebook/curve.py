@@ -10,7 +10,7 @@ from lockstep.observe.formats import escaped, figures
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH, HEIGHT = 460, 120  # of the SVG, in its own units
-COLOURS = ("#3f51b5", "#2e9e5b")  # of the first and the second curve
+COLOURS = ("#3f51b5", "#2e9e5b", "#c2662d", "#8e44ad")  # of the curves, in order
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
@@ -53,7 +53,9 @@ def curve_svg(curves: dict[str, list[Point]]) -> str:
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5" stroke-linecap="round"/>'
         )
         label = f"{escaped(name)} {figures(curve[-1][1], 4)}"
-        parts.append(f'<text x="{4 + 200 * index}" y="13" font-size="12" fill="{colour}">{label}</text>')
+        parts.append(
+            f'<text x="{4 + WIDTH * index // len(finite)}" y="13" font-size="12" fill="{colour}">{label}</text>'
+        )
 
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" height="{HEIGHT}" '

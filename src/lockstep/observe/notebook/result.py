@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch import records
-from lockstep.launch.jsonl import EVENTS
 from lockstep.observe.charts import Point
 from lockstep.observe.formats import duration, escaped, figures, number
+from lockstep.observe.history import read_history
 from lockstep.observe.notebook.curve import curve_svg, sparkline
-from lockstep.observe.report import without_undone
-from lockstep.observe.run_list import parse_lines
 
 
 def result_text(run_dir: Path, summary: Mapping[str, Any]) -> str:
@@ -43,15 +41,26 @@ def _headline(summary: Mapping[str, Any]) -> str:
 
 
 def _curves(run_dir: Path) -> dict[str, list[Point]]:
-    """Return the curves of the loss, over steps: of training, and of evaluations."""
-    lines = parse_lines(records.read(run_dir / "metrics.jsonl"))
-    events = parse_lines(records.read(run_dir / EVENTS))
-    evaluations = [event for event in events if event.get("event") == "eval" and event.get("decides", True)]
+    """Return the curves of the loss, over steps: of training, and of the evaluations of each set."""
+    # The folder may have been changed since, and to print a result must not fail.
+    with suppress(Exception):
+        return _curves_of(read_history(run_dir))
+
+    return {}
+
+
+def _curves_of(history: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
     curves: dict[str, list[Point]] = {}
-    for name, found in (("loss", lines), ("eval_loss", evaluations)):
-        pairs = [(number(record.get("step")), number(record.get("loss"))) for record in without_undone(found)]
-        points = [(step, loss) for step, loss in pairs if step is not None and loss is not None]
-        if points:
-            curves[name] = points
+    for record in history:
+        # The loss of a task's only evaluation set has no other name; that of several sets is `val/loss`.
+        losses = {"loss": record.get("loss")}
+        for name, value in (record["eval"] or {}).items():
+            if name == "loss" or name.endswith("/loss"):
+                losses["eval_loss" if name == "loss" else name] = value
+
+        for name, value in losses.items():
+            loss = number(value)
+            if loss is not None:
+                curves.setdefault(name, []).append((record["step"], loss))
 
     return curves

@@ -165,9 +165,20 @@ def test_a_curve_is_whole_xml_whatever_its_values():
         assert root[1].text.startswith("<loss>")
 
 
+def test_a_result_shows_a_curve_for_each_evaluation_set(tmp_path):
+    evaluations = [
+        {"event": "eval", "step": step, "set": name, "loss": loss, "metrics": {"accuracy": 0.5}}
+        for step in (1, 2)
+        for name, loss in (("val", 1.0 / step), ("clean", 2.0 / step))
+    ]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in evaluations))
+    lines = repr(RunResult(tmp_path, {"step": 2}, task=None)).splitlines()
+    assert lines[1:] == ["  val/loss   █▁  1.000 to 0.5000", "  clean/loss █▁  2.000 to 1.000"]
+
+
 def test_a_result_shows_its_curve_and_survives_a_missing_folder(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {n}, "loss": {9 - n}}}\n' for n in range(1, 9)))
-    (tmp_path / "events.jsonl").write_text('{"event": "eval", "step": 8, "loss": 2.5}\nnonsense\n')
+    (tmp_path / "events.jsonl").write_text('{"event": "eval", "step": 8, "loss": 2.5, "metrics": {}}\n')
     summary = {"step": 8, "loss": 1.0, "eval_loss": 2.5, "eval_metrics": {"accuracy": 0.75}, "world": 2, "seconds": 62}
     result = RunResult(tmp_path, summary, task=None)
     assert repr(result).splitlines() == [
@@ -176,6 +187,8 @@ def test_a_result_shows_its_curve_and_survives_a_missing_folder(tmp_path):
         "  eval_loss  ▁  2.500 to 2.500",
     ]
     assert len(ET.fromstring(result._repr_html_()).findall(".//{http://www.w3.org/2000/svg}polyline")) == 2
+    (tmp_path / "metrics.jsonl").write_text("nonsense\n{}\n")
+    assert len(repr(result).splitlines()) == 1
     gone = RunResult(tmp_path / "gone", {}, task=None)
     assert repr(gone) == f"RunResult {tmp_path / 'gone'}: - steps, 1 process, -"
     assert "<svg" not in gone._repr_html_()
