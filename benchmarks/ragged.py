@@ -1,7 +1,8 @@
 """Padding, bucketing, balancing and packing of ragged token sequences, on one CPU thread.
 
     python benchmarks/ragged.py
-    python benchmarks/ragged.py --ranks 4 --turns 3
+    python benchmarks/ragged.py --ranks 4
+    python benchmarks/ragged.py --model llama --micro-batch 4
 
 A small causal model trains on sequences of 3 to 64 tokens, of uniformly distributed lengths. Each way of making batches
 trains about the same number of sequences, in turns, so that noise hits all alike. With several ranks, the work of every
@@ -67,6 +68,28 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = layer(x, mask)
         return self.head(x)
+
+
+class Llama(nn.Module):
+    """A Llama of transformers, as large as the Decoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=WORDS,
+            hidden_size=WIDTH,
+            intermediate_size=3 * WIDTH,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            max_position_embeddings=LONGEST,
+        )
+        self.inner = LlamaForCausalLM(config)
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor, packed: bool) -> Tensor:
+        mask = attention_mask(position_ids) if packed else None
+        return self.inner(input_ids, attention_mask=mask, position_ids=position_ids, use_cache=False).logits
 
 
 def padded(samples: list[Tensor]) -> dict[str, Tensor]:
@@ -135,6 +158,7 @@ def train(way: Way, model: nn.Module, batch: int, micro_batch: int, ranks: int, 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=["decoder", "llama"], default="decoder", help="llama: that of transformers")
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--batch", type=int, default=64, help="sequences of a step, on all ranks")
     parser.add_argument("--micro-batch", type=int, default=8)
@@ -147,7 +171,7 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(3, LONGEST + 1, (2048,), generator=generator)
     sequences = [torch.randint(1, WORDS, (int(length),), generator=generator) for length in lengths]
-    model = Decoder()
+    model = Llama() if arguments.model == "llama" else Decoder()
     found = ways(sequences, lengths.numpy(), arguments.micro_batch, arguments.row)
     rates: dict[str, list[float]] = {name: [] for name in found}
     waste: dict[str, float] = {}
