@@ -139,6 +139,8 @@ def takes(kind: Any) -> str:
         return ", ".join(takes(part) for part in inner if part is not type(None))
     if origin is list:
         return f"list of {takes(inner[0])}"
+    if origin is dict and inner[1] is Any:
+        return "mapping"
     if origin is dict:
         return f"{takes(inner[0])} by {takes(inner[1])}"
     return {int: "whole number", float: "number", str: "text", bool: "`true`, `false`"}[kind]

@@ -90,6 +90,13 @@ class OwnRun(BuiltRunView):
         module = setup.driver.module
         wrapped_models = several.called_by(module) if several else iter([module])
         replaced = {id(model): wrapped for model, wrapped in zip(models, wrapped_models, strict=True)}
+        if len(optimizers) != len(setup.optimizers.all):
+            raise UserError(
+                f"optimizer={self._builder.config.optimizer} makes two optimizers of one",
+                "a custom loop names the optimizers that it steps",
+                "make both in your script: muon, adamw = torch.optim.Muon(...), torch.optim.AdamW(...); "
+                "step.apply(muon, adamw)",
+            )
         replaced |= {id(own): new for own, new in zip(optimizers, setup.optimizers.all, strict=True)}
         return tuple(replaced.get(id(part), part) for part in parts)
 
