@@ -339,6 +339,16 @@ def test_rows_become_tokens(tmp_path: Path) -> None:
     masked.eval_rows = masked.rows
     assert masked.eval_data()[0] == masked.eval_data()[1]
 
+    # Files and datasets give the same rows.
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("the cat", "a dog saw")) + "\n")
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"text": ["the cat", "a dog saw"]})
+    table.save_to_disk(tmp_path / "table")
+    for data in (path, str(tmp_path / "table"), table, ["the cat", "a dog saw"]):
+        rows = CausalLM(llama(), data, tokenizer=tokenizer()).data()
+        assert [rows[index]["input_ids"] for index in range(len(rows))] == [[4, 5], [8, 14, 11]]
+
     packed = CausalLM(llama(), [{"input_ids": [2, 3, 4]}, {"input_ids": [5, 6]}, {"input_ids": [7]}], pack=4)
     assert [packed.data()[i] for i in range(len(packed.data()))] == [{"input_ids": [2, 3, 4, 5]}]
 
