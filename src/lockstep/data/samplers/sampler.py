@@ -110,7 +110,7 @@ def uniforms(key: int, start: int, stop: int) -> np.ndarray:
 
 
 def as_numbers(values: Any, what: str, minimum: float = 0.0, each: str = "sample") -> np.ndarray:
-    """Return `values` as float64, one for each sample, or raise if they are not finite numbers of at least `minimum`."""
+    """Return `values` as float64 (n,), or raise if they are not finite numbers of at least `minimum`."""
     numbers = np.asarray(values, dtype=np.float64)
     if numbers.ndim != 1 or len(numbers) == 0:
         raise UserError(
