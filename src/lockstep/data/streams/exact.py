@@ -67,6 +67,7 @@ class ExactStreamSource(EpochSource):
 
         self.shards = shards
         self.cells = micro_batches_of(options)
+        self._own_shards = shards_of(self.cells, shards, options)
         super().__init__(collate, options, -(-options.micro_batches // options.data_world.size))
         self.about = self._describe()
 
@@ -91,8 +92,11 @@ class ExactStreamSource(EpochSource):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in every shard. Collective: each rank has the positions in the shards that it reads."""
+        # Only of shards that this rank reads: the others are further by now.
+        own = {shard: self._states[shard] for shard in self._own_shards if shard in self._states}
+
         # Pickles travel between the ranks of this job only. A checkpoint holds the states as plain values and tensors.
-        local = base64.b64encode(pickle.dumps(self._states)).decode()
+        local = base64.b64encode(pickle.dumps(own)).decode()
         by_rank = [pickle.loads(base64.b64decode(text)) for text in self.options.gather(local)]
         states: dict[int, State] = {}
         for of_rank in reversed(by_rank):
@@ -200,10 +204,9 @@ class ExactStreamSource(EpochSource):
 
     def _samples_on_all_ranks(self, micros: list[MicroBatch]) -> int:
         """Return the global batch, or an estimate if places in it are empty."""
-        options = self.options
-        places = sum(min(options.micro_batch, options.global_batch - m * options.micro_batch) for m in self.cells)
+        places = sum(len(places_of(cell, self.options)) for cell in self.cells)
         samples = sum(micro.samples for micro in micros)
-        return samples * options.global_batch // places if places else 0
+        return samples * self.options.global_batch // places if places else 0
 
     def _describe(self) -> str:
         count, workers = self.shards.shards, self.options.config.workers
@@ -220,6 +223,18 @@ def micro_batches_of(options: SourceOptions) -> range:
     if options.interleaved:
         return range(world.rank, options.micro_batches, world.size)
     return rank_range(options.micro_batches, world.rank, world.size)
+
+
+def places_of(cell: int, options: SourceOptions) -> range:
+    """Return the places of a micro-batch in the global batch."""
+    start = cell * options.micro_batch
+    return range(start, min(start + options.micro_batch, options.global_batch))
+
+
+def shards_of(cells: range, shards: Shards, options: SourceOptions) -> list[int]:
+    """Return the virtual shards in which these micro-batches lie."""
+    each = options.global_batch // shards.shards
+    return sorted({place // each for cell in cells for place in places_of(cell, options)})
 
 
 def open_cursor(shards: Shards, options: SourceOptions, epoch: int, shard: int, state: State | None = None) -> Cursor:
@@ -250,11 +265,10 @@ class _StepReader(IterableDataset):
         # A dataset that splits itself by worker process must not: each shard is read whole.
         torch_worker._worker_info = None
 
-        # The shards in which the micro-batches of this worker lie.
-        cells = micro_batches_of(self.options)
-        cells = cells[slice(*_bounds(rank_range(len(cells), worker, workers)))]
-        each = self.options.global_batch // self.shards.shards
-        needed = sorted({place // each for cell in cells for place in self._places(cell)})
+        of_rank = micro_batches_of(self.options)
+        of_worker = rank_range(len(of_rank), worker, workers)
+        cells = of_rank[of_worker.start : of_worker.stop]
+        needed = shards_of(cells, self.shards, self.options)
 
         cursors: dict[int, Cursor] = {}
         first = True
@@ -278,7 +292,7 @@ class _StepReader(IterableDataset):
 
         micro_batches = []
         for cell in cells:
-            places = [divmod(place, each) for place in self._places(cell)]
+            places = [divmod(place, each) for place in places_of(cell, self.options)]
             filled = [(shard, number) for shard, number in places if number < len(samples[shard])]
             if filled:
                 ids = [(begins[shard] + number) * self.shards.shards + shard for shard, number in filled]
@@ -297,11 +311,6 @@ class _StepReader(IterableDataset):
             beginning,
         )
 
-    def _places(self, cell: int) -> range:
-        """Return the places of a micro-batch in the global batch."""
-        start = cell * self.options.micro_batch
-        return range(start, min(start + self.options.micro_batch, self.options.global_batch))
-
     def _collate(self, samples: list[Any], ids: list[int]) -> Any:
         return collate_samples(self.collate, samples, ids, self._where, is_default_collate(self.collate))
 
@@ -314,7 +323,3 @@ class _StepReader(IterableDataset):
     @property
     def _where(self) -> str:
         return f"of the stream, in epoch {self.epoch}"
-
-
-def _bounds(chosen: range) -> tuple[int, int]:
-    return chosen.start, chosen.stop
