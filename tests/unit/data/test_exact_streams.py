@@ -326,6 +326,7 @@ def write_tar(path: Path, numbers: list[int]) -> None:
 ROUTE = [(1, 0, 2), (3, 0, 2), (2, 1, 4)]
 
 
+@pytest.mark.long
 def test_datasets_of_hugging_face() -> None:
     datasets = pytest.importorskip("datasets")
 
@@ -409,5 +410,6 @@ def test_what_cannot_be(tmp_path: Path) -> None:
 def test_the_banner_names_the_kind_of_resume() -> None:
     (source,) = Job(shards, 1, workers=2).sources
     assert isinstance(source, ExactStreamSource)
-    assert source.about == "a stream in 4 virtual shards; resuming it is exact"
-    assert "3 readers share shards" in (Job(shards, 3).sources[0].about or "")
+    assert source.about == "a stream in 4 virtual shards; a resumed run continues exactly"
+    assert "there are 6 readers" in (Job(shards, 3, workers=2).sources[0].about or "")
+    assert "read again" in (Job(Plain, 1, resume="reread").sources[0].about or "")

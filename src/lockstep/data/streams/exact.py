@@ -209,11 +209,14 @@ class ExactStreamSource(EpochSource):
         return samples * self.options.global_batch // places if places else 0
 
     def _describe(self) -> str:
-        count, workers = self.shards.shards, self.options.config.workers
-        readers = self.options.data_world.size * max(1, workers)
-        text = f"a stream in {plural(count, 'virtual shard')}; resuming it is exact"
-        if count % readers:
-            text += f"; {readers} readers share shards, which they read several times"
+        count = self.shards.shards
+        how = "is read again up to its position" if self.options.config.resume == "reread" else "continues exactly"
+        text = f"a stream in {plural(count, 'virtual shard')}; a resumed run {how}"
+
+        # A shard that lies in the micro-batches of several readers is read by each of them.
+        size, workers = self.options.data_world.size, max(1, self.options.config.workers)
+        if size * workers > count:
+            text += f"; there are {size * workers} readers, so that some shards are read more than once"
         return text
 
 
