@@ -36,7 +36,7 @@ lab: $(READY_LAB)
 	@$(BIN)/lockstep lab
 	@echo
 	@echo "Your first steps:"
-	@echo "  source $(BIN)/activate                                  so that 'lockstep' and 'python' are those of the course"
+	@echo "  source $(BIN)/activate                               so that 'lockstep' and 'python' are those of the course"
 	@echo "  open lab/exercises/01_ddp_basic.py                      in your editor; docs/lab/01_ddp_basic.md explains it"
 	@echo "  lockstep lab check 1 lab/exercises/01_ddp_basic.py      says what is still wrong, and why"
 	@echo "  lockstep lab predict 1                                  the questions: guess before you see the numbers"

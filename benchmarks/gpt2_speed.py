@@ -23,16 +23,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
-from turns import LR_WARM_UP, WARM_UP, by_hand, by_lockstep, losses, settings, take, take_turns
 
+from lockstep.bench.intervals import ratio
+from lockstep.bench.ranks.turns import WARM_UP, Turn, by_lockstep, take, take_round
+from lockstep.bench.ranks.workload import settings_of
+from lockstep.bench.results import table_lines
 from lockstep.config import Resolved, resolve_for
+from lockstep.engine.run import Run
 from lockstep.losses import linear_cross_entropy
 from lockstep.precision import choose_precision
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 
-BLOCK, LR = 20, 6e-4
+BLOCK, LR, LR_WARM_UP = 20, 6e-4, 100
 
 
 @dataclass(frozen=True)
@@ -118,10 +122,51 @@ def batches(tokens: Tensor, size: int) -> Iterator[Tensor]:
         yield from (tokens[rows] for rows in torch.randperm(len(tokens)).split(size) if len(rows) == size)
 
 
-def resolved(task: Tokens, batch: int, run_dir: str) -> Resolved:
-    rate = {"peak": LR, "warmup": LR_WARM_UP, "schedule": "constant"}
-    values = settings(run_dir, BLOCK, global_batch=batch, tail="drop", lr=rate, clip={"norm": 1.0})
-    return resolve_for(task.defaults, {}, [("benchmark", values)])
+def resolved(batch: int, run_dir: str) -> Resolved:
+    values = {
+        "run_dir": run_dir,
+        "log.every": BLOCK,
+        "global_batch": batch,
+        "tail": "drop",
+        "lr.peak": LR,
+        "lr.warmup": LR_WARM_UP,
+        "lr.schedule": "constant",
+        "clip.norm": 1.0,
+    }
+    return settings_of(Tokens, [], values)
+
+
+def by_hand(task: Tokens, batches: Iterator[Tensor], device: torch.device) -> Iterator[float]:
+    """The loop that its author would be proud of; yields the loss of the last step of every turn."""
+    torch.manual_seed(0)
+    on_cuda = device.type == "cuda"
+    model = task.model().to(device)
+    if on_cuda:
+        model.compile()
+    optimizer = task.optimizer(model)
+
+    for step, batch in enumerate(batches, start=1):
+        if on_cuda:
+            batch = batch.pin_memory().to(device, non_blocking=True)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=on_cuda):
+            loss = task.loss(model, [batch])
+            mean = loss.total / loss.weight
+        mean.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+        for group in optimizer.param_groups:
+            group["lr"] = LR * min(1.0, step / (LR_WARM_UP + 1))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if step % BLOCK == 0:
+            yield mean.item()
+
+
+def losses(loop: Iterator[Run]) -> Iterator[float]:
+    """Yield the loss of the last step of every turn; the host waits for it, as that of the hand-written loop does."""
+    for run in loop:
+        run.recorder.poll(wait=True)
+        yield run.recorder.last["loss"]
 
 
 def matmul_rate(device: torch.device) -> float:
@@ -139,12 +184,11 @@ def matmul_rate(device: torch.device) -> float:
     return statistics.median(found[1:])
 
 
-def warmed(loops: dict[str, Iterator[float]]) -> dict[str, Iterator[float]]:
+def warmed(loops: dict[str, Iterator[float]]) -> None:
     for number in range(1, WARM_UP + 1):
         for name, loop in loops.items():
             turn = take(loop)
             print(f"  {name}: warm-up turn {number}, {turn.seconds:.1f} s, loss {turn.value:.4f}", flush=True)
-    return loops
 
 
 def choose_attention(kind: str) -> None:
@@ -174,23 +218,34 @@ def main() -> None:
         rate = matmul_rate(runtime.device) if on_cuda else math.nan
         drawn = batches(task.data().tensors[0], given.batch)
         loops = {
-            "hand-written": by_hand(task, drawn, runtime.device, BLOCK, LR, lambda model, ids: task.loss(model, [ids])),
-            "lockstep": losses(by_lockstep(task, resolved(task, given.batch, folder), runtime, BLOCK)),
+            "hand-written": by_hand(task, drawn, runtime.device),
+            "lockstep": losses(by_lockstep(task, resolved(given.batch, folder), runtime, BLOCK)),
         }
-        found = take_turns(warmed(loops), given.turns, warm_up=0)
+        warmed(loops)
+        rounds = [take_round(loops, number) for number in range(given.turns)]
+
+    found = {name: [each[name] for each in rounds] for name in loops}
     print(
         f"{runtime.device}, torch {torch.__version__}, {given.form}, batch {given.batch}, {given.attention} attention"
     )
-    for name, turns in found.items():
-        median = statistics.median(BLOCK * tokens / turn.seconds for turn in turns)
-        print(
-            f"{name:14} {median:11,.0f} tokens/s  {tokens / median * 1e3:8.2f} ms/step  "
-            f"{median * size.flops / rate:6.1%} of {rate / 1e12:.0f} TFLOP/s  loss {turns[-1].value:.4f}  "
-            f"peak {turns[-1].peak_bytes / 2**30:.1f} GiB with both models"
-        )
-    pairs = zip(found["hand-written"], found["lockstep"], strict=True)
-    ratios = sorted(theirs.seconds / ours.seconds for theirs, ours in pairs)
-    print(f"ratio          {statistics.median(ratios):11.4f}   (turns: {ratios[0]:.4f} to {ratios[-1]:.4f})")
+    heads = ("loop", "tokens/s", "ms/step", f"of {rate / 1e12:.0f} TFLOP/s", "loss", "peak GiB with both models")
+    rows = [row(name, turns, tokens, size.flops / rate) for name, turns in found.items()]
+    print(*table_lines(heads, rows), sep="\n")
+    theirs, ours = ([turn.seconds for turn in turns] for turns in found.values())
+    speed = ratio(theirs, ours)
+    print(f"ratio {speed.median:.4f} ({speed.low:.4f} to {speed.high:.4f})")
+
+
+def row(name: str, turns: list[Turn], tokens: int, share: float) -> list[str]:
+    median = statistics.median(BLOCK * tokens / turn.seconds for turn in turns)
+    return [
+        name,
+        f"{median:,.0f}",
+        f"{tokens / median * 1e3:.2f}",
+        f"{median * share:.1%}",
+        f"{turns[-1].value:.4f}",
+        f"{turns[-1].peak_bytes / 2**30:.1f}",
+    ]
 
 
 if __name__ == "__main__":

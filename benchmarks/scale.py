@@ -35,7 +35,7 @@ from lockstep.checkpoint import inspect
 from lockstep.checkpoint.format import FileLayout, arrange, file_name
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest, tensors_to_json
 from lockstep.checkpoint.storage import FileSystemStorage, Retention
-from lockstep.checkpoint.writer import PendingSave, SaveContext
+from lockstep.checkpoint.writer import Save, SaveContext
 from lockstep.launch.coordinator import WAIT_S
 from lockstep.launch.decisions import state_machine
 from lockstep.launch.nodes.search import RETRY_S, Membership
@@ -303,12 +303,12 @@ def since(began: tuple[float, float]) -> str:
     return f"{wall:.2f} ({cpu:.2f})"
 
 
-def staged(root: Path, parts: int) -> tuple[PendingSave, FileLayout, memoryview]:
+def staged(root: Path, parts: int) -> tuple[Save, FileLayout, memoryview]:
     """Return the save of rank 0, after all other ranks have written and confirmed their small files."""
     names = [f"layer{number}.weight" for number in range(4)]
     storage = FileSystemStorage(root)
     storage.claim("be7c4")
-    save = PendingSave(SaveContext(storage, 0, parts, "be7c4", Retention()), 1, 1, 0)
+    save = Save(SaveContext(storage, 0, parts, "be7c4", Retention()), 1, 1, 0)
     (root / save.folder).mkdir(parents=True)
     for rank in reversed(range(parts)):
         pieces = {name: (Piece(file_name(rank), name, (rank, 0), (1, 16)),) for name in names}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -51,10 +50,3 @@ def mean_loss(lines: list[dict[str, Any]]) -> float:
     """Over all steps. Single lines cannot be compared: a GPU's outcomes may come a step late."""
     known = [line for line in lines if line["loss"] is not None]
     return sum(line["loss"] * line["weight"] for line in known) / sum(line["weight"] for line in known)
-
-
-def on_ranks(ranks: int, script: str, *words: str) -> None:
-    """The script itself on this many ranks under torchrun, with one thread each. Ends this process if it fails."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    if subprocess.run([*torchrun, script, *words], env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode:
-        sys.exit(f"{Path(script).name} {' '.join(words)} failed on {ranks} ranks")

@@ -64,6 +64,7 @@ SAMPLED: dict[str, tuple[int, ...]] = {
     "ranks/test_resume.py::test_a_run_that_left_and_came_back_has_the_same_bits": (0, 2),
     "ranks/test_resume.py::test_any_world_goes_on_from_any_other": (1, 3, 6, 8, 11, 12),
     "ranks/test_schedule.py::test_the_curve_is_the_same_at_any_world_size": (2,),
+    "ranks/test_samplers.py::test_every_offset_once_on_one_then_three_then_two_ranks": (0, 1),
     "ranks/test_show.py::test_a_text_gathers_the_model_once_if_there_is_room": (1,),
     "ranks/test_show.py::test_an_error_of_one_rank_ends_it_for_all": (0,),
     "ranks/test_storage.py::test_a_resumed_run_has_the_same_bits": (0, 3),

@@ -65,7 +65,7 @@ class Bare(Fit):
         return super().loss(model, batch).total
 
 class Refusing(Fit):
-    def after_step(self, model, step):
+    def after_step(self, run, result):
         raise lockstep.UserError("the task does not want to continue", "no such luck", "try again")
 
 class Plain(nn.Module):
@@ -252,7 +252,7 @@ def test_a_script_is_told_once_how_to_resume(monkeypatch, tmp_path, capsys, by_l
 
 def test_options_of_a_default_preset_are_not_recorded(monkeypatch):
     seen = []
-    monkeypatch.setattr(api, "_fit_here", lambda task, resolved, name: seen.append((task.width, resolved)))
+    monkeypatch.setattr(api, "_fit_here", lambda task, resolved, name, _: seen.append((task.width, resolved)))
     fit(WithPreset(), steps=1, global_batch=1)
     fit(WithPreset, steps=1, global_batch=1)
     [(made, without), (asked, with_options)] = seen
@@ -324,5 +324,5 @@ def test_the_package_names_its_version_and_its_renamed_names():
 def test_processes_that_never_started_are_not_called_a_rank(tmp_path, rank, words):
     ending = JobEnd(1, Failure.noticed(Kind.ZYGOTE, "out of memory", rank))
     with pytest.raises(RanksFailed, match=words) as failed:
-        api._raise_unless_done(ending, tmp_path, Bounds(2, 2))
+        api._raise_unless_done(ending, tmp_path, Bounds(2, 2), tmp_path)
     assert "rank None" not in str(failed.value)

@@ -26,6 +26,8 @@ PAGES = [
     for path in (*sorted(ROOT.glob("*.md")), ROOT / "lab" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     if path.name != "LOG.md"
 ]
+# Pages that train and verify whole models, for `make test-long`. What they show has faster tests of its own.
+LONG_PAGES = {"docs/ports.md"}
 PAGE_S = 880  # most seconds for one page, which runs up to a dozen commands, each with its own limit
 
 
@@ -64,7 +66,9 @@ def runs(request: pytest.FixtureRequest, start: Start) -> dict[str, Future[str]]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.long] * (page in LONG_PAGES)) for page in PAGES]
+)
 def test_every_block_runs(page, runs):
     assert runs[page].result() == ""
 

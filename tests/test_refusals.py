@@ -23,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lockstep.config import read_layers, resolve
+from lockstep.data.samplers import Sampled
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import RunBuilder, open_run
@@ -125,6 +126,11 @@ class StrangeScaled(Strange):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class OwnLoader(DataLoader):
+    def __iter__(self) -> Any:
+        return iter(())
 
 
 class NoLength(Dataset):
@@ -320,6 +326,9 @@ CONFIGURATION = {
     ),
     "speeds with a mesh": Row(
         {"load_balance": [1, 2], "mesh.pp": 2}, "mesh.pp = 2", "wait for each other", "leave mesh.pp out"
+    ),
+    "lengths in a pipeline": Row(
+        {"data.balance": "length", "mesh.pp": 2}, "mesh.pp = 2", "equal numbers of samples", "leave data.balance out"
     ),
     "speeds with a static graph": Row(
         {"load_balance": "auto", "ddp.static_graph": True}, "static_graph", "one micro-batch", "leave ddp.static_graph"
@@ -531,6 +540,9 @@ MODEL = {
     "places of a batch in a pipeline": Row(
         {"strategy": "pp"}, "before_batch()", "in flight together", "set strategy=ddp", Placed(long_row)
     ),
+    "places of a batch divided by length": Row(
+        {"data.balance": "length"}, "before_batch()", "change their places", "leave data.balance out", Placed()
+    ),
     "places of a batch that move": Row(
         {"load_balance": "auto", "micro_batch": 1}, "before_batch()", "other ranks", "give one number", Placed()
     ),
@@ -567,7 +579,42 @@ BATCH = {
     "no whole step": Row({"tail": "drop", "global_batch": 128}, "tail=drop", "leaves no step", "set tail=short"),
 }
 DATA = {
-    "a loader": Row({}, "a dataset", "already decided batch size", "its dataset", Asked(samples=DataLoader(ROWS))),
+    "a loader without batches": Row(
+        {}, "batch_size=None", "makes the batches", "set global_batch", Asked(samples=DataLoader(ROWS, batch_size=None))
+    ),
+    "a loader with batches of its own": Row(
+        {},
+        "batch_sampler is a list",
+        "divides every step",
+        "Sampled(dataset, sampler)",
+        Asked(samples=DataLoader(ROWS, batch_sampler=[[0, 1], [2, 3]])),
+    ),
+    "a loader that prepares its workers": Row(
+        {},
+        "has worker_init_fn",
+        "would not use",
+        "seeded one by one",
+        Asked(samples=DataLoader(ROWS, worker_init_fn=print)),
+    ),
+    "a loader that iterates in its own way": Row(
+        {}, "is a OwnLoader", "by their ids", "its dataset", Asked(samples=OwnLoader(ROWS))
+    ),
+    "a loader to evaluate on": Row(
+        {}, "it is a torch DataLoader", "must be a dataset", "evaluate.batch", Asked(held_out=DataLoader(ROWS))
+    ),
+    "no lengths": Row(
+        {"data.balance": "length"}, "needs the length of each sample", "has none", "Sampled(dataset, len"
+    ),
+    "too few lengths": Row(
+        {"data.balance": "length"},
+        "2 lengths for 64 samples",
+        "",
+        "one length for each sample",
+        Asked(samples=Sampled(ROWS, lengths=[1, 2])),
+    ),
+    "lengths of a stream": Row(
+        {"data.balance": "length"}, "is a Stream", "before they are read", "leave data.balance", Asked(samples=Stream())
+    ),
     "a number": Row({}, "a int can neither be indexed nor iterated", "", "torch Dataset", Asked(samples=5)),
     "no length": Row(
         {}, "data cannot be read: a NoLength has no __len__", "", "torch Dataset", Asked(samples=NoLength())
@@ -691,7 +738,7 @@ OWN_LOOPS = {
         "",
         "with run.init_module():",
     ),
-    "a loader": DATA["a loader"],
+    "a loader without batches": DATA["a loader without batches"],
     "speeds of a stream": DATA["speeds of a stream"],
 }
 

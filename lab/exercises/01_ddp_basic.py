@@ -42,7 +42,8 @@ class OwnDDP(nn.Module):
         super().__init__()
         self.module = module
 
-        # TODO 2: all copies must begin with the weights and buffers of rank 0 (dist.broadcast).
+        # TODO 2: all copies must begin with the weights and buffers of rank 0 (dist.broadcast). Send tensor.detach():
+        # torch warns that it cannot differentiate a broadcast.
 
         # Autograd calls the hook as soon as a parameter's gradient is complete: the last layer's comes first.
         for parameter in module.parameters():
@@ -84,7 +85,8 @@ def train(model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer
 
 def replica_difference(model: nn.Module) -> float:
     """Return how far any parameter of any rank is from rank 0's. All ranks call it, and all get the same number."""
-    # TODO 6: broadcast a copy of rank 0's parameter, compare, and all-reduce the largest difference (ReduceOp.MAX).
+    # TODO 6: broadcast a detached copy of rank 0's parameter, compare, and all-reduce the largest difference
+    # (ReduceOp.MAX).
     raise NotImplementedError("compare the replicas")
 
 

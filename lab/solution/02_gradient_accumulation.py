@@ -143,7 +143,7 @@ def with_lockstep(model: nn.Module, micro_batch: int) -> nn.Module:
     """Accumulate with Lockstep: `micro_batch` is a setting, and the loop stays as it is."""
     dataset = ShapeClass(128, pixels=8)
     settings = {"global_batch": 128, "micro_batch": micro_batch, "steps": 1, "data": {"shuffle": False}}
-    with lockstep.start(**settings, log={"progress": "off"}) as run:
+    with lockstep.start(**settings, compile=False, log={"progress": "off"}) as run:
         model = copy.deepcopy(model)
         model, _ = run.setup(model, sgd(model))
         for step in run.steps(dataset):

@@ -352,6 +352,7 @@ def with_lockstep(checks: Checks) -> None:
         with lockstep.start(
             global_batch=8,
             steps=3,
+            compile=False,  # for three steps it would take longer than they do
             precision=precision,
             run_dir=str(predictions.folder() / f"04_{precision}_{os.environ['MASTER_PORT']}"),
             log={"progress": "off"},

@@ -371,6 +371,7 @@ def with_lockstep(checks: Checks) -> None:
         with lockstep.start(
             global_batch=64,
             steps=3,
+            compile=False,  # for three steps it would take longer than they do
             ddp={"bucket_mb": bucket_mb},
             run_dir=str(folder),
             log={"progress": "off", "every": 1},

@@ -12,7 +12,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ from lockstep.config import Layer, Resolved, check, flatten, from_object, resolv
 from lockstep.config.schema import typed as typed_value
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import failure
+from lockstep.launch.hangs import stacks
 from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.run_dir import (
@@ -36,6 +37,10 @@ from lockstep.launch.run_dir import (
 )
 from lockstep.launch.supervisor import JobEnd, supervise
 from lockstep.launch.terminal import shares_log
+from lockstep.observe.history import read_history
+from lockstep.observe.notebook import kernel
+from lockstep.observe.notebook.follower import following
+from lockstep.observe.notebook.result import result_html, result_text
 from lockstep.observe.report import write_report
 from lockstep.registries import check_names
 from lockstep.runtime import environments
@@ -70,13 +75,22 @@ class Best:
     value: float
 
 
-@dataclass
+@dataclass(repr=False)
 class RunResult:
-    """What a finished run leaves behind."""
+    """What a finished run leaves behind. Printed, or as the last line of a notebook's cell, it shows its curve."""
 
     run_dir: Path
     summary: dict[str, Any]
     task: Task
+
+    @cached_property
+    def history(self) -> list[dict[str, Any]]:
+        """The log of the run: a record per log line or evaluation, by step.
+
+        A record of a log line has "step", "loss", "lr", "metrics" and more. Its "eval" is None, or the evaluation after
+        that step: its "loss" and its metrics. An evaluation between two log lines has "step" and "eval" only.
+        """
+        return read_history(self.run_dir)
 
     @property
     def best(self) -> Best | None:
@@ -100,9 +114,26 @@ class RunResult:
         """The trained model, on the CPU."""
         from safetensors.torch import load_model
 
+        from lockstep.checkpoint.state_tree import frozen_names
+
         model = self.task.model()
-        load_model(model, str(self.run_dir / "model.safetensors"))
+        missing, extra = load_model(model, str(self.run_dir / "model.safetensors"), strict=False)
+
+        # With checkpoint.frozen=false the frozen weights are only in the task's model.
+        wrong = sorted([*extra, *set(missing) - frozen_names(model)])
+        if wrong:
+            raise UserError(
+                f"the weights in {self.run_dir} do not fit the model that the task builds",
+                f"{wrong[0]!r} is on one side only",
+                "build the model that was trained",
+            )
         return model
+
+    def __repr__(self) -> str:
+        return result_text(self.run_dir, self.summary)
+
+    def _repr_html_(self) -> str:
+        return result_html(self.run_dir, self.summary)
 
 
 # ---- lockstep train TARGET ----
@@ -122,7 +153,7 @@ def train(
     `nproc`, `nnodes` and `join` are as typed on the command line; `arguments` are passed on to a script.
     """
     # Settings that were typed for the run that is resumed still hold, unless they are typed again.
-    layers = [*_stored_layer(strongest_value(layers, "resume"), layers), *layers]
+    layers = [*stored_layer(strongest_value(layers, "resume"), layers), *layers]
 
     # Misspelt targets and keys are reported before torch is imported, which takes seconds. Layers are checked again,
     # because options such as --resume were added after `read_layers`.
@@ -211,8 +242,11 @@ def run_target(target: str, layers: list[Layer], arguments: Sequence[str] = ()) 
     _fit_here(targets.make_task(task_class, resolved.config.task), resolved, targets.name_of(target))
 
 
-def _stored_layer(resume: str | None, typed: list[Layer]) -> list[Layer]:
-    """Return, as a layer, what was typed for the run at `resume`; nothing if no run is named."""
+def stored_layer(resume: str | None, typed: list[Layer], leave_out: tuple[str, ...] = ()) -> list[Layer]:
+    """Return, as a layer, what was typed for the run at `resume`; nothing if no run is named.
+
+    Keys that begin with one of `leave_out` are not taken over.
+    """
     if resume in (None, "auto", "never"):
         return []
 
@@ -224,7 +258,7 @@ def _stored_layer(resume: str | None, typed: list[Layer]) -> list[Layer]:
     values = {
         key: value
         for key, value in flatten(stored(run, "config.yaml")).items()
-        if str(sources.get(key)).startswith(was_typed) and key not in ("run_dir", "resume")
+        if str(sources.get(key)).startswith(was_typed) and not key.startswith(("run_dir", "resume", *leave_out))
     }
     if not values:
         return []
@@ -263,6 +297,7 @@ def fit(
     config: Any = None,
     *,
     nproc: str | int | None = None,
+    callbacks: Sequence[Any] = (),
     resume_command: ResumeCommand | None = None,
     **values: Any,
 ) -> RunResult:
@@ -271,8 +306,9 @@ def fit(
     A class is constructed with the options in the configuration (`fit(MyTask, preset="tiny")`).
 
     With `nproc` (a number or "auto") it starts its own ranks and returns when they are done; inside a rank (ours or
-    torchrun's) it trains in this process. A script with its own command line passes `resume_command`, a function of
-    the run folder that returns what to type to resume that run.
+    torchrun's) it trains in this process. `callbacks` are called after those of the task: see `lockstep.callbacks`.
+    A script with its own command line passes `resume_command`, a function of the run folder that returns what to type
+    to resume that run.
     """
     targets.check_is_task(task)
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
@@ -287,23 +323,34 @@ def fit(
     else:
         resolved = _without_options(task, resolved, layers)
 
-    name = type(task).__name__.lower()
-
+    name = _run_name(task)
     if is_rank:
         with _resume_hint(resume_command or _advice_unless_launched()):
-            return _fit_here(task, resolved, name)
+            return _fit_here(task, resolved, name, callbacks)
 
     resume = resolved.config.resume
     run_dir, layers = _choose_run_dir_for_ranks(resolved.config.run_dir, resume, name, layers)
     refuse_another_run(run_dir, resume)  # before any process is started
     command = (resume_command or _advice_for_code)(run_dir)
 
-    # Ranks are separate processes: they get the task in a file and leave their results in the run folder.
-    with _pickled(task, resolved.config.task) as path:
-        ending, _ = _launch({"task": path, "layers": layers, "resume_command": command}, run_dir, count)
+    # Rank 0 has no notebook: this process shows its records.
+    in_notebook = resolved.config.log.progress in ("auto", "live") and kernel.shell() is not None
+    if in_notebook:
+        layers = [*layers, ("notebook", {"log": {"progress": "off"}})]
 
-    _raise_unless_done(ending, run_dir, count)
+    # Ranks are separate processes: they get the task in a file and leave their results in the run folder.
+    pickled = _pickled(task, resolved.config.task, callbacks)
+    with pickled as path, following(run_dir) if in_notebook else nullcontext():
+        spec = {"task": path, "name": name, "layers": layers, "resume_command": command}
+        ending, _ = _launch(spec, run_dir, count)
+        _raise_unless_done(ending, run_dir, count, Path(path).parent)
+
     return RunResult(run_dir, json.loads((run_dir / "summary.json").read_text()), task)
+
+
+def _run_name(task: Task) -> str:
+    """Return the class's name, for the run folder; in a notebook whose name is known, that name and the class's."""
+    return "-".join(filter(None, [kernel.notebook_name(), type(task).__name__.lower()]))
 
 
 def _without_options(task: Task, resolved: Resolved, layers: list[Layer]) -> Resolved:
@@ -328,8 +375,8 @@ def _without_options(task: Task, resolved: Resolved, layers: list[Layer]) -> Res
 
 
 @contextmanager
-def _pickled(task: Task, options: dict[str, Any]) -> Iterator[str]:
-    """Write the task, and the options it was made with, to a private file for the ranks.
+def _pickled(task: Task, options: dict[str, Any], callbacks: Sequence[Any]) -> Iterator[str]:
+    """Write the task, the options it was made with, and the callbacks to a private file for the ranks.
 
     cloudpickle stores classes of a script or notebook by value: the ranks could not import them.
     """
@@ -337,14 +384,25 @@ def _pickled(task: Task, options: dict[str, Any]) -> Iterator[str]:
 
     with tempfile.TemporaryDirectory(prefix="lockstep-task-") as folder:
         path = Path(folder) / "task"
-        path.write_bytes(cloudpickle.dumps((task, options)))
+        path.write_bytes(cloudpickle.dumps((task, options, list(callbacks))))
         yield str(path)
 
 
-def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds) -> None:
-    """If the ranks of `fit` ended early, raise what a run in this process would have raised."""
+def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds, errors: Path) -> None:
+    """If the ranks of `fit` ended early, raise what a run in this process would have raised.
+
+    That is the exception of the rank that failed first, which it has left in the folder `errors`.
+    """
     if culprit := ending.failure:
         who = f"rank {culprit.rank} failed first" if culprit.rank is not None else "they could not be started"
+        error = failure.load_exception(errors, culprit)
+        if error is not None:
+            where = f"raised on rank {culprit.rank} of {count}; {run_dir / 'logs'} holds the output of all ranks"
+            trace = [] if culprit.for_user else stacks.fold(culprit.traceback)
+            error.add_note("\n".join([where, *trace]))
+            error.__dict__["lockstep_rank"] = culprit.rank  # its launcher has shown it
+            raise error
+
         raise RanksFailed(
             f"lockstep.fit on {count} processes: {who}",
             f"{culprit.kind}: {culprit.message}",
@@ -385,7 +443,8 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
                 f"leave {key} out; your script's own arguments are its options",
             )
 
-    with _resume_hint(_advice_unless_launched()), _running(resolved, Path(sys.argv[0]).stem or "run") as builder:
+    name = kernel.notebook_name() or Path(sys.argv[0]).stem or "run"
+    with _resume_hint(_advice_unless_launched()), running(resolved, name) as builder:
         own = OwnRun(builder)
         regular_exit = None
         try:
@@ -416,28 +475,33 @@ def work(spec: dict[str, Any]) -> None:
 
     import cloudpickle
 
-    task, options = cloudpickle.loads(Path(spec["task"]).read_bytes())
+    task, options, callbacks = cloudpickle.loads(Path(spec["task"]).read_bytes())
     resolved = resolve_for(task.defaults, task.presets, layers)
     # An object that was made by the user has no options in its configuration, see `_without_options`.
     if not options:
         resolved = resolved.without_options()
 
-    _fit_here(task, resolved, type(task).__name__.lower())
+    try:
+        _fit_here(task, resolved, spec["name"], callbacks)
+    except Exception as error:
+        failure.leave_exception(Path(spec["task"]).parent, current_world().rank, error)
+        raise
 
 
 # ---- training in this process ----
 
 
-def _fit_here(task: Task, resolved: Resolved, name: str) -> RunResult:
+def _fit_here(task: Task, resolved: Resolved, name: str, callbacks: Sequence[Any] = ()) -> RunResult:
     from lockstep.engine import loop
 
-    with _running(resolved, name, task.unit) as builder:
+    with running(resolved, name, task.unit) as builder:
+        builder.callbacks += callbacks
         summary = loop.fit(task, builder)
     return RunResult(builder.folder.path, summary, task)
 
 
 @contextmanager
-def _running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[RunBuilder]:
+def running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[RunBuilder]:
     """Open a run in this process; if its body fails, record that in the run folder and raise it with an explanation."""
     from lockstep.engine import setup
     from lockstep.engine.diagnose import explained

@@ -91,12 +91,12 @@ _TABLE = {
     # What moves besides the weights.
     "schedule": (
         "a schedule that moves per micro-batch or per rank",
-        "use lr.schedule for the rate; anything else that follows the step belongs in after_step(model, step), as a "
+        "use lr.schedule for the rate; anything else that follows the step belongs in after_step(run, result), as a "
         "function of step",
     ),
     "average": (
         "a moving average, or another state of the task, that is updated per micro-batch or per rank",
-        "update it once per step, in after_step(model, step), and save it with state_dict()",
+        "update it once per step, in after_step(run, result), and save it with state_dict()",
     ),
     "carried-state": (
         "state that is carried from one micro-batch to the next: the next one may run on another rank",
@@ -124,7 +124,7 @@ _TABLE = {
     "changed-in-forward": (
         "a forward that changes the model: each rank then has a different model, after the micro-batches it computed",
         "use a norm without such state (spectral norm: normalise in after_step); update averages and statistics in "
-        "after_step(model, step); or name its buffers in the task's changing_buffers",
+        "after_step(run, result); or name its buffers in the task's changing_buffers",
     ),
     "buffer": (
         "a buffer that every rank updates by itself",

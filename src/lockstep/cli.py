@@ -121,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     # In the order in which a user meets them.
     _add_init(verbs.add_parser("init", help="write a file to start from: a task or a script that trains at once"))
     _add_train(verbs.add_parser("train", help="train a recipe, your own task, or a script with its own loop"))
+    _add_evaluate(verbs.add_parser("evaluate", help="evaluate a task with the weights of a run or a file"))
     _add_verify(
         verbs.add_parser("verify", help="train a few steps on different numbers of processes, and compare the results")
     )
@@ -213,6 +214,16 @@ def _add_train(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", type=Path, metavar="RUN|FILE", help="a run, a checkpoint, or a file of weights")
+    _add_target(parser)
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument("--step", type=int, metavar="N", help="step of the run's checkpoint (default: the newest)")
+    chosen.add_argument("--best", action="store_true", help="the run's best checkpoint, by checkpoint.best")
+    parser.add_argument("--nproc", metavar="N|auto", help="processes to start (default: this process)")
+    parser.add_argument("--json", type=Path, metavar="F", help="also write the result to this file, as JSON")
+
+
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     _add_target(parser)
     parser.add_argument("--worlds", metavar="1,2,3,4", help="numbers of processes to compare (default 1,2,3,4)")
@@ -241,15 +252,34 @@ def _add_ckpt(parser: argparse.ArgumentParser) -> None:
     add("show", "RUN|CKPT", "show what is in the newest checkpoint, or in this one")
     add("verify", "RUN|CKPT", "read every byte; exit code 1 if any differs from what was written")
 
-    export = add("export", "RUN|CKPT", "write the weights to a file model.safetensors")
-    export.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: RUN/export/step-N)")
-    chosen = export.add_mutually_exclusive_group()
-    chosen.add_argument("--step", type=int, metavar="N", help="step of the checkpoint to export (default: the newest)")
-    chosen.add_argument("--best", action="store_true", help="export the best checkpoint by checkpoint.best")
+    _add_export(add("export", "RUN|CKPT", "write the weights to model.safetensors, or as a Hugging Face folder"))
 
     prune = add("prune", "RUN", "delete all checkpoints but the newest")
     prune.add_argument("--keep", type=int, default=3, metavar="K", help="how many checkpoints to keep (default 3)")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+
+
+def _add_export(export: argparse.ArgumentParser) -> None:
+    export.add_argument("--out", type=Path, metavar="DIR", help="folder to write to (default: RUN/export/step-N)")
+    export.add_argument("--ema", action="store_true", help="write the averages of the weights (ema.decay)")
+    chosen = export.add_mutually_exclusive_group()
+    chosen.add_argument("--step", type=int, metavar="N", help="step of the checkpoint to export (default: the newest)")
+    chosen.add_argument("--best", action="store_true", help="export the best checkpoint by checkpoint.best")
+
+    export.add_argument(
+        "--format",
+        choices=["safetensors", "hf"],
+        default="safetensors",
+        help="safetensors: one file; hf: a folder that from_pretrained opens (default: safetensors)",
+    )
+    hugging_face = export.add_argument_group("with --format hf")
+    hugging_face.add_argument(
+        "--assets", type=Path, metavar="DIR", help="folder with config.json and the tokenizer (default: RUN/assets)"
+    )
+    hugging_face.add_argument("--max-shard-size", metavar="5GB", help="largest file of weights (default 5GB)")
+    hugging_face.add_argument("--merge", action="store_true", help="merge adapters into their base model")
+    hugging_face.add_argument("--base", type=Path, metavar="DIR", help="folder of the base model, if it has moved")
+    hugging_face.add_argument("--overwrite", action="store_true", help="replace the folder if it exists")
 
 
 # ---- verbs ----
@@ -322,6 +352,14 @@ def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return command.main(options.target, layers, asked, options.json)
 
 
+def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from lockstep import evaluate
+    from lockstep.config import read_layers
+
+    request = evaluate.Request(options.target, options.path, options.step, options.best, options.nproc, options.json)
+    return evaluate.main(request, read_layers(options.config, overrides))
+
+
 def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from lockstep import api
 
@@ -386,8 +424,11 @@ def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep.checkpoint import inspect
 
     match options.action:
+        case "export" if options.format == "hf":
+            text, code = _export_hf(options), 0
         case "export":
-            text, code = inspect.export(options.path, options.out, options.step, options.best)
+            _refuse_hf_options(options)
+            text, code = inspect.export(options.path, options.out, options.step, options.best, options.ema)
         case "prune":
             text, code = inspect.prune(options.path, options.keep, options.dry_run)
         case "ls":
@@ -401,6 +442,27 @@ def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return code
 
 
+def _export_hf(options: argparse.Namespace) -> str:
+    from lockstep.checkpoint import inspect
+    from lockstep.hf.export import ExportOptions, export
+
+    checkpoint = inspect.choose_best(options.path) if options.best else inspect.choose(options.path, options.step)
+    asked = {name: getattr(options, name) for name in HF_OPTIONS if getattr(options, name)}
+    return export(options.path, checkpoint, ExportOptions(out=options.out, ema=options.ema, **asked))
+
+
+HF_OPTIONS = ("assets", "max_shard_size", "merge", "base", "overwrite")
+
+
+def _refuse_hf_options(options: argparse.Namespace) -> None:
+    for name in HF_OPTIONS:
+        if getattr(options, name):
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(
+                f"{option} has no effect without --format hf", "", f"add --format hf, or leave {option} out"
+            )
+
+
 def _recipes(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     for name, text in targets.recipes().items():
         print(f"{name:16} {text}")
@@ -411,6 +473,7 @@ VERBS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int | None]] = {
     "init": _init,
     "train": _train,
     "launch": _launch,
+    "evaluate": _evaluate,
     "verify": _verify,
     "resize": _resize,
     "config": _config,

@@ -1,4 +1,4 @@
-"""Find what a TARGET names: a recipe, `file.py:Class`, or a script with its own loop; and make the task."""
+"""Find what a TARGET names: a recipe, `file.py:Class`, `module:Class`, or a script; and make the task."""
 
 from __future__ import annotations
 
@@ -77,6 +77,8 @@ def check(target: str) -> None:
     if is_script(target):
         _check_file(target, Path(target))
         _check_script(target)
+    elif colon and _is_module(path):
+        _check_module(target, path)
     elif colon:
         _check_file(target, Path(path))
         if not class_name.isidentifier():
@@ -91,6 +93,21 @@ def check(target: str) -> None:
             f"the target {target} is not a recipe",
             f"the recipes are {', '.join(recipes())}",
             f"use {near[0]}" if near else "use the name of a recipe, FILE.py:CLASS, or SCRIPT.py",
+        )
+
+
+def _is_module(path: str) -> bool:
+    """Return whether the part before the colon is the dotted name of a module, as in `lockstep.hf:CausalLM`."""
+    return not path.endswith(".py") and all(part.isidentifier() for part in path.split("."))
+
+
+def _check_module(target: str, name: str) -> None:
+    # Only the package is looked for: finding a module inside it would import it, and perhaps torch.
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
+        raise UserError(
+            f"the target {target} cannot be loaded: there is no module {name}",
+            "",
+            "use MODULE:CLASS with an installed module, or FILE.py:CLASS",
         )
 
 
@@ -234,13 +251,14 @@ def load_class(target: str) -> type[Any]:
     if not colon:
         return importlib.import_module(f"lockstep.recipes.{target}").TASK
 
-    module = _load_file(Path(path))
+    module = _load_module(target, path) if _is_module(path) else _load_file(Path(path))
     kind = getattr(module, class_name, None)
     if _is_task(kind):
         return cast(type, kind)
 
-    # Classes that the file only imports would be odd advice.
-    own = [value for value in vars(module).values() if getattr(value, "__module__", None) == module.__name__]
+    # Classes that the file only imports would be odd advice; a package collects those of its modules.
+    inside = f"{module.__name__}."
+    own = [value for value in vars(module).values() if f"{getattr(value, '__module__', '')}.".startswith(inside)]
     raise _not_a_task(path, class_name, kind, [value.__name__ for value in own if _is_task(value)])
 
 
@@ -277,6 +295,18 @@ def _not_a_task(path: str, class_name: str, value: Any, tasks: Sequence[str]) ->
         f"its tasks are {', '.join(tasks)}" if tasks else "it has no task",
         f"use {path}:{near[0] if near else 'MyTask'}",
     )
+
+
+def _load_module(target: str, name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # An import inside the module that fails is another matter.
+        if error.name and not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise UserError(
+            f"the target {target} cannot be loaded: there is no module {error.name}", "", "correct the name"
+        ) from None
 
 
 def _load_file(path: Path) -> Any:

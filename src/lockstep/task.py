@@ -9,10 +9,11 @@ included. Between two steps, `steps_done` is the index of the next one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +39,14 @@ class Loss:
     Lockstep adds both over micro-batches and ranks, and divides once.
     `metrics` are sums as well. Each is divided by the loss's weight, or by its own weight if it is a pair
     `(sum, weight)`.
+    `outputs` is for metrics that are no sums, see `Task.eval_metrics`: the arguments of their `update`, a tuple for all
+    of them or a dict of tuples by name. Only evaluations use it.
     """
 
     total: Tensor
     weight: Weight
     metrics: dict[str, Metric] = field(default_factory=dict)
+    outputs: Any = None
 
     @classmethod
     def sum(cls, total: Tensor, weight: Weight, metrics: dict[str, Metric] | None = None) -> Loss:
@@ -129,6 +133,9 @@ class StepResult:
     weight: float  # the loss weight, summed over all ranks
     grad_norm: float  # of the gradient of the mean loss, before clipping
     skip_reason: str | None = None  # why it was skipped; None if it was applied, or had weight 0
+    # The mean loss of the step over all ranks. None if the weight is 0, or if nothing in the run can read it: a task
+    # without hooks and callbacks does not pay for it.
+    loss: float | None = None
 
     # From the step's control word.
     exhausted: bool = False  # every rank's stream has ended
@@ -229,6 +236,75 @@ class SourceContext:
     all_reduce: Callable[[Tensor], Tensor]  # sums a tensor over the ranks, in place; collective
 
 
+# ---- the run, as hooks see it ----
+
+
+class RunView(Protocol):
+    """The run that hooks and callbacks get. `lockstep.start` yields one too, so your own loop has the same names."""
+
+    # This process and the others.
+    rank: int
+    world_size: int
+    is_main: bool  # whether this is rank 0
+    run_dir: Path
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process."""
+
+    @property
+    def steps_done(self) -> int:
+        """The number of steps so far, including skipped ones. After a step it includes that step."""
+
+    @property
+    def applied(self) -> int:
+        """The number of applied steps so far."""
+
+    @property
+    def epoch(self) -> float | None:
+        """The number of passes over the data so far. None for a stream."""
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the last step."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model that is trained, not wrapped. Its parameters may be DTensors."""
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        """The optimizers."""
+
+    def log(self, name: str, value: Number, weight: Weight = 1) -> None:
+        """Add to a metric of the next log line: a sum of `weight` terms, or one value. All sinks show the mean.
+
+        Sums and weights are added over the calls and over the ranks since the last line, and divided once. No rank has
+        to call it.
+        """
+
+    def stop(self, reason: str | None = None) -> None:
+        """End the run after the next step, on all ranks, even if only this one calls it."""
+
+    def save(self) -> None:
+        """Save a checkpoint after the next step, on all ranks, even if only this one calls it."""
+
+    @property
+    def first(self) -> int:
+        """The place of this micro-batch's first sample in the global batch; 0 in an evaluation."""
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        """Return the rows (n, ...) of all ranks: (N, ...). In a loss they are the global batch. Collective.
+
+        This rank's rows begin at `run.first`. The result has a gradient, so that a contrastive loss over the global
+        batch has the gradient of plain autograd. Every rank must have one micro-batch. In an evaluation a batch is
+        whole on one rank, and is returned as it is.
+        """
+
+    def agree(self, value: bool) -> bool:
+        """Return True on every rank if `value` is true on any. Collective: every rank must call it."""
+
+
 # ---- the task ----
 
 
@@ -315,6 +391,10 @@ class Task:
         """Return the loss of an evaluation batch. It is called in eval mode, without gradients."""
         return self.loss(model, batch)
 
+    def eval_metrics(self) -> dict[str, Any]:
+        """Return torchmetrics by name. Each evaluation updates them with the `outputs` of the losses."""
+        return {}
+
     def collate(self, samples: list[Any]) -> Any:
         """Return a batch of these samples."""
         from torch.utils.data import default_collate
@@ -328,8 +408,26 @@ class Task:
         place of the micro-batch's first sample.
         """
 
-    def after_step(self, model: nn.Module, steps_done: int, /) -> None:
-        """Update state that follows the parameters, such as a moving average. Called on every rank after every step."""
+    # ---- hooks: docs/hooks.md. Each is called on every rank ----
+
+    def before_training(self, run: RunView) -> None:
+        """Prepare for training: called once in each process, after a resume, before the first step."""
+
+    def before_backward(self, run: RunView, loss: Loss) -> Loss | None:
+        """Return another loss for this micro-batch, or None to keep `loss`. The step's index is `run.steps_done`."""
+
+    def after_step(self, run: RunView, result: StepResult | None) -> None:
+        """Update state that follows the parameters. Called after every step, before its evaluation and its checkpoint.
+
+        `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first.
+        """
+
+    def after_eval(self, run: RunView, metrics: Mapping[str, float]) -> None:
+        """React to an evaluation: "loss" and the metrics, the same numbers on every rank."""
+
+    def callbacks(self) -> Sequence[Any]:
+        """Return callbacks: objects with any of the hooks above, see `lockstep.callbacks`."""
+        return ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return extra state for checkpoints, such as a moving average: nested tensors and plain values."""
@@ -337,6 +435,12 @@ class Task:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that `state_dict` returned. Called on resume."""
+
+    def write_assets(self, folder: Path) -> None:
+        """Write files that belong to the weights, such as a config or a tokenizer, to `folder`: RUN/assets.
+
+        Rank 0 calls it before the first step.
+        """
 
     def show(self, model: nn.Module) -> str | None:
         """Return text for the end of a run, printed by rank 0: a generated sample, a table, ..."""

@@ -102,6 +102,7 @@ def test_no_step_makes_the_host_wait(tmp_path, tensor_weights):
                 if run.stepper.counters.steps_done == 55:
                     torch.cuda.set_sync_debug_mode("default")
                 run.end_step(batches, run.stepper.step(batches, task.loss))
+                run.write_line_if_due()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         run.end_training()

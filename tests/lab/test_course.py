@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from lockstep.cli import main
-from lockstep.lab import course, predictions
+from lockstep.errors import UserError
+from lockstep.lab import course, predictions, ranks
 from lockstep.lab.predictions import Question
+from lockstep.lab.workload.data import HUES, ShapeClass
 
 ROOT = Path(__file__).parent.parent.parent
 BYTES = Question("megabytes", "How much is sent?", "MB", "4 bytes x parameters")
@@ -118,3 +120,26 @@ def test_make_lab_names_files_that_are_there():
     files = re.findall(r"(?:lab|docs)/[\w/]+\.(?:py|md)", rule[0])
     assert len(files) >= 3
     assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_the_number_of_ranks_is_asked_for(monkeypatch):
+    assert ranks._asked("3") == 3
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    assert ranks._asked("gpu") == 8
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for wrong in ("gpu", "0", "-1", "many"):
+        with pytest.raises(UserError, match=f"LAB_NPROC={wrong} is no number of ranks"):
+            ranks._asked(wrong)
+
+
+def test_a_hundred_classes_of_shapes():
+    shapes = ShapeClass(2000, classes=100, pixels=8)
+    labels = [shapes[index][1] for index in range(len(shapes))]
+    assert set(labels) == set(range(100))
+    assert len({shapes._kind(label) for label in range(100)}) == 100
+
+    # What is drawn has the hue of its class: the brightest pixels of a class have one largest colour.
+    red = [shapes[index][0] for index, label in enumerate(labels) if label % HUES == 0]
+    assert all(picture.amax((1, 2)).argmax() == 0 for picture in red)
+    with pytest.raises(UserError, match="there are no 10 classes"):
+        ShapeClass(classes=10)

@@ -255,7 +255,7 @@ class Dropping(KnottyTask):
         self.net = Knotty()
         return self.net
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, run: Any, result: Any) -> None:
         self.net.depth = 1
 
 

@@ -127,7 +127,7 @@ class Hooked(MLPTask):
     def before_batch(self, micro):
         self.calls["before_batch"] += 1
 
-    def after_step(self, model, step):
+    def after_step(self, run, result):
         self.calls["after_step"] += 1
 
     def scheduler(self, optimizer):

@@ -73,7 +73,7 @@ def evaluate(world: World, store: Any, task: Scored, values: dict[str, Any]) -> 
     with open_watched(world, store, values) as builder:
         builder.setup_model(task.model(), task.optimizer)
         run = builder.setup_run(task.data(), task.collate)
-        (found,) = run.evaluate([EvaluationSet(task.eval_data())], task.eval_loss, task.collate)
+        (found,) = run.evaluate([EvaluationSet(task.eval_data(), task.eval_loss, task.collate)])
         weights = {name: p.detach().clone() for name, p in run.driver.model.named_parameters()}
         mode = run.driver.model.training
         return Outcome(
@@ -176,7 +176,7 @@ def buffers_around_evaluation(world: World, store: Any, task: Scored) -> tuple[T
             run.end_step(batches, run.stepper.step(batches, task.loss))
         mean = run.driver.model[1].running_mean
         before = mean.clone()
-        run.evaluate([EvaluationSet(task.eval_data())], task.eval_loss, task.collate)
+        run.evaluate([EvaluationSet(task.eval_data(), task.eval_loss, task.collate)])
         return before, mean.clone()
 
 

@@ -84,12 +84,17 @@ def test_minutes_count_on_rank_0_and_all_evaluate_together(pool: Pool, tmp_path:
     assert traces[0].summary["evaluations"] == traces[1].summary["evaluations"]
 
 
+class Evaluated(Regression):
+    def __init__(self, data: Any):
+        self.eval_data = lambda: data
+
+
 def test_which_sets_there_are() -> None:
-    assert evaluation_sets(None, None) == []
-    assert [chosen.decides for chosen in evaluation_sets({"a": [1], "b": [2]}, "b")] == [False, True]
+    assert evaluation_sets(Evaluated(None), None) == []
+    assert [chosen.decides for chosen in evaluation_sets(Evaluated({"a": [1], "b": [2]}), "b")] == [False, True]
     with pytest.raises(UserError, match=r"evaluate\.decides=c is not known"):
-        evaluation_sets({"a": [1]}, "c")
+        evaluation_sets(Evaluated({"a": [1]}), "c")
     with pytest.raises(UserError, match="the task's sets have no names"):
-        evaluation_sets([1], "a")
+        evaluation_sets(Evaluated([1]), "a")
     with pytest.raises(UserError, match="an evaluation set is called 'a/b'"):
-        evaluation_sets({"a/b": [1]}, None)
+        evaluation_sets(Evaluated({"a/b": [1]}), None)

@@ -495,8 +495,8 @@ def test_replicas_that_drift_are_named(pool: Pool, kind: str) -> None:
 class Favours(Regression):
     """A task that changes the weights of one rank after step 2."""
 
-    def after_step(self, model: nn.Module, step: int) -> None:
-        if step == 2 and dist.get_rank() == 1:
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.steps_done == 2 and dist.get_rank() == 1:
             self.net.hidden.weight.data.add_(0.5)
 
 
@@ -628,8 +628,8 @@ class GrowsInForward(nn.Module):
 
 
 class ReplacesLater(Regression):
-    def after_step(self, model: nn.Module, step: int) -> None:
-        model.out.weight = nn.Parameter(model.out.weight.detach().clone())
+    def after_step(self, run: Any, result: Any) -> None:
+        run.model.out.weight = nn.Parameter(run.model.out.weight.detach().clone())
 
 
 def explained_fit(world: Any, store: Any, task: Any, values: dict[str, Any]) -> None:
@@ -668,9 +668,9 @@ def test_a_mistake_is_answered_in_words(pool: Pool, task: Any, values: dict[str,
 class OneSided(Regression):
     """Rank 1 calls a collective of its own, of the size of a bucket with gradients and the control word."""
 
-    def after_step(self, model: nn.Module, step: int) -> None:
-        if step == 1 and dist.get_rank() == 1:
-            dist.all_reduce(torch.zeros(sum(p.numel() for p in model.parameters()) + LENGTH))
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.steps_done == 1 and dist.get_rank() == 1:
+            dist.all_reduce(torch.zeros(sum(p.numel() for p in run.model.parameters()) + LENGTH))
 
 
 def test_a_collective_on_one_rank_is_blamed_on_that_rank(pool: Pool) -> None:

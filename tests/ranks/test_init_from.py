@@ -203,7 +203,7 @@ def test_a_resumed_run_does_not_read_it_again(pool: Pool, tmp_path: Path) -> Non
     digests = values | {"run_dir": str(tmp_path / "digests"), "checkpoint.frozen": False, "strategy": "fsdp"}
     pool.run(fit, Still(frozen=True), digests, world=2)
     pool.run(fit, Still(frozen=True), digests | {"steps": 2, "resume": "auto", "seed": 0}, world=2)
-    assert torch.equal(load_file(tmp_path / "digests" / "model.safetensors")["1.up.bias"], weights["1.up.bias"])
+    assert "1.up.bias" not in load_file(tmp_path / "digests" / "model.safetensors")
 
     # Other frozen weights are noticed.
     save_file(weights | {"1.up.bias": torch.zeros(6)}, file)

@@ -223,8 +223,8 @@ class Level(Dataset):
 class Curriculum(Seeing):
     """Makes the samples harder in every step."""
 
-    def after_step(self, model: Any, step: int) -> None:
-        self.dataset.level = 100 * step
+    def after_step(self, run: Any, result: Any) -> None:
+        self.dataset.level = 100 * run.steps_done
 
 
 def test_what_worker_processes_would_change_is_refused(pool: Pool) -> None:

@@ -444,8 +444,8 @@ class Assigns(Regression):
         self.made = super().optimizer(model)
         return self.made
 
-    def after_step(self, model: nn.Module, step: int) -> None:
-        if step == 2:
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.steps_done == 2:
             self.made.param_groups[1]["lr"] = 0.5
 
 
@@ -455,14 +455,14 @@ class AssignsToTensor(Assigns):
         self.made.add_param_group({"params": [], "lr": torch.tensor(0.01)})
         return self.made
 
-    def after_step(self, model: nn.Module, step: int) -> None:
-        if step == 2:
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.steps_done == 2:
             self.made.param_groups[1]["lr"].fill_(0.5)
 
 
 class StepsItsOwn(Assigns):
-    def after_step(self, model: nn.Module, step: int) -> None:
-        if step == 1:
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.steps_done == 1:
             self.late = lr_scheduler.StepLR(self.made, 1, 0.5)
         self.late.step()
 
@@ -472,7 +472,7 @@ class StepsOurs(Regression):
         self.own = lr_scheduler.StepLR(optimizer, 100)
         return self.own
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, run: Any, result: Any) -> None:
         self.own.step()
 
 
@@ -503,7 +503,7 @@ def test_a_rate_that_lockstep_did_not_set_is_an_error(pool: Pool, task: type[Tas
 def test_the_scheduler_is_given_back(pool: Pool) -> None:
     def job(world: World, store: Any) -> list[float]:
         task = StepsOurs()
-        task.after_step = lambda model, step: None  # type: ignore[method-assign]
+        task.after_step = lambda run, result: None  # type: ignore[method-assign]
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # torch warns of a scheduler that is stepped too early
             fit_with(world, store, task, VALUES)

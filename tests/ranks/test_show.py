@@ -33,7 +33,7 @@ class Writing(Ragged):
         self.after_steps: list[tuple[str, int]] = []
         self.at_end: tuple[str, int] | None = None
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, run: Any, result: Any) -> None:
         self.after_steps.append((self.heartbeat.phase, self.heartbeat.step))
 
     def show(self, model: nn.Module) -> str:

@@ -143,3 +143,15 @@ def test_a_class_that_is_certainly_no_task_is_refused_without_its_import(body, l
 
     with pytest.raises(UserError, match=f"the class Net in .*net.py is not a task: it lacks {lacks}"):
         targets.check(target)
+
+
+def test_a_class_of_an_installed_module():
+    targets.check("lockstep.hf:CausalLM")
+    assert targets.load_class("lockstep.hf:CausalLM").__name__ == "CausalLM"
+    assert targets.name_of("lockstep.hf:CausalLM") == "causallm"
+    with pytest.raises(UserError, match=r"there is no module lockstep\.hff"):
+        targets.load_class("lockstep.hff:CausalLM")
+    with pytest.raises(UserError, match=r"there is no module nowhere\.at\.all"):
+        targets.check("nowhere.at.all:CausalLM")
+    with pytest.raises(UserError, match=r"has no class CasualLM(.|\n)*use lockstep\.hf:CausalLM"):
+        targets.load_class("lockstep.hf:CasualLM")

@@ -341,8 +341,8 @@ class BufferAfterStep(Sound):
         model.register_buffer("seen", torch.zeros(()))
         return model
 
-    def after_step(self, model: nn.Module, step: int) -> None:
-        model.seen += 1 + rank() + world()
+    def after_step(self, run: Any, result: Any) -> None:
+        run.model.seen += 1 + rank() + world()
 
 
 class CopiedHead(Reader):
@@ -368,9 +368,9 @@ class HalfPrecision(Sound):
 class LateHead(Sound):
     """Replaces the head after the first step, when the model has long been wrapped."""
 
-    def after_step(self, model: nn.Module, step: int) -> None:
-        if step == 1:
-            model.out = nn.Linear(8, model.out.out_features, bias=False)
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.steps_done == 1:
+            run.model.out = nn.Linear(8, run.model.out.out_features, bias=False)
 
 
 class Bypass(Sound):
@@ -424,16 +424,16 @@ class LastBit(Sound):
 class NoisyWeights(Sound):
     """Weight noise drawn by every rank for itself."""
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, run: Any, result: Any) -> None:
         noise = torch.Generator().manual_seed(rank())
         with torch.no_grad():
-            model.out.weight.add_(torch.randn(model.out.weight.shape, generator=noise), alpha=0.01)
+            run.model.out.weight.add_(torch.randn(run.model.out.weight.shape, generator=noise), alpha=0.01)
 
 
 class WaitsForRank0(Sound):
     """A barrier that only one rank comes to. Not in FOUND: it takes as long as one is ready to wait."""
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, run: Any, result: Any) -> None:
         if rank() == 0 and world() > 1:
             torch.distributed.barrier()
 

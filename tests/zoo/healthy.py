@@ -66,8 +66,8 @@ class AugmentedLSTM(Sound):
         right = (logits.argmax(-1) == tokens[:, 1:])[mask].sum()
         return Loss(losses.sum(), len(losses), {"accuracy": right})
 
-    def after_step(self, model: nn.Module, step: int) -> None:
-        for name, p in model.named_parameters():
+    def after_step(self, run: Any, result: Any) -> None:
+        for name, p in run.model.named_parameters():
             self.average[name] = self.average.get(name, torch.zeros_like(p)).lerp(p.detach(), 0.1)
 
     def state_dict(self) -> dict[str, Any]:

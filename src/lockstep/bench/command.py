@@ -30,6 +30,7 @@ KINDS = {
     "data": "samples per second of the loader, against what the model takes",
     "checkpoint": "how long training waits for a checkpoint, write and load rates, against torch.save and DCP",
 }
+SETTINGS = "time and memory of a step with other settings (--way), in turns; not part of `all`"
 
 # `bench all` ends in minutes: fewer rounds and smaller sizes, unless they are typed.
 SMALLER: dict[str, Any] = {"repeats": 5, "max_mb": 16.0, "megabytes": 100, "accumulation": "1", "steps": 200}
@@ -39,7 +40,7 @@ USUAL: dict[str, Any] = {"repeats": 9, "max_mb": 256.0, "megabytes": 400, "accum
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the verbs of `lockstep bench`."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    for name, text in {**KINDS, "all": "everything above, with smaller sizes"}.items():
+    for name, text in {**KINDS, "all": "everything above, with smaller sizes", "settings": SETTINGS}.items():
         _add_measuring(kinds.add_parser(name, help=text))
 
     compare = kinds.add_parser("compare", help="compare two results: what got faster, and what slower")
@@ -68,6 +69,7 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-mb", type=float, metavar="MB", help="largest message (comm)")
     parser.add_argument("--megabytes", type=int, metavar="MB", help="size of the state (checkpoint)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of the leak check (memory)")
+    parser.add_argument("--way", action="append", default=[], metavar="WORDS", help="settings to compare (settings)")
     parser.add_argument("--no-peers", action="store_true", help="leave other libraries out (step)")
     parser.add_argument("--out", type=Path, metavar="D", help="folder of the result (default: bench/KIND-TIME)")
 
@@ -91,10 +93,11 @@ def main(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Measure the kinds that were asked for, one after the other, and write everything."""
     from lockstep.bench import results
-    from lockstep.bench.hardware import OtherLoad, as_record, disturbance, this_machine
+    from lockstep.bench.hardware import as_record, this_machine
     from lockstep.bench.page import write_pictures_and_page
-    from lockstep.bench.pool import Pool, RanksEnded
+    from lockstep.bench.pool import Pool
     from lockstep.bench.projection import section_of
 
     asked = _options(options, overrides)
@@ -104,32 +107,19 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     print(printable(f"hardware  {result.hardware['text']}"))
 
     names = list(KINDS) if options.kind == "all" else [options.kind]
-    progress = Progress()
     failed = False
     with _ending_on_sigterm(), Pool(asked.cores_per_rank, ["lockstep.bench.ranks.scaling"]) as pool:
         for name in names:
-            # One kind that cannot be measured here does not keep `bench all` from the others.
-            others, used = OtherLoad(), pool.cpu_seconds()
-            try:
-                sections = _kind(name, options)(pool, asked, progress.show)
-            except RanksEnded as error:
-                progress.clear()
-                print(printable(f"lockstep: bench {name}: {error}"), file=sys.stderr)
-                failed = True
-                continue
+            sections = _sections(name, pool, asked, peers=not options.no_peers)
+            failed |= not sections
 
-            progress.clear()
-            disturbed = disturbance(others.cores(pool.cpu_seconds() - used))
             for section in sections:
-                # Kinds that judge by times know more exactly whether their rounds were disturbed.
-                # A leak does not depend on other processes.
-                if section.name not in ("weak", "strong", "step", "leak") and not section.extra.get("refusal"):
-                    section.extra["refusal"] = disturbed
                 section.settings = _settings(section, asked)
                 result.put(section)
                 _add_facts(result, section)
                 failed |= section.failed
                 print(printable(results.text_of(section)) + "\n", flush=True)
+
             # After each kind, so that an interrupted measurement leaves what it has found.
             results.write(result, folder)
 
@@ -141,6 +131,30 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if result.sections:
         print(printable(f"report    {write_pictures_and_page(result, folder)}"))
     return ExitCode.FAILED if failed else ExitCode.FINISHED
+
+
+def _sections(name: str, pool: Pool, asked: BenchOptions, peers: bool) -> list[Section]:
+    """Measure one kind. One that cannot be measured here has no sections, and does not keep `all` from the others."""
+    from lockstep.bench.hardware import OtherLoad, disturbance
+    from lockstep.bench.pool import RanksEnded
+
+    others, used = OtherLoad(), pool.cpu_seconds()
+    progress = Progress()
+    try:
+        sections = _kind(name, peers)(pool, asked, progress.show)
+    except RanksEnded as error:
+        progress.clear()
+        print(printable(f"lockstep: bench {name}: {error}"), file=sys.stderr)
+        return []
+
+    # Kinds that judge by times know more exactly whether their rounds were disturbed. A leak does not depend on other
+    # processes.
+    progress.clear()
+    disturbed = disturbance(others.cores(pool.cpu_seconds() - used))
+    for section in sections:
+        if section.name not in ("weak", "strong", "step", "leak") and not section.extra.get("refusal"):
+            section.extra["refusal"] = disturbed
+    return sections
 
 
 @contextmanager
@@ -162,14 +176,16 @@ def _settings(section: Section, asked: BenchOptions) -> dict[str, Any]:
     facts = section.extra.get("facts", {})
     if section.name == "checkpoint":
         return {"megabytes": asked.megabytes}
+
     known: dict[str, Any] = {"target": asked.target, "batch": asked.batch, "precision": facts.get("precision")}
     known["settings"] = {key: value for _, values in asked.layers for key, value in values.items()}
+    if section.name == "settings":
+        known["ways"] = asked.ways
     return known
 
 
-def _kind(
-    name: str, options: argparse.Namespace
-) -> Callable[[Pool, BenchOptions, Callable[[str], None]], list[Section]]:
+def _kind(name: str, peers: bool) -> Callable[[Pool, BenchOptions, Callable[[str], None]], list[Section]]:
+    """Return the function that measures a kind."""
     if name in ("weak", "strong"):
         from lockstep.bench.kinds import scaling
 
@@ -178,17 +194,19 @@ def _kind(
     if name == "step":
         from lockstep.bench.kinds import step
 
-        return lambda pool, asked, report: [step.run(pool, asked, report, peers=not options.no_peers)]
+        return lambda pool, asked, report: [step.run(pool, asked, report, peers=peers)]
 
     return importlib.import_module(f"lockstep.bench.kinds.{name}").run
 
 
 def _add_facts(result: Result, section: Section) -> None:
+    """Keep what the report says about the whole measurement."""
     facts = section.extra.get("facts", {})
     result.facts |= {key: facts[key] for key in ("torch", "device") if key in facts}
 
 
 def _options(options: argparse.Namespace, overrides: Sequence[str]) -> BenchOptions:
+    """Check what was typed, and fill in the rest."""
     from lockstep.bench import options as known
     from lockstep.config import read_layers
 
@@ -199,13 +217,14 @@ def _options(options: argparse.Namespace, overrides: Sequence[str]) -> BenchOpti
 
     layers = read_layers(options.config, words)
     known.check_kind(options.kind, vars(options))
-    known.check_settings(options.kind, target, layers)
+    known.check_settings(options.kind, target, layers, options.way)
 
     usual = SMALLER if options.kind == "all" else USUAL
     typed = {key: getattr(options, key) for key in usual if getattr(options, key) is not None}
     sizes = {**usual, **typed}
     if options.out and options.out.exists() and not options.out.is_dir():
         raise UserError(f"--out {options.out} is a file", "", "name a folder")
+
     return known.BenchOptions(
         target=target,
         layers=layers,
@@ -219,6 +238,7 @@ def _options(options: argparse.Namespace, overrides: Sequence[str]) -> BenchOpti
         accumulation=known.parse_accumulation(sizes["accumulation"]),
         megabytes=sizes["megabytes"],
         steps=sizes["steps"],
+        ways=options.way,
         out=options.out or Path("bench") / f"{options.kind}-{time.strftime('%Y%m%d-%H%M%S')}",
     )
 

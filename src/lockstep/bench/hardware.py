@@ -52,14 +52,20 @@ def this_machine() -> Hardware:
 
 
 def _gpu_names() -> list[str]:
+    """Return the names of the visible GPUs, as the driver's tool says them."""
     if not visible_gpus():
         return []
+
     try:
         listed = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, timeout=30
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=30,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ["GPU"] * visible_gpus()
+
     names = [line.strip() for line in listed.stdout.splitlines() if line.strip()]
     return (names or ["GPU"] * visible_gpus())[: visible_gpus()]
 
@@ -93,6 +99,8 @@ def place(world: int, cores_per_rank: int, gpus: int | None = None) -> Placement
     """Give each rank its CPUs. Ranks share them if there are too few. `gpus` is 0 for ranks that compute on CPUs."""
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     ordered = [cpu for group in physical_cores(allowed) for cpu in group]
+
+    # One after the other, and from the beginning again when all are given.
     cpus = [
         [ordered[(rank * cores_per_rank + index) % len(ordered)] for index in range(cores_per_rank)]
         for rank in range(world)
@@ -102,6 +110,7 @@ def place(world: int, cores_per_rank: int, gpus: int | None = None) -> Placement
 
 
 def _sharing(cpus: list[list[int]], world: int, cores_per_rank: int, allowed: list[int], gpus: int) -> str:
+    """Return what ranks share, in words, or nothing if each has its own."""
     # With GPUs the ranks compute there, and share them if there are too few.
     if gpus:
         return f"{world} ranks share {plural(gpus, 'GPU')}" if world > gpus else ""
@@ -117,6 +126,7 @@ def _sharing(cpus: list[list[int]], world: int, cores_per_rank: int, allowed: li
     for rank, mine in enumerate(cpus):
         for cpu in mine:
             users.setdefault(core_of[cpu], set()).add(rank)
+
     if any(len(ranks) > 1 for ranks in users.values()):
         return "ranks share physical cores, as hardware threads"
     return ""
@@ -137,6 +147,7 @@ class OtherLoad:
         busy = _busy_seconds()
         if self._busy is None or busy is None:
             return None
+
         seconds = max(1e-6, time.monotonic() - self._since)
         return max(0.0, (busy - self._busy - own_cpu_seconds) / seconds)
 
@@ -146,15 +157,18 @@ def _busy_seconds() -> float | None:
     stat = Path("/proc/stat")
     if not stat.exists() or not hasattr(os, "sched_getaffinity"):
         return None
-    ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+
     # With a quota of CPU time, other processes on these CPUs take nothing from us.
+    ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
     if len(ours) != available_cores():
         return None
+
     total = 0
     for name, *fields in map(str.split, stat.read_text().splitlines()):
         if name in ours:
             user, nice, system, _, _, irq, soft_irq, steal, *_ = map(int, fields)
             total += user + nice + system + irq + soft_irq + steal
+
     return total / os.sysconf("SC_CLK_TCK")
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lockstep import targets
+from lockstep.config import read_layers
 from lockstep.errors import UserError, plural
 from lockstep.runtime.machine import available_cores, visible_gpus
 
+# Settings that belong to the ranks of a measurement, or that every kind sets itself.
+OF_THE_PROCESS = ("device", "backend", "threads", "steps", "epochs", "global_batch", "local_batch", "run_dir", "resume")
 BUILT_IN_TARGETS = ("gpt", "mlp")  # see `ranks/workload.py`
 
 
@@ -30,10 +34,12 @@ class BenchOptions:
     accumulation: list[int] = field(default_factory=lambda: [1, 4])
     megabytes: int = 400  # of a checkpoint
     steps: int = 500  # of the leak check
+    ways: list[str] = field(default_factory=list)  # settings to compare with the target as it is, as words
     out: Path | None = None
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured, and choose the cores of a rank."""
+        # A target must exist, and be one whose steps can be taken one by one.
         if self.target not in BUILT_IN_TARGETS:
             targets.check(self.target)
             if targets.is_script(self.target):
@@ -42,10 +48,13 @@ class BenchOptions:
                     "",
                     "name a task: a recipe, or FILE.py:CLASS",
                 )
+
         for name in ("repeats", "block", "batch", "max_mb", "megabytes", "steps"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int | float) or value <= 0):
                 raise UserError(f"--{name.replace('_', '-')} must be above 0", str(value), "use 1 or more")
+
+        # Ranks share out the cores that this process may use.
         if not self.worlds or not all(isinstance(world, int) and world > 0 for world in self.worlds):
             raise UserError("the numbers of ranks are not numbers above 0", str(self.worlds), "use 1,2,4")
         self.worlds = sorted(set(self.worlds))
@@ -57,6 +66,17 @@ class BenchOptions:
             )
         if not self.cores_per_rank:
             self.cores_per_rank = max(1, available_cores() // max(self.worlds))
+
+    def arguments(self, **more: Any) -> dict[str, Any]:
+        """Return what ranks that train the target must know, and `more`."""
+        return {
+            "target": self.target,
+            "layers": self.layers,
+            "batch": self.batch,
+            "block": self.block,
+            "threads": self.cores_per_rank,
+            **more,
+        }
 
 
 def parse_worlds(text: str | None) -> list[int]:
@@ -87,29 +107,32 @@ def parse_backends(text: str | None) -> list[str]:
 
 # The kinds that an option is for. All other kinds refuse it: they would ignore it.
 FOR_KINDS = {
-    "worlds": ("weak", "strong", "comm", "memory", "step", "checkpoint"),
+    "worlds": ("weak", "strong", "comm", "memory", "step", "checkpoint", "settings"),
     "backend": ("comm",),
-    "block": ("weak", "strong", "comm", "memory", "step", "data"),
-    "batch": ("weak", "strong", "comm", "memory", "data"),
+    "block": ("weak", "strong", "comm", "memory", "step", "data", "settings"),
+    "batch": ("weak", "strong", "comm", "memory", "data", "settings"),
     "accumulation": ("memory", "step"),
     "max_mb": ("comm",),
     "megabytes": ("checkpoint",),
     "steps": ("memory",),
     "no_peers": ("step",),
+    "way": ("settings",),
 }
 
 
 def check_kind(kind: str, typed: Mapping[str, Any]) -> None:
     """Refuse options that are for other kinds of benchmarks."""
     for name, kinds in FOR_KINDS.items():
-        if typed.get(name) not in (None, False) and kind not in (*kinds, "all"):
+        if typed.get(name) not in (None, False, []) and kind not in (*kinds, "all"):
             option = f"--{name.replace('_', '-')}"
             raise UserError(
                 f"bench {kind} has no option {option}", f"it is for {', '.join(kinds)}", f"leave {option} out"
             )
 
 
-def check_settings(kind: str, target: str, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+def check_settings(
+    kind: str, target: str, layers: Sequence[tuple[str, Mapping[str, Any]]], ways: Sequence[str] = ()
+) -> None:
     """Refuse a target and settings that a kind of benchmark would ignore."""
     keys = [key for _, values in layers for key in values]
     if kind == "checkpoint" and (target != "gpt" or keys):
@@ -118,8 +141,31 @@ def check_settings(kind: str, target: str, layers: Sequence[tuple[str, Mapping[s
             keys[0] if keys else target,
             "set their size with --megabytes",
         )
+    if kind == "settings" and not ways:
+        raise UserError(
+            "bench settings has nothing to compare the target with",
+            "",
+            'name other settings with --way, once or more: --way exact=true --way "graph=auto compile=true"',
+        )
+    for way in ways:
+        fixed = [key for _, values in layers_of(way) for key in values if key in OF_THE_PROCESS]
+        for key in fixed[:1]:
+            raise UserError(
+                f"--way cannot change {key}: all rows are measured on the same ranks",
+                "",
+                f"set {key} for all of them: lockstep bench settings {target} {key}=VALUE --way ...",
+            )
     if kind == "step" and (refusal := why_no_step(target, layers)):
         raise UserError(refusal, "", f"name one of its models: {', '.join(BUILT_IN_TARGETS)}, without settings")
+
+
+def layers_of(way: str) -> list[Any]:
+    """Return the settings of a --way, as layers. Raises a UserError if they are not settings."""
+    try:
+        words = shlex.split(way)
+    except ValueError as error:
+        raise UserError(f"--way {way} cannot be read: {error}", "", "use --way 'key=value key=value'") from None
+    return read_layers([], words)
 
 
 def why_no_step(target: str, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> str:

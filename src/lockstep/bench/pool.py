@@ -13,7 +13,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -126,6 +126,19 @@ class Pool:
             if "code" in report:
                 self.codes[report["rank"]] = report["code"]
         assert self.zygote.alive, "the process that forks the ranks has exited"
+
+
+def rounds_of(teams: Mapping[Any, Team], repeats: int, report: Callable[[str], None]) -> dict[Any, list[list[Any]]]:
+    """Ask all teams for a turn, `repeats` times, and return their answers: by team, round and rank.
+
+    The order alternates, so that a machine that gets slower or faster favours no team.
+    """
+    turns: dict[Any, list[list[Any]]] = {name: [] for name in teams}
+    for number in range(repeats):
+        for name in list(teams)[:: -1 if number % 2 else 1]:
+            report(f"round {number + 1} of {repeats}, {name}")
+            turns[name].append(teams[name].ask())
+    return turns
 
 
 class Team:

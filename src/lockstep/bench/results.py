@@ -126,6 +126,7 @@ def begin(folder: Path, command: str, hardware: dict[str, Any]) -> Result:
             )
         result.sections = earlier.sections
         result.facts = earlier.facts
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -143,6 +144,7 @@ def write(result: Result, folder: Path) -> None:
 
 
 def _finite(value: Any) -> Any:
+    """Return a value with None in place of NaN and infinity, which JSON does not have."""
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     if isinstance(value, dict):
@@ -166,6 +168,7 @@ def read(path: Path) -> Result:
 
 
 def _section(values: dict[str, Any]) -> Section:
+    """Make a section of what JSON holds of it."""
     columns = [Column(**column) for column in values.pop("columns")]
     verdicts = [Verdict(**verdict) for verdict in values.pop("verdicts")]
     return Section(**values, columns=columns, verdicts=verdicts)
@@ -175,6 +178,7 @@ def csv_of(section: Section) -> str:
     """Return the rows with two more columns for the confidence interval of each value that has one."""
     rows = [_spread(row) for row in section.rows]
     names = list(dict.fromkeys(name for row in rows for name in row))
+
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
     writer.writeheader()
@@ -183,6 +187,7 @@ def csv_of(section: Section) -> str:
 
 
 def _spread(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row with single values: an estimate becomes three, and what is nested is left out."""
     flat: dict[str, Any] = {}
     for key, value in row.items():
         if is_estimate(value):
@@ -209,8 +214,11 @@ def text_of(section: Section) -> str:
     heads = [f"{column.title}{f' [{column.unit}]' if column.unit else ''}" for column in section.columns]
     body = [[cell(row.get(column.key)) for column in section.columns] for row in section.rows]
     lines = [section.title, *table_lines(heads, body)]
+
     for note in section.notes:
         lines += textwrap.wrap(note, 110, initial_indent="  ", subsequent_indent="  ")
+
+    # A verdict names what speaks against the test itself.
     if (refusal := section.extra.get("refusal")) and section.rows and not any(v.refusal for v in section.verdicts):
         lines.append(f"  Not a fair test: {refusal}.")
     return "\n".join([*lines, *(f"  {verdict}" for verdict in section.verdicts)])
@@ -235,6 +243,7 @@ def cell(value: Any) -> str:
         if value["count"] < ENOUGH:
             return f"{figure(value['median'])} ({figure(value['low'])} to {figure(value['high'])})"
         return f"{figure(value['median'])} ± {figure((value['high'] - value['low']) / 2)}"
+
     if value is None:
         return "-"
     return figure(value) if isinstance(value, float) else str(value)

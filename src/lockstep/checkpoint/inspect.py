@@ -32,10 +32,10 @@ from lockstep.checkpoint.storage import (
     committed,
     delete_checkpoint,
     open_storage,
-    step_in,
     steps_to_delete,
 )
 from lockstep.errors import UserError, plural
+from lockstep.launch.run_dir import step_in
 from lockstep.observe.formats import columns
 
 # How many tensors `show` lists, and how many checkpoints `ls` lists.
@@ -44,6 +44,7 @@ MAX_LISTED = 1000
 
 # `export` writes the tensors whose names begin with this.
 _PREFIX = "model."
+_AVERAGE = "ema."  # with --ema, those that begin with this take the place of the model's, where there are any
 
 
 def ls(path: Path) -> tuple[str, int]:
@@ -127,16 +128,12 @@ def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
     return "\n".join(lines) or "nothing to delete", 0
 
 
-def export(path: Path, out: Path | None, step: int | None, best: bool = False) -> tuple[str, int]:
+def export(path: Path, out: Path | None, step: int | None, best: bool = False, ema: bool = False) -> tuple[str, int]:
+    """Write the weights of a checkpoint to a file; with `ema`, the averages of the weights."""
     checkpoint = choose_best(path) if best else choose(path, step)
-    target = export_weights(checkpoint, out or _run_of(path) / "export" / checkpoint.name)
+    target = export_weights(checkpoint, out or run_folder_of(path) / "export" / checkpoint.name, ema)
 
-    # A run may leave frozen parameters out of its checkpoints (checkpoint.frozen=false). A checkpoint that was not
-    # written by a run may hold any values.
-    digests: Any = read_manifest(checkpoint).values
-    for key in ("state", "model", "frozen_digests"):
-        digests = digests.get(key) if isinstance(digests, dict) else None
-
+    digests = frozen_digests(checkpoint)
     if not digests:
         return str(target), 0
 
@@ -144,14 +141,25 @@ def export(path: Path, out: Path | None, step: int | None, best: bool = False) -
     return f"{target}\nwithout {missing}, which no checkpoint holds: {', '.join(sorted(digests))}", 0
 
 
-def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
+def frozen_digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the digests of the frozen parameters that the checkpoint does not hold (checkpoint.frozen=false)."""
+    # A checkpoint that was not written by a run may hold any values.
+    digests: Any = read_manifest(checkpoint).values
+    for key in ("state", "model", "frozen_digests"):
+        digests = digests.get(key) if isinstance(digests, dict) else None
+
+    return digests or {}
+
+
+def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path:
     """Verify every byte, and write the tensors `model.*` to `out` or to `out`/model.safetensors.
 
-    Tied weights are written once; the metadata maps their other names to that name.
+    Tied weights are written once; the metadata maps their other names to that name. With `ema` the averages take the
+    place of the parameters, and the file is called ema.safetensors.
     """
     from lockstep.observe.run_folder import write_weights  # needs torch
 
-    tensors, aliases = read_weights(checkpoint)
+    tensors, aliases = read_weights(checkpoint, ema)
     if not tensors:
         raise UserError(
             f"the checkpoint {checkpoint.location} has no weights to export",
@@ -160,14 +168,17 @@ def export_weights(checkpoint: Checkpoint, out: Path) -> Path:
         )
 
     # An older file is replaced completely or not at all.
-    target = out if out.suffix == ".safetensors" else out / "model.safetensors"
+    target = out if out.suffix == ".safetensors" else out / f"{'ema' if ema else 'model'}.safetensors"
     target.parent.mkdir(parents=True, exist_ok=True)
     write_weights(target, tensors, aliases)
     return target
 
 
-def read_weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]]:
-    """Verify every byte, and return the tensors `model.*` without that prefix, and the other names of tied ones."""
+def read_weights(checkpoint: Checkpoint, ema: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
+    """Verify every byte, and return the tensors `model.*` without that prefix, and the other names of tied ones.
+
+    With `ema` the averages of parameters take their places.
+    """
     from lockstep.checkpoint.load import CheckpointReader  # needs torch
 
     tensors = {}
@@ -178,6 +189,14 @@ def read_weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]
             raise problems[0]
 
         reader = CheckpointReader(checkpoint, manifest)
+        averages = {name.removeprefix(_AVERAGE) for name in reader.names() if name.startswith(_AVERAGE)}
+        if ema and not averages:
+            raise UserError(
+                f"the checkpoint {checkpoint.location} has no averages of the weights",
+                "it was saved without ema.decay",
+                "leave --ema out; a run with ema.decay=0.999 saves them",
+            )
+
         for full_name in [name for name in reader.names() if name.startswith(_PREFIX)]:
             name = full_name.removeprefix(_PREFIX)
             original = reader.original(full_name)
@@ -186,7 +205,7 @@ def read_weights(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, str]
             if original != full_name and original.startswith(_PREFIX):
                 aliases[name] = original.removeprefix(_PREFIX)
             else:
-                tensors[name] = reader.read(full_name)
+                tensors[name] = reader.read(f"{_AVERAGE}{name}" if ema and name in averages else full_name)
     except InvalidCheckpoint as problem:
         raise UserError(
             f"the checkpoint {checkpoint.location} {problem.verdict} and cannot be exported",
@@ -212,6 +231,10 @@ def choose(path: Path, step: int | None = None) -> Checkpoint:
         raise UserError(f"{path} has no checkpoint of step {step}", f"it has steps {steps}", "use one of them")
 
     return checkpoints[chosen]
+
+
+def has_checkpoints(path: Path) -> bool:
+    return (path / "checkpoints").is_dir() and bool(committed(_storage(path)))
 
 
 def choose_best(path: Path) -> Checkpoint:
@@ -258,7 +281,7 @@ def _names_a_checkpoint(path: Path) -> bool:
     return has_name or (path / MANIFEST).exists()
 
 
-def _run_of(path: Path) -> Path:
+def run_folder_of(path: Path) -> Path:
     """Return the folder of the run to which `path` belongs: a run, the folder of its checkpoints, or a checkpoint."""
     if _names_a_checkpoint(path):
         return _absolute(path).parent.parent

@@ -32,7 +32,6 @@ from lockstep.checkpoint.run_state import Change, RunState, merge_plain_state
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.checkpoint.storage import (
-    LATEST,
     Checkpoint,
     CheckpointStorage,
     Retention,
@@ -41,14 +40,13 @@ from lockstep.checkpoint.storage import (
     open_storage,
     set_aside,
     set_aside_after,
-    step_in,
     update_latest,
 )
-from lockstep.checkpoint.writer import PendingSave, SaveContext
+from lockstep.checkpoint.writer import Committed, Save, SaveContext
 from lockstep.config import RunConfig, flatten
 from lockstep.config.schema import KEYS, RENAMED, typed
 from lockstep.errors import UserError, plural
-from lockstep.launch.run_dir import is_checkpoint, run_of
+from lockstep.launch.run_dir import LATEST, is_checkpoint, run_of, step_in
 from lockstep.observe.run_folder import RunFolder
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime
@@ -70,6 +68,7 @@ class LoopState:
     interval: dict[str, Any] | None = None  # sums since the last log line, from `Recorder.interval_state`
     seconds: float = 0.0  # elapsed seconds of the run at the save
     early_stop: dict[str, Any] | None = None  # the best evaluation so far, from `EarlyStop.state_dict`
+    stop: dict[str, Any] | None = None  # a stop that the user's code requested: its reason, and whether it is done
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> LoopState:
@@ -89,7 +88,7 @@ class Resumed:
 
 
 class CheckpointManager:
-    """Saves and restores one run. `saver.py` has the states of a save."""
+    """Saves and restores one run. `writer.py` has the outcomes of a save."""
 
     def __init__(
         self,
@@ -442,7 +441,7 @@ class CheckpointManager:
     def poll(self) -> bool:
         """Log committed saves. Return whether the last save failed on this rank, for the control word."""
         self._log(self.saver.take_ended(0))
-        return self.saver.failed_save is not None
+        return self.saver.failure is not None
 
     def settle(self) -> bool:
         """Wait until the last save is committed, or abandoned on all ranks. Return False if this call abandoned it.
@@ -474,9 +473,9 @@ class CheckpointManager:
 
         Training continues: a full disk costs a checkpoint, but not the run.
         """
-        failed = self.saver.failed_save
-        own_failure = [failed.error, failed.caused_elsewhere] if failed else [None, False]
-        reports = self.runtime.collectives.gather_json(own_failure)
+        failed = self.saver.failure
+        report = [failed.reason, failed.caused_elsewhere] if failed else [None, False]
+        reports = self.runtime.collectives.gather_json(report)
         failures = [(rank, why, elsewhere) for rank, (why, elsewhere) in enumerate(reports) if why]
         if not failures:
             # `settle` may already have handled it: the control word is one step late.
@@ -533,22 +532,25 @@ class CheckpointManager:
             if len({by_name[name] for by_name in digests}) > 1:
                 self.log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
-    def _log(self, saves: list[PendingSave]) -> None:
+    def _log(self, saves: list[Save]) -> None:
         """Log the committed saves. `abandon_if_failed` logs failures, after all ranks have compared them."""
         for save in saves:
-            if save.checkpoint and save.error:
-                text = f"the checkpoint of step {save.step} is safe, but tidying up after it failed: {save.error}"
+            outcome = save.outcome
+            if not isinstance(outcome, Committed):
+                continue
+
+            if problem := outcome.tidying_error:
+                text = f"the checkpoint of step {save.step} is safe, but tidying up after it failed: {problem}"
                 self.log_event("warning", reason=text)
 
-            if save.checkpoint:
-                self.log_event(
-                    "checkpoint",
-                    step=save.step,
-                    path=self.folder.as_shown(save.checkpoint.location),
-                    mb=save.total_bytes / MIB,
-                    stall_s=save.stall_s,
-                    write_s=save.write_s,
-                )
+            self.log_event(
+                "checkpoint",
+                step=save.step,
+                path=self.folder.as_shown(outcome.checkpoint.location),
+                mb=outcome.total_bytes / MIB,
+                stall_s=save.stall_s,
+                write_s=save.write_s,
+            )
 
 
 def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:

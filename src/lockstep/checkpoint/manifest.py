@@ -23,16 +23,8 @@ from typing import Any, ClassVar, NamedTuple
 import xxhash
 
 from lockstep import garbage
-from lockstep.checkpoint.storage import (
-    Checkpoint,
-    CheckpointStorage,
-    Retention,
-    best_step,
-    committed,
-    folder_name,
-    step_in,
-)
-from lockstep.launch.run_dir import MANIFEST
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, Retention, best_step, committed, folder_name
+from lockstep.launch.run_dir import MANIFEST, step_in
 
 # The version of the format of a checkpoint. Other versions are not read. CONTRIBUTING says when it changes.
 FORMAT = 2

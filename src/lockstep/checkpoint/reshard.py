@@ -71,8 +71,10 @@ def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
 
 
 def _belongs_to(name: str, parameter: str) -> bool:
-    """Whether a tensor is this parameter or in its optimizer state: "model.NAME" or "optimizer.NUMBER.NAME.KEY"."""
-    return name == f"model.{parameter}" or bool(re.match(rf"optimizer\.\d+\.{re.escape(parameter)}\.", name))
+    """Whether a tensor is this parameter, its average, or in its optimizer state ("optimizer.NUMBER.NAME.KEY")."""
+    if name in (f"model.{parameter}", f"ema.{parameter}"):
+        return True
+    return bool(re.match(rf"optimizer\.\d+\.{re.escape(parameter)}\.", name))
 
 
 # ---- reading ----

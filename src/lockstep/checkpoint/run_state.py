@@ -6,6 +6,7 @@ Nothing in it depends on the number of ranks: a checkpoint can be resumed on any
     optimizer.NUMBER.NAME.KEY     the optimizer state of parameter NAME
     optimizer.NUMBER.initial      tensors in the options of the parameter groups when the run began
     optimizer.NUMBER.settings     tensors in these options at the save
+    ema.NAME                      averages of parameters (`ema.decay`)
     extra.NAME                    tensors in a module's extra state
     part.NAME                     tensors in the state of a `Part`: any other object with state
 """
@@ -17,10 +18,20 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.optimizer_state import JsonDict, OptimizerStates, different_model, merge_optimizers
 from lockstep.checkpoint.reshard import read_into
-from lockstep.checkpoint.state_tree import aliases_of, digest, identity, is_extra, pack, tied_names, unpack
+from lockstep.checkpoint.state_tree import (
+    aliases_of,
+    digest,
+    frozen_names,
+    identity,
+    is_extra,
+    pack,
+    tied_names,
+    unpack,
+)
 from lockstep.errors import UserError, plural
 from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.layout import full_tensor
@@ -87,6 +98,7 @@ class RunState:
         holders: Mapping[str, tuple[int, ...]] | None = None,
         rank: int = 0,
         duplicates: frozenset[str] = frozenset(),
+        average: WeightAverage | None = None,
     ):
         """Keep references to the objects of a run; nothing is copied.
 
@@ -94,6 +106,7 @@ class RunState:
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
         `holders`: the ranks that hold a parameter, for parameters that not all ranks hold.
         `duplicates`: see `RankRole.duplicates`.
+        `average`: the averages of the parameters that this rank holds, with `ema.decay`.
         """
         self.model = model
         self.optimizers = optimizers
@@ -101,6 +114,7 @@ class RunState:
         self.source = source
         self.parts = parts
         self.duplicates = duplicates
+        self.average = average
 
         # Whether all ranks capture the same plain state and the same replicated tensors. Shards may still differ.
         self.same_on_all_ranks = not (optimizers.sharded or holders)
@@ -111,7 +125,7 @@ class RunState:
         self._optimizer_states = OptimizerStates(model, optimizers, self._held_elsewhere)
 
         # Frozen parameters for which a checkpoint holds only digests.
-        self._digest_only = {name for name, p in model.named_parameters() if not (p.requires_grad or keep_frozen)}
+        self._digest_only = set() if keep_frozen else frozen_names(model)
 
         # Tied parameters are in here under all of their names.
         self._trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
@@ -147,6 +161,11 @@ class RunState:
         aliases = self._capture_model(model_state, tensors)
         extra = {name: pack(value, f"extra.{name}", tensors) for name, value in model_state.items() if is_extra(name)}
         optimizers, changed_only_by_update = self._optimizer_states.capture(tensors)
+
+        # An average changes after an update, and only then.
+        averages = {f"ema.{name}": tensor for name, tensor in self.average.averages.items()} if self.average else {}
+        tensors |= averages
+        changed_only_by_update = changed_only_by_update | averages.keys()
 
         # The keys are part of the file format (see CONTRIBUTING), like those that `capture` adds.
         plain_state: JsonDict = {
@@ -188,6 +207,9 @@ class RunState:
 
         known = sum(tensor.nbytes for tensor in tensors.values())
 
+        if self.average:
+            known += sum(average.nbytes for average in self.average.averages.values())
+
         # float32 masters are saved instead of bfloat16 parameters, which takes twice the bytes counted above.
         if self.optimizers.masters:
             known += sum(master.nbytes // 2 for master in self.optimizers.masters.persistent_tensors())
@@ -215,7 +237,23 @@ class RunState:
 
         # The data source must continue with the samples that the saved run would have taken next.
         _check_next_samples(plain_state["next_samples"], next_samples(self.source), changed_settings)
-        return changed + self._restore_parts(states)
+        return changed + self._restore_average(reader) + self._restore_parts(states)
+
+    def _restore_average(self, reader: CheckpointReader) -> list[str]:
+        """Restore the averages of the parameters. Return a line if the checkpoint has none, or they are not in use."""
+        saved = {name.removeprefix("ema.") for name in reader.names() if name.startswith("ema.")}
+        if self.average is None:
+            return ["ema: in the checkpoint, but not in use here"] if saved else []
+
+        for name in saved & self.average.averages.keys():
+            read_into(self.average.averages[name], f"ema.{name}", reader)
+
+        # A parameter that was frozen when the checkpoint was written has no average in it either.
+        missing = sorted(self.average.averages.keys() - saved)
+        self.average.restart(missing)
+        if not missing:
+            return []
+        return [f"ema: {plural(len(missing), 'average')} not in the checkpoint, starting from the weights"]
 
     def _restore_parts(self, states: JsonDict) -> list[str]:
         """Restore all parts except the data source. Return descriptions of the parts that gained or lost state."""

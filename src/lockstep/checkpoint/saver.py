@@ -1,19 +1,16 @@
 """Save while training continues: take a snapshot, write it in a thread, and report the result later.
 
-    copied -> own file durable -> committed     by rank 0, when the files of all ranks are durable
-       |             |
-       +-------------+----------> failed        on this rank: `failed_save` has the error
-       +-------------+----------> abandoned     on all ranks, because it failed on one of them (`abandon`)
-
 `start` copies the tensors that the next forward may change, and starts the thread. Before the next update,
-`wait_for_copy` waits until the optimizers' state has been copied. `take_ended` returns the saves that have ended:
-committed, failed or abandoned. A failed save never raises, and does not affect the next one.
+`wait_for_copy` waits until the optimizers' state has been copied. `take_ended` returns the saves that have ended. Each
+has an outcome (`writer.py`): `Committed` on rank 0 or `Written` on another rank, or `Failed`. A save that fails never
+raises, and does not affect the next one.
 
 A failure reaches the other ranks in these steps, the first in the writing thread, the others in the training thread:
 
-    PendingSave.fail                       records the error, and deletes this rank's uncommitted files
-    CheckpointManager.poll                 sees `failed_save`, and the next control word tells all ranks
-    CheckpointManager.abandon_if_failed    compares the errors of all ranks, and calls `abandon` on each
+    Save.fail                       sets the outcome, and deletes this rank's uncommitted files
+    CheckpointManager.poll                 sees `Saver.failure`, and the next control word tells all ranks
+    CheckpointManager.abandon_if_failed    compares the failures of all ranks, and calls `Saver.abandon` on each: the
+                                           save then fails on ranks on which it was still pending
 """
 
 from __future__ import annotations
@@ -26,7 +23,7 @@ from typing import Any
 
 from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.snapshot import BackgroundCopy, Snapshot
-from lockstep.checkpoint.writer import PendingSave, SaveContext
+from lockstep.checkpoint.writer import Failed, Save, SaveContext
 from lockstep.runtime.layout import LocalShard
 
 
@@ -42,13 +39,13 @@ class Saver:
         self._snapshot = Snapshot(file_name(context.rank))
 
         # The last save, and its thread while it runs.
-        self._last: PendingSave | None = None
+        self._last: Save | None = None
         self._thread: threading.Thread | None = None
 
         # The copy that runs while training continues, from `start` to `wait_for_copy`.
         self._copying: BackgroundCopy | None = None
 
-        self._unreported: list[PendingSave] = []  # saves that have ended and that `take_ended` has not returned yet
+        self._unreported: list[Save] = []  # saves that have ended and that `take_ended` has not returned yet
         self._saves = 0  # numbers the uncommitted folders: the same step may be saved again after a failure
 
     def prepare(self, shards: Mapping[str, LocalShard]) -> None:
@@ -77,14 +74,14 @@ class Saver:
 
         layout = self._snapshot.reserve(shards)
 
-        # From here on, `failed_save` refers to this save.
+        # From here on, `failure` is about this save.
         self._saves += 1
-        self._last = pending = PendingSave(self._context, step, self._saves, layout.file_size)
+        self._last = save = Save(self._context, step, self._saves, layout.file_size)
 
         # Only this rank's own file counts: the others may be on other disks, and may write much less or much more.
-        if pending.check_room():
+        if save.check_room():
             self._copying = self._snapshot.take(shards, changed_only_by_update if self._asynchronous else ())
-            run = partial(pending.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), dict(values))
+            run = partial(save.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), dict(values))
             if self._asynchronous:
                 # A daemon thread, which does not keep the process alive at its end.
                 self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
@@ -92,11 +89,11 @@ class Saver:
             else:
                 run()
 
-        pending.stall_s = time.perf_counter() - began
+        save.stall_s = time.perf_counter() - began
 
         # Without a thread, the save has ended.
         if self._thread is None:
-            self._unreported.append(pending)
+            self._unreported.append(save)
 
     def wait_for_copy(self) -> None:
         """Wait until the state is copied, before an update changes it. Return at once if the save was refused."""
@@ -107,9 +104,13 @@ class Saver:
             self._last.stall_s += time.perf_counter() - began
 
     @property
-    def failed_save(self) -> PendingSave | None:
-        """The last save if it failed on this rank, until all ranks agree to abandon it or another save begins."""
-        return self._last if self._last and self._last.failed else None
+    def failure(self) -> Failed | None:
+        """How the last save failed on this rank; None once all ranks have agreed to abandon it."""
+        if self._last is None or self._last.abandoned.is_set():
+            return None
+
+        outcome = self._last.outcome
+        return outcome if isinstance(outcome, Failed) else None
 
     def wait_for_own_file(self) -> None:
         """Wait until this rank's own file is durable or has failed. Other ranks may still be writing."""
@@ -121,11 +122,9 @@ class Saver:
         if self._last is not None:
             self._last.abandon(why)
             self._join()
+            self._last.discard()
 
-            # The thread may have finished before it saw the flag, so delete the files here too.
-            self._last.delete_uncommitted()
-
-    def take_ended(self, timeout: float | None = None) -> list[PendingSave]:
+    def take_ended(self, timeout: float | None = None) -> list[Save]:
         """Wait until the save has ended, or for `timeout` seconds. Return the saves that ended since the last call."""
         self._join(timeout)
         ended = self._unreported

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.manifest import FLOATS
@@ -108,6 +108,11 @@ def unpack(value: Any, read: Callable[[str], Tensor], device: torch.device) -> A
 def is_extra(name: str) -> bool:
     """Whether a key of a state dict holds the result of a module's `get_extra_state`, which may be any object."""
     return name.rpartition(".")[2] == "_extra_state"
+
+
+def frozen_names(model: nn.Module) -> set[str]:
+    """Return all names of the frozen parameters; tied ones have several."""
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
 
 def tied_names(state: Mapping[str, Any]) -> dict[str, str]:

@@ -25,6 +25,7 @@ from typing import Any, Literal, Protocol
 
 from lockstep.errors import UserError
 from lockstep.launch.records import open_regular, read_bytes, replacing
+from lockstep.launch.run_dir import LATEST, step_in
 
 # The number of bytes that are written at a time.
 CHUNK = 16 << 20
@@ -34,11 +35,8 @@ CHUNK = 16 << 20
 # and `split` cuts the data.
 PAGE = 4096
 
-# Two small files at the top level: the newest checkpoint's name, and the token of the only attempt allowed to commit.
-LATEST = "latest"
+# A small file at the top level, like LATEST: the token of the only attempt allowed to commit.
 OWNER = "owner"
-
-_NAME_OF_STEP = re.compile("step-([0-9]{8}|[1-9][0-9]{8,17})")
 
 
 class CheckpointStorage(Protocol):
@@ -110,10 +108,12 @@ class Checkpoint:
         """The location, for messages. It is not always a path: a storage may be anywhere."""
         return f"{self.storage.address}/{self.name}"
 
-    # Only a committed checkpoint has a step.
     @property
     def step(self) -> int:
-        return int(self.name.removeprefix("step-"))
+        """The step of a committed checkpoint; no other has one."""
+        step = step_in(self.name)
+        assert step is not None, self.name
+        return step
 
     def open(self, file: str) -> io.BufferedIOBase:
         return self.storage.open(f"{self.name}/{file}")
@@ -129,13 +129,6 @@ def open_storage(folder: Path) -> CheckpointStorage:
 
 def folder_name(step: int) -> str:
     return f"step-{step:08d}"
-
-
-def step_in(name: str) -> int | None:
-    """Return the step whose folder has this name; None if no step has it."""
-    # A step has only one name, padded to eight digits: "step-000000007" is not a name of step 7.
-    match = _NAME_OF_STEP.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def committed(storage: CheckpointStorage) -> list[Checkpoint]:
@@ -163,20 +156,20 @@ def update_latest(storage: CheckpointStorage) -> None:
         storage.delete(LATEST)
 
 
-def set_aside(storage: CheckpointStorage, name: str, why: str) -> str:
-    """Rename a checkpoint to `step-X.damaged` or `step-X.undone`, so that it is ignored, but not lost.
+def set_aside(storage: CheckpointStorage, name: str, suffix: Literal["damaged", "undone"]) -> str:
+    """Rename a checkpoint to `step-N.damaged` or `step-N.undone`, so that it is ignored, but not lost.
 
     Return its new name.
     """
-    target = _free_name(name, why, storage.folders())
+    target = _free_name(name, suffix, storage.folders())
     storage.rename(name, target)
     update_latest(storage)
     return target
 
 
-def _free_name(name: str, why: str, taken: Container[str]) -> str:
+def _free_name(name: str, suffix: str, taken: Container[str]) -> str:
     # The same step may have been set aside before.
-    candidates = (f"{name}.{why}{number or ''}" for number in itertools.count())
+    candidates = (f"{name}.{suffix}{number or ''}" for number in itertools.count())
     return next(candidate for candidate in candidates if candidate not in taken)
 
 

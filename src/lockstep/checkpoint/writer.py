@@ -77,16 +77,47 @@ class SaveContext:
         assert self.token.isalnum(), self.token  # it becomes part of a folder's name
 
 
+# ---- how a save ends ----
+
+
+@dataclass(frozen=True)
+class Written:
+    """This rank's file is durable, and the rest is up to rank 0: the outcome on all other ranks."""
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The checkpoint is complete and has its final name: the outcome on rank 0."""
+
+    checkpoint: Checkpoint
+    total_bytes: int  # of all files
+    tidying_error: str = ""  # why tidying up after the commit failed; the checkpoint is safe
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The save was not committed, and its files were deleted."""
+
+    reason: str
+    caused_elsewhere: bool = False  # by another rank or another attempt
+
+
+Outcome = Written | Committed | Failed
+
+
 class SaveFailed(Exception):
     """A save must not be committed, for a reason other than an OSError. The message is the reason."""
 
+    def __init__(self, reason: str, caused_elsewhere: bool = False):
+        super().__init__(reason)
+        self.caused_elsewhere = caused_elsewhere
 
-class PendingSave:
-    """One save on one rank, and its result once it has ended.
+
+class Save:
+    """One save on one rank: pending until it has an `outcome`.
 
     `run` may run in a thread. Of the other methods, the training thread calls only `check_room`, `abandon` and
-    `delete_uncommitted`. A save is committed (by rank 0), fails, or is abandoned. If it is not committed, its files
-    are deleted.
+    `discard`.
     """
 
     def __init__(self, context: SaveContext, step: int, number: int, file_size: int):
@@ -98,27 +129,17 @@ class PendingSave:
         # it, and the number keeps out writers of an earlier save of the same step.
         self.folder = f"{folder_name(step)}.tmp-{context.token}-{number}"
 
-        # Set by the commit, on rank 0 only. An error after the commit means that tidying up failed.
-        self.checkpoint: Checkpoint | None = None
-        self.error: str | None = None
-        self.caused_elsewhere = False  # whether another rank or attempt caused the error
+        # None while the save is pending.
+        self.outcome: Outcome | None = None
 
-        self.total_bytes = 0  # of all files, on rank 0 after the commit
         self.stall_s = 0.0  # how long training waited for the save
         self.write_s = 0.0  # from the start of `run` until this rank's file is durable; on rank 0, until the commit
         self.file_ended = threading.Event()  # set once this rank's file is durable or has failed
         self._began = 0.0  # when `run` was called
 
-        # Set by `abandon`, in the training thread.
+        # A request of the training thread to end the save: see `abandon`.
         self.abandoned = threading.Event()
         self._why_abandoned = ""
-
-    @property
-    def failed(self) -> bool:
-        """Whether it failed on this rank, and the ranks have not yet agreed to abandon it."""
-        # Read `error` before `checkpoint`, because the thread may commit in between. If tidying up after a commit
-        # raises an error, the save has not failed.
-        return bool(self.error) and self.checkpoint is None and not self.abandoned.is_set()
 
     def run(
         self,
@@ -128,7 +149,7 @@ class PendingSave:
         aliases: dict[str, str],
         values: dict[str, Any],
     ) -> None:
-        """Write, confirm and (on rank 0) commit. It never raises: `error` holds the reason for a failure.
+        """Write, confirm and (on rank 0) commit. It never raises: `outcome` says how it ended.
 
         `data` is the data section of this rank's file; `finish_copy` waits until `data` is complete, or raises. Only
         rank 0's `aliases` and `values` are used.
@@ -141,32 +162,29 @@ class PendingSave:
             self.file_ended.set()
 
             if self.context.rank == 0:
-                self._commit(aliases, values)
-
-            self._check_abandoned()
+                self.outcome = self._commit(aliases, values)
+                self.outcome = replace(self.outcome, tidying_error=self._tidy_up())
+            else:
+                self._check_abandoned()
+                self.outcome = Written()
         except BaseException as error:
             # An exception would be lost with the thread.
             self.fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """Delete the uncommitted files, report the failure to rank 0, and record the reason."""
-        reason = self._reason(error)
+        """Delete the uncommitted files, report the failure to rank 0, and set the outcome."""
+        failed = Failed(_as_text(error))
         try:
-            self.delete_uncommitted()
-            if isinstance(error, FileNotFoundError | FileExistsError) and self.checkpoint is None:
-                # If the folder is gone, another rank or attempt deleted it. (`mkdir` may raise FileExistsError
-                # if a folder is deleted at that moment.) If listing fails, `error` remains the reason.
-                with suppress(OSError):
-                    self.caused_elsewhere |= self.folder not in self.context.storage.folders()
-                reason = self._reason(error)
+            failed = self._explain(error)
+            self._delete_uncommitted()
 
             # Tell rank 0 not to wait for this rank's file. If this fails as well, the first error is reported.
             if self.context.rank != 0 and not self.abandoned.is_set():
                 with suppress(OSError):
-                    self._confirm({"error": reason})
+                    self._confirm({"error": failed.reason})
         finally:
-            # Training waits for this event and then reads the error.
-            self.error = reason
+            # Training waits for this event and then reads the outcome.
+            self.outcome = failed
             self.file_ended.set()
 
     def check_room(self) -> bool:
@@ -183,10 +201,17 @@ class PendingSave:
         return True
 
     def abandon(self, why: str) -> None:
+        """Ask the thread of `run` to end the save as failed. It may have ended the save before it sees this."""
         self._why_abandoned = why
         self.abandoned.set()
 
-    def delete_uncommitted(self) -> None:
+    def discard(self) -> None:
+        """Fail an abandoned save whose thread has ended, even if the thread did not see that it was abandoned."""
+        self._delete_uncommitted()
+        if isinstance(self.outcome, Written):
+            self.outcome = Failed(self._why_abandoned)
+
+    def _delete_uncommitted(self) -> None:
         """Delete this rank's uncommitted files; rank 0 deletes the folder. After the commit, this does nothing."""
         rank = self.context.rank
         keys = [self._key(file_name(rank)), self._key(_confirmation(rank))] if rank else [self.folder]
@@ -231,7 +256,7 @@ class PendingSave:
 
     # ---- rank 0 ----
 
-    def _commit(self, aliases: dict[str, str], values: dict[str, Any]) -> None:
+    def _commit(self, aliases: dict[str, str], values: dict[str, Any]) -> Committed:
         storage = self.context.storage
         confirmations = self._confirmations()
         manifest = encode(self._manifest(confirmations, aliases, values))
@@ -258,17 +283,26 @@ class PendingSave:
             set_aside(storage, name, "undone")
 
         # The commit.
+        total_bytes = len(manifest) + sum(confirmation["file"]["size"] for confirmation in confirmations)
         storage.rename(self.folder, name)
-        self.checkpoint = Checkpoint(storage, name)
-        self.context.on_commit()
-        self.total_bytes = len(manifest) + sum(confirmation["file"]["size"] for confirmation in confirmations)
+        return Committed(Checkpoint(storage, name), total_bytes)
 
-        # From here on, the checkpoint is safe whatever fails. `write_s` does not include deleting old checkpoints.
-        faults.fire("latest", self.step)
-        update_latest(storage)
-        self.write_s = time.perf_counter() - self._began
-        apply_retention(storage, self.context.retention, self.context.token)
-        faults.damage_committed(storage, f"{name}/{file_name(0)}", self.step)
+    def _tidy_up(self) -> str:
+        """Do what follows a commit. Return why that failed, or "": the checkpoint is safe whatever fails here."""
+        storage = self.context.storage
+        try:
+            self.context.on_commit()
+            faults.fire("latest", self.step)
+            update_latest(storage)
+
+            # `write_s` does not include deleting old checkpoints.
+            self.write_s = time.perf_counter() - self._began
+            apply_retention(storage, self.context.retention, self.context.token)
+            faults.damage_committed(storage, f"{folder_name(self.step)}/{file_name(0)}", self.step)
+        except BaseException as error:
+            return _as_text(error)
+
+        return ""
 
     def _confirmations(self) -> list[dict[str, Any]]:
         """Wait for the confirmations of all ranks, and return them by rank.
@@ -305,8 +339,7 @@ class PendingSave:
 
     def _check_confirmation(self, rank: int, confirmation: dict[str, Any]) -> None:
         if "error" in confirmation:
-            self.caused_elsewhere = True
-            raise SaveFailed(f"rank {rank}: {confirmation['error']}")
+            raise SaveFailed(f"rank {rank}: {confirmation['error']}", caused_elsewhere=True)
 
         # On a shared file system, a file that another machine wrote may not be visible yet, or may be lost: then the
         # save fails.
@@ -344,24 +377,39 @@ class PendingSave:
 
     # ---- reasons ----
 
-    def _reason(self, error: BaseException) -> str:
+    def _explain(self, error: BaseException) -> Failed:
         if self.abandoned.is_set():
-            return self._why_abandoned
+            return Failed(self._why_abandoned)
 
         match error:
-            case SaveFailed() | InvalidCheckpoint():
-                return str(error)
-            case FileNotFoundError() | FileExistsError() if self.caused_elsewhere:
+            case SaveFailed():
+                return Failed(str(error), error.caused_elsewhere)
+            case InvalidCheckpoint():
+                return Failed(str(error))
+            case FileNotFoundError() | FileExistsError() if self._folder_is_gone():
                 # Rank 0 deletes the folder of a failed save, and a new attempt deletes the folders of all others.
-                return "rank 0 abandoned the save, or another attempt has taken over: the uncommitted folder is gone"
+                # (`mkdir` may raise FileExistsError if a folder is deleted at that moment.)
+                why = "rank 0 abandoned the save, or another attempt has taken over: the uncommitted folder is gone"
+                return Failed(why, caused_elsewhere=True)
             case OSError(errno=errno.ENOSPC | errno.EDQUOT):
                 # The disk is full, or the user's quota is exhausted.
-                return f"{self._no_room()} while writing {size_text(self.bytes)}"
+                return Failed(f"{self._no_room()} while writing {size_text(self.bytes)}")
             case _:
-                return f"{type(error).__name__}: {error}"
+                return Failed(_as_text(error))
+
+    def _folder_is_gone(self) -> bool:
+        # If listing fails as well, the first error remains the reason.
+        with suppress(OSError):
+            return self.folder not in self.context.storage.folders()
+
+        return False
 
     def _no_room(self) -> str:
         return f"no space left on the disk of {self.context.storage.address}"
+
+
+def _as_text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def apply_retention(storage: CheckpointStorage, retention: Retention, token: str) -> None:

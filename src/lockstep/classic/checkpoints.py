@@ -23,7 +23,7 @@ from lockstep.checkpoint.load import CheckpointReader, find
 from lockstep.checkpoint.run_state import RunState
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, Retention, delete_leftovers, open_storage
-from lockstep.checkpoint.writer import SaveContext
+from lockstep.checkpoint.writer import Committed, Failed, SaveContext
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import is_checkpoint
@@ -162,10 +162,11 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
 
     [save] = saver.take_ended()
     saver.close()
-    if save.checkpoint is None:
-        raise OSError(save.error)
+    if isinstance(save.outcome, Failed):
+        raise OSError(save.outcome.reason)
 
-    return save.checkpoint.name
+    assert isinstance(save.outcome, Committed), "rank 0 commits, or fails"
+    return save.outcome.checkpoint.name
 
 
 def _wait_for_readers(calls: CheckpointCalls, save: str, folder: Path, limit: timedelta) -> None:

@@ -68,7 +68,17 @@ def exclusive(settings: Settings) -> Iterator[UserError]:
 
 
 def conflicts(settings: Settings) -> Iterator[UserError]:
-    for rule in (_order, _reference_batch, _ddp_options, _exact, _load_balance, _stages, _cuda_graphs, _pairs):
+    for rule in (
+        _order,
+        _reference_batch,
+        _ddp_options,
+        _exact,
+        _load_balance,
+        _length_balance,
+        _stages,
+        _cuda_graphs,
+        _pairs,
+    ):
         yield from rule(settings)
 
 
@@ -145,11 +155,22 @@ def _load_balance(settings: Settings) -> Iterator[UserError]:
             yield _together(balance, coupled[0], reason, f"leave {coupled[0].key} out, or {balance.key}")
 
 
+def _pipelines(settings: Settings) -> list[Setting]:
+    """Return the settings that cut the model into stages."""
+    strategies = [setting for setting in _on(settings, "strategy") if setting.value in with_trait("pipeline")]
+    return strategies + [axis for axis in _parallel_axes(settings) if axis.key == "mesh.pp"]
+
+
+def _length_balance(settings: Settings) -> Iterator[UserError]:
+    for balance in _on(settings, "data.balance"):
+        for pipeline in _pipelines(settings):
+            reason = "stages, which pass on micro-batches of equal numbers of samples"
+            yield _together(balance, pipeline, reason, f"leave {balance.key} out, or {pipeline.key}")
+
+
 def _stages(settings: Settings) -> Iterator[UserError]:
     schedule = settings.get("pp.schedule")
-    pipelines = [setting for setting in _on(settings, "strategy") if setting.value in with_trait("pipeline")]
-    pipelines += [axis for axis in _parallel_axes(settings) if axis.key == "mesh.pp"]
-    if schedule is None or not pipelines:
+    if schedule is None or not _pipelines(settings):
         return
 
     for stages in _on(settings, "pp.stages_per_rank"):

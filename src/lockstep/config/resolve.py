@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from lockstep.config.conflicts import EXCLUSIVE, conflicts, exclusive, unused
-from lockstep.config.schema import KEYS, RENAMED, SECTIONS, RunConfig, Setting, typed, walk
+from lockstep.config.schema import KEYS, RENAMED, SECTIONS, RunConfig, Setting, flatten, typed, walk
 from lockstep.config.yaml_dialect import word
 from lockstep.errors import ConfigError, UserError
 
@@ -28,6 +28,21 @@ class Resolved:
         """Return a copy without `task.*`, for a task object that was constructed with its own options."""
         sources = {key: source for key, source in self.sources.items() if not key.startswith("task.")}
         return replace(self, config=self.config.model_copy(update={"task": {}}), sources=sources)
+
+    def fill_in(self, source: str, values: Mapping[str, Any]) -> Resolved:
+        """Return a copy in which `values`, by dotted key, replace defaults. Keys that a layer has set stay as they are.
+
+        A key also stays if a layer has set another key of its group in EXCLUSIVE.
+        """
+        settings = {key: Setting(key, value, self.sources[key]) for key, value in flatten(self.config).items()}
+        taken = {key for group in EXCLUSIVE for key in group if any(settings[k].value is not None for k in group)}
+        free = [key for key in values if self.sources[key] == "default" and key not in taken]
+        settings |= {key: Setting(key, values[key], source) for key in free}
+        if problems := list(conflicts(settings)):
+            raise ConfigError(problems)
+
+        config = RunConfig.model_validate(nest(settings))
+        return Resolved(config, {key: setting.source for key, setting in settings.items()})
 
 
 def resolve(layers: Sequence[Layer], earlier: Sequence[UserError] = ()) -> Resolved:

@@ -168,6 +168,16 @@ class StopConfig(Section):
     )
 
 
+class EmaConfig(Section):
+    decay: float | None = _key(
+        None,
+        "average the weights, with this share of the old average in each step; evaluations use the average; null: off",
+        example=0.999,
+        ge=0,
+        lt=1,
+    )
+
+
 class DataConfig(Section):
     # No workers by default: most small datasets load faster than processes start.
     workers: int = _key(0, "worker processes per rank that load samples; 0: the training process loads them", ge=0)
@@ -177,6 +187,9 @@ class DataConfig(Section):
     # Otherwise random transforms, and so the trained model, depend on the number of ranks.
     seed_samples: bool = _key(
         True, "seed random transforms for each sample, so that they do not depend on ranks and workers"
+    )
+    balance: Annotated[Literal["none", "length"], _NONE] = _key(
+        "none", "how a step is divided into micro-batches; length: by the lengths of its samples, at equal cost"
     )
     sharding: Literal["stride", "own"] = _key(
         "stride", "how an iterable dataset is sharded; stride: by Lockstep; own: by the dataset itself"
@@ -261,7 +274,11 @@ class CheckpointConfig(Section):
         "last", "which weights model.safetensors holds: of the last step, or of the best checkpoint"
     )
     # A large frozen backbone need not be in every checkpoint.
-    frozen: bool = _key(True, "save frozen parameters too; false: save only a digest of them, to compare on resume")
+    frozen: bool = _key(
+        True,
+        "save frozen parameters too; false: save only a digest of them, to compare on resume, and leave them out of "
+        "model.safetensors",
+    )
 
 
 class WeightsConfig(Section):
@@ -424,6 +441,7 @@ class RunConfig(Section):
     scaler: ScalerConfig = ScalerConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     stop: StopConfig = StopConfig()
+    ema: EmaConfig = EmaConfig()
     data: DataConfig = DataConfig()
     ddp: DDPConfig = DDPConfig()
     fsdp: FSDPConfig = FSDPConfig()

@@ -1,8 +1,8 @@
 """Sequence packing: ragged documents in rows of a fixed length, without attention from one document to another.
 
 A packed batch is a dictionary. `position_ids` count from 0 in each document, so they also tell where documents begin.
-What is left of a row is padding: a document of its own, whose labels are ignored. So the sum of the loss over a packed
-batch, its weight and its gradient are those of the documents one by one.
+What is left of a row is padding, in documents of its own, whose labels are ignored. So the sum of the loss over a
+packed batch, its weight and its gradient are those of the documents one by one.
 """
 
 from __future__ import annotations
@@ -163,9 +163,13 @@ def packed_batch(samples: list[Any], row_length: int, pad: int = 0, shifted: boo
 
 def _fill(row: list[dict[str, Tensor]], row_length: int, pad: int, shifted: bool) -> dict[str, Tensor]:
     """Return the tensors (row_length,) of one row."""
-    rest = row_length - sum(len(document["input_ids"]) for document in row)
-    padding = {"input_ids": torch.full((rest,), pad), "labels": torch.full((rest,), IGNORED)}
-    documents = [*row, padding] if rest else row
+    lengths = [len(document["input_ids"]) for document in row]
+    rest = row_length - sum(lengths)
+
+    # Padding is no longer than the longest document, so that its positions are among those that the model knows.
+    pieces = [min(max(lengths), rest - start) for start in range(0, rest, max(lengths))]
+    padding = [{"input_ids": torch.full((n,), pad), "labels": torch.full((n,), IGNORED)} for n in pieces]
+    documents = [*row, *padding]
 
     labels = [document["labels"].clone() for document in documents]
     if shifted:

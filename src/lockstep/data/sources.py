@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.config import DataConfig
+from lockstep.data.length_balance import check_lengths, divide_by_length
 from lockstep.data.loader import (
     CopyStream,
     Request,
@@ -28,7 +29,8 @@ from lockstep.data.loader import (
     to_device,
 )
 from lockstep.data.samplers import Sampled, Sampler, make_sampler
-from lockstep.data.samplers.torch_samplers import as_sampler
+from lockstep.data.samplers.sampler import OrderCache
+from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.streams.cursor import has_state
 from lockstep.data.streams.exact import ExactStreamSource
@@ -50,6 +52,7 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
     `data` is a dataset with `__getitem__`, optionally with a sampler (`Sampled`), a stream, or already a source.
     """
     if isinstance(data, BatchSource):
+        _refuse_balance(data, options.config)
         return data
 
     if hasattr(data, "take") and hasattr(data, "commit"):
@@ -59,19 +62,13 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
             f"write class {type(data).__name__}(lockstep.BatchSource)",
         )
 
-    if isinstance(data, DataLoader) and not _is_stateful_stream(data):
-        raise UserError(
-            "the training data must be a dataset; data() returned a torch DataLoader",
-            "it has already decided batch size, order and sharding",
-            "return its dataset, and set global_batch, data.shuffle and data.workers in the configuration; its "
-            "collate_fn becomes Task.collate, and a custom sampler Sampled(dataset, sampler): see docs/data.md",
-        )
-
     if isinstance(data, Shards):
+        _refuse_balance(data, options.config)
         _check_not_own(options.config)
         return ExactStreamSource(data, collate, options)
 
     # A dataset with its own sampler, a plain dataset, or a stream.
+    data = bind_sampler(data, options.seed)
     dataset, sampler = (data.dataset, data.sampler) if isinstance(data, Sampled) else (data, None)
     is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
     _check_readable(dataset, is_stream, options.config)
@@ -81,7 +78,11 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
         if sampler is None:
             sampler = make_sampler(len(dataset), options.seed, options.config.shuffle)
 
-        return MapSource(reader, as_sampler(sampler, len(dataset), options.seed), options)
+        lengths = None
+        if options.config.balance == "length":
+            lengths = check_lengths(data.known_lengths if isinstance(data, Sampled) else None, len(dataset))
+
+        return MapSource(reader, sampler, options, lengths)
 
     if isinstance(data, Sampled):
         raise UserError(
@@ -90,6 +91,7 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
             "return the stream alone, or a dataset with __getitem__ and __len__",
         )
 
+    _refuse_balance(data, options.config)
     if options.config.resume == "reread":
         _check_not_own(options.config)
         return ExactStreamSource(Shards([dataset]), collate, options)
@@ -99,17 +101,22 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
     return StreamSource(dataset, collate, options)
 
 
-def _is_stateful_stream(loader: DataLoader) -> bool:
-    """Return whether it is torchdata's StatefulDataLoader without batches, which is a stream of samples."""
-    return has_state(loader) and loader.batch_size is None and loader.batch_sampler is None
-
-
 def _check_not_own(config: DataConfig) -> None:
     if config.sharding == "own":
         raise UserError(
             "data.sharding=own cannot be used with a stream that resumes exactly",
             "a stream that assigns its samples to ranks itself has a different position on each rank",
             "leave data.sharding out; or leave data.resume out, and return an iterable dataset instead of Shards",
+        )
+
+
+def _refuse_balance(data: Any, config: DataConfig) -> None:
+    if config.balance != "none":
+        raise UserError(
+            f"data.balance={config.balance} needs a dataset with __getitem__; the training data is a "
+            f"{type(data).__name__}",
+            "a step is divided by the lengths of its samples, before they are read",
+            "leave data.balance out, or pack the stream (lockstep.data.packing)",
         )
 
 
@@ -145,9 +152,12 @@ class MapSource(BatchSource):
 
     can_skip = True
 
-    def __init__(self, reader: SampleReader, sampler: Sampler, options: SourceOptions):
+    def __init__(
+        self, reader: SampleReader, sampler: Sampler, options: SourceOptions, lengths: np.ndarray | None = None
+    ):
         self.reader = reader
         self.sampler = sampler
+        self.lengths = lengths  # (samples,) of the dataset, for data.balance=length
         self.options = options
         self.data_world = options.data_world
         self.length = len(sampler)
@@ -170,6 +180,8 @@ class MapSource(BatchSource):
         # Detects changes of the dataset that its worker processes would not see.
         watches = options.config.workers and options.watches_dataset
         self._copies = WorkerCopies(reader.dataset) if watches else None
+
+        self._divisions = OrderCache()  # the last windows that were divided by length
 
     def take(self) -> StepBatches:
         """Return this rank's micro-batches of the next global step. Iterating over them reads them."""
@@ -347,9 +359,20 @@ class MapSource(BatchSource):
         return assigned
 
     def _micro_batch(self, window: Window, index: int, padding: bool) -> MicroBatch:
+        if self.lengths is not None:
+            parts = self._divisions.get(window, lambda: self._divide(window))
+            ids, first = parts[index], sum(map(len, parts[:index]))
+            return MicroBatch(None, index, len(ids), window.epoch, ids, padding, first)
+
         start, stop = micro_slice(window, self.options.micro_batch, index)
         ids = self.sampler.ids(window.epoch, start, stop)
         return MicroBatch(None, index, stop - start, window.epoch, ids, padding, start - window.start)
+
+    def _divide(self, window: Window) -> list[np.ndarray]:
+        """Return the ids of each micro-batch of a window, divided by length."""
+        assert self.lengths is not None
+        ids = self.sampler.ids(window.epoch, window.start, window.stop)
+        return [ids[places] for places in divide_by_length(self.lengths[ids], self._count(window))]
 
     # ---- reading samples ----
 

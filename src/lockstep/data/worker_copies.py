@@ -14,6 +14,7 @@ from torch import Tensor
 from lockstep.errors import UserError
 
 MAX_NESTING = 8  # how deep datasets within datasets are searched
+MAX_PARTS = 16  # how many of the datasets side by side are searched, as this is done before each step
 
 
 class WorkerCopies:
@@ -76,15 +77,25 @@ def check_no_connection(dataset: Any) -> None:
             )
 
 
-def _attributes(dataset: Any) -> Iterator[tuple[str, Any]]:
+def _attributes(dataset: Any, prefix: str = "", depth: int = MAX_NESTING) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of the attributes of a dataset, class attributes first, then those of datasets inside it."""
-    prefix = ""
-    for _ in range(MAX_NESTING):
-        classes = [vars(kind) for kind in reversed(type(dataset).__mro__)]
-        for attributes in [*classes, getattr(dataset, "__dict__", {})]:
-            yield from ((f"{prefix}{name}", value) for name, value in list(attributes.items()) if name[:2] != "__")
-        # A Subset holds another dataset. A dataset with its own __getattr__ may raise anything here.
-        try:
-            dataset, prefix = getattr(dataset, "dataset", None), f"{prefix}dataset."
-        except Exception:
-            return
+    classes = [vars(kind) for kind in reversed(type(dataset).__mro__)]
+    for attributes in [*classes, getattr(dataset, "__dict__", {})]:
+        yield from ((f"{prefix}{name}", value) for name, value in list(attributes.items()) if name[:2] != "__")
+
+    for name, inner in _datasets_inside(dataset) if depth > 1 else ():
+        yield from _attributes(inner, f"{prefix}{name}.", depth - 1)
+
+
+def _datasets_inside(dataset: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (name, dataset): a Subset holds one, a ConcatDataset several."""
+    # A dataset with its own __getattr__ may raise anything here.
+    try:
+        inner, parts = getattr(dataset, "dataset", None), getattr(dataset, "datasets", None)
+    except Exception:
+        return
+
+    if inner is not None:
+        yield "dataset", inner
+    if isinstance(parts, list | tuple):
+        yield from ((f"datasets[{index}]", part) for index, part in enumerate(parts[:MAX_PARTS]))

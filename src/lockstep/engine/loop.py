@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import inspect
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lockstep.engine.checks.settings import check_before_batch, check_evaluations
 from lockstep.engine.evaluation.evaluator import EvaluationSet, check_data, evaluation_sets
+from lockstep.engine.hooks.calls import Hooks, overridden
+from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.parallel.call_chain import run_eagerly
 from lockstep.parallel.meta.init import init_as_configured
-from lockstep.task import MicroBatch, StepBatches, Task
+from lockstep.task import StepBatches, Task
 
 
 def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
@@ -39,22 +42,29 @@ class Training:
 
     def __init__(self, task: Task, builder: RunBuilder):
         self.task = task
+        callbacks = [*getattr(task, "callbacks", tuple)(), *builder.callbacks]
+        builder.use_hooks(Hooks(BuiltRunView(builder), task, callbacks))
+
         # Called once, though automatic pipeline stages need samples before the source is opened.
         data = cache(task.data)
-        scheduler = _overridden(task, "scheduler") or (lambda _: None)
+        scheduler = overridden(task, "scheduler") or (lambda _: None)
         with init_as_configured(builder.config):
             model = task.model()
 
         setup = builder.setup_model(model, task.optimizer, task, data, scheduler)
-        self._before_batch = _overridden(task, "before_batch")
-        self._after_step = _overridden(task, "after_step")
-        if self._before_batch:
+        if overridden(task, "before_batch"):
             check_before_batch(builder.config, setup.driver.role, builder.runtime.world.alone)
 
         if hasattr(task, "state_dict"):
             builder.add_part("task", task)
 
         self.run = builder.setup_run(data(), task.collate)
+        self.run.hooks.before_training()
+        self._loss = self.run.hooks.around_loss(task.loss)
+
+        write_assets = overridden(task, "write_assets")
+        if write_assets:
+            self.run.runtime.collectives.run_on_rank0(lambda: _write_assets(write_assets, self.run.folder.path))
 
         # Check the evaluation data before the first step, not when the first evaluation is due.
         self._eval_sets = _eval_sets(task, self.run)
@@ -70,18 +80,9 @@ class Training:
     def step(self, batches: StepBatches) -> None:
         """Train one global step, and do what is due after it."""
         run = self.run
-        if self._before_batch:
-            batches.micro_batches = _call_before_each(batches.micro_batches, self._before_batch)
-
-        result = run.stepper.step(batches, self.task.loss)
+        batches.micro_batches = run.hooks.around_batches(batches.micro_batches)
+        result = run.stepper.step(batches, self._loss)
         run.end_step(batches, result)
-        steps_done = run.stepper.counters.steps_done
-
-        # The user's code may be slow. The watchdog allows more time in the phase "user code".
-        if self._after_step:
-            run.runtime.heartbeat.beat("user code", steps_done)
-            self._after_step(run.driver.model, steps_done)
-            run.runtime.heartbeat.beat("data")
 
         if self._eval_sets and run.evaluation_is_due():
             self._evaluate()
@@ -104,19 +105,18 @@ class Training:
         return self.run.close(_show(self.task, self.run))
 
     def _evaluate(self) -> None:
-        self.run.evaluate(self._eval_sets, self.task.eval_loss, self.task.collate, may_preempt=True)
+        self.run.evaluate(self._eval_sets, may_preempt=True)
 
 
-def _overridden(task: Any, name: str) -> Callable[..., Any] | None:
-    """Return the task's method of this name, or None if the task does not override Task's default, a no-op."""
-    # A task need not subclass Task, and its methods may be plain functions.
-    method = getattr(task, name, None)
-    return None if getattr(method, "__func__", method) is getattr(Task, name) else method
+def _write_assets(write: Callable[[Path], None], run_dir: Path) -> None:
+    folder = run_dir / "assets"
+    folder.mkdir(exist_ok=True)
+    write(folder)
 
 
 def _eval_sets(task: Task, run: Run) -> list[EvaluationSet]:
     """Return the task's evaluation sets after checking them. There may be none."""
-    sets = evaluation_sets(task.eval_data(), run.config.evaluate.decides)
+    sets = evaluation_sets(task, run.config.evaluate.decides)
     for chosen in sets:
         check_data(chosen.data)
 
@@ -128,21 +128,13 @@ def _eval_sets(task: Task, run: Run) -> list[EvaluationSet]:
     return sets
 
 
-def _call_before_each(
-    batches: Iterable[MicroBatch], before_batch: Callable[[MicroBatch], None]
-) -> Iterator[MicroBatch]:
-    for micro in batches:
-        before_batch(micro)
-        yield micro
-
-
 def _show(task: Task, run: Run) -> str | None:
     """Return the text of the task's `show` on rank 0, or None.
 
     The weights are saved by now, so an error in `show` is logged as a warning and does not fail the run.
     """
     # If a forward is collective, all ranks must run it; otherwise only rank 0 does.
-    show = _overridden(task, "show")
+    show = overridden(task, "show")
     role = run.driver.role
     if show is None or not (run.runtime.is_main or role.collective_forwards):
         return None

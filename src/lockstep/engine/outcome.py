@@ -42,7 +42,7 @@ class Outcome:
     grad_norm: float  # of the gradient of the mean loss; nan if the weight is 0
 
     finite: bool = field(init=False)  # whether `grad_norm` is finite
-    mean_loss: float = field(init=False)  # for spike detection; 0 if detection is off
+    mean_loss: float = field(init=False)  # 0 if the control word does not include the loss
     accepted: bool = field(init=False)  # the step is applied; `skip_on_device` computes the opposite on the device
 
     def __post_init__(self) -> None:
@@ -90,12 +90,21 @@ class SkippedStep(NamedTuple):
 class Outcomes:
     """Counts outcomes and reacts to skipped steps. All ranks get the same numbers and so make the same decisions."""
 
-    def __init__(self, config: RunConfig, scaler: DynamicScaler | None, runtime: Runtime, log_event: EventLogger):
+    def __init__(
+        self,
+        config: RunConfig,
+        scaler: DynamicScaler | None,
+        runtime: Runtime,
+        log_event: EventLogger,
+        reads_loss: bool = False,
+    ):
+        """`reads_loss`: the user's code reads `StepResult.loss`."""
         self._config = config
         self._scaler = scaler
         self._runtime = runtime
         self._log_event = log_event
         self.spikes = SpikeDetector(config.spike)
+        self.sends_loss = reads_loss or self.spikes.on  # whether the control word includes the loss
 
         # Counts so far.
         self.skipped = 0
@@ -165,6 +174,7 @@ class Outcomes:
             weight=float(word.weight),
             grad_norm=outcome.grad_norm,
             skip_reason=outcome.skip_reason(),
+            loss=outcome.mean_loss if self.sends_loss and word.weight else None,
             exhausted=word.exhausted == ranks,
             flags=word,
         )

@@ -10,7 +10,7 @@ with lockstep.start(global_batch=64, steps=1000) as run:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
@@ -22,6 +22,8 @@ from torch.utils.data import default_collate
 
 from lockstep.engine.checks.guards import GradientGuard
 from lockstep.engine.evaluation.evaluator import EvaluationSet
+from lockstep.engine.hooks.calls import Hooks
+from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.engine.start_check.check import check_own_loop, snapshot_for_own_loop
@@ -39,16 +41,12 @@ from lockstep.task import Loss, Metric, MicroBatch, StepBatches, StepResult, Wei
 BREAK_TIMEOUT = timedelta(seconds=30)  # for all ranks to leave the loop after one of them did
 
 
-class OwnRun:
+class OwnRun(BuiltRunView):
     """The object that `lockstep.start` yields. The call of `steps` turns its RunBuilder into a Run."""
 
     def __init__(self, builder: RunBuilder):
-        self.rank = builder.runtime.world.rank
-        self.world_size = builder.runtime.world.size
-        self.device = builder.runtime.device
-        self.run_dir = builder.folder.path
-
-        self._builder = builder
+        super().__init__(builder)
+        builder.reads_loss = True  # the loop may read `step.result.loss`
         self._run: Run | None = None
         self._in_loop = False
 
@@ -131,6 +129,12 @@ class OwnRun:
 
         self._builder.add_part(name, part)
 
+    def add_callback(self, callback: Any) -> None:
+        """Call the hooks of `callback` during the run, see `lockstep.callbacks`. Call it before `run.steps`."""
+        if self._run is not None:
+            raise UserError("run.add_callback was called after run.steps(...)", "", "call it before run.steps(...)")
+        self._builder.callbacks.append(callback)
+
     def steps(
         self, dataset: Any, collate: Callable[[list[Any]], Any] = default_collate, passes: int = 1
     ) -> Iterator[OwnStep]:
@@ -147,13 +151,16 @@ class OwnRun:
                 "set epochs or steps in lockstep.start(...), and call run.steps once",
             )
 
+        self._builder.use_hooks(Hooks(self, callbacks=self._builder.callbacks))
         self._run = run = self._builder.setup_run(dataset, collate)
+        run.hooks.before_training()
         run.check_start()
         gradients = GradientGuard(run.model_setup.optimizers)
 
         # `close` finds it True if the user's code left the loop with `break`.
         self._in_loop = True
         for batches in run.step_batches():
+            batches.micro_batches = run.hooks.around_batches(batches.micro_batches)
             step = OwnStep(run, batches, gradients, passes)
             try:
                 yield step
@@ -179,6 +186,7 @@ class OwnRun:
         collate: Callable[[list[Any]], Any] = default_collate,
         *,
         name: str | None = None,
+        metrics: Mapping[str, Any] | None = None,
         decides: bool = True,
         moves_rate: bool | None = None,
     ) -> dict[str, float]:
@@ -186,7 +194,8 @@ class OwnRun:
 
         After each step, the first evaluation with `decides=True` steps ReduceLROnPlateau. Early stopping and
         `checkpoint.best` follow all of them. `name` tells several datasets apart: their results are logged as
-        eval/NAME/loss. `moves_rate` is the old name of `decides`.
+        eval/NAME/loss. `metrics` are torchmetrics by name, updated with the `outputs` of each loss. `moves_rate` is the
+        old name of `decides`.
         """
         if moves_rate is not None:
             raise UserError(
@@ -197,26 +206,15 @@ class OwnRun:
 
         self._check_model("run.evaluate(dataset, loss)")
 
+        chosen = EvaluationSet(dataset, loss, collate, name, decides, metrics or {})
+
         # Before the first step there is no Run yet, and evaluate.batch must be set.
         if self._run:
-            (evaluation,) = self._run.evaluate([EvaluationSet(dataset, name, decides)], loss, collate)
+            (evaluation,) = self._run.evaluate([chosen])
         else:
-            evaluation = self._builder.evaluate(dataset, loss, collate)
+            evaluation = self._builder.evaluate(chosen)
 
         return {"loss": evaluation.loss, **evaluation.metrics}
-
-    def agree(self, value: bool) -> bool:
-        """Return True on every rank if `value` is true on any. Collective: every rank must call it."""
-        return any(self._builder.runtime.collectives.gather_json(bool(value)))
-
-    def stop(self, reason: str | None = None) -> None:
-        """End the run after the next gradient all-reduce, on all ranks, even if only this one calls it."""
-        if self._run is None:
-            raise UserError(
-                "run.stop() was called before the first step", "", "call it inside `for step in run.steps(...)`"
-            )
-        # The next control word sends the request to the other ranks.
-        self._run.request_stop(reason)
 
     def close(self, left_by: str = "") -> None:
         """Save the weights and write the report, if `steps` was called. `left_by` describes what ended the loop."""
@@ -353,7 +351,8 @@ class OwnStep:
 
         # Autocast is on in the body of the loop, but must be off in the backward.
         with use_engine(TORCH_ENGINE), full_precision(self._run.stepper.context.precision):
-            self._driver.backward(Loss(loss_sum, weight, metrics), self._progress)
+            loss = self._run.hooks.before_backward(Loss(loss_sum, weight, metrics))
+            self._driver.backward(loss, self._progress)
 
         self._gradients.note()
         if self._progress.backwards_done == self._batches.count:

@@ -32,7 +32,7 @@ class MetricNames:
 
     seen: set[str] = field(default_factory=set)  # by this rank
     known: set[str] = field(default_factory=set)  # to all ranks
-    new: bool = False  # some rank saw a name that is not in `known`
+    new: bool = True  # some rank may have seen a name that is not in `known`
 
 
 @dataclass
@@ -45,7 +45,7 @@ class StepContext:
     scaler: DynamicScaler | None  # with fp16
     global_batch: int
     reports_loss: bool  # False if another rank of the same tp or pp group reports the same losses
-    sends_loss: bool  # whether the control word includes the loss, for spike detection
+    sends_loss: bool  # whether the control word includes the loss
     before_all_reduce: Callable[[], None] | None  # called before this rank waits for the others
     flags: dict[str, int] = field(default_factory=dict)  # `Flags` of every control word, by name
     metric_names: MetricNames = field(default_factory=MetricNames)

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
 from torch import Tensor
 
+from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.checkpoint.inspect import read_weights
 from lockstep.checkpoint.manager import CheckpointManager, LoopState, Resumed
 from lockstep.config import RunConfig
@@ -23,8 +25,9 @@ from lockstep.engine.banner import summary_of
 from lockstep.engine.checks.guards import TrainableGuard, check_replicas
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluation.early_stop import EarlyStop, check_metric
-from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, Evaluator
+from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, Evaluator, evaluation_batch
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
+from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.load_balance import LoadBalancer
 from lockstep.engine.outcome import SkippedStep
 from lockstep.engine.start_check import check as start_check
@@ -38,12 +41,10 @@ from lockstep.observe.run_folder import RunFolder, save_weights, write_summary
 from lockstep.observe.sinks import JsonlSink
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import Driver, LossFn, full_state
+from lockstep.parallel.driver import Driver, full_state
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
-from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
-
-MAX_EVALUATION_BATCH = 32  # samples per forward, if neither evaluate.batch nor micro_batch is set
+from lockstep.task import BatchSource, MicroBatch, Number, StepBatches, StepResult, Weight
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class ModelSetup:
     guard: TrainableGuard
     exactness: Exactness | None  # with `exact`
     schedulers: Any = None  # the user's, as `make_learning_rate` takes them
+    average: WeightAverage | None = None  # with `ema.decay`
 
 
 @dataclass
@@ -92,6 +94,7 @@ class Run:
     evaluation: Evaluation | None  # the newest that decides
     evaluation_schedule: EvaluationSchedule
     early_stop: EarlyStop
+    hooks: Hooks  # the user's functions that the run calls
 
     # The RunBuilder, whose `run` is this Run. This reference cycle is intended: only the garbage collector frees the
     # Run. Freed by reference count just after the process group was destroyed, DDP's destructor could deadlock with
@@ -106,11 +109,19 @@ class Run:
     stop_reason: str | None = field(init=False, default=None)  # why the run ended before its last step, if known
     _save_agreed: bool = field(init=False, default=False)
     _evaluate_agreed: bool = field(init=False, default=False)
+
+    # Requests of the user's code on this rank, for the next control word.
+    _stop_requested: str | None = field(init=False, default=None)  # the reason, "" if none was given
+    _save_requested: bool = field(init=False, default=False)
+
     _preempt_agreed: bool = field(init=False, default=False)
     evaluations_by_set: dict[str, Evaluation] = field(init=False, default_factory=dict)  # the newest of each named set
     best: dict[str, Any] | None = field(init=False, default=None)  # the best checkpoint, known at the end
     _warned_second_evaluation: bool = field(init=False, default=False)
     _interval: Interval = field(init=False, default_factory=Interval)
+    batches_are_whole: bool = field(init=False, default=False)  # the loss gets batches that no other rank has a part of
+    _line_due: bool = field(init=False, default=False)  # the log line of this step is not written yet
+    _newest: StepResult | None = field(init=False, default=None)  # the newest known result
 
     @property
     def is_stopping(self) -> bool:
@@ -162,12 +173,16 @@ class Run:
         self._accept_flags(result)
 
     def end_step(self, batches: StepBatches, result: StepResult | None) -> None:
-        """End a step: advance the data source, write a log line if it is due, and run periodic checks.
+        """End a step: advance the data source, run periodic checks, and call the hooks `after_step`.
 
-        `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first.
+        `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first. A log
+        line that is due is written later, so that it includes what the user's code logs after the step.
         """
         if self.tracer:
             self.tracer.end_step()
+
+        if self.model_setup.average:
+            self.model_setup.average.update()
 
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)
@@ -190,11 +205,14 @@ class Run:
         if steps_done == self.plan.steps or self._stop_agreed:
             last = self.stepper.wait_for_outcome()
             self._accept_flags(last)
-            self._log(last or result)
+            result = last or result
+            self._line_due = True
         elif steps_done % self.config.log.every == 0:
-            self._log(result)
+            self._line_due = True
         else:
             self.recorder.poll()
+
+        self._newest = result
 
         if self.model_setup.exactness:
             self.model_setup.exactness.end_step()
@@ -206,6 +224,7 @@ class Run:
         # The next control word sends both flags to the other ranks.
         save_failed = self.checkpoints.poll()
         save = self.checkpoints.save_is_due_by_clock() or self.runtime.notice.asks_for_save()
+        save |= self._save_requested
         evaluate = self.runtime.is_main and self.evaluation_schedule.due_by_clock(self.seconds)
         self.stepper.set_flags(save=save, save_failed=save_failed, evaluate=evaluate)
 
@@ -213,16 +232,59 @@ class Run:
         if self.runtime.is_main and self.early_stop.time_is_over(self.seconds):
             self.request_stop(f"stop.max_minutes={self.config.stop.max_minutes} is over")
 
-    def request_stop(self, reason: str | None = None) -> None:
-        """Ask all ranks to stop: they do so together, after the step whose control word carries the request."""
+        # The user's code may be slow. The watchdog allows more time in the phase "user code".
+        if self.hooks.follow_steps:
+            self.runtime.heartbeat.beat("user code", steps_done)
+            self.hooks.after_step(result)
+            self.runtime.heartbeat.beat("data")
+
+    def log_metric(self, name: str, total: Number, weight: Weight) -> None:
+        """Add to a metric of the next log line."""
+        self.stepper.context.metric_names.seen.add(name)
+        self.stepper.sums.add([], [(name, total, weight)])
+
+    def request_stop(self, reason: str | None = None, by_user: bool = False) -> None:
+        """Ask all ranks to stop: they do so together, after the step whose control word carries the request.
+
+        `by_user`: the user's code asked for it, so a run that is killed before that step stops there as well.
+        """
         self.stop_reason = self.stop_reason or reason
         self.stepper.set_flags(stop=True)
+        if by_user and self._stop_requested is None:
+            self._stop_requested = reason or ""
+
+    def resume_stop(self, resumed: Resumed) -> None:
+        """Carry out a stop that the user's code had requested before the checkpoint, or stay stopped.
+
+        A run that has stopped trains on if the user sets another number of steps.
+        """
+        stop = resumed.loop.stop
+        if stop is None:
+            return
+        if not stop["done"]:
+            self.request_stop(stop["reason"] or None, by_user=True)
+        elif not {"steps", "epochs"} & {change.key for change in resumed.changed_settings}:
+            self.stop_reason = stop["reason"] or None
+            self._stop_requested = stop["reason"]
+            self._stop_agreed = True
+
+    def request_save(self) -> None:
+        """Ask all ranks to save, after the step whose control word carries the request."""
+        self._save_requested = True
+        self.stepper.set_flags(save=True)
+
+    def write_line_if_due(self) -> None:
+        """Write the log line of this step, unless it is written or not due."""
+        if self._line_due:
+            self._line_due = False
+            self._log(self._newest)
 
     def maintain(self, evaluation_due: bool = False) -> None:
         """Rewind after a skipped step if the policy says so, save if due, and end the process if it is preempted.
 
         `evaluation_due`: the evaluation of this step was interrupted, so the resumed run must evaluate first.
         """
+        self.write_line_if_due()
         steps_done = self.stepper.counters.steps_done
         save_due = self.checkpoints.due(steps_done, self._save_agreed or self._preempt_agreed)
 
@@ -257,6 +319,7 @@ class Run:
         began = time.perf_counter()
         self.save_checkpoint(evaluation_due)
         self._save_agreed = False
+        self._save_requested = False
         self.stepper.set_flags(save=False)
         self.runtime.notice.saved()
         self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
@@ -285,22 +348,36 @@ class Run:
 
         # checkpoint.best compares these metrics, if these weights were evaluated.
         metrics = self.results() if self.evaluation_is_current else {}
+        stop = self._agree_before_save()
         interval = self.recorder.interval_state(self.stepper.sums)
-        loop = LoopState(evaluation_due, interval, self.seconds, self.early_stop.state_dict())
+        loop = LoopState(evaluation_due, interval, self.seconds, self.early_stop.state_dict(), stop)
         self.checkpoints.save(self.stepper.counters.steps_done, loop, metrics)
 
-    def evaluate(
-        self,
-        sets: Sequence[EvaluationSet],
-        loss_fn: LossFn,
-        collate: Callable[[list[Any]], Any],
-        may_preempt: bool = False,
-    ) -> list[Evaluation]:
+    def _agree_before_save(self) -> dict[str, Any] | None:
+        """Make all ranks know the metrics' names, and return the stop that the user's code requested. Collective."""
+        names = self.stepper.context.metric_names
+        gathered = self.runtime.collectives.gather_json([sorted(names.seen - names.known), self._stop_requested])
+        if any(new for new, _ in gathered):
+            self._agree_on_names()
+
+        reasons = [reason for _, reason in gathered if reason is not None]
+        return {"reason": reasons[0], "done": self._stop_agreed} if reasons else None
+
+    def evaluate(self, sets: Sequence[EvaluationSet], may_preempt: bool = False) -> list[Evaluation]:
         """Evaluate the model on each of `sets`, every sample once, log the results, and decide what follows from them.
 
         `may_preempt`: a preemption may interrupt the evaluation, because the rest of this step is done.
+        With `ema.decay` the averages of the weights are evaluated.
         """
-        evaluations = [self._evaluate(chosen, loss_fn, collate, may_preempt) for chosen in sets]
+        self.write_line_if_due()
+        evaluations = self._evaluate_all(sets, may_preempt)
+
+        # Some rank was preempted. The checkpoint records that the resumed run must evaluate first.
+        if evaluations is None:
+            self._preempt_agreed = True
+            self.maintain(evaluation_due=True)
+            raise AssertionError("unreachable: maintain() raises Preempted")
+
         self._evaluate_agreed = False
         self.evaluation_schedule.seconds = self.seconds
 
@@ -310,24 +387,28 @@ class Run:
             if chosen.decides:
                 self._follow(evaluation)
 
+        if self.hooks.follow_evaluations:
+            with self.runtime.heartbeat.visit("user code"):
+                self.hooks.after_eval(_results_for_hooks(sets, evaluations))
+
         return evaluations
 
-    def _evaluate(
-        self, chosen: EvaluationSet, loss_fn: LossFn, collate: Callable[[list[Any]], Any], may_preempt: bool
-    ) -> Evaluation:
+    def _evaluate_all(self, sets: Sequence[EvaluationSet], may_preempt: bool) -> list[Evaluation] | None:
+        """Return the evaluations of all sets, or None if a preemption interrupted one of them."""
+        evaluations = []
+
         # The data may be the training dataset, which worker processes read too.
-        with self.source.reading_here():
-            evaluation = self.model_setup.evaluator.evaluate(
-                chosen, loss_fn, collate, self.evaluation_batch(), self.stepper.counters.steps_done, may_preempt
-            )
+        with self.source.reading_here(), self._averaged_weights(), self.whole_batches():
+            for chosen in sets:
+                evaluation = self.model_setup.evaluator.evaluate(
+                    chosen, self.evaluation_batch(), self.stepper.counters.steps_done, may_preempt
+                )
+                if evaluation is None:
+                    return None
 
-        # Some rank was preempted. The checkpoint records that the resumed run must evaluate first.
-        if evaluation is None:
-            self._preempt_agreed = True
-            self.maintain(evaluation_due=True)
-            raise AssertionError("unreachable: maintain() raises Preempted")
+                evaluations.append(evaluation)
 
-        return evaluation
+        return evaluations
 
     def _follow(self, evaluation: Evaluation) -> None:
         """Let early stopping, the best checkpoint and schedulers follow an evaluation. Collective."""
@@ -366,6 +447,20 @@ class Run:
 
         return due or self._evaluate_agreed
 
+    @contextmanager
+    def whole_batches(self) -> Iterator[None]:
+        """Return a context in which the loss gets whole batches: `run.all_gather` has nothing to gather there."""
+        self.batches_are_whole = True
+        try:
+            yield
+        finally:
+            self.batches_are_whole = False
+
+    def _averaged_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has its averages as weights, if there are any."""
+        average = self.model_setup.average
+        return average.applied(self.driver.drop_gathered) if average else nullcontext()
+
     def stop_if_no_improvement(self) -> None:
         """End the loop if the evaluations no longer improve. All ranks know the same ones, and decide alike."""
         if self.early_stop.reason:
@@ -389,12 +484,8 @@ class Run:
         return self.evaluation is not None and self.evaluation.step == self.stepper.counters.steps_done
 
     def evaluation_batch(self) -> int:
-        """Return the batch size of evaluations.
-
-        Never the derived micro-batch size: it depends on the number of ranks, and the results must not.
-        """
-        configured = self.config.micro_batch if self.config.micro_batch != "auto" else None
-        return self.config.evaluate.batch or configured or min(self.plan.global_batch, MAX_EVALUATION_BATCH)
+        """Return the batch size of evaluations."""
+        return evaluation_batch(self.config, self.plan.global_batch)
 
     # ---- the end ----
 
@@ -406,7 +497,12 @@ class Run:
 
         # After a `break` in a custom loop, the last steps are not logged yet.
         if self._interval.steps:
-            self._log(last)
+            self._line_due = False
+            self._log(last or self._newest)
+
+        # Only the rank that requested a stop knows why.
+        reasons = self.runtime.collectives.gather_json(self.stop_reason)
+        self.stop_reason = next(filter(None, reasons), None)
 
         counters = self.stepper.counters
         if self.stop_reason:
@@ -424,30 +520,41 @@ class Run:
 
         # Gathering sharded parameters is collective: all ranks take part, and only rank 0 gets the result.
         self.driver.sync_buffers()
-        weights, aliases = full_state(self.driver, self.runtime.is_main)
-        self.best = self.runtime.collectives.run_on_rank0(lambda: self._save_final(weights, aliases))
+        self.best = self.runtime.collectives.run_on_rank0(self._best_for_summary)
+        self._save_weights("model.safetensors")
+        if self.model_setup.average:
+            with self._averaged_weights():
+                self._save_weights("ema.safetensors", ema=True)
 
-    def _save_final(self, weights: dict[str, Tensor], aliases: dict[str, str]) -> dict[str, Any] | None:
-        """Write model.safetensors as `checkpoint.final` says, on rank 0. Return the best checkpoint for the summary."""
+    def _best_for_summary(self) -> dict[str, Any] | None:
         best = self.checkpoints.best()
-        if self.config.checkpoint.final == "best" and best is None:
-            reason = "checkpoint.final=best: no checkpoint has a finite value, so model.safetensors is of the last step"
-            self.recorder.event("warning", reason=reason)
-        elif self.config.checkpoint.final == "best" and best is not None:
-            # A checkpoint may hold float32 masters of weights that the model stores in another format.
-            saved, aliases = read_weights(best.checkpoint)
-            weights = {name: tensor.to(weights[name].dtype) for name, tensor in saved.items()}
-
-        save_weights(self.folder.path, weights, aliases)
         if best is None:
             return None
 
         path = self.folder.as_shown(best.checkpoint.location)
         return {"step": best.checkpoint.step, "metric": best.metric, "value": best.value, "checkpoint": path}
 
+    def _save_weights(self, file: str, ema: bool = False) -> None:
+        weights, aliases = full_state(self.driver, self.runtime.is_main, self.config.checkpoint.frozen)
+        self.runtime.collectives.run_on_rank0(lambda: self._save_final(file, weights, aliases, ema))
+
+    def _save_final(self, file: str, weights: dict[str, Tensor], aliases: dict[str, str], ema: bool) -> None:
+        """Write the weights, or those of the best checkpoint, as `checkpoint.final` says, on rank 0."""
+        best = self.checkpoints.best()
+        if self.config.checkpoint.final == "best" and best is None:
+            reason = f"checkpoint.final=best: no checkpoint has a finite value, so {file} is of the last step"
+            self.recorder.event("warning", reason=reason)
+        elif self.config.checkpoint.final == "best" and best is not None:
+            # A checkpoint may hold float32 masters of weights that the model stores in another format.
+            saved, aliases = read_weights(best.checkpoint, ema)
+            weights = {name: tensor.to(weights[name].dtype) for name, tensor in saved.items()}
+
+        save_weights(self.folder.path / file, weights, aliases)
+
     def close(self, text: str | None = None) -> dict[str, Any]:
         """Write the summary and the report, and return the summary. `text` is what the task's `show` returned."""
         self.runtime.heartbeat.beat("end")
+        self.recorder.write_rest(self.stepper.sums, self.stepper.counters.steps_done)
 
         # Return the model and the optimizers to the user without our hooks.
         self.model_setup.optimizers.release()
@@ -555,12 +662,11 @@ class Run:
         if stepper.scaler:
             numbers["scale"] = stepper.scaler.value
 
-        # `new` comes from the control word, so all ranks enter this collective together.
+        # `new` comes from the control word, so all ranks enter this collective together. It is set for the first line
+        # of a process: a hook may have logged its first values after the control word of this step.
         names = stepper.context.metric_names
         if names.new:
-            self.recorder.agree_on_names(names.seen)
-            names.known = set(self.recorder.names)
-            names.new = False
+            self._agree_on_names()
 
         # The sums stay on the device. The recorder reduces them over the ranks and reads them later, without waiting.
         self.recorder.end_interval(
@@ -568,6 +674,12 @@ class Run:
         )
         self._interval = Interval()
         outcomes.skipped_since_log = 0
+
+    def _agree_on_names(self) -> None:
+        names = self.stepper.context.metric_names
+        self.recorder.agree_on_names(names.seen | names.known)
+        names.known = set(self.recorder.names)
+        names.new = False
 
     def _accept_flags(self, result: StepResult | None) -> None:
         """Record what any rank requested with the flags of a step's control word."""
@@ -601,3 +713,11 @@ class Run:
     def _check_replicas(self) -> None:
         if self.driver.role.replicated:
             check_replicas(self.driver.model, self.runtime)
+
+
+def _results_for_hooks(sets: Sequence[EvaluationSet], evaluations: Sequence[Evaluation]) -> dict[str, float]:
+    """Return the results of an evaluation: "loss" and metrics of the set that decides, and "SET/loss" of named sets."""
+    deciding = [evaluation for chosen, evaluation in zip(sets, evaluations, strict=True) if chosen.decides]
+    main = (deciding or list(evaluations))[0]
+    by_set = {name: value for evaluation in evaluations for name, value in evaluation.named().items()}
+    return {"loss": main.loss, **main.metrics, **by_set}

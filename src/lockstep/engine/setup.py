@@ -19,12 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.utils.data import DataLoader
 
+from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.checkpoint.initial.weights import InitialWeights, load_initial_weights
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import Part, RunState
+from lockstep.checkpoint.state_tree import frozen_names
 from lockstep.checkpoint.storage import committed, delete_leftovers, open_storage
 from lockstep.config import Resolved, RunConfig
+from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
+from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import open_source
 from lockstep.data.windows import rank_range
@@ -48,6 +53,9 @@ from lockstep.engine.diagnose import recorded_micro_batch
 from lockstep.engine.evaluation.early_stop import EarlyStop
 from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, Evaluator
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
+from lockstep.engine.hooks.calls import Hooks
+from lockstep.engine.hooks.trained_parameters import TrainedParameters
+from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.load_balance import LoadBalancer, open_load_balancer, plan_by_speed
 from lockstep.engine.profile.steps import ProfiledSteps
 from lockstep.engine.run import ModelSetup, Run
@@ -64,7 +72,7 @@ from lockstep.optim.registry import build_optimizers
 from lockstep.optim.user_scheduler import SchedulerRate, check_schedulers_passed, make_learning_rate
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import Driver, LossFn, trainable
+from lockstep.parallel.driver import Driver, trainable
 from lockstep.parallel.inner_gradients import stop_watching
 from lockstep.plan.plan import Plan, make_plan
 from lockstep.precision import Precision, check_batchnorm, check_storage, choose_precision, for_model
@@ -93,6 +101,9 @@ class RunBuilder:
     started: float = field(default_factory=time.time)
     parts: dict[str, Part] = field(default_factory=dict)  # see `add_part`
     checkpoints_opened: bool = False  # from then on, `parts` does not change
+    callbacks: list[Any] = field(default_factory=list)  # given to `fit`, or by `run.add_callback`
+    hooks: Hooks | None = None  # see `use_hooks`
+    reads_loss: bool = False  # whether the user's code reads the loss of each step
 
     # From `setup_model`. The driver is set first: if making the optimizers fails, the error message needs it.
     driver: Driver | None = None
@@ -168,6 +179,7 @@ class RunBuilder:
             guard=TrainableGuard(model, late_hooks),
             exactness=exactness,
             schedulers=user_schedulers,
+            average=self._make_average(model),
         )
         return self.model_setup
 
@@ -182,8 +194,7 @@ class RunBuilder:
 
         only = None
         if runtime.collectives.run_on_rank0(will_resume):
-            frozen = {name for name, p in driver.model.named_parameters() if not p.requires_grad}
-            only = set() if config.checkpoint.frozen else frozen
+            only = set() if config.checkpoint.frozen else frozen_names(driver.model)
             if not only:
                 return InitialWeights(config.init_from)
 
@@ -209,6 +220,16 @@ class RunBuilder:
         user_schedulers = schedulers(wrapped.all[0] if len(wrapped.all) == 1 else wrapped.all)
         check_schedulers_passed(user_optimizers, user_schedulers)
         return wrapped, user_schedulers
+
+    def _make_average(self, model: nn.Module) -> WeightAverage | None:
+        decay = self.config.ema.decay
+        if decay is None:
+            return None
+
+        assert self.driver is not None
+        rank = self.runtime.world.rank
+        elsewhere = [name for name, ranks in self.driver.role.holders.items() if rank not in ranks]
+        return WeightAverage(model, decay, elsewhere)
 
     def _check_model(self, model: nn.Module) -> None:
         if self.precision.rounding:
@@ -236,10 +257,21 @@ class RunBuilder:
 
         self.parts[name] = part
 
+    def use_hooks(self, hooks: Hooks) -> None:
+        """Call these hooks during the run, and save the state of the callbacks that have one."""
+        self.hooks = hooks
+        self.reads_loss |= hooks.follow_steps
+        for name, callback in hooks.named_callbacks():
+            if hasattr(callback, "state_dict"):
+                self.add_part(name, callback)
+
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
         """Make everything that depends on the data, resume if there is a checkpoint, and print the banner."""
         setup = self.model_setup
         assert setup is not None, "setup_run() before setup_model()"
+
+        # A DataLoader may set what the configuration leaves open, so it comes first.
+        data, collate, loader_line = self._take_loader(data, collate)
         config, runtime, driver = self.config, self.runtime, setup.driver
 
         # The length of the data determines the plan: how a batch is split, and the number of steps.
@@ -259,6 +291,8 @@ class RunBuilder:
         facts |= setup.optimizers.facts
         if source.about:
             facts["data"] = source.about
+        if loader_line:
+            facts["DataLoader"] = loader_line
 
         # Resuming restores the state of all parts, so all of them must exist by now.
         checkpoints = self._open_checkpoints(setup, stepper, source, plan)
@@ -293,11 +327,14 @@ class RunBuilder:
                 config.evaluate, plan.steps_per_epoch, resumed.loop.seconds if resumed else 0.0
             ),
             early_stop=EarlyStop(config.stop),
+            hooks=self.hooks or Hooks(BuiltRunView(self)),
             _keep_alive=self,
         )
         if resumed and resumed.loop.early_stop:
             run.early_stop.load_state_dict(resumed.loop.early_stop)
             run.stop_if_no_improvement()
+        if resumed:
+            run.resume_stop(resumed)
         checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
         if config.profile.count:
             run.profiled = ProfiledSteps(run)
@@ -306,7 +343,7 @@ class RunBuilder:
         self.run = run
         return run
 
-    def evaluate(self, data: Any, loss_fn: LossFn, collate: Callable[[list[Any]], Any]) -> Evaluation:
+    def evaluate(self, chosen: EvaluationSet) -> Evaluation:
         """Evaluate the model before the first step. No batch size is derived yet, so evaluate.batch must be set."""
         assert self.model_setup is not None, "evaluate() before setup_model()"
         batch = self.config.evaluate.batch
@@ -317,7 +354,7 @@ class RunBuilder:
                 "set evaluate.batch=64",
             )
 
-        self.evaluation = self.model_setup.evaluator.evaluate(EvaluationSet(data), loss_fn, collate, batch, step=0)
+        self.evaluation = self.model_setup.evaluator.evaluate(chosen, batch, step=0)
         assert self.evaluation is not None, "only an evaluation that may be preempted ends early"
         return self.evaluation
 
@@ -345,6 +382,17 @@ class RunBuilder:
 
     # ---- parts of setup_run ----
 
+    def _take_loader(self, data: Any, collate: Collate) -> tuple[Any, Collate, str | None]:
+        """Return (data, collate, banner line). A DataLoader is replaced by its parts; other data has no line."""
+        if not isinstance(data, DataLoader) or is_stateful_stream(data):
+            return data, collate, None
+
+        taken = take_loader(data, collate)
+        self.resolved = self.resolved.fill_in("DataLoader", taken.settings)
+        check_same_config(self.config, self.runtime)
+        used = {key for key in taken.settings if self.resolved.sources[key] == "DataLoader"}
+        return taken.data, taken.collate, taken.describe(used)
+
     def _plan_data(self, data: Any, collate: Callable[[list[Any]], Any], driver: Driver) -> tuple[Plan, BatchSource]:
         config = self.config
         role = driver.role
@@ -353,6 +401,7 @@ class RunBuilder:
         data_world = World(role.data_rank, role.data_size)
 
         # A stream has no length. The largest micro-batch that fits is recorded when a run runs out of memory.
+        data = bind_sampler(data, config.seed)
         length = len(data) if hasattr(data, "__len__") else None
         max_micro_batch = recorded_micro_batch(self.folder.path, self.runtime) if config.micro_batch == "auto" else None
 
@@ -409,7 +458,7 @@ class RunBuilder:
         if isinstance(rate, SchedulerRate):
             self.add_part("scheduler", rate)
 
-        return Stepper(
+        stepper = Stepper(
             driver=setup.driver,
             optimizers=setup.optimizers,
             learning_rate=rate,
@@ -420,7 +469,13 @@ class RunBuilder:
             log_event=self.recorder.event,
             # Load balancing measures the time of a rank up to the start of its gradient all-reduce.
             before_all_reduce=load_balancer.mark if load_balancer else None,
+            reads_loss=self.reads_loss,
         )
+        callbacks = self.hooks.callbacks if self.hooks else []
+        if delaying := [callback for callback in callbacks if hasattr(callback, "first_steps")]:
+            stepper.trained_parameters = TrainedParameters(setup.driver, delaying)
+
+        return stepper
 
     def _open_checkpoints(
         self, setup: ModelSetup, stepper: Stepper, source: BatchSource, plan: Plan
@@ -436,6 +491,7 @@ class RunBuilder:
             holders=setup.driver.role.holders,
             rank=self.runtime.world.rank,
             duplicates=setup.driver.role.duplicates,
+            average=setup.average,
         )
         checkpoints = CheckpointManager(
             folder=self.folder,
@@ -465,7 +521,8 @@ class RunBuilder:
         self.recorder.resume_interval(stepper.sums, resumed.loop.interval)
         stepper.context.metric_names.known = set(self.recorder.names)
         # If no step follows, no new log line will be written, but the summary needs the last one.
-        if steps_done == plan.steps or (self.config.stop.patience and resumed.loop.early_stop):
+        may_be_stopped = resumed.loop.stop or (self.config.stop.patience and resumed.loop.early_stop)
+        if steps_done == plan.steps or may_be_stopped:
             self.recorder.last = self.runtime.collectives.run_on_rank0(
                 lambda: _last_log_line(self.folder.path, steps_done)
             )

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from lockstep.config import RunConfig
+from lockstep.engine.hooks.trained_parameters import TrainedParameters
 from lockstep.engine.outcome import Outcome, Outcomes, skip_on_device
 from lockstep.engine.progress import StepContext, StepProgress
 from lockstep.observe.metrics import ExactSums, Sums
@@ -71,16 +72,19 @@ class Stepper:
         global_batch: int,
         log_event: EventLogger = log_nothing,
         before_all_reduce: Callable[[], None] | None = None,
+        reads_loss: bool = False,
     ):
         """`log_event(event, **fields)` logs skipped steps and the samples to blame for them.
 
         `before_all_reduce` is called before this rank waits for the others: load balancing stops its clock there.
+        `reads_loss`: the user's code reads `StepResult.loss`.
         """
         # Fixed for the run.
         self.driver = driver
         self.learning_rate = learning_rate
+        self.trained_parameters: TrainedParameters | None = None  # if a callback delays some
         self.scaler = DynamicScaler(config.scaler) if precision.needs_scaler else None
-        self.outcomes = Outcomes(config, self.scaler, runtime, log_event)
+        self.outcomes = Outcomes(config, self.scaler, runtime, log_event, reads_loss)
         self.context = StepContext(
             config,
             runtime,
@@ -88,7 +92,7 @@ class Stepper:
             self.scaler,
             global_batch,
             reports_loss=driver.role.reports_loss,
-            sends_loss=self.outcomes.spikes.on,
+            sends_loss=self.outcomes.sends_loss,
             before_all_reduce=before_all_reduce,
         )
         self.update = Update(optimizers, config.clip, driver.role.replicated, driver.norms, runtime.device)
@@ -131,6 +135,9 @@ class Stepper:
         # With `exact`, random numbers drawn from here on must not depend on this rank's last forward.
         if self.context.config.exact:
             progress.seed("update")
+
+        if self.trained_parameters is not None:
+            reduced = self.trained_parameters.drop_others(reduced, progress.step)
 
         self.lr = self.learning_rate.set(self.counters.applied)
         self.counters.steps_done += progress.ends_step

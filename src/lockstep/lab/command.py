@@ -48,11 +48,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Carry out a verb of the lab."""
-    return options.lab_run(options)
+    """Carry out a verb of the lab, and return its exit code."""
+    return options.lab_run(options) or ExitCode.FINISHED
 
 
-def _contents(options: argparse.Namespace) -> int:
+def _contents(options: argparse.Namespace) -> None:
+    """Print the course, with what has been passed."""
     passed = course.passed()
     print("The course (lab/README.md explains each part):\n")
     for number, exercise in course.GRADERS.items():
@@ -61,7 +62,6 @@ def _contents(options: argparse.Namespace) -> int:
 
     _say_next()
     print("Your guesses and pictures: lockstep lab predict N, lockstep lab page")
-    return ExitCode.FINISHED
 
 
 def _say_next() -> None:
@@ -77,19 +77,23 @@ def _say_next() -> None:
         print("Next: lockstep lab ready")
 
 
-def _check(options: argparse.Namespace) -> int:
+def _check(options: argparse.Namespace) -> int | None:
+    """Grade a file, and print each finding as soon as it is there."""
     from lockstep.lab.grading import grade
 
     number = course.number_of(options.number)
     print(f"Exercise {number}: {course.GRADERS[number].title}", flush=True)
+
     failed = 0
     for finding in grade(number, options.file):
         found = f": {finding.found}" if finding.found else ""
         print(f"  {'ok  ' if finding.passed else 'FAIL'} {finding.statement}{found}", flush=True)
-        if not finding.passed:
-            failed += 1
-            if finding.why:
-                print(f"       {finding.why}", flush=True)
+
+        # The reason is the lesson: what the mistake would do to a training run.
+        failed += not finding.passed
+        if not finding.passed and finding.why:
+            print(f"       {finding.why}", flush=True)
+
     if failed:
         print(f"not yet: {failed} to fix")
         return ExitCode.FAILED
@@ -97,20 +101,23 @@ def _check(options: argparse.Namespace) -> int:
     course.remember_passed(number)
     print("passed")
     _say_next()
-    return ExitCode.FINISHED
+    return None
 
 
-def _predict(options: argparse.Namespace) -> int:
+def _predict(options: argparse.Namespace) -> None:
+    """Commit guesses, and print the questions with what was guessed so far."""
     number = course.number_of(options.number)
     questions = {question.key: question for question in course.questions_of(number)}
     for text in options.guesses:
         key, _, value = text.partition("=")
         if key not in questions:
             raise UserError(f"exercise {number} has no question {key}", "", f"its questions are {', '.join(questions)}")
+
         try:
             guess = float(value)
         except ValueError:
             raise UserError(f"the guess {text} is not a number", "", f"write {key}=12.5") from None
+
         predictions.commit(number, questions[key], guess)
 
     guesses = {entry.key: entry.guess for entry in predictions.load() if entry.exercise == number}
@@ -119,50 +126,53 @@ def _predict(options: argparse.Namespace) -> int:
         state = "no guess yet" if guess is None else f"your guess: {guess:g}"
         unit = f" [{question.unit}]" if question.unit else ""
         print(f"  {key}: {question.text}{unit} {state}")
-    return ExitCode.FINISHED
 
 
-def _page(options: argparse.Namespace) -> int:
+def _page(options: argparse.Namespace) -> None:
     from lockstep.lab import page
 
     print(f"page: {page.write()}")
-    return ExitCode.FINISHED
 
 
-def _memory(options: argparse.Namespace) -> int:
+def _memory(options: argparse.Namespace) -> None:
+    """Print the memory of a model by strategy, or the course's tables."""
     from lockstep.lab import calculators
 
     if options.parameters is None:
         print(calculators.table(calculators.memory_rows()))
-        return ExitCode.FINISHED
+        return
+
     if options.parameters <= 0 or options.gpus < 1:
         raise UserError("a model has parameters, and runs on at least one GPU", "", "--parameters 7e9 --gpus 8")
+
     print(f"  GB per GPU, {options.parameters:g} parameters on {options.gpus} GPUs, {options.format}, no activations")
     print("         parameters  gradients  AdamW  total")
     for strategy in calculators.STRATEGIES:
         held = calculators.memory(options.parameters, options.gpus, strategy, options.format)
         parts = [part / calculators.GB for part in (held.parameters, held.gradients, held.optimizer, held.total)]
         print("  {:5}  {:10.1f}  {:9.1f}  {:5.1f}  {:5.1f}".format(strategy, *parts))
-    return ExitCode.FINISHED
 
 
-def _cost(options: argparse.Namespace) -> int:
+def _cost(options: argparse.Namespace) -> None:
+    """Print what GPUs cost, and how much of that pays for waiting, or the course's figures."""
     from lockstep.lab import calculators
 
     if options.gpus is None:
         print(calculators.table(calculators.cost_rows()))
-        return ExitCode.FINISHED
+        return
+
     if not 0 < options.busy <= 1:
         raise UserError(f"--busy {options.busy:g} is no share of the time", "", "--busy 0.6 means 60 %")
+
     paid = calculators.cost(options.gpus, options.hours, options.price)
     print(f"  {options.gpus} GPUs for {options.hours:g} hours at ${options.price:g}: ${paid:,.0f}")
     if options.busy < 1:
         wasted = paid - calculators.cost_at(paid, options.busy, 1.0)
         print(f"  busy for {100 * options.busy:g} % of the time: ${wasted:,.0f} of it pay for waiting")
-    return ExitCode.FINISHED
 
 
 def _ready(options: argparse.Namespace) -> int:
+    """Take answers, print the ten lines, and fail while one of them is open."""
     from lockstep.lab import readiness
 
     for text in options.answers:
@@ -172,6 +182,7 @@ def _ready(options: argparse.Namespace) -> int:
         except ValueError:
             raise UserError(f"{text} is no answer", "", "write LINE=NUMBER, for example 5=60") from None
         print(said)
+
     found = readiness.states()
     print(readiness.report(found))
     return ExitCode.FINISHED if all(state.ready for state in found) else ExitCode.FAILED

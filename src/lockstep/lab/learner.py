@@ -72,7 +72,8 @@ class Learner:
         context = get_context("fork")
         with tempfile.TemporaryDirectory() as folder:
             readers, processes = [], []
-            sys.stdout.flush()
+            sys.stdout.flush()  # or each rank would print again what is still in the buffer
+
             for rank in range(world):
                 reader, writer = context.Pipe(duplex=False)
                 started = (rank, environment, group, Path(folder) / f"{rank}", writer, function, arguments)
@@ -81,6 +82,7 @@ class Learner:
                 writer.close()
                 readers.append(reader)
                 processes.append(process)
+
             try:
                 return self._collect(readers, processes, Path(folder))
             finally:
@@ -89,6 +91,7 @@ class Learner:
                     process.join()
 
     def _collect(self, readers: list[Connection], processes: list[BaseProcess], folder: Path) -> list[Any]:
+        """Wait for the results of all ranks, and return them by rank. Raises `Failed` with the one that explains."""
         results: dict[int, _Result] = {}
         end = time.monotonic() + self.limit.total_seconds()
         while len(results) < len(readers):
@@ -96,16 +99,19 @@ class Learner:
             ready = wait(waiting, timeout=max(0.0, end - time.monotonic()))
             if not ready:
                 break
-            for rank, reader in enumerate(readers):
-                if reader in ready:
-                    results[rank] = self._receive(rank, reader)
-                    # An error on one rank makes the others fail or wait: it is the one to report.
-                    if results[rank].error and not results[rank].complaint:
-                        raise Failed(results[rank].error)
+
+            for rank in [rank for rank, reader in enumerate(readers) if reader in ready]:
+                results[rank] = self._receive(rank, readers[rank])
+
+                # An error on one rank makes the others fail or wait: it is the one to report.
+                if results[rank].error and not results[rank].complaint:
+                    raise Failed(results[rank].error)
 
         hung = [rank for rank in range(len(readers)) if rank not in results]
         if hung:
             raise Failed(self._explain_hang(hung, processes, folder))
+
+        # No rank has an error of its own: they have lost each other.
         complaints = [result.error for result in results.values() if result.error]
         if complaints:
             raise Failed(complaints[0])
@@ -127,11 +133,14 @@ class Learner:
         function: Callable[..., Any],
         arguments: tuple[Any, ...],
     ) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        """Be one rank: call the function, send its result, and stay until all are done."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the grader, which ends its ranks
+
         # A rank that hangs in a collective can still write where it is.
         faulthandler.register(signal.SIGUSR1, file=stacks.open("w"), all_threads=False)
         os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
         torch.set_num_threads(1)
+
         try:
             if group:
                 dist.init_process_group("gloo", timeout=2 * self.limit)
@@ -140,8 +149,10 @@ class Learner:
             name = type(error).__name__
             complaint = Failure(rank, "", 0.0, name, str(error)).is_complaint
             writer.send(_Result(rank, error=self._explain(rank, error), complaint=complaint))
+
         sys.stdout.flush()
         writer.close()
+
         # A rank that is done stays until all are: its peers may still be in the last collective.
         time.sleep(2 * self.limit.total_seconds())
 
@@ -156,27 +167,35 @@ class Learner:
         return module
 
     def _explain(self, rank: int, error: BaseException) -> str:
+        """Return an error in words, with the line of the learner's file where it was raised."""
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == self.path]
         where = f", {self.path.name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
+
+        # A starter raises it where something is to be written.
         if isinstance(error, NotImplementedError):
             place = f" ({self.path.name}:{frames[-1].lineno})" if frames else ""
             task = re.sub(r"^TODO( \d+)?: ", "", str(error)) or "a function that raises NotImplementedError"
             return f"this is still to do: {task}{place}"
+
         return f"rank {rank} raised {type(error).__name__}: {error}{where}"
 
     def _explain_hang(self, hung: list[int], processes: list[BaseProcess], folder: Path) -> str:
+        """Return where the ranks that hang are, by the stacks that they write when they are asked to."""
         places = []
         for rank in hung:
             pid = processes[rank].pid
             assert pid is not None
             os.kill(pid, signal.SIGUSR1)
+
         for rank in hung:
             end = time.monotonic() + 5
             while not (stack := (folder / f"{rank}").read_text()) and time.monotonic() < end:
                 time.sleep(0.1)
+
             # The stack begins with the innermost call.
             line = re.search(rf'File "{re.escape(str(self.path))}", line (\d+)', stack)
             places.append(f"rank {rank}" + (f" in {self.path.name}:{line[1]}" if line else ""))
+
         done = ", while the other ranks had ended" if len(hung) < len(processes) else ""
         return (
             f"{' and '.join(places)} did not end within {self.limit.total_seconds():.0f} s{done}: either a loop never "

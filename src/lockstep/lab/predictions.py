@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.errors import UserError
+from lockstep.launch.records import replacing
 
 FOLDER = Path("runs/lab")
 
@@ -53,15 +54,16 @@ def load() -> list[Prediction]:
 
 def _store(predictions: Sequence[Prediction]) -> None:
     folder().mkdir(parents=True, exist_ok=True)
-    new = folder() / "predictions.json.new"
-    new.write_text(json.dumps([asdict(prediction) for prediction in predictions], indent=1))
-    new.replace(folder() / "predictions.json")
+    with replacing(folder() / "predictions.json") as draft:
+        draft.write_text(json.dumps([asdict(prediction) for prediction in predictions], indent=1))
 
 
 def _find(predictions: list[Prediction], exercise: str, question: Question) -> Prediction:
+    """Return the prediction for a question, which is added if it is not there yet."""
     for prediction in predictions:
         if (prediction.exercise, prediction.key) == (exercise, question.key):
             return prediction
+
     predictions.append(Prediction(exercise, **asdict(question)))
     return predictions[-1]
 
@@ -76,6 +78,7 @@ def commit(exercise: str, question: Question, guess: float) -> None:
             "",
             f"delete {folder() / 'predictions.json'} to begin again",
         )
+
     prediction.guess = guess
     _store(predictions)
 
@@ -84,19 +87,21 @@ def ask(exercise: str, questions: Sequence[Question]) -> None:
     """Ask for the guesses that are missing, if a person is there to answer. Call it before the ranks start."""
     if not sys.stdin.isatty() or "RANK" in os.environ:
         return
+
     for question in questions:
         prediction = _find(load(), exercise, question)
-        if prediction.guess is not None or prediction.measured is not None:
-            continue
-        while True:
-            answer = input(f"Predict: {question.text} [{question.unit}; Enter to skip] ").strip()
-            if not answer:
-                break
-            try:
-                commit(exercise, question, float(answer))
-                break
-            except ValueError:
-                print(f"  {answer} is no number")
+        if prediction.guess is None and prediction.measured is None:
+            _ask(exercise, question)
+
+
+def _ask(exercise: str, question: Question) -> None:
+    """Ask one question until the answer is a number, or nothing."""
+    while answer := input(f"Predict: {question.text} [{question.unit}; Enter to skip] ").strip():
+        try:
+            commit(exercise, question, float(answer))
+            return
+        except ValueError:
+            print(f"  {answer} is no number")
 
 
 def reveal(exercise: str, question: Question, *, computed: float, measured: float) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -13,13 +12,15 @@ import torch._dynamo  # optimizers import it when they first step: seconds, whic
 import torch.distributed as dist
 from torch import multiprocessing
 
+from lockstep.errors import UserError
+
 
 def run_ranks(main: Callable[[], object], *, nproc: int = 2) -> None:
     """Call `main` on each rank, with torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT) set.
 
     Under torchrun, `python -m torch.distributed.launch` or `lockstep train`, this process is one rank: it calls `main`.
-    Otherwise `nproc` processes are forked, or as many as LAB_NPROC says. If one fails, the others are ended, and so is
-    the script, with exit code 1.
+    Otherwise `nproc` processes are forked, or as many as LAB_NPROC says: a number, or "gpu" for one on each GPU. If one
+    fails, the others are ended, and so is the script, with exit code 1.
     """
     if "RANK" in os.environ:
         try:
@@ -28,9 +29,7 @@ def run_ranks(main: Callable[[], object], *, nproc: int = 2) -> None:
             _leave_group()
         return
 
-    # The first optimizer imports it, in more than a second: here once, and not on every rank.
-    importlib.import_module("torch._dynamo")
-    nproc = int(os.environ.get("LAB_NPROC", nproc))
+    nproc = _asked(os.environ.get("LAB_NPROC", str(nproc)))
     # The store is served here, on a port that the system chose, so two labs on one machine cannot collide.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     launched = {"WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
@@ -41,6 +40,18 @@ def run_ranks(main: Callable[[], object], *, nproc: int = 2) -> None:
         sys.exit(str(error))
     except multiprocessing.ProcessExitedException as error:
         sys.exit(error.exit_code if error.exit_code > 0 else str(error))
+
+
+def _asked(text: str) -> int:
+    """Return the number of ranks that LAB_NPROC asks for."""
+    count = torch.cuda.device_count() if text == "gpu" else int(text) if text.isdecimal() else 0
+    if count < 1:
+        raise UserError(
+            f"LAB_NPROC={text} is no number of ranks",
+            "no GPU is visible here" if text == "gpu" else "",
+            'set it to a number above 0, or to "gpu" for one rank on each GPU',
+        )
+    return count
 
 
 def _rank(rank: int, main: Callable[[], object], launched: dict[str, object]) -> None:

@@ -123,6 +123,7 @@ class Answers:
         path = folder() / "ready.json"
         if path.exists():
             return Answers(**json.loads(path.read_text()))
+
         answers = Answers(random.SystemRandom().randrange(2**32), [])
         answers.store()
         return answers
@@ -144,6 +145,7 @@ def answer(number: int, given: float) -> str:
     """Take an answer, and return what to say about it. A right answer counts from now on."""
     if not 1 <= number <= len(LINES):
         raise UserError(f"there is no line {number}", "", f"the lines are 1 to {len(LINES)}")
+
     answers = Answers.load()
     question, right = answers.question(number)
     if abs(given - right) <= 1e-3 * abs(right):
@@ -178,10 +180,12 @@ def states() -> list[State]:
 
 
 def _utilisation(line: Line) -> State:
+    """Return the state of the line that asks for a measurement, which exercise 6 leaves in a file."""
     path = folder() / "busy.json"
     todo = "python lab/solution/06_profiling.py, on a machine that does nothing else"
     if not path.exists():
         return State(line, False, "not measured yet", todo)
+
     measured = json.loads(path.read_text())
     found = f"{100 * measured['busy']:.0f} % of the time on this {measured['device']}"
     return State(line, measured["busy"] >= NEEDED_BUSY, found, todo)

@@ -184,7 +184,8 @@ def record(folder: Path, rank: int, error: BaseException) -> None:
         host=socket.gethostname(),
         time=getattr(error, "lockstep_time", time.time()),
         kind=type(error).__name__,
-        message=str(error),
+        # A hook of the user adds its name as a note.
+        message="\n".join([str(error), *getattr(error, "__notes__", ())]),
         traceback="".join(traceback.format_exception(error)),
         for_user=isinstance(error, UserError),
         cause=error.cause if isinstance(error, UserError) else "",
@@ -192,7 +193,35 @@ def record(folder: Path, rank: int, error: BaseException) -> None:
     records.write(folder / f"rank-{rank}.json", json.dumps(asdict(failure)))
 
 
+def leave_exception(folder: Path, rank: int, error: Exception) -> None:
+    """Leave this rank's exception, as an object, for the process that called `lockstep.fit`: see `load_exception`."""
+    import cloudpickle
+
+    # An exception that cannot be pickled is reported by its type and its text alone.
+    with contextlib.suppress(Exception):
+        (folder / f"error-{rank}").write_bytes(cloudpickle.dumps(error))
+
+
 # ---- in the launcher ----
+
+
+def load_exception(folder: Path, failure: Failure) -> Exception | None:
+    """Return the exception behind a failure, if its rank has left it in `folder`.
+
+    Unpickling runs code, so the folder must be private to this process and the ranks that it has started.
+    """
+    if failure.origin != "exception" or failure.rank is None:
+        return None
+
+    import cloudpickle
+
+    # Classes of a notebook's cells come back as the same classes: cloudpickle remembers those that it has sent.
+    with contextlib.suppress(Exception):
+        error = cloudpickle.loads((folder / f"error-{failure.rank}").read_bytes())
+        if isinstance(error, Exception) and failure.raised_as(type(error)):
+            return error
+
+    return None
 
 
 @dataclass(frozen=True)

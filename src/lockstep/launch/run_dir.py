@@ -25,8 +25,9 @@ from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.runtime.environments.launcher import TORCHRUN_ID, TORCHRUN_RESTARTS
 
-# A folder with this file is a complete checkpoint.
+# A folder with this file is a complete checkpoint. The other file, next to the checkpoints, names the newest one.
 MANIFEST = "manifest.json"
+LATEST = "latest"
 
 # Locked by rank 0, and by the launcher of a job for as long as it lives.
 LOCK = ".lock"
@@ -55,9 +56,9 @@ WRITTEN = {
 }
 
 
-def new_run_dir(name: str, make: bool = False) -> Path:
+def new_run_dir(name: str, make: bool = False, parent: Path = Path("runs")) -> Path:
     """Return a folder that does not exist yet: runs/NAME-TIME. With `make` it is made: another start cannot get it."""
-    first = Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    first = parent / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     others = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
     for path in itertools.chain([first], others):
         if path.exists():
@@ -66,7 +67,7 @@ def new_run_dir(name: str, make: bool = False) -> Path:
         # A folder that cannot be made is refused later, in words.
         try:
             if make:
-                path.parent.mkdir(exist_ok=True)
+                path.parent.mkdir(parents=True, exist_ok=True)
                 path.mkdir()
         except FileExistsError:
             continue
@@ -316,26 +317,30 @@ def latest(checkpoints: Path) -> Path | None:
     Its contents are not verified; `checkpoint.load` does that.
     """
     # A commit updates this text file last, so after a kill it may name an older checkpoint than the newest.
-    named = records.read(checkpoints / "latest").strip()
+    named = records.read(checkpoints / LATEST).strip()
     if (checkpoints.parent / GOING_BACK).exists():
-        return checkpoints / named if _CHECKPOINT_NAME.fullmatch(named) else None
+        return None if step_in(named) is None else checkpoints / named
 
     try:
         with os.scandir(checkpoints) as entries:
-            names = [entry.name for entry in entries if _CHECKPOINT_NAME.fullmatch(entry.name) and entry.is_dir()]
+            folders = [entry.name for entry in entries if entry.is_dir()]
     except OSError:
         return None
 
-    return checkpoints / max(names, key=_step_of) if names else None
+    names = {step: name for name in folders if (step := step_in(name)) is not None}
+    return checkpoints / names[max(names)] if names else None
 
 
 def latest_step(checkpoints: Path) -> int | None:
     checkpoint = latest(checkpoints)
-    return _step_of(checkpoint.name) if checkpoint else None
+    return step_in(checkpoint.name) if checkpoint else None
 
 
-def _step_of(name: str) -> int:
-    return int(name.removeprefix("step-"))
+def step_in(name: str) -> int | None:
+    """Return the step whose checkpoint has this name; None if no step has it."""
+    # A step has only one name, padded to eight digits: "step-000000007" is not a name of step 7.
+    match = _CHECKPOINT_NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 @contextmanager
@@ -352,11 +357,11 @@ def hold(run: Path) -> Iterator[None]:
     if held is not None:
         held.close()
 
-    with _launcher_lock(run):
+    with _launcher_lock(run, LAUNCHER_WAIT_S):
         yield
 
 
-def _launcher_lock(run: Path, timeout: float = LAUNCHER_WAIT_S) -> IO[str]:
+def _launcher_lock(run: Path, timeout: float) -> IO[str]:
     file = _open_lock(run / LAUNCHER_LOCK)
     if _acquire(file, timeout) is False:
         file.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
+import sys
 import textwrap
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -29,6 +30,7 @@ from lockstep.observe.formats import (
     rate_key,
     scientific,
 )
+from lockstep.observe.notebook import kernel
 
 Record = Mapping[str, Any]
 Mode = Literal["auto", "live", "plain", "off"]
@@ -41,12 +43,18 @@ END_KEYS = ("step", "applied", "skipped", "seconds", "loss", "eval_loss", "eval_
 
 
 def open_display(mode: Mode, total_steps: int, unit: str, stream: TextIO) -> Display:
-    """Return the display for this stream: `auto` is live on a terminal, and plain lines elsewhere."""
+    """Return the display for this stream: `auto` is live on a terminal and in a notebook, and plain lines elsewhere."""
     if mode not in get_args(Mode):
         raise unknown_name("log.progress", mode, get_args(Mode))
 
     if mode == "off":
         return Display(total_steps, unit, stream)
+
+    # Only the standard output of a kernel is the notebook: logs are files.
+    if mode != "plain" and stream is sys.stdout and kernel.shell() is not None:
+        from lockstep.observe.notebook.display import NotebookDisplay
+
+        return NotebookDisplay(total_steps, unit, stream)
 
     obstacle = _why_not_live(stream)
     if mode != "plain" and obstacle is None:

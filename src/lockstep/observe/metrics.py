@@ -69,6 +69,11 @@ class Sums:
         """Return what `take` returns, summed over all ranks, for a checkpoint. Collective; it waits for the device."""
         return collectives.all_reduce_(self.take(names, collectives.device)).tolist()
 
+    def names(self) -> list[str]:
+        """Return the names of the metrics that were added since they were last taken."""
+        self._fold()
+        return sorted(self._folded)
+
     def put(self, names: list[str], totals: Sequence[float | str]) -> None:
         """Add what `take_global` returned."""
         self._fold()
@@ -132,6 +137,10 @@ class ExactSums(Sums):
     def put(self, names: list[str], totals: Sequence[float | str]) -> None:
         for name, total, weight in zip(names, totals[0::2], totals[1::2], strict=True):
             self._add(name, exact_from_text(total), exact_from_text(weight))
+
+    def names(self) -> list[str]:
+        self._fold()
+        return sorted(self._exact)
 
     def _fold(self) -> None:
         collected = self._take_terms()

@@ -151,6 +151,17 @@ class Recorder:
             for display in self._displays:
                 display.update(self.last)
 
+    def write_rest(self, sums: Sums, step: int) -> None:
+        """Write the metrics that were logged after the last line, as the event `metrics`. Collective."""
+        logged = {name for names in self.runtime.collectives.gather_json(sums.names()) for name in names}
+        names = sorted(logged - {"loss"})
+        if not names:
+            return
+
+        totals = [from_exact(exact_from_text(total)) for total in sums.take_global(names, self.runtime.collectives)]
+        if metrics := quotients(names, totals):
+            self.event("metrics", step=step, metrics=metrics)
+
     def agree_on_names(self, seen: set[str]) -> None:
         """Set `names` to the metrics that any rank has seen; `seen` are this rank's. Collective.
 

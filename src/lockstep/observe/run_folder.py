@@ -181,13 +181,14 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
     (run_dir / "summary.json").write_text(json.dumps(finite(summary), indent=2))
 
 
-def save_weights(run_dir: Path, weights: dict[str, Tensor], aliases: dict[str, str]) -> None:
+def save_weights(path: Path, weights: dict[str, Tensor], aliases: dict[str, str]) -> None:
     """Save weights under the model's own names, tied weights once. An older file is replaced atomically."""
     from safetensors import SafetensorError
 
     try:
-        write_weights(run_dir / "model.safetensors", weights, aliases)
+        write_weights(path, weights, aliases)
     except (OSError, SafetensorError) as error:
+        run_dir = path.parent
         raise UserError(
             f"the final weights cannot be written to {run_dir}: {error}",
             "",

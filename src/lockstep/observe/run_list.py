@@ -133,10 +133,15 @@ def best_evaluation(events: Sequence[dict[str, Any]], config: dict[str, Any]) ->
     metric = str(kept or (settings.get("stop.metric") if stops else None) or "eval_loss")
     mode = settings.get("checkpoint.best_mode" if kept else "stop.mode")
 
-    # In the events the loss has no prefix, and the task's own metrics have one.
+    # `clean/accuracy` is a metric of the set `clean`. Without a set, the evaluation that decides is meant.
+    of_set, _, name = metric.rpartition("/")
+    key = "loss" if name in ("eval_loss", "loss") else f"metrics.{name}"
+    evals = [event for event in events if event.get("event") == "eval"]
+    compared = [event for event in evals if (event.get("set") == of_set if of_set else event.get("decides", True))]
+
     scores: list[dict[str, Any]] = []
-    for event in without_undone(flat(event) for event in events if event.get("event") == "eval"):
-        value = number(event.get("loss") if metric == "eval_loss" else event.get(f"metrics.{metric}"))
+    for event in without_undone(map(flat, compared)):
+        value = number(event.get(key))
         if value is not None:
             scores.append({"step": event["step"], metric: value})
 

@@ -17,7 +17,15 @@ from lockstep.observe.run_list import facts_of, files_in, is_run
 
 # What a run writes into its folder, sinks and `lockstep ckpt export` included. Other names stay where they are.
 OURS = (
-    *("config.yaml", "config.sources.json", "plan.json", "summary.json", "report.html", "model*.safetensors"),
+    *(
+        "config.yaml",
+        "config.sources.json",
+        "plan.json",
+        "summary.json",
+        "report.html",
+        "model.safetensors",
+        "ema.safetensors",
+    ),
     *("metrics.jsonl", "events.jsonl", "metrics.csv", "prometheus.url", "micro_batch.json", "resize"),
     *("checkpoints", "logs", "samples", "export", "profile", "tensorboard", "wandb", "mlflow.db*", "launch"),
     *(".lock", ".launcher", ".going-back", ".seen-*", ".probe-*", ".secret*", ".sink-id", ".shared-*", ".coordinator*"),

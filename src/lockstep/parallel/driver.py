@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint.state_tree import is_extra, tied_names
+from lockstep.checkpoint.state_tree import frozen_names, is_extra, tied_names
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.statistics import running_statistics
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
@@ -156,6 +156,9 @@ class PlacedModel:
         # Squares overflow in float16 and lose precision in bfloat16.
         half = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
         return list(torch._foreach_norm(tensors, 2, torch.float32 if half else None))
+
+    def drop_gathered(self) -> None:
+        """Drop full parameters that were gathered from shards, because the shards are about to change."""
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
         """Return the full tensor of the model's parameter or buffer `name`. Collective: every rank must call it."""
@@ -422,13 +425,14 @@ def broadcast_model(model: nn.Module, collectives: Collectives) -> None:
     collectives.broadcast_(list(model.buffers()))
 
 
-def full_state(driver: Driver, keep: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
+def full_state(driver: Driver, keep: bool, frozen: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Gather the model's full tensors and the aliases of tied tensors. Collective: every rank must call it.
 
-    Ranks without `keep` get no tensors.
+    Ranks without `keep` get no tensors. `frozen`: whether frozen parameters are gathered.
     """
     # In the order of the state dict, which is the same on every rank: `fetch` may be a collective.
-    state = driver.model.state_dict()
+    left_out = set() if frozen else frozen_names(driver.model)
+    state = {name: value for name, value in driver.model.state_dict().items() if name not in left_out}
     aliases = tied_names(state)
     tensors = {}
 

@@ -84,6 +84,22 @@ class Collectives:
 
         return gathered
 
+    def gather_tensors(self, tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """Return every rank's `tensors`, by rank. Their number, shapes and dtypes may differ between ranks."""
+        if self.world.alone:
+            return [tensors]
+
+        # As bytes, padded to the longest, because all_gather needs equal sizes.
+        layouts = self.gather_json([[str(tensor.dtype), list(tensor.shape), tensor.nbytes] for tensor in tensors])
+        size = max(sum(nbytes for *_, nbytes in layout) for layout in layouts)
+        message = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        start = 0
+        for tensor in tensors:
+            message[start : start + tensor.nbytes] = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            start += tensor.nbytes
+
+        return [_unpack(received, layout) for received, layout in zip(self.gather(message), layouts, strict=True)]
+
     def broadcast_(self, tensors: list[torch.Tensor], source: int = 0) -> None:
         """Overwrite the `tensors` (any shapes and dtypes) of all ranks with the tensors of rank `source`."""
         if self.world.alone:
@@ -130,6 +146,16 @@ class Collectives:
                 dist.barrier(self.group)
 
             time.sleep(0.05)
+
+
+def _unpack(message: torch.Tensor, layout: list[Any]) -> list[torch.Tensor]:
+    """Return the tensors in a message of bytes. `layout` has (dtype, shape, bytes) of each."""
+    pieces = message[: sum(nbytes for *_, nbytes in layout)].split([nbytes for *_, nbytes in layout])
+    # A copy begins at a multiple of any element size.
+    return [
+        piece.clone().view(getattr(torch, dtype.removeprefix("torch."))).reshape(shape)
+        for piece, (dtype, shape, _) in zip(pieces, layout, strict=True)
+    ]
 
 
 def _batches(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:

@@ -42,7 +42,7 @@ class ControlWord(Flags):
     weight: float | Tensor = 0.0
     step: int = 0  # `step_mark` of the step; if the sum is not world size x mark, the ranks are out of step
     scale: float = 0.0  # log2 of the loss scale; equal on all ranks
-    loss: float | Tensor = 0.0  # the sum of the loss, if spike detection is on
+    loss: float | Tensor = 0.0  # the sum of the loss, if something reads it: spike detection, or a hook
 
 
 BASE = 1024  # of the digits of a weight; step numbers are compared modulo this as well

@@ -18,7 +18,7 @@ def make_model() -> nn.Module:
 
 
 def make_data(count: int, seed: int) -> Dataset:
-    """YOURS: any dataset. Not a DataLoader: order, batches and sharding are Lockstep's work."""
+    """YOURS: any dataset. It needs no DataLoader: order, batches and sharding are Lockstep's work."""
     x = torch.randn(count, 8, generator=torch.Generator().manual_seed(seed))
     return TensorDataset(x, (x.norm(dim=1) > 2.7).long())
 

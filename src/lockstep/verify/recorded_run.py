@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -156,6 +157,7 @@ class RecordedRun(Run):
                 self._nudge()
 
             self._micros: list[dict[str, Any]] = []
+            self._passes: Counter[int] = Counter()  # id of a note -> losses of its micro-batch so far
             batches.micro_batches = self._record_data(batches.micro_batches)
             yield batches
             if number + 1 == self.orders["steps"]:
@@ -199,6 +201,11 @@ class RecordedRun(Run):
                     "padding": micro.padding,
                     "ids": [int(i) for i in micro.ids],
                     "rows": _rows(micro.data, micro.samples),
+                    # Sums over the passes of a step.
+                    "total": 0.0,
+                    "weight": 0.0,
+                    "metrics": {},
+                    "drawn": [],
                 }
             )
             yield micro
@@ -206,19 +213,25 @@ class RecordedRun(Run):
     def _begin_micro(self, micro: MicroBatch, progress: Any) -> None:
         """Note the state of the generators after the engine seeds them and before the loss draws from them."""
         self._before_forward(micro, progress)
-        # The source may be ahead of the step, so the newest note need not belong to this micro-batch.
-        self._note = next(note for note in self._micros if note["index"] == micro.index and "total" not in note)
+        # The source may be ahead of the step, so the newest note need not belong to this micro-batch. In a later pass
+        # of an own loop over the same batches, every note has losses already.
+        notes = [note for note in self._micros if note["index"] == micro.index]
+        self._note = min(notes, key=lambda note: self._passes[id(note)])
+        self._passes[id(self._note)] += 1
         self._generators = _generators()
 
     def _record_loss(self, loss: Loss, progress: Any) -> None:
         states = _generators()
         self._backward(loss, progress)
-        self._note |= {
-            "total": float(loss.total.detach()),
-            "weight": float(loss.weight),
-            "metrics": {name: [float(a), float(b)] for name, a, b in metric_terms(loss)} if loss.metrics else {},
-            "drawn": [name for name, state in states.items() if self._generators[name] != state],
-        }
+        note = self._note
+        note["total"] += float(loss.total.detach())
+        note["weight"] += float(loss.weight)
+        for name, total, weight in metric_terms(loss) if loss.metrics else ():
+            before = note["metrics"].get(name, [0.0, 0.0])
+            note["metrics"][name] = [before[0] + float(total), before[1] + float(weight)]
+
+        drawn = [name for name, state in states.items() if self._generators[name] != state]
+        note["drawn"] = list(dict.fromkeys([*note["drawn"], *drawn]))
 
     # ---- between steps ----
 

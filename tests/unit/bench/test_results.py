@@ -8,18 +8,20 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lockstep.bench import benchmark_weak_scaling, plots, results
 from lockstep.bench.compare import compare
+from lockstep.bench.hardware import Placement
 from lockstep.bench.intervals import estimate, ratio, spread_text
-from lockstep.bench.kinds import comm, step
+from lockstep.bench.kinds import comm, settings, step
 from lockstep.bench.kinds.memory import judge, judge_ranks, worst_rank
 from lockstep.bench.options import BenchOptions
 from lockstep.bench.page import write_pictures_and_page
-from lockstep.bench.pool import RanksEnded
+from lockstep.bench.pool import RanksEnded, rounds_of
 from lockstep.bench.results import Column, Result, Section, Verdict, judged
 from lockstep.errors import UserError
 
@@ -158,7 +160,7 @@ def test_what_asks_ranks_to_measure_does_not_import_torch() -> None:
         "from lockstep.bench import command\n"
         "command.add_options(parser := argparse.ArgumentParser())\n"
         "from lockstep.bench import kinds, page\n"
-        "from lockstep.bench.kinds import checkpoint, comm, data, memory, scaling, step\n"
+        "from lockstep.bench.kinds import checkpoint, comm, data, memory, scaling, settings, step\n"
         "print(parser.format_help(), 'torch' in sys.modules)"
     )
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
@@ -179,6 +181,11 @@ def test_what_asks_ranks_to_measure_does_not_import_torch() -> None:
         (["weak", "--backend", "nccl"], "bench weak has no option --backend"),
         (["data", "--worlds", "1,2"], "bench data has no option --worlds"),
         (["checkpoint", "mlp"], "takes no target"),
+        (["settings", "mlp"], "nothing to compare the target with"),
+        (["settings", "--way", "device=cuda"], "--way cannot change device"),
+        (["settings", "--way", "stepz=1"], "there is no key stepz"),
+        (["settings", "--way", "lr.peak='1"], "cannot be read: No closing quotation"),
+        (["weak", "--way", "exact=true"], "bench weak has no option --way"),
         (["weak", "--cores-per-rank", "100000"], "--cores-per-rank 100000 is not possible"),
         (["compare", "here", "there"], "is not the result of a benchmark"),
     ],
@@ -228,6 +235,40 @@ def test_bench_all_leaves_out_the_step_of_other_targets() -> None:
     assert step.run(pool, options, lambda _: None).notes == [
         "Left out: bench step compares loops with settings of their own, and takes no precision."
     ]
+
+
+class Answering:
+    """A pool whose teams answer at once: a turn takes as long as the learning rate says."""
+
+    cores_per_rank = 1
+
+    def start(self, measure: str, world: int, arguments: dict[str, Any]) -> Any:
+        seconds = next((v["lr"]["peak"] for _, v in reversed(arguments["layers"]) if "lr" in v), 1.0)
+        turn = {"seconds": seconds, "cpu_seconds": 2 * seconds, "peak_bytes": 0}
+        facts = {"parameters": 7, "global_batch": 32, "device": "cpu"}
+        placed = Placement([[0]] * world)
+        return SimpleNamespace(
+            ready=lambda: [facts] * world, ask=lambda: [turn] * world, placed=lambda _: placed, close=lambda: None
+        )
+
+
+def test_settings_are_compared_with_the_target_as_it_is() -> None:
+    pool: Any = Answering()
+    options = BenchOptions(worlds=[1, 2], repeats=3, block=4, ways=["lr.peak=3 clip.norm=1"], cores_per_rank=1)
+    (section,) = settings.run(pool, options, lambda _: None)
+    found = [
+        (row["world"], row["way"], row["wall_ratio"]["median"], row["cpu_ratio"]["median"]) for row in section.rows
+    ]
+    ways = [("as it is", 1.0, 1.0), ("lr.peak=3 clip.norm=1", 3.0, 3.0), ("as it is, again", 1.0, 1.0)]
+    assert found == [(world, *way) for world in (1, 2) for way in ways]
+    assert section.rows[1]["step_ms"]["median"] == 750.0
+
+
+def test_teams_take_turns_and_who_begins_alternates() -> None:
+    order: list[str] = []
+    teams: Any = {name: SimpleNamespace(ask=lambda name=name: order.append(name) or [name]) for name in "ab"}
+    assert rounds_of(teams, 3, lambda _: None) == {"a": [["a"]] * 3, "b": [["b"]] * 3}
+    assert "".join(order) == "abbaab"
 
 
 def test_the_efficiency_axis_shows_whole_error_bars() -> None:

@@ -16,7 +16,7 @@ from lockstep.checkpoint.load import CheckpointReader, Gather, find
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, Retention
-from lockstep.checkpoint.writer import PendingSave, SaveContext
+from lockstep.checkpoint.writer import Committed, Save, SaveContext
 from lockstep.runtime.layout import LocalShard, shard_of
 
 TOKEN = "a1b2c3"
@@ -82,8 +82,12 @@ def commit(
     [report] = team[0].take_ended()
     for saver in team:
         saver.close()
-    assert report.checkpoint is not None, report.error
-    return report.checkpoint
+    assert isinstance(report.outcome, Committed), report.outcome
+    return report.outcome.checkpoint
+
+
+def is_committed(save: Save) -> bool:
+    return isinstance(save.outcome, Committed)
 
 
 def alone(value: Any) -> list[Any]:
@@ -135,6 +139,6 @@ def together(size: int, work: Callable[[int, Gather], Any]) -> list[Any]:
     return results
 
 
-def end(team: list[Saver]) -> list[PendingSave]:
+def end(team: list[Saver]) -> list[Save]:
     """Wait for all ranks, and return the one save of each."""
     return [report for saver in team for report in saver.take_ended(60)]

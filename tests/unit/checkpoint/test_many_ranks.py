@@ -14,7 +14,7 @@ from lockstep.checkpoint import inspect, manifest
 from lockstep.checkpoint.format import FileLayout, arrange, file_name
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest, tensors_to_json
 from lockstep.checkpoint.storage import FileSystemStorage, Retention
-from lockstep.checkpoint.writer import PendingSave, SaveContext
+from lockstep.checkpoint.writer import Committed, Failed, Save, SaveContext
 
 
 class CountingStorage(FileSystemStorage):
@@ -35,12 +35,12 @@ def layout_of(rank: int, ranks: int) -> FileLayout:
     return arrange({"weight": TensorEntry("F32", (ranks, 4), (piece,))})
 
 
-def saved(root: Path, ranks: int) -> tuple[CountingStorage, PendingSave]:
+def saved(root: Path, ranks: int) -> tuple[CountingStorage, Save]:
     """Have rank 0 commit a checkpoint for which the other ranks have written their files."""
     storage = CountingStorage(root)
     storage.claim("token")
     own = layout_of(0, ranks)
-    save = PendingSave(SaveContext(storage, 0, ranks, "token", Retention()), 1, 1, own.file_size)
+    save = Save(SaveContext(storage, 0, ranks, "token", Retention()), 1, 1, own.file_size)
     (root / save.folder).mkdir(parents=True)
     for rank in range(1, ranks):
         layout = layout_of(rank, ranks)
@@ -57,10 +57,10 @@ def test_a_commit_opens_each_file_twice_and_deletes_each_confirmation_once(tmp_p
     calls = {}
     for ranks in (8, 64):
         storage, save = saved(tmp_path / str(ranks) / "checkpoints", ranks)
-        assert save.error is None
-        assert save.checkpoint is not None
+        assert isinstance(save.outcome, Committed)
+        assert not save.outcome.tidying_error
         calls[ranks] = dict(storage.calls)
-        found = read_manifest(save.checkpoint)
+        found = read_manifest(save.outcome.checkpoint)
         assert len(found.files) == len(found.tensors["weight"].pieces) == ranks
         assert inspect.verify(tmp_path / str(ranks))[1] == 0
         assert "not verified" in inspect.ls(tmp_path / str(ranks))[0]
@@ -73,6 +73,5 @@ def test_a_manifest_that_would_be_too_large_to_read_is_not_committed(
 ) -> None:
     monkeypatch.setattr(manifest, "_MAX_MANIFEST_BYTES", 1000)
     _, save = saved(tmp_path / "checkpoints", 16)
-    assert save.checkpoint is None
-    assert save.error is not None
-    assert save.error.endswith("manifest.json: more than 1,000 bytes")
+    assert isinstance(save.outcome, Failed)
+    assert save.outcome.reason.endswith("manifest.json: more than 1,000 bytes")

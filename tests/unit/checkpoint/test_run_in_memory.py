@@ -244,8 +244,8 @@ def test_training_continues_if_not_even_the_checkpoints_can_be_listed(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     class Unmounted(Dropped):
-        def after_step(self, model: nn.Module, step: int) -> None:
-            if step == 3:
+        def after_step(self, run: Any, result: Any) -> None:
+            if run.steps_done == 3:
                 monkeypatch.setattr(FileSystemStorage, "folders", stale)
                 monkeypatch.setattr(FileSystemStorage, "write", stale)
 

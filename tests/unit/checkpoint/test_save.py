@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import TOKEN, commit, end, load, same, savers, shard, state, values_of
+from checkpoints import TOKEN, commit, end, is_committed, load, same, savers, shard, state, values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_storage import MemoryStorage
@@ -204,7 +204,7 @@ def test_the_state_is_that_of_the_moment_of_the_save(storage, monkeypatch):
         tensor.zero_()
     values["list"].append(2)
     changed.append(True)
-    assert saver.take_ended()[0].checkpoint
+    assert is_committed(saver.take_ended()[0])
     found, loaded = load(storage)
     assert same(loaded, state(1))
     assert found.manifest.values == {"list": [1]}
@@ -218,12 +218,12 @@ def test_a_second_save_waits_for_the_first_and_reuses_its_buffer(storage):
     for step in (1, 2, 3):
         saver.start(step, shard(state(step), 0, 1), {}, {})
     reports = saver.take_ended()
-    assert [report.checkpoint and report.checkpoint.step for report in reports] == [1, 2, 3]
+    assert [report.outcome.checkpoint.step for report in reports] == [1, 2, 3]
     assert saver._last.bytes == size
     assert saver._snapshot._buffer.data_ptr() == buffer
     more = {**state(4), "model.new": torch.ones(1000)}
     saver.start(4, shard(more, 0, 1), {}, {})  # the layout may change
-    assert saver.take_ended()[0].checkpoint
+    assert is_committed(saver.take_ended()[0])
     assert same(load(storage)[1], more)
 
 
@@ -231,7 +231,7 @@ def test_saving_at_once_needs_no_thread(storage):
     [saver] = savers(storage, asynchronous=False)
     saver.start(1, shard(state(1), 0, 1), {}, {})
     [report] = saver.take_ended(0)
-    assert report.checkpoint
+    assert is_committed(report)
     assert report.stall_s >= report.write_s > 0
     assert saver.take_ended(0) == []
 
@@ -256,7 +256,7 @@ def test_any_slice_can_be_read_whatever_the_pieces(tmp_path_factory, data):
         low, high = shape[axis] * rank // size, shape[axis] * (rank + 1) // size
         offset = tuple(low if a == axis else 0 for a in range(len(shape)))
         saver.start(1, {"x": LocalShard(whole.narrow(axis, low, high - low), shape, offset)}, {}, {})
-    assert team[0].take_ended()[0].checkpoint
+    assert is_committed(team[0].take_ended()[0])
     checkpoint = Checkpoint.at(root / "step-00000001")
     corners = [sorted(data.draw(st.tuples(*[st.integers(0, length)] * 2))) for length in shape]
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
@@ -283,7 +283,7 @@ def test_tensors_of_a_gpu_are_those_of_the_moment_too(storage):
     for tensor in tensors.values():
         tensor.zero_()
     assert saver._snapshot._buffer.is_pinned()
-    assert saver.take_ended()[0].checkpoint
+    assert is_committed(saver.take_ended()[0])
     assert same(load(storage)[1], expected)
 
 
@@ -295,8 +295,8 @@ def test_ranks_that_write_the_same_rows_do_not_commit(storage):
     for saver in team:
         saver.start(1, {"x": shard_of(torch.ones(3))}, {}, {})
     reports = end(team)
-    assert not reports[0].checkpoint
-    assert "do not add up to the full tensor" in reports[0].error
+    assert not is_committed(reports[0])
+    assert "do not add up to the full tensor" in reports[0].outcome.reason
     assert folders(storage) == set()
 
 
@@ -307,16 +307,16 @@ def test_too_little_space_is_noticed_before_anything_is_written(storage, monkeyp
     size = saver._snapshot.layout.file_size
     monkeypatch.setattr(type(storage), "free_bytes", lambda self: size - 10)
     saver.start(2, shard(state(2), 0, 1), {}, {})
-    assert saver.failed_save
+    assert saver.failure
     [report] = saver.take_ended(0)
-    assert not report.checkpoint
-    assert "no space left" in report.error
-    assert report.error.endswith(f"{decimal(10)} too little")
+    assert not is_committed(report)
+    assert "no space left" in report.outcome.reason
+    assert report.outcome.reason.endswith(f"{decimal(10)} too little")
     assert same(load(storage)[1], state(1))
     monkeypatch.undo()
     saver.start(3, shard(state(3), 0, 1), {}, {})
-    assert saver.failed_save is None
-    assert saver.take_ended()[0].checkpoint
+    assert saver.failure is None
+    assert is_committed(saver.take_ended()[0])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -326,18 +326,18 @@ def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(storage, mon
     fill_disk(monkeypatch)
     team[rank].start(2, shard(state(2), rank, 2), {}, {})
     [report] = team[rank].take_ended()
-    assert team[rank].failed_save
-    assert "no space left" in report.error
+    assert team[rank].failure
+    assert "no space left" in report.outcome.reason
     monkeypatch.undo()
     team[1 - rank].start(2, shard(state(2), 1 - rank, 2), {}, {})
     for saver in team:
         saver.abandon("a disk is full")
-        assert saver.failed_save is None
-    assert not end([team[1 - rank]])[0].checkpoint
+        assert saver.failure is None
+    assert not is_committed(end([team[1 - rank]])[0])
     assert folders(storage) == {"step-00000001"}
     for number, saver in enumerate(team):  # once there is room again, the same step can be saved
         saver.start(2, shard(state(2), number, 2), {}, {})
-    assert end(team)[0].checkpoint
+    assert is_committed(end(team)[0])
     assert same(load(storage)[1], state(2))
 
 
@@ -349,8 +349,8 @@ def test_rank_0_learns_of_another_ranks_failure_through_the_storage(storage, mon
     monkeypatch.undo()
     team[0].start(1, shard(state(1), 0, 2), {}, {})
     [report] = team[0].take_ended(30)
-    assert report.error.startswith("rank 1: no space left")
-    assert report.caused_elsewhere
+    assert report.outcome.reason.startswith("rank 1: no space left")
+    assert report.outcome.caused_elsewhere
 
 
 def test_a_folder_that_vanishes_while_it_is_made_is_another_ranks_failure(tmp_path, monkeypatch):
@@ -363,8 +363,30 @@ def test_a_folder_that_vanishes_while_it_is_made_is_another_ranks_failure(tmp_pa
     monkeypatch.setattr(FileSystemStorage, "write", write)
     saver.start(1, {"x": shard_of(torch.ones(3))}, {}, {})
     [report] = saver.take_ended()
-    assert report.caused_elsewhere
-    assert "the uncommitted folder is gone" in report.error
+    assert report.outcome.caused_elsewhere
+    assert "the uncommitted folder is gone" in report.outcome.reason
+
+
+def test_a_file_that_rank_0_does_not_find_is_no_folder_that_is_gone(storage):
+    """On a shared file system, a file that another rank has confirmed may be lost."""
+    team = savers(storage, 2)
+    team[1].start(1, shard(state(1), 1, 2), {}, {})
+    team[1].take_ended()
+    [uncommitted] = storage.folders()
+    storage.delete(f"{uncommitted}/{file_name(1)}")
+    team[0].start(1, shard(state(1), 0, 2), {}, {})
+    [report] = team[0].take_ended()
+    assert report.outcome.reason.startswith("FileNotFoundError")
+    assert not report.outcome.caused_elsewhere
+
+
+def test_a_rank_that_has_written_its_file_fails_with_the_others(storage):
+    team = savers(storage, 2)
+    team[1].start(1, shard(state(1), 1, 2), {}, {})
+    [report] = team[1].take_ended()
+    assert report.outcome == writer.Written()
+    team[1].abandon("rank 0: no space left")
+    assert report.outcome == writer.Failed("rank 0: no space left")
 
 
 def test_one_rank_may_write_almost_everything(storage, monkeypatch):
@@ -374,7 +396,7 @@ def test_one_rank_may_write_almost_everything(storage, monkeypatch):
     monkeypatch.setattr(type(storage), "free_bytes", lambda self: 300_000)  # for the 200,000 bytes, but not thrice
     for saver, mine in zip(team, shards, strict=True):
         saver.start(1, mine, {}, {})
-    assert end(team)[0].checkpoint
+    assert is_committed(end(team)[0])
 
 
 def test_a_disk_that_does_not_say_how_much_is_free_costs_a_checkpoint(storage, monkeypatch):
@@ -386,7 +408,7 @@ def test_a_disk_that_does_not_say_how_much_is_free_costs_a_checkpoint(storage, m
     monkeypatch.setattr(type(storage), "free_bytes", stale)
     saver.start(1, shard(state(1), 0, 1), {}, {})
     [report] = saver.take_ended(0)
-    assert "Stale file handle" in report.error
+    assert "Stale file handle" in report.outcome.reason
 
 
 def test_a_real_disk_that_is_full(tmp_path):
@@ -397,7 +419,7 @@ def test_a_real_disk_that_is_full(tmp_path):
     try:
         [saver] = savers(disk / "checkpoints")
         saver.start(1, {"x": shard_of(torch.ones(300_000))}, {}, {})
-        assert saver.take_ended()[0].checkpoint
+        assert is_committed(saver.take_ended()[0])
         (disk / "ballast").write_bytes(bytes(1 << 20))
         saver.start(2, {"x": shard_of(torch.ones(300_000))}, {}, {})
         [early] = saver.take_ended()
@@ -406,12 +428,12 @@ def test_a_real_disk_that_is_full(tmp_path):
             saver.start(3, {"x": shard_of(torch.ones(300_000))}, {}, {})
             [late] = saver.take_ended()
         for report in (early, late):
-            assert not report.checkpoint
-            assert "no space left" in report.error
+            assert not is_committed(report)
+            assert "no space left" in report.outcome.reason
         assert folders(FileSystemStorage(disk / "checkpoints")) == {"step-00000001"}
         os.unlink(disk / "ballast")
         saver.start(4, {"x": shard_of(torch.full((300_000,), 4.0))}, {}, {})
-        assert saver.take_ended()[0].checkpoint
+        assert is_committed(saver.take_ended()[0])
     finally:
         subprocess.run(["umount", str(disk)], check=True)
 
@@ -425,10 +447,10 @@ def test_an_error_in_the_thread_is_reported_and_the_saver_can_save_again(storage
     monkeypatch.setattr(faults, "fire", broken)
     saver.start(1, shard(state(1), 0, 1), {}, {})
     [report] = saver.take_ended()
-    assert (saver.failed_save.error, report.error) == ("RuntimeError: injected",) * 2
+    assert saver.failure == report.outcome == writer.Failed("RuntimeError: injected")
     monkeypatch.undo()
     saver.start(2, shard(state(2), 0, 1), {}, {})
-    assert saver.take_ended()[0].checkpoint
+    assert is_committed(saver.take_ended()[0])
 
 
 def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(storage, monkeypatch):
@@ -440,20 +462,19 @@ def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(sto
     monkeypatch.setattr(writer, "apply_retention", broken)
     saver.start(1, shard(state(1), 0, 1), {}, {})
     [report] = saver.take_ended()
-    assert report.checkpoint
-    assert "coughed" in report.error
-    assert saver.failed_save is None
+    assert "coughed" in report.outcome.tidying_error
+    assert saver.failure is None
     assert same(load(storage)[1], state(1))
 
 
 def test_a_part_that_is_shorter_than_its_rank_says_is_not_committed(storage):
     team = savers(storage, 2)
     team[1].start(1, shard(state(1), 1, 2), {}, {})
-    assert team[1].take_ended()[0].error is None
+    assert team[1].take_ended()[0].outcome == writer.Written()
     [uncommitted] = storage.folders()
     storage.write(f"{uncommitted}/{file_name(1)}", [memoryview(bytes(100))])
     team[0].start(1, shard(state(1), 0, 2), {}, {})
-    assert "rank 1 wrote" in team[0].take_ended()[0].error
+    assert "rank 1 wrote" in team[0].take_ended()[0].outcome.reason
     assert folders(storage) == set()
 
 
@@ -462,8 +483,8 @@ def test_a_rank_that_never_writes_is_named(storage):
     team[0].start(1, shard(state(1), 0, 3), {}, {})
     team[2].start(1, shard(state(1), 2, 3), {}, {})
     [report] = team[0].take_ended()
-    assert "rank 1 did not write its file" in report.error
-    assert not report.caused_elsewhere
+    assert "rank 1 did not write its file" in report.outcome.reason
+    assert not report.outcome.caused_elsewhere
     assert folders(storage) == set()
 
 
@@ -472,8 +493,8 @@ def test_an_abandoned_save_ends_at_once_and_leaves_nothing(storage):
     team[0].start(1, shard(state(1), 0, 2), {}, {})  # waits for rank 1, which never saves
     team[0].abandon("rank 1: no space left")
     [report] = team[0].take_ended(30)
-    assert (report.checkpoint, report.error) == (None, "rank 1: no space left")
-    assert team[0].failed_save is None
+    assert report.outcome == writer.Failed("rank 1: no space left")
+    assert team[0].failure is None
     assert folders(storage) == set()
 
 
@@ -481,7 +502,7 @@ def test_closing_gives_up_what_is_in_flight(storage):
     team = savers(storage, 2)
     team[0].start(1, shard(state(1), 0, 2), {}, {})
     team[0].close()
-    assert "the run ended" in team[0].take_ended(0)[0].error
+    assert "the run ended" in team[0].take_ended(0)[0].outcome.reason
     assert folders(storage) == set()
 
 
@@ -499,7 +520,7 @@ def test_nothing_is_committed_while_the_owner_cannot_be_read(tmp_path):
     (tmp_path / "owner").unlink()
     os.mkfifo(tmp_path / "owner")
     saver.start(1, shard(state(1), 0, 1), {}, {})
-    assert "not a regular file" in saver.take_ended()[0].error
+    assert "not a regular file" in saver.take_ended()[0].outcome.reason
     assert folders(FileSystemStorage(tmp_path)) == set()
 
 
@@ -507,16 +528,16 @@ def test_nothing_is_committed_without_a_claim(tmp_path):
     [saver] = savers(tmp_path)
     (tmp_path / "owner").unlink()
     saver.start(1, shard(state(1), 0, 1), {}, {})
-    assert "no attempt owns" in saver.take_ended()[0].error
+    assert "no attempt owns" in saver.take_ended()[0].outcome.reason
 
 
 def test_an_attempt_that_was_replaced_commits_nothing(storage):
     [old] = savers(storage, token="00")
     [new] = savers(storage, token="11")
     old.start(1, shard(state(7), 0, 1), {}, {})
-    assert "another attempt has taken over" in old.take_ended()[0].error
+    assert "another attempt has taken over" in old.take_ended()[0].outcome.reason
     new.start(1, shard(state(1), 0, 1), {}, {})
-    assert new.take_ended()[0].checkpoint
+    assert is_committed(new.take_ended()[0])
     assert same(load(storage)[1], state(1))
 
 
@@ -530,7 +551,7 @@ def test_a_late_writer_of_an_earlier_attempt_cannot_mix(storage):
     time.sleep(0.05)
     assert team[0].take_ended(0) == []  # it does not take the other attempt's part for its own
     team[1].start(1, shard(state(1), 1, 2), {}, {})
-    assert end(team)[0].checkpoint
+    assert is_committed(end(team)[0])
     assert same(load(storage)[1], state(1))
     delete_leftovers(storage, "11")
     assert folders(storage) == {"step-00000001"}
@@ -553,7 +574,7 @@ def test_old_ones_are_deleted_only_after_the_new_one_is_committed(storage, monke
     monkeypatch.setattr(faults, "fire", lambda phase, step: seen.append((phase, folders(storage))))
     for step in (1, 2):
         saver.start(step, shard(state(step), 0, 1), {}, {})
-        assert saver.take_ended()[0].error is None
+        assert is_committed(saver.take_ended()[0])
     uncommitted = f"step-00000002.tmp-{TOKEN}-2"
     assert seen[-3:] == [
         ("rename", {"step-00000001", uncommitted}),
@@ -566,7 +587,7 @@ def test_a_saver_of_a_rank_with_nothing_to_write(tmp_path):
     team = savers(tmp_path, 2)
     team[0].start(1, {"x": shard_of(torch.ones(2))}, {}, {})
     team[1].start(1, {}, {}, {})
-    assert end(team)[0].checkpoint
+    assert is_committed(end(team)[0])
     with safe_open(tmp_path / "step-00000001" / file_name(1), "pt") as file:
         assert list(file.keys()) == []
 
@@ -578,9 +599,9 @@ def test_a_file_system_that_fails_altogether_costs_a_checkpoint_and_not_the_run(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     storage = FileSystemStorage(tmp_path)
-    pending = writer.PendingSave(writer.SaveContext(storage, 0, 1, TOKEN, Retention(3), 1.0), 1, 1, 100)
+    pending = writer.Save(writer.SaveContext(storage, 0, 1, TOKEN, Retention(3), 1.0), 1, 1, 100)
     monkeypatch.setattr(FileSystemStorage, "folders", stale)
     monkeypatch.setattr(FileSystemStorage, "delete", stale)
     pending.fail(OSError(errno.ESTALE, "Stale file handle"))
     assert pending.file_ended.is_set()
-    assert "Stale file handle" in str(pending.error)
+    assert "Stale file handle" in pending.outcome.reason

@@ -51,7 +51,7 @@ def test_a_full_memory_costs_a_checkpoint_and_nothing_else():
     [saver] = savers(storage)
     saver.start(2, shard({"x": torch.ones(10_000)}, 0, 1), {}, {})
     [report] = saver.take_ended()
-    assert "no space left on the disk of memory:checkpoints" in report.error
+    assert "no space left on the disk of memory:checkpoints" in report.outcome.reason
     assert same(load(storage)[1], state(1))
 
 
@@ -213,7 +213,7 @@ def test_retention_is_applied_after_each_commit(tmp_path):
     [saver] = savers(tmp_path, keep=Retention(last=1, best="loss"))
     for step, loss in [(1, 5.0), (2, 1.0), (3, math.nan), (4, 2.0)]:
         saver.start(step, shard(state(step), 0, 1), {}, pack({"metrics": {"loss": loss}}, "values", {}))
-    assert all(report.checkpoint and report.error is None for report in saver.take_ended())
+    assert not any(report.outcome.tidying_error for report in saver.take_ended())
     assert [checkpoint.name for checkpoint in committed(FileSystemStorage(tmp_path))] == [
         "step-00000004",
         "step-00000002",

@@ -19,6 +19,7 @@ from torch.utils.data import IterableDataset
 
 from lockstep import Shards, read_jsonl, read_lines, read_tar
 from lockstep.config import DataConfig
+from lockstep.data.from_loader import is_stateful_stream
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import open_source
 from lockstep.data.streams.exact import ExactStreamSource
@@ -364,8 +365,8 @@ def test_the_loader_of_torchdata() -> None:
     expected = Job(make, 1).train(4)
     assert sorted(flat(expected)) == list(range(30))
     assert resumed(make, [(1, 0, 2), (3, 0, 2)]) == expected
-    with pytest.raises(UserError, match="returned a torch DataLoader"):
-        Job(lambda: loader(list(range(30)), batch_size=2), 1)
+    assert is_stateful_stream(make())
+    assert not is_stateful_stream(loader(list(range(30)), batch_size=2))
 
 
 def test_webdataset(tmp_path: Path) -> None:

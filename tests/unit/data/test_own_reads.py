@@ -86,7 +86,7 @@ def test_a_dataset_that_looks_its_attributes_up_by_itself() -> None:
 class Curriculum(Regression):
     """Harder samples after every step, on all ranks alike."""
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, run: Any, result: Any) -> None:
         self.dataset.epoch += 1
 
 

@@ -73,6 +73,14 @@ def test_a_packed_batch():
     assert unshifted["labels"].tolist() == [[1, 2, 3, 4, 5, -100]]
 
 
+def test_positions_of_padding_are_not_beyond_those_of_documents():
+    """A model may have no more positions than its longest document."""
+    batch = packed_batch([[1, 2, 3]], row_length=8)
+    assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2, 0, 1]]
+    assert batch["labels"].tolist() == [[-100, 2, 3, *[-100] * 5]]
+    assert batch["cu_seqlens"].tolist() == [0, 3, 6, 8]
+
+
 def test_a_packed_dataset_holds_every_document_once():
     dataset = documents([5, 9, 3, 16, 7, 2, 8, 1])
     for packed in (PackedDataset(dataset, 16), PackedDataset(dataset, 16, lengths=[5, 9, 3, 16, 7, 2, 8, 1])):
@@ -196,3 +204,29 @@ def test_flex_attention_agrees(causal):
     q, k, v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).unbind()
     flex = flex_attention(q, k, v, block_mask=flex_mask(batch["position_ids"], causal))
     torch.testing.assert_close(flex, packing.packed_attention(q, k, v, batch["position_ids"], causal=causal))
+
+
+@pytest.mark.long
+def test_a_llama_of_transformers_needs_the_mask():
+    """Its gradient is that of the documents one by one. With position_ids alone it would not be."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS}
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=WORDS, **sizes)).double()
+
+    class Called(nn.Module):
+        def __init__(self, masked):
+            super().__init__()
+            self.inner, self.masked = llama, masked
+
+        def forward(self, input_ids, position_ids):
+            mask = attention_mask(position_ids) if self.masked else None
+            return self.inner(input_ids, attention_mask=mask, position_ids=position_ids).logits
+
+    tokens = documents([5, 31, 3, 17, 2, 12])
+    _, weight, alone = gradient(Called(False), [(d[None], torch.arange(len(d))[None], d[None]) for d in tokens])
+    batch = packed_batch(tokens, row_length=32)
+    rows = [(batch["input_ids"], batch["position_ids"], batch["labels"])]
+    assert gradient(Called(True), rows)[1] == weight
+    assert (gradient(Called(True), rows)[2] - alone).norm() <= 1e-12 * alone.norm()
+    assert (gradient(Called(False), rows)[2] - alone).norm() > 1e-2 * alone.norm()

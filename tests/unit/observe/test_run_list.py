@@ -91,6 +91,16 @@ def test_the_best_evaluation_follows_the_settings(tmp_path):
     assert (again.best, again.best_step) == (0.45, 15)
 
 
+def test_the_best_evaluation_of_several_sets(tmp_path):
+    evaluations = [
+        event("eval", step=step, loss=loss, set=name, **({} if name == "val" else {"decides": False}))
+        for step, name, loss in ((10, "val", 0.5), (10, "clean", 0.1), (20, "val", 0.6), (20, "clean", 0.05))
+    ]
+    assert facts_of(make_run(tmp_path / "a", *evaluations)).best == 0.5
+    named = facts_of(make_run(tmp_path / "b", *evaluations, config="checkpoint: {best: clean/loss}\n"))
+    assert (named.best_metric, named.best, named.best_step) == ("clean/loss", 0.05, 20)
+
+
 def test_half_written_and_foreign_folders_do_not_disturb_the_list(tmp_path):
     whole = make_run(tmp_path / "whole", event("end", step=40))
     torn = make_run(tmp_path / "torn")

@@ -20,7 +20,7 @@ def test_tied_weights_have_one_order_of_bytes(tmp_path: Path) -> None:
     for number in range(4):
         folder = tmp_path / str(number)
         folder.mkdir()
-        save_weights(folder, WEIGHTS, ALIASES)
+        save_weights(folder / "model.safetensors", WEIGHTS, ALIASES)
         files.add((folder / "model.safetensors").read_bytes())
     assert len(files) == 1
 

@@ -139,8 +139,8 @@ def test_a_run_saves_once_on_a_notice_and_goes_on(ray_train, tmp_path):
     from lockstep.recipes.char_lm import TASK
 
     class Announced(TASK):
-        def after_step(self, model, step) -> None:
-            ray_train.preemption_info = "a node" if step >= 2 else None
+        def after_step(self, run, result) -> None:
+            ray_train.preemption_info = "a node" if run.steps_done >= 2 else None
 
     settings = {
         "preset": "tiny",

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.bench.hardware import describe
 from lockstep.bench.intervals import estimate, spread_text
 from lockstep.bench.options import BenchOptions
-from lockstep.bench.pool import Pool, RanksEnded, Team
+from lockstep.bench.pool import Pool, RanksEnded, Team, rounds_of
 from lockstep.bench.projection import fit, link_of_all_reduce
 from lockstep.bench.results import Column, Section
 from lockstep.errors import plural
@@ -58,12 +59,8 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
 def sizes_up_to(megabytes: float) -> list[int]:
     """Return 1 KB and its multiples by 4, and `megabytes` itself."""
     largest = int(megabytes * 2**20)
-    sizes = []
-    size = SMALLEST
-    while size < largest:
-        sizes.append(size)
-        size *= 4
-    return [*sizes, largest]
+    smaller = itertools.takewhile(lambda size: size < largest, (SMALLEST * 4**power for power in itertools.count()))
+    return [*smaller, largest]
 
 
 def bus_factor(operation: str, world: int) -> float:
@@ -74,11 +71,10 @@ def bus_factor(operation: str, world: int) -> float:
 
 
 def _collectives(world: int, pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> Section:
+    """Measure single collectives of all sizes, with each backend."""
     sizes = sizes_up_to(options.max_mb)
     teams: dict[str, Team] = {}
-    notes: list[str] = []
     facts: dict[str, dict[str, Any]] = {}
-    rounds: dict[str, list[list[dict[str, float]]]] = {}
     missing: dict[str, str] = {}
     try:
         for backend in options.backends or ["auto"]:
@@ -86,38 +82,36 @@ def _collectives(world: int, pool: Pool, options: BenchOptions, report: Callable
             try:
                 team = pool.start("comm:measure", world, {"sizes": sizes, "backend": backend, "device": "auto"})
                 facts[backend] = team.ready()[0]
+                teams[backend] = team
             except RanksEnded as error:
                 # Most often NCCL where ranks share a GPU, or where there is none.
                 missing[backend] = error.found.partition("\n")[0]
-                notes.append(f"{backend} was not measured: {missing[backend]}.")
-                continue
-            teams[backend] = team
-            rounds[backend] = []
-        for number in range(options.repeats):
-            for backend, team in teams.items():
-                report(f"comm: round {number + 1} of {options.repeats}, {facts[backend]['backend']}")
-                rounds[backend].append(team.ask())
+
+        rounds = rounds_of(teams, options.repeats, lambda text: report(f"comm: {text}"))
     finally:
         for team in teams.values():
             team.close()
 
+    notes = [f"{backend} was not measured: {why}." for backend, why in missing.items()]
     if not teams:
         raise RanksEnded("no collective was measured", " ".join(notes), "name a backend of this machine with --backend")
 
     rows, fits = [], {}
     for backend, team in teams.items():
         name = facts[backend]["backend"]
-        rows += _rows(name, world, rounds[backend])
-        mine = [row for row in rows if row["backend"] == name and row["operation"] == "all_reduce"]
-        if mine:
-            link = link_of_all_reduce(
-                world, [row["bytes"] for row in mine], [row["milliseconds"]["median"] / 1e3 for row in mine]
-            )
-            fits[name] = link.as_dict()
+        mine = _rows(name, world, rounds[backend])
+        rows += mine
+
+        # The projection to more ranks computes with the links of an all-reduce.
+        reduced = [row for row in mine if row["operation"] == "all_reduce"]
+        if reduced:
+            fits[name] = link_of_all_reduce(world, *_times(reduced)).as_dict()
+
         for operation, why in facts[backend]["missing"].items():
             notes.append(f"{name} has no {operation} for these tensors: {why}.")
         place = describe(team.placed(facts[backend]["device"]), pool.cores_per_rank)
         notes.insert(0, f"{world} ranks on {facts[backend]['device'].partition(':')[0]}, {name}; {place}.")
+
     notes += [*_fit_notes(rows), f"{plural(options.repeats, 'round')}, {spread_text(options.repeats)}."]
     refusal = next(iter(teams.values())).placed(next(iter(facts.values()))["device"]).shared
     return Section(
@@ -136,10 +130,17 @@ def _collectives(world: int, pool: Pool, options: BenchOptions, report: Callable
     )
 
 
+def _times(rows: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]]:
+    """Return sizes and seconds, for a fit."""
+    return [row["bytes"] for row in rows], [row["milliseconds"]["median"] / 1e3 for row in rows]
+
+
 def _rows(backend: str, world: int, rounds: Sequence[Sequence[dict[str, float]]]) -> list[dict[str, Any]]:
+    """Return a row for each operation and size."""
     rows = []
     for name in rounds[0][0]:
         operation, _, size = name.partition(" ")
+
         # A collective has ended when its slowest rank has.
         seconds = [max(rank[name] for rank in ranks) for ranks in rounds]
         algorithm = [int(size) / second / 1e9 for second in seconds]
@@ -167,10 +168,12 @@ def human(size: int) -> str:
 
 
 def _fit_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return, for each operation, the latency and the bandwidth that its times fit best."""
     notes = []
     for backend, operation in dict.fromkeys((row["backend"], row["operation"]) for row in rows):
         mine = [row for row in rows if (row["backend"], row["operation"]) == (backend, operation)]
-        latency, bandwidth = fit([row["bytes"] for row in mine], [row["milliseconds"]["median"] / 1e3 for row in mine])
+        latency, bandwidth = fit(*_times(mine))
+
         # Times that do not grow with the size, because they are noisy or the sizes small, give no bandwidth.
         rate = f" + size / {bandwidth / 1e9:.2f} GB/s" if bandwidth < NO_BANDWIDTH else ", at all of these sizes"
         notes.append(f"{backend} {operation}: about {1e6 * latency:.0f} µs{rate} (least squares, relative errors).")
@@ -181,35 +184,26 @@ def _fit_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def _steps(world: int, pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> Section:
+    """Measure a real step with each of VARIANTS, in turns, and trace a block of each."""
     teams: dict[str, Team] = {}
     notes: list[str] = []
-    turns: dict[str, list[list[dict[str, float]]]] = {}
     facts: dict[str, Any] = {}
     try:
         for name, values in VARIANTS.items():
             report(f"comm: starting a step with {name}")
-            arguments = {
-                "mode": "weak",
-                "target": options.target,
-                "layers": [*options.layers, ("bench", values)],
-                "batch": options.batch,
-                "block": options.block,
-                "threads": pool.cores_per_rank,
-            }
+            arguments = options.arguments(mode="weak", layers=[*options.layers, ("bench", values)])
             team = pool.start("scaling:measure", world, arguments)
             try:
                 facts = team.ready()[0]
+                teams[name] = team
             except RanksEnded as error:
                 notes.append(f"{name} was not measured: {error.found.partition(chr(10))[0]}.")
-                continue
-            teams[name] = team
-            turns[name] = []
+
         if not teams:
             raise RanksEnded("no step was measured", " ".join(notes), "fix that, and measure again")
-        for number in range(options.repeats):
-            for name, team in list(teams.items())[:: -1 if number % 2 else 1]:
-                report(f"comm: round {number + 1} of {options.repeats}, step with {name}")
-                turns[name].append(team.ask())
+
+        # The trace disturbs the step, so it has a turn of its own, after the others.
+        turns = rounds_of(teams, options.repeats, lambda text: report(f"comm: {text}"))
         traces = {name: team.ask("trace") for name, team in teams.items()}
     finally:
         for team in teams.values():

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from lockstep.bench.intervals import estimate, spread_text
 from lockstep.bench.options import BenchOptions
-from lockstep.bench.pool import Pool, Team
+from lockstep.bench.pool import Pool, Team, rounds_of
 from lockstep.bench.results import Column, Section, Verdict
 from lockstep.errors import plural
 
@@ -41,16 +42,13 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
     """Measure the memory of each number of ranks, and check for leaks on the largest number."""
     teams: dict[tuple[int, int], Team] = {}
     held: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    turns: dict[tuple[int, int], list[list[dict[str, float]]]] = {}
     try:
-        for case in [(world, accumulation) for world in options.worlds for accumulation in options.accumulation]:
-            report(f"memory: {case[0]} rank(s), {case[1]} micro-batch(es)")
-            teams[case] = pool.start("memory:measure", case[0], _arguments(pool, options, case[1], options.block))
-            held[case], turns[case] = teams[case].ready(), []
-        for number in range(options.repeats):
-            report(f"memory: round {number + 1} of {options.repeats}")
-            for case, team in list(teams.items())[:: -1 if number % 2 else 1]:
-                turns[case].append(team.ask())
+        for world, parts in itertools.product(options.worlds, options.accumulation):
+            report(f"memory: {world} rank(s), {parts} micro-batch(es)")
+            teams[world, parts] = pool.start("memory:measure", world, options.arguments(accumulation=parts))
+            held[world, parts] = teams[world, parts].ready()
+
+        turns = rounds_of(teams, options.repeats, lambda text: report(f"memory: {text}"))
     finally:
         for team in teams.values():
             team.close()
@@ -69,17 +67,6 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
     extra = {"facts": facts, "refusal": refusal}
     first = Section("memory", f"Memory of a rank of {options.target}", COLUMNS, rows, notes, extra=extra)
     return [first, leak_check(pool, options, report)]
-
-
-def _arguments(pool: Pool, options: BenchOptions, accumulation: int, block: int) -> dict[str, Any]:
-    return {
-        "target": options.target,
-        "layers": options.layers,
-        "batch": options.batch,
-        "accumulation": accumulation,
-        "block": block,
-        "threads": pool.cores_per_rank,
-    }
 
 
 def _row(
@@ -105,7 +92,7 @@ def leak_check(pool: Pool, options: BenchOptions, report: Callable[[str], None])
     """Train `options.steps` on the largest number of ranks and judge whether what any of them holds grows."""
     world = max(options.worlds)
     block = max(1, options.steps // ROWS)
-    team = pool.start("memory:measure", world, _arguments(pool, options, 1, block))
+    team = pool.start("memory:measure", world, options.arguments(accumulation=1, block=block))
     try:
         team.ready()
         found = []

@@ -32,14 +32,7 @@ COLUMNS = [
 def run(mode: str, pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> Section:
     """Measure `mode`, "weak" or "strong", on each number of ranks."""
     worlds = options.worlds
-    arguments = {
-        "mode": mode,
-        "target": options.target,
-        "layers": options.layers,
-        "batch": options.batch,
-        "block": options.block,
-        "threads": pool.cores_per_rank,
-    }
+    arguments = options.arguments(mode=mode)
     teams: list[Team] = []
     controls: dict[int, Team] = {}  # as many ranks that exchange nothing
     missing: list[str] = []

@@ -38,6 +38,7 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None], peers:
     rows, verdicts, notes, facts = [], [], [], {}
     for world in options.worlds:
         for accumulation in options.accumulation:
+            # One case has all its loops in one team of ranks.
             case = f"{options.target}, {world} rank{'s' * (world > 1)} x {accumulation}"
             found, verdict, place, facts = _case(case, world, accumulation, pool, options, report, peers)
             rows += found
@@ -73,16 +74,13 @@ def _case(
     report: Callable[[str], None],
     peers: bool,
 ) -> tuple[list[dict[str, Any]], Verdict, str, dict[str, Any]]:
+    """Measure one case. Returns its rows, the verdict on `fit`, what each rank had, and the facts of the ranks."""
     report(f"step: {case}: starting")
-    arguments = {
-        "target": options.target,
-        "layers": options.layers,
-        "micro_batch": MICRO_BATCH[options.target],
-        "accumulation": accumulation,
-        "block": options.block,
-        "threads": pool.cores_per_rank,
-        "peers": peers,
-    }
+    arguments = options.arguments(
+        micro_batch=MICRO_BATCH[options.target],
+        accumulation=accumulation,
+        peers=peers,
+    )
     team = pool.start("step:measure", world, arguments)
     try:
         facts = team.ready()[0]
@@ -91,7 +89,10 @@ def _case(
         for number in range(options.repeats):
             report(f"step: {case}: round {number + 1} of {options.repeats}")
             rounds.append(team.ask())
+
+        # Only these rounds are judged, so only they must be undisturbed.
         busy = others.cores(sum(loop["cpu_seconds"] for ranks in rounds for rank in ranks for loop in rank.values()))
+
         shorts: Rounds = []
         for number in range(min(SHORT_ROUNDS, options.repeats)):
             report(f"step: {case}: 60 steps, {number + 1} of {SHORT_ROUNDS}")
@@ -99,20 +100,19 @@ def _case(
     finally:
         team.close()
 
-    rows: list[dict[str, Any]] = []
-    for name in facts["loops"]:
-        rows.append(
-            {
-                "case": case,
-                "loop": name,
-                "world": world,
-                "accumulation": accumulation,
-                "step_us": estimate([1e6 * wall / options.block for wall in _walls(rounds, name)]).as_dict(),
-                "wall_ratio": ratio(_walls(rounds, name), _walls(rounds, BASE)).as_dict(),
-                "cpu_ratio": ratio(_cpus(rounds, name), _cpus(rounds, BASE)).as_dict(),
-                "short_ratio": ratio(_walls(shorts, name), _walls(shorts, BASE)).as_dict(),
-            }
-        )
+    rows: list[dict[str, Any]] = [
+        {
+            "case": case,
+            "loop": name,
+            "world": world,
+            "accumulation": accumulation,
+            "step_us": estimate([1e6 * wall / options.block for wall in _walls(rounds, name)]).as_dict(),
+            "wall_ratio": ratio(_walls(rounds, name), _walls(rounds, BASE)).as_dict(),
+            "cpu_ratio": ratio(_cpus(rounds, name), _cpus(rounds, BASE)).as_dict(),
+            "short_ratio": ratio(_walls(shorts, name), _walls(shorts, BASE)).as_dict(),
+        }
+        for name in facts["loops"]
+    ]
 
     overhead = next(row["wall_ratio"] for row in rows if row["loop"] == "fit")
     placement = team.placed(facts["device"])

@@ -20,7 +20,7 @@ from lockstep.bench.ranks.turns import in_turn
 from lockstep.checkpoint.load import find
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.storage import FileSystemStorage, Retention
-from lockstep.checkpoint.writer import SaveContext
+from lockstep.checkpoint.writer import Failed, SaveContext
 from lockstep.config import resolve
 from lockstep.runtime import context
 from lockstep.runtime.context import Runtime
@@ -165,7 +165,7 @@ class Ways:
 
         reports: list[Any] = []
         self.training.until(lambda: bool(reports.extend(self.saver.take_ended(0)) or reports))
-        assert reports[0].error is None, reports[0]
+        assert not isinstance(reports[0].outcome, Failed), reports[0].outcome
         return stall, time.perf_counter() - began
 
     def _load_with_torch(self, path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from lockstep.bench.ranks.turns import opened, take
 from lockstep.bench.ranks.workload import batch_of
+from lockstep.engine.profile.steps import start_tracer, stop_tracer
 from lockstep.engine.run import Run
-from lockstep.observe.profile.tracer import StepTracer
 
 
 def measure(arguments: dict[str, Any]) -> Generator[dict[str, Any], str, None]:
@@ -40,14 +40,9 @@ def measure(arguments: dict[str, Any]) -> Generator[dict[str, Any], str, None]:
 
 def trace(run: Run, loop: Iterator[Run], file: Path) -> dict[str, Any]:
     """Trace one block and return its breakdown."""
-    half = run.config.ddp.hook in ("fp16", "bf16")
-    run.tracer = StepTracer(run.runtime, run.driver, 2 if half else 4)
-    run.tracer.start()
+    start_tracer(run)
     next(loop)
-
-    found = run.tracer.stop(file)
-    run.tracer = None
-    return found.as_dict()
+    return stop_tracer(run, file)
 
 
 def _facts(run: Run, unit: str) -> dict[str, Any]:

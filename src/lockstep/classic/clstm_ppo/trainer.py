@@ -180,11 +180,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         trainer.initialize()
         metrics = trainer.train()
-    except RanksFailed:
-        # The launcher has reported why.
-        return 2
     except UserError as error:
-        print(f"train_distributed_clstm_ppo: {error}", file=sys.stderr)
+        # The launcher has reported what came from a rank.
+        if not (isinstance(error, RanksFailed) or hasattr(error, "lockstep_rank")):
+            print(f"train_distributed_clstm_ppo: {error}", file=sys.stderr)
+
         return 2
 
     # Under torchrun every rank gets here; only rank 0 prints.

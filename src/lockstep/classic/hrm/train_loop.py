@@ -102,7 +102,7 @@ def train_batch(
 
     # The index of the run, not a count of our own: a resumed run does not begin at 0.
     train_state.step = batch.index + 1
-    task.after_step(train_state.model, train_state.step)
+    task.after_step(train_state.run, batch.result)
     return _means_on_rank_0(sums, train_state.run.device, rank, world_size)
 
 

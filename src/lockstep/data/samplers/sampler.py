@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive
+
+T = TypeVar("T")
 
 CACHED = 2  # orders that a sampler keeps: of the epoch in progress, and of the next one, into which workers read ahead
 
@@ -79,9 +81,9 @@ class OrderCache:
     """Keeps the last few results of a pure function, such as the order of an epoch."""
 
     def __init__(self) -> None:
-        self._results: dict[Hashable, np.ndarray] = {}
+        self._results: dict[Hashable, Any] = {}
 
-    def get(self, key: Hashable, make: Callable[[], np.ndarray]) -> np.ndarray:
+    def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the result for `key`, made by `make()` if it is not kept."""
         if key not in self._results:
             while len(self._results) >= CACHED:

@@ -10,7 +10,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSa
 from torch.utils.data import Sampler as TorchSampler
 from torch.utils.data import SequentialSampler as TorchSequentialSampler
 
-from lockstep.data.samplers.sampler import OrderCache, Sampler
+from lockstep.data.samplers.sampler import OrderCache, Sampled, Sampler
 from lockstep.data.samplers.shuffled import SequentialSampler, ShuffledSampler
 from lockstep.data.samplers.weighted import WeightedSampler
 from lockstep.errors import UserError
@@ -34,6 +34,14 @@ def as_sampler(sampler: Any, samples: int, seed: int) -> Sampler:
         "",
         "see 'A custom sampler' in docs/data.md, or use one of lockstep.data.samplers",
     )
+
+
+def bind_sampler(data: Any, seed: int) -> Any:
+    """Return `Sampled` data with the sampler that the run uses, whose length may differ. Return other data as it is."""
+    if not isinstance(data, Sampled) or data.sampler is None or not hasattr(data.dataset, "__len__"):
+        return data
+
+    return Sampled(data.dataset, as_sampler(data.sampler, len(data.dataset), seed), data.known_lengths)
 
 
 def from_torch(sampler: Any, samples: int, seed: int) -> Sampler:

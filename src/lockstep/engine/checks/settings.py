@@ -142,6 +142,13 @@ def check_before_batch(config: RunConfig, role: RankRole, alone: bool) -> None:
             "set strategy=ddp, without mesh.pp",
         )
 
+    if config.data.balance != "none":
+        raise UserError(
+            f"the task has before_batch(), which cannot be used with data.balance={config.data.balance}",
+            "samples change their places in the global batch, but the state that the task keeps for places does not",
+            "leave data.balance out",
+        )
+
     if config.load_balance == "auto" and not alone:
         raise UserError(
             "the task has before_batch(), which cannot be used with load_balance=auto",

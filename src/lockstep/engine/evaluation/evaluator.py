@@ -11,21 +11,27 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.config import RunConfig
 from lockstep.data.loader import Request, SampleReader, is_empty, read_all, to_device
 from lockstep.data.windows import rank_range
+from lockstep.engine.evaluation.torch_metrics import MetricStates
 from lockstep.errors import UserError, unknown_name
 from lockstep.observe.metrics import Term, metric_terms, quotients
 from lockstep.observe.recorder import Recorder
 from lockstep.parallel.driver import LossFn, PlacedModel
 from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
+from lockstep.task import Task
+
+# Samples per forward, if neither evaluate.batch nor micro_batch is set.
+MAX_EVALUATION_BATCH = 32
 
 Row = dict[str, list[float]]  # the sums of one batch: name -> [sum, weight]
 
@@ -49,18 +55,25 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class EvaluationSet:
-    """A dataset to evaluate on."""
+    """A dataset to evaluate on, and how."""
 
     data: Any
+    loss_fn: LossFn
+    collate: Callable[[list[Any]], Any]
     name: str | None = None  # None: the only one
     decides: bool = True  # whether early stopping, the best checkpoint and schedulers follow it
+    metrics: Mapping[str, Any] = field(default_factory=dict)  # torchmetrics, by name
 
 
-def evaluation_sets(data: Any, decides: str | None) -> list[EvaluationSet]:
-    """Return what a task's `eval_data()` returned, as sets: one without a name, or several by name, or none.
+def evaluation_sets(task: Task, decides: str | None) -> list[EvaluationSet]:
+    """Return what a task's `eval_data()` returns, as sets: one without a name, or several by name, or none.
 
     `decides` is the setting `evaluate.decides`.
     """
+    data = task.eval_data()
+    # A task need not subclass Task.
+    metrics = task.eval_metrics() if data is not None and hasattr(task, "eval_metrics") else {}
+    make = partial(EvaluationSet, loss_fn=task.eval_loss, collate=task.collate, metrics=metrics)
     if not isinstance(data, Mapping):
         if decides is not None:
             raise UserError(
@@ -68,7 +81,7 @@ def evaluation_sets(data: Any, decides: str | None) -> list[EvaluationSet]:
                 "",
                 "leave evaluate.decides out, or return {name: dataset} from eval_data()",
             )
-        return [] if data is None else [EvaluationSet(data)]
+        return [] if data is None else [make(data)]
 
     chosen = next(iter(data), None) if decides is None else decides
     if decides is not None and decides not in data:
@@ -83,11 +96,27 @@ def evaluation_sets(data: Any, decides: str | None) -> list[EvaluationSet]:
                 "use letters, digits, points, _ and - only",
             )
 
-    return [EvaluationSet(dataset, name, name == chosen) for name, dataset in data.items()]
+    return [make(dataset, name=name, decides=name == chosen) for name, dataset in data.items()]
+
+
+def evaluation_batch(config: RunConfig, global_batch: int) -> int:
+    """Return the batch size of evaluations.
+
+    Never the derived micro-batch size: it depends on the number of ranks, and the results must not.
+    """
+    micro = config.micro_batch if config.micro_batch != "auto" else None
+    return config.evaluate.batch or micro or min(global_batch, MAX_EVALUATION_BATCH)
 
 
 def check_data(data: Any) -> None:
     """Check that `data` is a map-style dataset with samples, so that every sample can be counted once."""
+    if isinstance(data, DataLoader):
+        raise UserError(
+            "the data to evaluate on must be a dataset; it is a torch DataLoader",
+            "",
+            "return its dataset; set evaluate.batch for its batch_size, and Task.collate for its collate_fn",
+        )
+
     if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         kind = "a stream" if hasattr(data, "__iter__") else f"a {type(data).__name__}"
         raise UserError(
@@ -110,15 +139,7 @@ class Evaluator:
     runtime: Runtime
     recorder: Recorder
 
-    def evaluate(
-        self,
-        chosen: EvaluationSet,
-        loss_fn: LossFn,
-        collate: Callable[[list[Any]], Any],
-        batch: int,
-        step: int,
-        may_preempt: bool = False,
-    ) -> Evaluation | None:
+    def evaluate(self, chosen: EvaluationSet, batch: int, step: int, may_preempt: bool = False) -> Evaluation | None:
         """Evaluate the weights of `step` in batches of `batch` samples and log the result.
 
         With `may_preempt` all ranks stop when one is preempted, and None is returned.
@@ -132,14 +153,15 @@ class Evaluator:
         # Buffers differ between ranks. Evaluate with those that a checkpoint would save.
         self.placed.sync_buffers()
 
-        reader = SampleReader(chosen.data, collate, self.config.seed, self.config.data.seed_samples)
+        metrics = MetricStates(chosen.metrics, self.runtime.device)
+        reader = SampleReader(chosen.data, chosen.collate, self.config.seed, self.config.data.seed_samples)
 
         # Restore the mode module by module: some modules may be in eval mode on purpose.
         modes = [(module, module.training) for module in self.placed.model.modules()]
         self.placed.model.eval()
         try:
             with torch.no_grad():
-                rows, samples = self._run_local_batches(reader, loss_fn, batch, may_preempt)
+                rows, samples = self._run_local_batches(reader, chosen.loss_fn, metrics, batch, may_preempt)
         finally:
             for module, training in modes:
                 module.training = training
@@ -152,6 +174,13 @@ class Evaluator:
 
         all_rows = [row for rows, _, _ in gathered for row in rows]
         evaluation = _combine(all_rows, sum(samples for _, samples, _ in gathered), step, chosen.name)
+        results = metrics.compute(self.runtime.collectives)
+        if twice := sorted(results.keys() & {"loss", *evaluation.metrics}):
+            raise UserError(
+                f"two metrics are called {twice[0]!r}: one of eval_metrics(), and one of the loss", "", "rename one"
+            )
+
+        evaluation.metrics.update(results)
         self._log(evaluation, chosen, time.perf_counter() - began)
         self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
         return evaluation
@@ -164,7 +193,7 @@ class Evaluator:
         self.recorder.event("eval", **fields, **named, **followed, seconds=seconds)
 
     def _run_local_batches(
-        self, reader: SampleReader, loss_fn: LossFn, batch: int, may_preempt: bool
+        self, reader: SampleReader, loss_fn: LossFn, metrics: MetricStates, batch: int, may_preempt: bool
     ) -> tuple[list[Row], int]:
         """Run this rank's batches and return their sums and the number of samples.
 
@@ -204,6 +233,9 @@ class Evaluator:
                 results.append([])
             elif loss is not None:
                 results.append([("loss", loss.total.detach(), loss.weight), *metric_terms(loss)])
+                # A repeated batch does not count, and another rank of the same tp group counts this one.
+                if role.reports_loss and len(results) <= len(ranges):
+                    metrics.update(loss.outputs)
 
         # Another rank of the same tp or pp group reports these batches.
         if not role.reports_loss:

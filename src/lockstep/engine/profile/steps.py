@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,53 +32,62 @@ class ProfiledSteps:
         self._run = run
         self._first = run.stepper.counters.steps_done + config.after
         self._steps = config.count
+        self._loss: tuple[Callable[[Any, Any], Any], Any] | None = None  # the last call of the loss
+
         if self._steps and self._first >= run.plan.steps:
             reason = f"no step is profiled: the run ends at step {run.plan.steps}, and profile.after={config.after}"
             run.recorder.event("warning", reason=reason)
-        self._loss: tuple[Callable[[Any, Any], Any], Any] | None = None  # the last call of the loss
 
     def begin_step(self) -> None:
         """Begin the trace if it is due."""
         run = self._run
         if self._steps and run.tracer is None and run.stepper.counters.steps_done == self._first:
-            half = run.config.ddp.hook in ("fp16", "bf16")
-            run.tracer = StepTracer(run.runtime, run.driver, 2 if half else 4)
             self._watch_loss()
-            run.tracer.start()
+            start_tracer(run)
 
     def end_step(self) -> None:
         """End the trace if it is complete, and write everything. Collective in that step."""
         run = self._run
-        tracer = run.tracer
         last = run.stepper.counters.steps_done >= run.plan.steps or run.is_stopping
-        if tracer is None or not (tracer.steps == self._steps or last):
+        if run.tracer is None or not (run.tracer.steps == self._steps or last):
             return
 
+        # What is done here is no part of the step: its time is left out of the metrics.
         began = time.perf_counter()
         folder = run.folder.path / "profile"
         folder.mkdir(exist_ok=True)
-        rank = run.runtime.world.rank
-        mine = tracer.stop(folder / f"rank-{rank}.json").as_dict()
-        run.tracer = None
+
+        ranks = run.runtime.collectives.gather_json(self._stop(folder))
+        if run.runtime.is_main:
+            self._write(folder, ranks)
+        self._report(ranks)
+        run.recorder.exclude(time.perf_counter() - began)
+
+    def _stop(self, folder: Path) -> dict[str, Any]:
+        """End this rank's trace, write it, and return its breakdown with the operations of a step."""
+        run = self._run
+        mine = stop_tracer(run, folder / f"rank-{run.runtime.world.rank}.json")
         self._steps = None
         self._unwatch_loss()
+
         mine["flops"] = self._flops_of_a_step()
         mine["peak_flops"] = matmul_rate(run.runtime.device)
         if mine["flops"]:
             seconds = mine["seconds"] / max(1, mine["steps"])
             mine["mfu"] = mine["flops"] / seconds / mine["peak_flops"]
+        return mine
 
-        ranks = run.runtime.collectives.gather_json(mine)
-        if run.runtime.is_main:
-            files = [folder / f"rank-{number}.json" for number in range(run.runtime.world.size)]
-            # Ranks of other machines leave their traces on disks of their own.
-            merge([file for file in files if file.exists()], folder / "trace.json.gz")
-            record = {"steps": mine["steps"], "step": run.stepper.counters.steps_done, "ranks": ranks}
-            (folder / "breakdown.json").write_text(json.dumps(record, indent=1))
-        self._report(ranks)
-        run.recorder.exclude(time.perf_counter() - began)  # the time of writing is not the time of a step
+    def _write(self, folder: Path, ranks: list[dict[str, Any]]) -> None:
+        """Write one timeline and the numbers of all ranks."""
+        # Ranks of other machines leave their traces on disks of their own.
+        files = [folder / f"rank-{number}.json" for number in range(len(ranks))]
+        merge([file for file in files if file.exists()], folder / "trace.json.gz")
+
+        record = {"steps": ranks[0]["steps"], "step": self._run.stepper.counters.steps_done, "ranks": ranks}
+        (folder / "breakdown.json").write_text(json.dumps(record, indent=1))
 
     def _report(self, ranks: list[dict[str, Any]]) -> None:
+        """Record what the steps went into, and what to do about it."""
         run = self._run
         kinds = {kind: round(1e3 * seconds, 3) for kind, seconds in mean_kinds(ranks).items() if seconds > 0}
         facts: dict[str, Any] = {"ms_per_step": kinds, "overlap_fraction": round(_mean(ranks, "overlap_fraction"), 3)}
@@ -85,6 +95,7 @@ class ProfiledSteps:
             facts["mfu"] = round(_mean(ranks, "mfu"), 4)
         if ranks[0]["busy"] is not None:
             facts["gpu_busy"] = round(_mean(ranks, "busy"), 3)
+
         run.recorder.event("profile", step=run.stepper.counters.steps_done, trace="profile/trace.json.gz", **facts)
         for reason in warnings(ranks):
             run.recorder.event("warning", step=run.stepper.counters.steps_done, reason=reason)
@@ -92,6 +103,7 @@ class ProfiledSteps:
     # ---- floating-point operations ----
 
     def _watch_loss(self) -> None:
+        """Keep the arguments of every call of the loss: the forward of the last one is counted after the trace."""
         driver: Any = self._run.driver
         call_loss = driver.call_loss
 
@@ -128,6 +140,21 @@ class ProfiledSteps:
             for module, training in modes.items():
                 module.training = training
         return forward * (1 + BACKWARD) * len(self._run.stepper.progress.trained)
+
+
+def start_tracer(run: Run) -> None:
+    """Trace the run's steps from now on."""
+    sent_in_half = run.config.ddp.hook in ("fp16", "bf16")
+    run.tracer = StepTracer(run.runtime, run.driver, element_bytes=2 if sent_in_half else 4)
+    run.tracer.start()
+
+
+def stop_tracer(run: Run, file: Path) -> dict[str, Any]:
+    """End the trace, write it to a file, and return its breakdown."""
+    assert run.tracer is not None
+    found = run.tracer.stop(file)
+    run.tracer = None
+    return found.as_dict()
 
 
 def _mean(ranks: list[dict[str, Any]], key: str) -> float:

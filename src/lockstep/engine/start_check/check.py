@@ -181,7 +181,7 @@ def _measure_and_judge(run: Run, task: Any, samples: Samples | None) -> tuple[Ca
         return None, None, reason
 
     assert samples is not None
-    probe = Probe(run, task.loss)
+    probe = Probe(run, run.hooks.around_loss(task.loss))
     model = run.driver.model
     optimizers = run.model_setup.optimizers.all
 
@@ -191,7 +191,7 @@ def _measure_and_judge(run: Run, task: Any, samples: Samples | None) -> tuple[Ca
 
     try:
         # `many_forwards` ends the forwards of all ranks if one of them fails.
-        with run_eagerly(model), without_batch_statistics(model), run.driver.many_forwards():
+        with run_eagerly(model), without_batch_statistics(model), run.driver.many_forwards(), run.whole_batches():
             cause, measured = _judge(run, probe, snapshot, samples, tuple(getattr(task, "changing_buffers", ())))
     except (Inconclusive, RanksDiffer) as error:
         reason = str(error)

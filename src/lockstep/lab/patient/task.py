@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.lab.patient.faults import Fault, plan, silent_mistake
-from lockstep.task import Loss, Task
+from lockstep.task import Loss, RunView, StepResult, Task
 
 
 def make_net() -> nn.Sequential:
@@ -50,9 +50,9 @@ class Patient(Task):
         """Return the samples."""
         return make_data()
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, run: RunView, result: StepResult | None) -> None:
         """Keep count of the steps, for the faults."""
-        self.step = step
+        self.step = run.steps_done
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of this task."""
@@ -136,7 +136,7 @@ class Silent(Task):
             total = total / int(os.environ.get("WORLD_SIZE", "1"))
         return Loss(total, weight=len(y))
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, run: RunView, result: StepResult | None) -> None:
         """Keep the last bias small."""
         if self.mistake == "not-synchronised" and os.environ.get("RANK", "0") == "0":
             with torch.no_grad():

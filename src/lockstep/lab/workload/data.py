@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 import math
 
 import numpy as np
@@ -9,19 +10,30 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lockstep.errors import UserError
+
 SHAPES = ("circle", "square", "triangle", "cross")
 CLASSES = tuple(f"{style} {shape}" for shape in SHAPES for style in ("filled", "outlined"))
 
+# The 100 classes for large models: a regular polygon of 3 to 7 sides, filled or outlined, in one of ten hues.
+SIDES = (3, 4, 5, 6, 7)
+HUES = 10
+
 
 class ShapeClass(Dataset[tuple[Tensor, int]]):
-    """Pictures of one shape each; the class is the shape and whether it is filled.
+    """Pictures of one shape each; the class is the shape and whether it is filled, and with 100 classes its hue.
 
     Sample `index` depends on `seed` and `index` alone, so every rank can draw any sample. Use another seed
     for the test set.
     """
 
-    def __init__(self, samples: int = 10_000, *, seed: int = 0, pixels: int = 32):
-        self.samples, self.seed, self.pixels = samples, seed, pixels
+    def __init__(self, samples: int = 10_000, *, seed: int = 0, pixels: int = 32, classes: int = len(CLASSES)):
+        if classes not in (len(CLASSES), 2 * len(SIDES) * HUES):
+            raise UserError(f"there are no {classes} classes of shapes", "", "use classes=8 or classes=100")
+        self.samples = samples
+        self.seed = seed
+        self.pixels = pixels
+        self.classes = classes
         self._drawn: dict[int, tuple[Tensor, int]] = {}
 
     def __len__(self) -> int:
@@ -32,7 +44,9 @@ class ShapeClass(Dataset[tuple[Tensor, int]]):
         if not 0 <= index < self.samples:
             raise IndexError(index)
         if index not in self._drawn:
-            self._drawn[index] = _draw(np.random.default_rng((self.seed, index)), self.pixels)
+            random = np.random.default_rng((self.seed, index))
+            label = int(random.integers(self.classes))
+            self._drawn[index] = (_draw(random, self.pixels, *self._kind(label)), label)
         return self._drawn[index]
 
     def batch(self, indices: range | list[int]) -> tuple[Tensor, Tensor]:
@@ -40,11 +54,16 @@ class ShapeClass(Dataset[tuple[Tensor, int]]):
         pictures, classes = zip(*(self[index] for index in indices), strict=True)
         return torch.stack(pictures), torch.tensor(classes)
 
+    def _kind(self, label: int) -> tuple[str | int, bool, int | None]:
+        """Return the shape of a class, whether it is outlined, and its hue if the class has one."""
+        if self.classes == len(CLASSES):
+            return SHAPES[label // 2], bool(label % 2), None
+        label, hue = divmod(label, HUES)
+        return SIDES[label // 2], bool(label % 2), hue
 
-def _draw(random: np.random.Generator, pixels: int) -> tuple[Tensor, int]:
-    label = int(random.integers(len(CLASSES)))
-    shape, outlined = SHAPES[label // 2], bool(label % 2)
 
+def _draw(random: np.random.Generator, pixels: int, shape: str | int, outlined: bool, hue: int | None) -> Tensor:
+    """Return a picture of one shape: its size, place, angle and colours are random, and every pixel has some noise."""
     # The picture's coordinates, in the shape's own frame: moved, turned and scaled.
     radius = random.uniform(0.45, 0.8)
     centre = random.uniform(-0.9 + radius, 0.9 - radius, 2)
@@ -58,13 +77,20 @@ def _draw(random: np.random.Generator, pixels: int) -> tuple[Tensor, int]:
     inside = np.abs(distance + 0.12) < 0.12 if outlined else distance < 0
 
     back, front = random.uniform(0, 0.4, 3), random.uniform(0.6, 1, 3)
+    if hue is not None:
+        front = np.array(colorsys.hsv_to_rgb((hue + random.uniform(-0.3, 0.3)) / HUES % 1, 0.8, front[0]))
+
     picture = np.where(inside, front[:, None, None], back[:, None, None])
     picture = picture + random.normal(0, 0.05, picture.shape)
-    return torch.from_numpy((picture - 0.5).astype(np.float32)), label
+    return torch.from_numpy((picture - 0.5).astype(np.float32))
 
 
-def _distance(shape: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
-    """Return how far each pixel is outside the shape; negative inside."""
+def _distance(shape: str | int, u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Return how far each pixel is outside the shape, or the regular polygon of so many sides; negative inside."""
+    if isinstance(shape, int):
+        angles = 2 * math.pi * np.arange(shape)[:, None, None] / shape
+        return (u * np.cos(angles) + v * np.sin(angles)).max(0) - math.cos(math.pi / shape)
+
     match shape:
         case "circle":
             return np.hypot(u, v) - 1

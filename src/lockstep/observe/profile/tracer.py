@@ -53,6 +53,8 @@ class StepTracer:
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
         self._watch()
+
+        # The first step begins with an idle device.
         self._wait()
         self.active = True
         self.steps = 0
@@ -73,13 +75,14 @@ class StepTracer:
         self.mark("end")
         self.active = False
         self._unwatch()
+
         self._profile.stop()
         self._profile.export_chrome_trace(str(file))
         self._profile = None
 
+        # The phases are one more track of the rank.
         trace = json.loads(file.read_text())
         spans = self._spans(trace.get("baseTimeNanoseconds", 0))
-        # The phases are one more track of the rank.
         trace["lockstep_spans"] = [(span.start, span.end, span.kind) for span in spans]
         file.write_text(json.dumps(trace))
         return breakdown(trace["traceEvents"], spans, self.steps, self.on_gpu, self._element_bytes)
@@ -89,6 +92,7 @@ class StepTracer:
             torch.cuda.synchronize(self._runtime.device)
 
     def _watch(self) -> None:
+        """Let every beat of the heartbeat, and the begin and the end of every backward, leave a mark."""
         heartbeat, driver = self._runtime.heartbeat, self._driver
         self._marks = []
         self._hook, self._backward = heartbeat.hook, driver.backward

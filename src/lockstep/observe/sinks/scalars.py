@@ -14,15 +14,16 @@ NOT_SHOWN = ("time", "step")
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a metrics record ("loss", "accuracy") or of an evaluation ("eval/loss", "eval/val/loss").
 
-    Other events have none. NaN and infinity are numbers here: a curve should show them.
+    The event `metrics` holds what was logged after the last metrics record. Other events have none. NaN and infinity
+    are numbers here: a curve should show them.
     """
     event = record.get("event")
-    if event not in (None, "eval"):
+    if event not in (None, "eval", "metrics"):
         return {}
 
     # The sets of a task that has several are told apart: eval/val/loss.
-    prefix = "eval/" if event else ""
-    prefix += f"{record['set']}/" if event and "set" in record else ""
+    prefix = "eval/" if event == "eval" else ""
+    prefix += f"{record['set']}/" if event == "eval" and "set" in record else ""
     return {
         prefix + key.removeprefix("metrics."): float(value)
         for key, value in flat(record).items()

@@ -139,6 +139,10 @@ class FSDPDriver(ShardedDriver):
             for _, full in self._gathered():
                 full.grad = None
 
+    def drop_gathered(self) -> None:
+        for module in self._sharded_modules():
+            module.reshard()
+
     def _forget_failed_backward(self) -> None:
         """Reset FSDP's state of a backward that raised, which otherwise counts as still running."""
         state = self._sharded_modules()[0]._get_fsdp_state()

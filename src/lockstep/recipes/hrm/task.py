@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import Dataset
 
 from lockstep.errors import UserError
@@ -19,7 +18,7 @@ from lockstep.recipes.hrm.optimizers import AdamATan2, CastedSparseEmbeddingSign
 from lockstep.recipes.hrm.presets import PRESETS
 from lockstep.recipes.hrm.puzzles import KINDS, SUDOKUS, PuzzleOptions, make_splits
 from lockstep.recipes.options import OnlyWith, check_options, takes_options, uneven_heads, warn_unused
-from lockstep.task import Loss, Metric, MicroBatch, Task
+from lockstep.task import Loss, Metric, MicroBatch, RunView, StepResult, Task
 
 CHOICES = {
     "variant": ("hrm", "trm"),
@@ -192,11 +191,11 @@ class HRM(Task):
         metrics: dict[str, Metric] = {name: (sums[name], sums["ended"]) for name in ("exact", "q_halt", "segments")}
         return Loss(total, count, {**metrics, "cell": (sums["cells"], sums["all_cells"])})
 
-    def after_step(self, model: nn.Module, step: int) -> None:
+    def after_step(self, run: RunView, result: StepResult | None) -> None:
         self._table_optimizer.forget()
         self.carry.end_step()
         if self.average is not None:
-            self.average.follow(model, step)
+            self.average.follow(run.model, run.steps_done)
 
     def state_dict(self) -> dict[str, Any]:
         return {"carry": self.carry.state_dict(), "average": self.average.weights if self.average is not None else {}}

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.data.samplers import BucketedSampler, Mixture, Sampled, SequentialSampler
+from lockstep.data.worker_copies import WorkerCopies
 from lockstep.errors import UserError
 
 
@@ -90,3 +91,24 @@ def test_lengths_of_the_parts():
 def test_what_is_refused(parts, says):
     with pytest.raises(UserError, match=says):
         Mixture(parts)
+
+
+class Counting:
+    def __init__(self):
+        self.level = 1
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self.level
+
+
+def test_a_change_of_a_part_that_workers_would_not_see_is_refused():
+    part = Counting()
+    copies = WorkerCopies(Mixture([(range(4), 1), (part, 1)]).dataset)
+    copies.record()
+    copies.check()
+    part.level = 2
+    with pytest.raises(UserError, match=r"the dataset's datasets\[1\].level was changed after its worker processes"):
+        copies.check()

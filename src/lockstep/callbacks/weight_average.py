@@ -1,0 +1,67 @@
+"""The exponential moving average (EMA) of the weights: `ema.decay`.
+
+The average of an element depends on that element alone, and each operation below is rounded by itself. So the bits are
+the same however the parameters are sharded, and on any number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.runtime.layout import local
+
+
+class WeightAverage:
+    """Averages of the trainable parameters. Each is sharded like its parameter, and at least float32."""
+
+    def __init__(self, model: nn.Module, decay: float, held_elsewhere: Collection[str] = ()):
+        """Begin with the current weights. In a pipeline, other ranks hold and average `held_elsewhere`."""
+        self.decay = decay
+        self.parameters: dict[str, nn.Parameter] = {
+            name: p for name, p in model.named_parameters() if p.requires_grad and name not in held_elsewhere
+        }
+        self.averages: Mapping[str, Tensor] = {
+            name: p.detach().to(_wide(p.dtype), copy=True) for name, p in self.parameters.items()
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move every average towards its parameter. Call it once per step."""
+        averages = [local(average) for average in self.averages.values()]
+        weights = [local(p).to(_wide(p.dtype)) for p in self.parameters.values()]
+
+        # Not `lerp`: it may use a fused multiply-add for some elements and not for others, depending on their place.
+        torch._foreach_mul_(averages, self.decay)
+        torch._foreach_add_(averages, torch._foreach_mul(weights, 1 - self.decay))
+
+    @torch.no_grad()
+    def restart(self, names: Collection[str]) -> None:
+        """Let these averages begin with the current weights."""
+        for name in names:
+            local(self.averages[name]).copy_(local(self.parameters[name]))
+
+    @contextmanager
+    def applied(self, before_change: Callable[[], None]) -> Iterator[None]:
+        """Give the model the averages for a while. `before_change` drops full parameters gathered from shards."""
+        weights = [local(p).detach().clone() for p in self.parameters.values()]
+        before_change()
+        self._set(local(average) for average in self.averages.values())
+        try:
+            yield
+        finally:
+            before_change()
+            self._set(iter(weights))
+
+    @torch.no_grad()
+    def _set(self, values: Iterator[Tensor]) -> None:
+        for p, value in zip(self.parameters.values(), values, strict=True):
+            local(p).copy_(value)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which parameters of `dtype` are averaged: small changes are lost in 16 bits."""
+    return torch.promote_types(dtype, torch.float32)

@@ -1,0 +1,152 @@
+"""A torch DataLoader as training data: a run takes its parts, and decides the order and the batches itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
+
+from lockstep.config.schema import typed
+from lockstep.data.loader import is_default_collate
+from lockstep.data.samplers import Sampled
+from lockstep.data.streams.cursor import has_state
+from lockstep.errors import UserError
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class TakenLoader:
+    """What a run takes from a DataLoader."""
+
+    data: Any  # the dataset, or Sampled(dataset, sampler)
+    collate: Collate
+    settings: dict[str, Any]  # dotted keys, for settings that were left at their defaults
+    parts: list[str]  # what was taken, in words, besides the settings
+
+    def describe(self, used: set[str]) -> str:
+        """Return a line for the banner. `used` are the keys of `settings` that the run has taken over."""
+        settings = [f"{key}={typed(value)}" for key, value in self.settings.items() if key in used]
+        line = f"taken: {', '.join([*self.parts, *settings])}"
+        kept = [key for key in self.settings if key not in used]
+        return line + (f"; as the run has set it: {', '.join(kept)}" if kept else "")
+
+
+def take_loader(loader: DataLoader, collate: Collate) -> TakenLoader:
+    """Return the parts of a DataLoader, or raise if it does something that a run cannot repeat.
+
+    `collate` is the run's own; the loader's is used if that is the default.
+    """
+    _refuse_unknown(loader)
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    sampler, shuffle = (None, None) if is_stream else _take_sampler(loader)
+    data = loader.dataset if sampler is None else Sampled(loader.dataset, sampler)
+
+    parts = [f"the dataset ({type(loader.dataset).__name__})"]
+    if sampler is not None:
+        parts.append(f"the sampler ({type(sampler).__name__})")
+    if loader.collate_fn is not default_collate:
+        collate = _take_collate(loader, collate)
+        parts.append("collate_fn")
+
+    return TakenLoader(data, collate, _settings(loader, shuffle), parts)
+
+
+def is_stateful_stream(data: Any) -> bool:
+    """Return whether it is torchdata's StatefulDataLoader without batches: a stream of samples, with a state."""
+    return isinstance(data, DataLoader) and has_state(data) and data.batch_size is None and data.batch_sampler is None
+
+
+def _settings(loader: DataLoader, shuffle: bool | None) -> dict[str, Any]:
+    """Return the loader's options as settings. An option at torch's default decides nothing."""
+    # A DistributedSampler divides the dataset among the ranks, and then a batch is that of one rank.
+    per_rank = isinstance(loader.sampler, DistributedSampler)
+    batches = loader.batch_sampler
+    assert isinstance(batches, BatchSampler)
+    settings: dict[str, Any] = {"local_batch" if per_rank else "global_batch": batches.batch_size}
+    if shuffle is not None:
+        settings["data.shuffle"] = shuffle
+    if batches.drop_last:
+        settings["tail"] = "drop"
+    if loader.num_workers:
+        settings |= {"data.workers": loader.num_workers, "data.prefetch": loader.prefetch_factor}
+    if loader.pin_memory:
+        settings["data.pin_memory"] = True
+
+    return settings
+
+
+def _take_sampler(loader: DataLoader) -> tuple[Any, bool | None]:
+    """Return (sampler, None), or (None, whether to shuffle) for a plain order."""
+    assert isinstance(loader.batch_sampler, BatchSampler)
+    sampler: Any = loader.batch_sampler.sampler
+    if type(sampler) is SequentialSampler:
+        return None, False
+    if type(sampler) is DistributedSampler:
+        return None, sampler.shuffle
+    if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
+        return None, True
+
+    return sampler, None
+
+
+def _take_collate(loader: DataLoader, collate: Collate) -> Collate:
+    if not is_default_collate(collate):
+        raise UserError(
+            "the DataLoader has a collate_fn, and the run has a collate of its own",
+            "only one of them can make the batches",
+            "leave collate_fn out of the DataLoader, or the other one: Task.collate, or run.steps(data, collate)",
+        )
+
+    return loader.collate_fn
+
+
+def _refuse_unknown(loader: DataLoader) -> None:
+    """Refuse a loader with code that a run would not call."""
+    kind = type(loader)
+    advice = "return its dataset, and set global_batch, data.shuffle and data.workers: see docs/data.md"
+    if kind.__iter__ is not DataLoader.__iter__:
+        raise UserError(
+            f"the training data is a {kind.__name__}, a DataLoader that iterates in its own way",
+            "a run reads samples by their ids, and makes the batches itself",
+            advice,
+        )
+
+    if loader.batch_sampler is None:
+        raise UserError(
+            "the DataLoader has batch_size=None, so it passes on what its dataset yields",
+            "a run makes the batches itself, out of single samples",
+            "return a dataset of single samples, and set global_batch",
+        )
+
+    if type(loader.batch_sampler) is not BatchSampler:
+        raise UserError(
+            f"the DataLoader's batch_sampler is a {type(loader.batch_sampler).__name__}, which makes batches in its "
+            "own way",
+            "a run divides every step into batches by global_batch and micro_batch, on any number of ranks",
+            "return Sampled(dataset, sampler), where the sampler gives single samples; BucketedSampler of "
+            "lockstep.data.samplers gives batches of similar lengths",
+        )
+
+    for name, instead in UNSUPPORTED.items():
+        if getattr(loader, name, None):
+            raise UserError(f"the DataLoader has {name}, which a run would not use", "", instead)
+
+
+# Options of a DataLoader that change what is read, or how -> what to do instead.
+UNSUPPORTED = {
+    "worker_init_fn": "leave it out: samples are seeded one by one; prepare other things when a process reads its "
+    "first sample, in __getitem__",
+    "multiprocessing_context": "leave it out: worker processes are forked",
+    "timeout": "leave it out: a run that hangs is found and restarted (hang.step)",
+}

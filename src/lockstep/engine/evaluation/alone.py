@@ -1,0 +1,78 @@
+"""An evaluation without training: `lockstep evaluate`."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+
+from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.manifest import read_manifest
+from lockstep.checkpoint.reshard import read_into
+from lockstep.checkpoint.state_tree import unpack
+from lockstep.checkpoint.storage import Checkpoint
+from lockstep.engine.evaluation.evaluator import MAX_EVALUATION_BATCH, Evaluation, evaluation_batch, evaluation_sets
+from lockstep.engine.run import ModelSetup
+from lockstep.engine.setup import RunBuilder
+from lockstep.errors import Preempted, UserError
+from lockstep.launch.run_dir import is_checkpoint
+from lockstep.parallel.meta.init import init_as_configured
+from lockstep.task import Task
+
+
+def evaluate(task: Task, builder: RunBuilder, global_batch: int | None) -> list[Evaluation]:
+    """Evaluate the weights at `init_from` on the task's evaluation sets. Collective.
+
+    `global_batch` is that of the run whose weights they are; the batch of an evaluation may follow from it.
+    """
+    config, runtime = builder.config, builder.runtime
+    sets = evaluation_sets(task, config.evaluate.decides)
+    if not sets:
+        raise UserError(
+            "the task has nothing to evaluate: its eval_data() returns None", "", "return a dataset from eval_data()"
+        )
+
+    with init_as_configured(config):
+        model = task.model()
+    setup = builder.setup_model(model, task.optimizer, task, task.data)
+    step = _restore_more(task, setup, builder)
+
+    # For a file, that of a run with these settings.
+    local_batch = config.local_batch and config.local_batch * setup.driver.role.data_size
+    batch = evaluation_batch(config, global_batch or config.global_batch or local_batch or MAX_EVALUATION_BATCH)
+    evaluations = []
+    with setup.average.applied(setup.driver.drop_gathered) if setup.average else nullcontext():
+        for chosen in sets:
+            evaluation = setup.evaluator.evaluate(chosen, batch, step, may_preempt=True)
+            if evaluation is None:
+                raise Preempted(step, runtime.notice.signal or "SIGTERM", None)
+            evaluations.append(evaluation)
+
+    builder.recorder.close()
+    runtime.collectives.final_barrier()
+    builder.folder.release_lock()
+    return evaluations
+
+
+def _restore_more(task: Task, setup: ModelSetup, builder: RunBuilder) -> int:
+    """Restore the averages of the weights, and the task's own state, on which its evaluation may depend.
+
+    Return the step of the weights; 0 for a file.
+    """
+    assert builder.config.init_from is not None
+    path = Path(builder.config.init_from)
+    if not is_checkpoint(path):
+        return 0
+
+    # `init_from` has verified its bytes.
+    checkpoint = Checkpoint.at(path)
+    manifest = read_manifest(checkpoint)
+    reader = CheckpointReader(checkpoint, manifest)
+    for name, average in setup.average.averages.items() if setup.average else ():
+        if f"ema.{name}" in manifest.tensors:
+            read_into(average, f"ema.{name}", reader)
+
+    saved = manifest.values["state"]["parts"].get("task")
+    if saved and hasattr(task, "load_state_dict"):
+        task.load_state_dict(unpack(saved, reader.read, builder.runtime.device))
+
+    return manifest.step

@@ -1,0 +1,178 @@
+"""The hooks of a run: those of the task first, then those of each callback, in the order of the list.
+
+Hooks are found once, at the start. A run without any pays for an empty list.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from lockstep.errors import UserError
+from lockstep.task import Loss, MicroBatch, RunView, StepResult, Task
+
+# Name -> the arguments of the call.
+HOOKS = {
+    "before_training": ("run",),
+    "before_batch": ("micro",),
+    "before_backward": ("run", "loss"),
+    "after_step": ("run", "result"),
+    "after_eval": ("run", "metrics"),
+}
+
+# Hooks that Lockstep used to call with other arguments: the name of the first one, and where they are now.
+FORMER = {"after_step": ("model", "the model is run.model, and the number of steps run.steps_done")}
+
+
+class Hook(NamedTuple):
+    name: str  # `MyTask.after_step`
+    call: Callable[..., Any]
+
+
+class Hooks:
+    """Calls the hooks of a task and of callbacks."""
+
+    def __init__(self, view: RunView, task: Any = None, callbacks: Sequence[Any] = ()):
+        self._view = view
+        self.callbacks = list(callbacks)
+        owners = [owner for owner in (task, *self.callbacks) if owner is not None]
+        _check_callbacks(self.callbacks)
+
+        found = {name: [hook for owner in owners if (hook := find(owner, name))] for name in HOOKS}
+        self._before_training = found["before_training"]
+        self._before_batch = found["before_batch"]
+        self._before_backward = found["before_backward"]
+        self._after_step = found["after_step"]
+        self._after_eval = found["after_eval"]
+
+    @property
+    def follow_steps(self) -> bool:
+        """Whether `after_step` calls anything."""
+        return bool(self._after_step)
+
+    @property
+    def follow_evaluations(self) -> bool:
+        """Whether `after_eval` calls anything."""
+        return bool(self._after_eval)
+
+    def named_callbacks(self) -> list[tuple[str, Any]]:
+        """Return the callbacks with the names under which checkpoints hold their state."""
+        count: dict[str, int] = {}
+        named = []
+        for callback in self.callbacks:
+            name = f"callback {type(callback).__name__}"
+            count[name] = count.get(name, 0) + 1
+            named.append((name if count[name] == 1 else f"{name} {count[name]}", callback))
+
+        return named
+
+    def before_training(self) -> None:
+        for hook in self._before_training:
+            with self._named(hook):
+                hook.call(self._view)
+
+    def around_batches(self, batches: Any) -> Any:
+        """Return the micro-batches, each after the calls of `before_batch`."""
+        return self._call_before_each(batches) if self._before_batch else batches
+
+    def _call_before_each(self, batches: Any) -> Iterator[MicroBatch]:
+        for micro in batches:
+            for hook in self._before_batch:
+                with self._named(hook):
+                    hook.call(micro)
+
+            yield micro
+
+    def around_loss(self, loss_fn: Callable[..., Loss]) -> Callable[..., Loss]:
+        """Return a loss function that ends with the calls of `before_backward`, or `loss_fn` if there are none."""
+        if not self._before_backward:
+            return loss_fn
+        return lambda model, batch: self.before_backward(loss_fn(model, batch))
+
+    def before_backward(self, loss: Loss) -> Loss:
+        for hook in self._before_backward:
+            with self._named(hook):
+                loss = hook.call(self._view, loss) or loss
+        return loss
+
+    def after_step(self, result: StepResult | None) -> None:
+        for hook in self._after_step:
+            with self._named(hook):
+                hook.call(self._view, result)
+
+    def after_eval(self, metrics: Mapping[str, float]) -> None:
+        for hook in self._after_eval:
+            with self._named(hook):
+                hook.call(self._view, metrics)
+
+    @contextmanager
+    def _named(self, hook: Hook) -> Iterator[None]:
+        """Add to an error which hook raised it, on which rank and at which step."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"raised in {hook.name}() on rank {self._view.rank}, at step {self._view.steps_done}")
+            raise
+
+
+def overridden(owner: Any, name: str) -> Callable[..., Any] | None:
+    """Return the method of this name, or None if a task does not override the default of Task, which does nothing."""
+    # A task need not subclass Task, and its methods may be plain functions.
+    method = getattr(owner, name, None)
+    return None if getattr(method, "__func__", method) is getattr(Task, name) else method
+
+
+def find(owner: Any, name: str) -> Hook | None:
+    """Return a hook of a task or a callback after checking its arguments; None if it has no such hook."""
+    method = overridden(owner, name)
+    if method is None:
+        return None
+
+    full_name = f"{type(owner).__name__}.{name}"
+    _check_arguments(full_name, method, name)
+    return Hook(full_name, method)
+
+
+def _check_arguments(full_name: str, method: Callable[..., Any], name: str) -> None:
+    """Raise if a hook cannot be called with the arguments of HOOKS, or still has those of an earlier version."""
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError):  # not every callable has one
+        return
+
+    expected = HOOKS[name]
+    former, advice = FORMER.get(name, ("", ""))
+    given = tuple(signature.parameters)
+    found = f"it is defined as {full_name}({', '.join(given)})"
+    fix = f"define it as def {name}(self, {', '.join(expected)})"
+    if former and given[:1] == (former,):
+        raise UserError(
+            f"{full_name}({', '.join(given)}) is called with other arguments now: {name}({', '.join(expected)})",
+            "",
+            f"{fix}: {advice}",
+        )
+
+    try:
+        signature.bind(*expected)
+    except TypeError as error:
+        problem = f"{full_name} cannot be called with the arguments of this hook, {', '.join(expected)}"
+        raise UserError(problem, found, fix) from error
+
+
+def _check_callbacks(callbacks: Sequence[Any]) -> None:
+    for callback in callbacks:
+        if isinstance(callback, type):
+            raise UserError(
+                f"the callback {callback.__name__} is a class; a callback is an object",
+                "",
+                f"pass {callback.__name__}(...)",
+            )
+
+        if not any(hasattr(callback, name) for name in (*HOOKS, "first_steps")):
+            raise UserError(
+                f"a {type(callback).__name__} is no callback: it has none of the hooks",
+                "",
+                f"give it one of these methods: {', '.join(HOOKS)}",
+            )

@@ -1,0 +1,158 @@
+"""The view of a run that hooks, callbacks and custom loops get. `RunView` in task.py documents its names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from lockstep.engine.hooks.all_gather import gather_rows
+from lockstep.errors import UserError
+from lockstep.task import MicroBatch, Number, Weight
+
+if TYPE_CHECKING:
+    from lockstep.engine.run import Run
+    from lockstep.engine.setup import RunBuilder
+
+
+class BuiltRunView:
+    """A `RunView` of the run that a RunBuilder makes. Before the run exists, only a few names can be used."""
+
+    def __init__(self, builder: RunBuilder):
+        self.rank = builder.runtime.world.rank
+        self.world_size = builder.runtime.world.size
+        self.is_main = builder.runtime.is_main
+        self.device = builder.runtime.device
+        self.run_dir = builder.folder.path
+        self._builder = builder
+
+    # ---- where the run is ----
+
+    @property
+    def steps_done(self) -> int:
+        return self._started("steps_done").stepper.counters.steps_done
+
+    @property
+    def applied(self) -> int:
+        return self._started("applied").stepper.counters.applied
+
+    @property
+    def epoch(self) -> float | None:
+        run = self._started("epoch")
+        return self.steps_done / run.plan.steps_per_epoch if run.plan.steps_per_epoch else None
+
+    @property
+    def lr(self) -> float:
+        return float(self._started("lr").stepper.lr)
+
+    # ---- what it trains ----
+
+    @property
+    def model(self) -> nn.Module:
+        return self._started("model").driver.model
+
+    @property
+    def optimizers(self) -> Sequence[torch.optim.Optimizer]:
+        return self._started("optimizers").model_setup.optimizers.all
+
+    # ---- what a hook may ask for ----
+
+    def log(self, name: str, value: Number, weight: Weight = 1) -> None:
+        """Add to a metric of the next log line: a sum of `weight` terms, or one value."""
+        run = self._started("log()")
+        if name == "loss":
+            raise UserError(
+                "run.log('loss', ...) would overwrite the loss of the run", "", "give the metric another name"
+            )
+
+        for number in (value, weight):
+            if not isinstance(number, int | float) and not (isinstance(number, Tensor) and number.numel() == 1):
+                raise UserError(
+                    f"run.log({name!r}, value, weight) takes two numbers; it got a {type(number).__name__}",
+                    f"of the shape {tuple(number.shape)}" if isinstance(number, Tensor) else "",
+                    f"run.log({name!r}, values.sum(), weight=len(values))",
+                )
+
+        run.log_metric(name, value.detach() if isinstance(value, Tensor) else value, weight)
+
+    def stop(self, reason: str | None = None) -> None:
+        """End the run after the next step, on all ranks, even if only this one calls it."""
+        self._started("stop()").request_stop(reason, by_user=True)
+
+    def save(self) -> None:
+        """Save a checkpoint after the next step, on all ranks, even if only this one calls it."""
+        self._started("save()").request_save()
+
+    def agree(self, value: bool) -> bool:
+        """Return True on every rank if `value` is true on any. Collective: every rank must call it."""
+        return any(self._builder.runtime.collectives.gather_json(bool(value)))
+
+    # ---- the global batch ----
+
+    @property
+    def first(self) -> int:
+        """The place of this micro-batch's first sample in the global batch; 0 in an evaluation."""
+        micro = self._micro_batch()
+        return micro.first if micro else 0
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        """Return the rows of all ranks, with a gradient: see `RunView`. Collective, except in evaluations."""
+        run = self._builder.run
+        if run is None or run.batches_are_whole:
+            return rows
+
+        micro = self._micro_batch()
+        if micro is not None:
+            _check_global_batch(run)
+
+        # Padding repeats rows of another rank.
+        return gather_rows(rows[:0] if micro and micro.padding else rows, run.runtime.collectives)
+
+    def _micro_batch(self) -> MicroBatch | None:
+        """Return the micro-batch whose forward is running in a step, if any."""
+        run = self._builder.run
+        if run is None or run.batches_are_whole:
+            return None
+
+        # Before the first step there is no progress.
+        progress = getattr(run.stepper, "progress", None)
+        return progress.micro if progress else None
+
+    def _started(self, name: str) -> Run:
+        run = self._builder.run
+        if run is None:
+            raise UserError(
+                f"run.{name} was {'called' if name.endswith(')') else 'read'} before the first step",
+                "",
+                "call it inside `for step in run.steps(...)`",
+            )
+        return run
+
+
+def _check_global_batch(run: Run) -> None:
+    """Raise if the ranks' current micro-batches are not the global batch, or if its gradients would not be exact."""
+    role = run.driver.role
+    if role.data_size != run.runtime.world.size:
+        raise UserError(
+            "run.all_gather cannot be used with tensor or pipeline parallelism (mesh.tp, mesh.pp)",
+            "several ranks have the same samples there",
+            "set strategy=ddp or strategy=fsdp",
+        )
+
+    if run.plan.micro_batches > role.data_size:
+        size = -(-run.plan.global_batch // role.data_size)
+        raise UserError(
+            f"run.all_gather sees one micro-batch of each rank, and the global batch has {run.plan.micro_batches} on "
+            f"{role.data_size} of them",
+            "the loss would depend on how the batch is split",
+            f"set micro_batch={size}, so that each rank has one; or train on more ranks",
+        )
+
+    if run.config.exact:
+        raise UserError(
+            "run.all_gather cannot be used with exact=true",
+            "the gradients of gathered rows are added in an order that depends on the number of ranks",
+            "leave exact out: the result then depends on the number of ranks by rounding only",
+        )

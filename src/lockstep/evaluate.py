@@ -1,0 +1,149 @@
+"""The command `lockstep evaluate`: the evaluation of a task with the weights of a run, a checkpoint or a file.
+
+It is the evaluation of training without the training: the same batches, the same sums, on any number of processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lockstep import api, targets
+from lockstep.checkpoint import inspect
+from lockstep.config import Layer, check, resolve_for
+from lockstep.errors import UserError
+from lockstep.launch.job import Job, parse_nproc
+from lockstep.launch.run_dir import holds_a_run, is_checkpoint, new_run_dir, run_of, stored
+from lockstep.launch.supervisor import supervise
+from lockstep.observe.formats import columns, figures
+from lockstep.registries import check_names
+
+if TYPE_CHECKING:
+    from lockstep.engine.evaluation.evaluator import Evaluation
+
+# What the ranks write into the folder of the evaluation.
+RESULT = "evaluation.json"
+
+# Settings of a run that its evaluation does not take over: where its weights came from, and where records went.
+NOT_TAKEN_OVER = ("init_from", "weights.", "log.", "profile.", "checkpoint.", "stop.", "goals")
+
+
+# The source of the settings that this command sets.
+SOURCE = "lockstep evaluate"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to evaluate."""
+
+    target: str
+    path: Path  # of a run, a checkpoint, or a file of weights
+    step: int | None = None  # of the run's checkpoint
+    best: bool = False  # the run's best checkpoint
+    nproc: str | None = None
+    json_file: Path | None = None  # a copy of the result
+
+
+def main(request: Request, layers: list[Layer]) -> int:
+    """Evaluate, print a table, and write the result as JSON. Return an exit code."""
+    targets.check(request.target)
+    check(layers)
+    check_names(layers)
+    weights = _weights(request)
+    run = run_of(request.path) if _is_of_run(request.path) else None
+
+    # Next to the run that is evaluated, and not among the runs.
+    parent = (run or Path("runs")) / "evaluations"
+    asked = api.strongest_value(layers, "run_dir")
+    run_dir = Path(asked) if asked else new_run_dir(weights.stem, make=True, parent=parent)
+
+    # A run is evaluated with its own settings, unless they are typed again.
+    if run is not None:
+        layers = [*api.stored_layer(str(request.path), layers, leave_out=NOT_TAKEN_OVER), *layers]
+    layers = [*layers, (SOURCE, {"init_from": str(weights), "run_dir": str(run_dir)})]
+    global_batch = stored(run, "plan.json").get("global_batch") if run is not None else None
+    spec = {"target": request.target, "layers": layers, "path": sys.path, "global_batch": global_batch}
+    if request.nproc is None:
+        work(spec)
+    else:
+        plain = json.loads(json.dumps(spec, default=str))
+        ending, _ = supervise(Job(plain, run_dir, parse_nproc(request.nproc), entry="lockstep.evaluate:work"))
+        if ending.code:
+            return ending.code
+
+    _show(run_dir, request.json_file)
+    return 0
+
+
+def _is_of_run(path: Path) -> bool:
+    return holds_a_run(path) or (is_checkpoint(path) and path.resolve().parent.name == "checkpoints")
+
+
+def _weights(request: Request) -> Path:
+    """Return the checkpoint or the file to read: of a run, its newest checkpoint unless another one is asked for."""
+    path = request.path
+    if not holds_a_run(path):
+        if request.best or request.step is not None:
+            raise UserError(f"{path} is not a run, so it has no steps to choose from", "", "leave --best or --step out")
+        return path
+
+    # A run without checkpoints may still have its final weights.
+    final = path / "model.safetensors"
+    if not request.best and request.step is None and not inspect.has_checkpoints(path) and final.exists():
+        return final
+
+    chosen = inspect.choose_best(path) if request.best else inspect.choose(path, request.step)
+    return Path(chosen.location)
+
+
+def work(spec: dict[str, Any]) -> None:
+    """Evaluate in this process, which may be a rank. Rank 0 writes the result."""
+    from lockstep.engine.evaluation.alone import evaluate
+
+    sys.path += [folder for folder in spec["path"] if folder not in sys.path]
+    task_class = targets.load_class(spec["target"])
+    layers = [(source, values) for source, values in spec["layers"]]
+    resolved = resolve_for(task_class.defaults, task_class.presets, layers)
+    task = targets.make_task(task_class, resolved.config.task)
+
+    with api.running(resolved, targets.name_of(spec["target"]), task.unit) as builder:
+        evaluations = evaluate(task, builder, spec["global_batch"])
+        if builder.runtime.is_main:
+            record = _record(evaluations, spec["target"], builder.config.init_from, builder.runtime.world.size)
+            (builder.folder.path / RESULT).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _record(evaluations: list[Evaluation], target: str, weights: str | None, world: int) -> dict[str, Any]:
+    sets = {
+        evaluation.name or "eval": {
+            "loss": evaluation.loss,
+            **evaluation.metrics,
+            "samples": evaluation.samples,
+            "weight": evaluation.weight,
+        }
+        for evaluation in evaluations
+    }
+    return {"target": target, "weights": weights, "step": evaluations[0].step, "world": world, "sets": sets}
+
+
+def _show(run_dir: Path, copy: Path | None) -> None:
+    text = (run_dir / RESULT).read_text()
+    record = json.loads(text)
+
+    # One row for each set, one column for each number that some set has.
+    names = list(dict.fromkeys(name for results in record["sets"].values() for name in results))
+    rows = [[name, *(_cell(results.get(key)) for key in names)] for name, results in record["sets"].items()]
+    print(columns([["set", *names], *rows]))
+    print(f"weights  {record['weights']}")
+    print(f"result   {os.path.relpath(run_dir / RESULT)}")
+    if copy is not None:
+        copy.write_text(text)
+
+
+def _cell(value: Any) -> str:
+    whole = isinstance(value, int | float) and float(value).is_integer()
+    return f"{value:.0f}" if whole else figures(value, 6)

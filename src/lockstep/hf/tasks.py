@@ -1,0 +1,388 @@
+"""Tasks for the `AutoModelFor...` classes of transformers. A loss is the sum over its tokens, and their number.
+
+`HuggingFaceTask` has everything but the loss, and how a row becomes features; a subclass names its Auto class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lockstep.errors import UserError
+from lockstep.hf import adapters, local
+from lockstep.hf.rows import Encoded, Packed, Row, open_rows, pad
+from lockstep.task import Loss, Task
+
+IGNORED = -100  # the label of tokens that do not count, as everywhere in transformers
+
+# Names of features that a row may already have.
+FEATURES = ("input_ids", "attention_mask", "token_type_ids", "labels")
+
+
+class HuggingFaceTask(Task):
+    """A model of `auto`, an Auto class of transformers, that is trained on rows of text or tokens."""
+
+    auto: str = "AutoModel"
+    task_type: str | None = None  # peft's name of the task
+    unit = "token"
+
+    # The defaults of transformers' Trainer. Frozen weights come from the same files again, so checkpoints leave them
+    # out, and hold their digests.
+    defaults = {
+        "epochs": 3,
+        "global_batch": 8,
+        "lr": {"peak": 5e-5, "schedule": "linear"},
+        "clip": {"norm": 1.0},
+        "checkpoint": {"frozen": False},
+    }
+    frozen_advice = "give the same model folder again (task.path)"
+
+    def __init__(
+        self,
+        path: Any,
+        data: Any = None,
+        eval_data: Any = None,
+        text: str = "text",
+        max_length: int | None = None,
+        lora: Any = None,
+        collator: Any = None,
+        tokenizer: Any = None,
+        weight_decay: float = 0.0,
+    ):
+        """Keep the options; nothing is read yet.
+
+        `path`: a local model folder; a config.json or a config for random weights.
+        `data`, `eval_data`: a file (.jsonl, .json, .txt, .csv, .parquet), a folder of datasets, or rows.
+        `text`: the name of the text in a row. `max_length`: longer texts are truncated to this many tokens.
+        `lora`: options of peft.LoraConfig, or another config of peft. Only adapters are then trained and saved.
+        `collator`: a data collator of transformers; None pads on the right.
+        `tokenizer`: a folder or a tokenizer, if it is not in `path`.
+        """
+        self.path = path
+        self.rows = data
+        self.eval_rows = eval_data
+        self.text = text
+        self.max_length = max_length
+        self.lora = lora
+        self.collator = collator
+        self.tokenizer_path = tokenizer
+        self.weight_decay = weight_decay
+
+    # ---- the model ----
+
+    def model(self) -> nn.Module:
+        model = local.load_model(self.auto, self.path, **self.config_changes())
+        # Auxiliary losses of mixtures of experts are means over a batch, which no sum over ranks could reproduce.
+        if getattr(model.config, "output_router_logits", False):
+            raise UserError(
+                f"{type(model).__name__} adds a router loss, which is a mean over each micro-batch",
+                "output_router_logits is true in its config",
+                "set it to false in config.json, or write a task with a loss of your own",
+            )
+
+        if self.lora is not None and self.lora is not False:
+            model = adapters.add(model, self.lora, self.task_type)
+
+        # from_pretrained returns a model in eval mode.
+        return model.train()
+
+    def config_changes(self) -> dict[str, Any]:
+        """Return changes to the model's config: the number of labels, ..."""
+        return {}
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        trainable = [p for p in model.parameters() if p.requires_grad]
+        decayed = [p for p in trainable if p.dim() >= 2]
+        others = [p for p in trainable if p.dim() < 2]
+        groups = [
+            {"params": decayed, "weight_decay": self.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW([group for group in groups if group["params"]], lr=5e-5, fused=True)
+
+    def write_assets(self, folder: Path) -> None:
+        """Write the config, the tokenizer and the adapter's config, which `lockstep ckpt export --format hf` needs."""
+        config = local.load_config(self.path, **self.config_changes())
+        config.architectures = [local.architecture(self.auto, config)]
+        config.save_pretrained(folder)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
+        base = None if local.starts_random(self.path) else local.local_folder(self.path)
+        if base and (base / "generation_config.json").exists():
+            (folder / "generation_config.json").write_bytes((base / "generation_config.json").read_bytes())
+
+        if self.lora is not None and self.lora is not False:
+            adapters.write_config(folder, self.lora, self.task_type, base)
+
+    # ---- the data ----
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """The tokenizer, or None if there is none: rows must then have tokens."""
+        given = self.tokenizer_path
+        if given is not None and not isinstance(given, str | Path):
+            return given
+        if given is None and not isinstance(self.path, str | Path):
+            return None
+        return local.load_tokenizer(self.path if given is None else given)
+
+    def data(self) -> Any:
+        if self.rows is None:
+            raise UserError("task.data is not set: there is nothing to train on", "", "set task.data=FILE.jsonl")
+        return self.encoded(self.rows, training=True)
+
+    def eval_data(self) -> Any:
+        return None if self.eval_rows is None else self.encoded(self.eval_rows, training=False)
+
+    def encoded(self, rows: Any, training: bool) -> Any:
+        """Return the rows as features of the model."""
+        return Encoded(open_rows(rows), self.encode)
+
+    def encode(self, row: Row) -> dict[str, Any]:
+        """Return the features of one row. Rows that have tokens already are taken as they are."""
+        if "input_ids" in row:
+            return {name: _plain(row[name]) for name in FEATURES if name in row}
+        return self.tokens(row, self.text)
+
+    def tokens(self, row: Row, name: str, **options: Any) -> dict[str, Any]:
+        """Tokenize the text `name` of a row."""
+        if name not in row:
+            raise UserError(
+                f"a row of the data has no text {name!r} and no input_ids",
+                f"its names are {', '.join(map(str, row))}",
+                f"set task.text={next(iter(row), 'text')}",
+            )
+        return dict(self._needed_tokenizer()(row[name], **self._limit(), **options))
+
+    def _limit(self) -> dict[str, Any]:
+        return {"truncation": True, "max_length": self.max_length} if self.max_length else {}
+
+    def _needed_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise UserError(
+                "the data is text, and there is no tokenizer",
+                f"{self.path} has none",
+                "set task.tokenizer=FOLDER, or give rows with input_ids",
+            )
+        return self.tokenizer
+
+    def collate(self, samples: list[Any]) -> Any:
+        if self.collator is not None:
+            return dict(self.collator(samples))
+        return pad(samples, {"input_ids": self._pad_token(), "labels": IGNORED})
+
+    def _pad_token(self) -> int:
+        # Which token it is does not matter: attention leaves it out, and it has no label.
+        token = getattr(self.tokenizer, "pad_token_id", None)
+        return 0 if token is None else token
+
+
+def _plain(value: Any) -> Any:
+    # `datasets` may give numpy arrays or tensors.
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def call(model: nn.Module, batch: Mapping[str, Any], leave_out: Sequence[str] = ("labels",), **more: Any) -> Tensor:
+    """Return the logits of a batch. A loss needs no KV cache."""
+    inputs = {name: value for name, value in batch.items() if name not in leave_out}
+    if getattr(getattr(model, "config", None), "use_cache", None):
+        more["use_cache"] = False
+    return model(**inputs, **more).logits
+
+
+def sum_over_labels(logits: Tensor, labels: Tensor) -> Loss:
+    """Return the cross-entropy, summed over all labels but -100, and their number.
+
+    logits: (..., classes), labels: (...)
+    """
+    # In float32, as transformers computes it.
+    total = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+    return Loss(total, (labels != IGNORED).sum())
+
+
+class CausalLM(HuggingFaceTask):
+    """Predicts the next token. A row has a text, tokens, `prompt` and `completion`, or `messages` of a chat.
+
+    Of a prompt with its completion, only the completion has labels, and the end-of-text token is added to it.
+    """
+
+    auto = "AutoModelForCausalLM"
+    task_type = "CAUSAL_LM"
+
+    def __init__(
+        self,
+        path: Any,
+        data: Any = None,
+        eval_data: Any = None,
+        text: str = "text",
+        max_length: int | None = None,
+        pack: int | None = None,
+        lora: Any = None,
+        collator: Any = None,
+        tokenizer: Any = None,
+        weight_decay: float = 0.0,
+    ):
+        """Keep the options. `pack`: join all texts, and cut them into blocks of this many tokens."""
+        super().__init__(path, data, eval_data, text, max_length, lora, collator, tokenizer, weight_decay)
+        self.pack = pack
+
+    def encoded(self, rows: Any, training: bool) -> Any:
+        encoded = super().encoded(rows, training)
+        return Packed(encoded, self.pack) if self.pack else encoded
+
+    def encode(self, row: Row) -> dict[str, Any]:
+        if "prompt" in row and "completion" in row:
+            return self._completed(row)
+        if "messages" in row and "input_ids" not in row:
+            chat = self._needed_tokenizer().apply_chat_template(row["messages"], return_dict=True, **self._limit())
+            return {"input_ids": chat["input_ids"]}
+        return super().encode(row)
+
+    def _completed(self, row: Row) -> dict[str, Any]:
+        tokenizer = self._needed_tokenizer()
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        completion = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
+        if tokenizer.eos_token_id is not None:
+            completion = [*completion, tokenizer.eos_token_id]
+
+        labels = [*[IGNORED] * len(prompt), *completion]
+        return {"input_ids": [*prompt, *completion][: self.max_length], "labels": labels[: self.max_length]}
+
+    def collate(self, samples: list[Any]) -> Any:
+        # Without labels of its own, a row predicts each of its tokens. Padding has none.
+        if self.collator is None:
+            samples = [{**sample, "labels": sample.get("labels", sample["input_ids"])} for sample in samples]
+        return super().collate(samples)
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        # The logits at a token predict the next one.
+        logits = call(model, batch)
+        return sum_over_labels(logits[:, :-1], batch["labels"][:, 1:])
+
+
+class MaskedLM(HuggingFaceTask):
+    """Predicts tokens that are masked at random: the same ones on any number of ranks.
+
+    Of the chosen tokens 80 % become the mask, 10 % a random token, and 10 % stay. In an evaluation, the choice depends
+    on the text alone.
+    """
+
+    auto = "AutoModelForMaskedLM"
+    share = 0.15  # of the tokens
+
+    def encoded(self, rows: Any, training: bool) -> Any:
+        encode = self.encode
+        return Encoded(open_rows(rows), lambda row: self._masked(encode(row), training))
+
+    def _masked(self, features: dict[str, Any], training: bool) -> dict[str, Any]:
+        if "labels" in features:
+            return features
+
+        # Lockstep seeds the generator for each sample while it trains.
+        tokenizer = self._needed_tokenizer()
+        tokens = torch.tensor(features["input_ids"])
+        generator = None if training else torch.Generator().manual_seed(int(tokens.sum()))
+        special = tokenizer.get_special_tokens_mask(features["input_ids"], already_has_special_tokens=True)
+
+        draws = torch.rand(3, len(tokens), generator=generator)
+        chosen = (draws[0] < self.share) & ~torch.tensor(special, dtype=torch.bool)
+        random_tokens = (draws[2] * len(tokenizer)).long()
+        masked = torch.where(draws[1] < 0.8, torch.full_like(tokens, tokenizer.mask_token_id), tokens)
+        masked = torch.where(draws[1] >= 0.9, random_tokens, masked)
+
+        inputs = torch.where(chosen, masked, tokens).tolist()
+        labels = torch.where(chosen, tokens, torch.full_like(tokens, IGNORED)).tolist()
+        return {**features, "input_ids": inputs, "labels": labels}
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return sum_over_labels(call(model, batch), batch["labels"])
+
+
+class TokenClassification(HuggingFaceTask):
+    """A class for each token. A row has `input_ids` and `labels` of the same length."""
+
+    auto = "AutoModelForTokenClassification"
+    task_type = "TOKEN_CLS"
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return sum_over_labels(call(model, batch), batch["labels"])
+
+
+class Seq2SeqLM(HuggingFaceTask):
+    """Translates a text into another one. A row has a text and a `target`, or `input_ids` and `labels`."""
+
+    auto = "AutoModelForSeq2SeqLM"
+    task_type = "SEQ_2_SEQ_LM"
+    target = "target"
+
+    def encode(self, row: Row) -> dict[str, Any]:
+        features = super().encode(row)
+        if "labels" not in features:
+            limit = self._limit()
+            features["labels"] = self._needed_tokenizer()(text_target=row[self.target], **limit)["input_ids"]
+        return features
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        # The model shifts the labels to get the decoder's inputs. Its own loss is a mean, and not used.
+        return sum_over_labels(call(model, batch, leave_out=()), batch["labels"])
+
+
+class SequenceClassification(HuggingFaceTask):
+    """A class for each text, several classes, or a number: as the labels and `problem_type` of the config say."""
+
+    auto = "AutoModelForSequenceClassification"
+    task_type = "SEQ_CLS"
+    unit = "sample"
+
+    def __init__(
+        self,
+        path: Any,
+        data: Any = None,
+        eval_data: Any = None,
+        text: str = "text",
+        label: str = "label",
+        num_labels: int | None = None,
+        max_length: int | None = None,
+        lora: Any = None,
+        collator: Any = None,
+        tokenizer: Any = None,
+        weight_decay: float = 0.0,
+    ):
+        """Keep the options. `label`: the name of the label in a row. `num_labels`: None keeps that of the config."""
+        super().__init__(path, data, eval_data, text, max_length, lora, collator, tokenizer, weight_decay)
+        self.label = label
+        self.num_labels = num_labels
+
+    def config_changes(self) -> dict[str, Any]:
+        return {} if self.num_labels is None else {"num_labels": self.num_labels}
+
+    def encode(self, row: Row) -> dict[str, Any]:
+        features = super().encode(row)
+        if "labels" not in features:
+            if self.label not in row:
+                names = ", ".join(map(str, row))
+                raise UserError(f"a row of the data has no {self.label!r}", f"its names are {names}", "set task.label")
+            features["labels"] = _plain(row[self.label])
+        return features
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        logits, labels = call(model, batch), batch["labels"]
+
+        # The same three losses that transformers chooses from, as sums.
+        if logits.shape[-1] == 1:
+            errors = (logits.squeeze(-1).float() - labels.float()) ** 2
+            return Loss(errors.sum(), errors.numel())
+        if labels.is_floating_point():
+            total = F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="sum")
+            return Loss(total, labels.numel())
+
+        loss = sum_over_labels(logits, labels)
+        loss.metrics["accuracy"] = (logits.argmax(dim=-1) == labels).sum()
+        return loss

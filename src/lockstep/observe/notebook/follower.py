@@ -1,0 +1,85 @@
+"""Shows a run of other processes in the notebook that started it, by following the records in its folder."""
+
+from __future__ import annotations
+
+import contextvars
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lockstep.launch import records
+from lockstep.launch.jsonl import EVENTS
+from lockstep.observe.console import Display, fact_lines, open_display
+from lockstep.observe.formats import SAMPLE, number
+from lockstep.observe.run_list import parse_lines
+
+LOOK_S = 0.25
+
+
+@contextmanager
+def following(run_dir: Path) -> Iterator[None]:
+    """Show what a run writes into its folder while the body runs. What is there already is not shown."""
+    follower = Follower(run_dir)
+    over = threading.Event()
+
+    def follow() -> None:
+        while not over.wait(LOOK_S):
+            follower.look()
+
+    # The kernel finds the cell that an output belongs to in the context of the thread.
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=[follow], daemon=True, name="lockstep-notebook")
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        follower.look()
+        follower.close()
+
+
+class Follower:
+    """Reads what has been appended to the records of a run since the last look, and shows it."""
+
+    def __init__(self, run_dir: Path):
+        self._files = [run_dir / name for name in (EVENTS, "metrics.jsonl")]
+        self._read = {path: path.stat().st_size if path.exists() else 0 for path in self._files}
+        self._display: Display | None = None
+
+    def look(self) -> None:
+        """Show the new records in the order of their times."""
+        new = [record for path in self._files for record in self._new_records(path)]
+        for record in sorted(new, key=lambda record: number(record.get("time")) or 0.0):
+            self._show(record)
+
+    def close(self) -> None:
+        if self._display is not None:
+            self._display.close()
+
+    def _new_records(self, path: Path) -> list[dict[str, Any]]:
+        text = records.read(path, start=self._read[path])
+        # The rest is a line that is being written.
+        whole = text[: text.rfind("\n") + 1]
+        self._read[path] += len(whole.encode())
+        return parse_lines(whole)
+
+    def _show(self, record: dict[str, Any]) -> None:
+        # A restarted run begins once more, in the same place.
+        if record.get("event") == "start" and self._display is None:
+            steps = number(record.get("steps")) or 0
+            self._display = open_display("auto", int(steps), str(record.get("unit", SAMPLE)), sys.stdout)
+            self._display.start(record)
+            for name, fact in (record.get("facts") or {}).items():
+                self._display.message(fact_lines(name, str(fact)))
+
+        if self._display is None:
+            return
+
+        if "event" in record:
+            self._display.event(record)
+        else:
+            self._display.update(record)

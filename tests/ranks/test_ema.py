@@ -1,0 +1,116 @@
+"""The moving average of the weights: the same on any number of ranks and with any strategy, saved and exported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lockstep.checkpoint import inspect
+from lockstep.engine import loop
+from lockstep.engine.setup import open_run
+from lockstep.errors import Preempted, UserError
+from lockstep.runtime import context
+from pool import Pool
+from ranks.support import ALL_PAIRS, configured, preempted_run
+from ranks.test_strategies import BASE, STRATEGIES, assert_close, kind, worlds
+
+DECAY = 0.75
+EMA = {"ema.decay": DECAY, "evaluate.every": 2}
+
+
+class Reference:
+    """Averages by hand, on one process."""
+
+    def __init__(self) -> None:
+        self.averages: dict[str, Tensor] = {}
+
+    def before_training(self, run: Any) -> None:
+        self.averages = {name: p.detach().clone() for name, p in run.model.named_parameters() if p.requires_grad}
+
+    def after_step(self, run: Any, result: Any) -> None:
+        parameters = dict(run.model.named_parameters())
+        self.averages = {
+            name: average * DECAY + parameters[name].detach() * (1 - DECAY) for name, average in self.averages.items()
+        }
+
+
+def averaged(world: Any, store: Any, name: str, values: dict[str, Any], leave_at: int | None = None) -> Any:
+    """A job: train with an average. Return the summary, and what one process averaged by hand."""
+    reference = Reference()
+    resolved = configured(BASE | STRATEGIES[name] | EMA | values)
+    with context.start(world, resolved.config, store=store) as runtime:
+        builder = open_run(resolved, runtime, "test", run_class=preempted_run(runtime, leave_at))
+        if world.alone:
+            builder.callbacks.append(reference)
+        try:
+            return loop.fit(kind(name)(), builder), reference.averages
+        except Preempted:
+            return None
+
+
+@pytest.fixture(scope="module")
+def single(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("single")
+    (found,) = pool.run(averaged, "ddp", {"run_dir": str(folder)}, world=1)
+    return folder, found
+
+
+def test_the_average_is_the_one_by_hand(single: tuple[Path, Any]) -> None:
+    folder, (_, averages) = single
+    saved = load_file(folder / "ema.safetensors")
+    plain = load_file(folder / "model.safetensors")
+    assert all(torch.equal(saved[name], average) for name, average in averages.items())
+    assert saved.keys() == plain.keys()
+    assert not torch.equal(saved["embed.weight"], plain["embed.weight"])
+
+    # Frozen parameters are in the file as well.
+    frozen = saved.keys() - averages.keys()
+    assert frozen
+    assert all(torch.equal(saved[name], plain[name]) for name in frozen)
+
+
+SOME = [("fsdp-grads", "pp"), ("pp", "fsdp-grads")]
+RING = list(zip(STRATEGIES, [*list(STRATEGIES)[1:], "ddp"], strict=True))
+
+
+@pytest.mark.parametrize(("before", "after"), RING if ALL_PAIRS else SOME)
+def test_every_strategy_averages_evaluates_and_saves_the_same(
+    pool: Pool, single: tuple[Path, Any], tmp_path: Path, before: str, after: str
+) -> None:
+    """A run that leaves after three steps, and goes on with another strategy."""
+    folder, (summary, _) = single
+    values = {"run_dir": str(tmp_path)}
+    pool.run(averaged, before, values, 3, world=worlds(before)[0])
+    found = pool.run(averaged, after, values | {"resume": "auto"}, world=worlds(after)[0])
+    for file in ("ema.safetensors", "model.safetensors"):
+        assert_close(load_file(tmp_path / file), load_file(folder / file))
+    assert found[0][0]["eval_loss"] == pytest.approx(summary["eval_loss"], rel=1e-5)
+
+    # The averages can be exported from the checkpoint, in place of the weights.
+    inspect.export(tmp_path, tmp_path / "out", None, ema=True)
+    assert_close(load_file(tmp_path / "out" / "ema.safetensors"), load_file(folder / "ema.safetensors"))
+
+
+def test_with_exact_the_bits_do_not_depend_on_the_ranks_nor_on_a_resume(pool: Pool, tmp_path: Path) -> None:
+    values = {"exact": True, "threads": 1}
+    pool.run(averaged, "fsdp", values | {"run_dir": str(tmp_path / "a")}, world=1)
+    pool.run(averaged, "fsdp", values | {"run_dir": str(tmp_path / "b")}, 3, world=2)
+    pool.run(averaged, "ddp", values | {"run_dir": str(tmp_path / "b"), "resume": "auto"}, world=3)
+    for file in ("ema.safetensors", "model.safetensors"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_a_run_may_begin_to_average_and_cease(pool: Pool, tmp_path: Path) -> None:
+    values = {"run_dir": str(tmp_path)}
+    pool.run(averaged, "ddp", values | {"ema.decay": None}, 3, world=1)
+    (found,) = pool.run(averaged, "ddp", values | {"resume": "auto"}, world=1)
+    saved = load_file(tmp_path / "ema.safetensors")
+    assert all(torch.equal(saved[name], average) for name, average in found[1].items())
+
+    with pytest.raises(UserError, match=r"no averages(.|\n)*without ema\.decay"):
+        inspect.export(tmp_path, tmp_path / "out", 2, ema=True)

@@ -1,0 +1,166 @@
+"""Hooks of tasks and callbacks: called on every rank, with the same facts. What one rank asks for holds for all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.engine import loop
+from lockstep.observe.history import read_history
+from lockstep.observe.sinks import read_jsonl
+from lockstep.task import Loss
+from pool import Pool
+from ranks.support import Regression, assert_user_errors, fit, open_watched
+
+BASE = {"global_batch": 8, "micro_batch": 2, "steps": 4, "evaluate.every": 2, "evaluate.batch": 4, "log.every": 1}
+
+
+class Hooked(Regression):
+    """Notes what its hooks get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: list[Any] = []
+
+    def eval_data(self) -> Any:
+        return self.data()
+
+    def before_training(self, run: Any) -> None:
+        self.notes.append(("before_training", run.steps_done, run.rank, run.world_size, run.is_main))
+
+    def before_backward(self, run: Any, loss: Loss) -> Loss:
+        return Loss(2 * loss.total, loss.weight, loss.metrics)
+
+    def after_step(self, run: Any, result: Any) -> None:
+        self.notes.append(("after_step", run.steps_done, round(run.epoch, 3), result.loss))
+        run.log("rank", run.rank, weight=run.rank)
+        if run.rank == run.world_size - 1:
+            run.log("late", run.steps_done)
+
+    def after_eval(self, run: Any, metrics: Any) -> None:
+        self.notes.append(("after_eval", run.steps_done, metrics["loss"]))
+        run.log("twice", 2.0)
+
+
+class Counter:
+    """A callback with state."""
+
+    def __init__(self, stop_at: int | None = None, rank: int = 0) -> None:
+        self.count = 0
+        self.stop_at = stop_at
+        self.rank = rank
+
+    def after_step(self, run: Any, result: Any) -> None:
+        self.count += 1
+        if run.steps_done == self.stop_at and run.rank == self.rank:
+            run.stop("seen enough")
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count = state["count"]
+
+
+def hooked(world: Any, store: Any, values: dict[str, Any], *callbacks: Any) -> Any:
+    """A job: train with callbacks. Return the task's notes, the callbacks and the summary."""
+    task = Hooked()
+    with open_watched(world, store, values) as builder:
+        builder.callbacks += callbacks
+        summary = loop.fit(task, builder)
+        return task.notes, callbacks, summary
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_each_hook_is_called_on_every_rank_with_the_same_facts(pool: Pool, tmp_path: Path, world: int) -> None:
+    found = pool.run(hooked, BASE | {"run_dir": str(tmp_path)}, world=world)
+    history = read_history(tmp_path)
+    for rank, (notes, _, _) in enumerate(found):
+        assert notes[0] == ("before_training", 0, rank, world, rank == 0)
+        assert [note[:2] for note in notes[1:]] == [
+            ("after_step", 1),
+            ("after_step", 2),
+            ("after_eval", 2),
+            ("after_step", 3),
+            ("after_step", 4),
+            ("after_eval", 4),
+        ]
+        # The result's loss is that of the log; the hook before the backward has doubled it.
+        losses = [note[3] for note in notes if note[0] == "after_step"]
+        assert losses == pytest.approx([record["loss"] for record in history])
+
+    # Sums and weights were added over the ranks; rank 0 has weight 0 here.
+    assert history[0]["metrics"].get("rank") == (1 if world == 2 else None)
+    assert [record["metrics"]["late"] for record in history] == [1, 2, 3, 4]
+    assert [record["eval"] is not None for record in history] == [False, True, False, True]
+    assert history[3]["eval"]["loss"] == found[0][0][-1][2]
+    assert [record["metrics"].get("twice") for record in history] == [None, None, 2.0, None]  # from step 2
+    (rest,) = [event for event in read_jsonl(tmp_path / "events.jsonl") if event["event"] == "metrics"]
+    assert rest["metrics"] == {"twice": 2.0}
+
+
+def test_a_stop_of_one_rank_holds_for_all_and_survives_a_resume(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"steps": 9, "evaluate.every": None, "checkpoint.every": 1}
+    whole = pool.run(hooked, values | {"run_dir": str(tmp_path / "whole")}, Counter(3, rank=1), world=2)
+    for _, (counter,), summary in whole:
+        # The request travels in the control word of step 4.
+        assert (counter.count, summary["step"], summary["stopped"]) == (4, 4, "seen enough")
+
+    # Ended after step 3, with the request on its way; then on another number of ranks, without the condition.
+    halves = values | {"run_dir": str(tmp_path / "halves")}
+    pool.run(hooked, halves | {"steps": 3}, Counter(3, rank=1), world=2)
+    ((_, (counter,), summary),) = pool.run(hooked, halves | {"resume": "auto"}, Counter(), world=1)
+    assert (counter.count, summary["step"], summary["stopped"]) == (4, 4, "seen enough")
+
+    # It stays stopped, until it gets another number of steps.
+    ((_, (counter,), summary),) = pool.run(hooked, halves | {"resume": "auto"}, Counter(), world=1)
+    assert (counter.count, summary["step"], summary["stopped"]) == (4, 4, "seen enough")
+    ((_, (counter,), summary),) = pool.run(hooked, halves | {"resume": "auto", "steps": 6}, Counter(), world=1)
+    assert (counter.count, summary["step"]) == (6, 6)
+
+
+class Saves(Hooked):
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.steps_done == 2 and run.rank == 1:
+            run.save()
+
+
+def test_a_save_of_one_rank_is_made_by_all(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": None, "checkpoint.at_end": False}
+    pool.run(fit, Saves(), values, world=2)
+    assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000003"]
+
+
+class OldHook(Hooked):
+    def after_step(self, model: Any, step: Any) -> None:
+        raise AssertionError
+
+
+class Raises(Hooked):
+    def after_eval(self, run: Any, metrics: Any) -> None:
+        if run.rank == 1:
+            raise ValueError("no luck")
+
+
+def test_what_is_wrong_with_a_hook_is_said_in_words(pool: Pool) -> None:
+    errors = pool.errors(fit, OldHook(), BASE, world=1)
+    assert_user_errors(errors, "OldHook.after_step(model, step)", "def after_step(self, run, result)", "run.model")
+    assert_user_errors(pool.errors(hooked, BASE, Counter, world=1), "Counter is a class", "pass Counter(...)")
+    assert_user_errors(pool.errors(hooked, BASE, object(), world=1), "has none of the hooks", "after_step")
+
+
+class Misnamed(Hooked):
+    def after_step(self, run: Any, result: Any) -> None:
+        run.log("loss", 1.0)
+
+
+def test_a_metric_must_not_be_called_loss(pool: Pool) -> None:
+    assert_user_errors(pool.errors(fit, Misnamed(), BASE, world=1), "run.log('loss', ...)")
+
+
+def test_a_hook_that_raises_names_itself_its_rank_and_its_step(pool: Pool) -> None:
+    errors = pool.errors(fit, Raises(), BASE, world=2)
+    (error,) = [error for error in errors if isinstance(error, ValueError)]
+    assert error.__notes__[0] == "raised in Raises.after_eval() on rank 1, at step 2"
