@@ -67,7 +67,8 @@ from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, open_run_dir, write_head
 from lockstep.observe.sinks import JsonlSink, read_jsonl
 from lockstep.optim.bf16_masters import MasterWeights
-from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, rebind
+from lockstep.optim.groups import apply_groups
+from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, as_list, check_kind, rebind
 from lockstep.optim.registry import build_optimizers
 from lockstep.optim.user_scheduler import SchedulerRate, check_schedulers_passed, make_learning_rate
 from lockstep.parallel.apply import apply
@@ -335,6 +336,9 @@ class RunBuilder:
             run.stop_if_no_improvement()
         if resumed:
             run.resume_stop(resumed)
+        elif setup.average:
+            # A custom loop may have loaded weights since `run.setup`.
+            setup.average.restart(setup.average.averages)
         checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
         if config.profile.count:
             run.profiled = ProfiledSteps(run)
@@ -590,12 +594,18 @@ def _wrap_optimizers(
     user_optimizers: Any, model: nn.Module, config: RunConfig, precision: Precision, runtime: Runtime
 ) -> Optimizers:
     """Return the task's optimizers, or their replacements by the setting `optimizer`, as one `Optimizers` object."""
-    optimizers = build_optimizers(config, user_optimizers)
+    for optimizer in as_list(user_optimizers):
+        check_kind(optimizer)
+
+    optimizers = build_optimizers(config, user_optimizers, model)
+    group_line = apply_groups(config.optim.groups, as_list(optimizers), model)
 
     # FSDP shards the parameters, and the optimizer state with them. zero1 shards only the optimizer state.
     shards_only_state = config.strategy_record.shards_optimizer and not config.strategy_record.shards_parameters
     sharded = shards_only_state and not runtime.world.alone
     wrapped = ShardedOptimizers(optimizers, model, runtime) if sharded else Optimizers(optimizers, model)
+
+    wrapped.group_line = group_line
 
     # Parameters stored in bfloat16 are updated through float32 copies.
     if precision.rounding:
