@@ -48,7 +48,7 @@ SAMPLED: dict[str, tuple[int, ...]] = {
     "ranks/test_no_gradient.py::test_a_loss_that_reaches_no_parameter_is_refused": (0, 3, 4, 6, 7, 11, 12, 15, 18, 19),
     "ranks/test_optimizers_by_name.py::test_char_lm_learns_as_with_adamw": (),
     "ranks/test_optimizers_by_name.py::test_its_state_is_resharded": (2, 3),
-    "ranks/test_optimizers_by_name.py::test_the_same_parameters_on_any_number_of_ranks": (1, 3, 8, 10),
+    "ranks/test_optimizers_by_name.py::test_the_same_parameters_on_any_number_of_ranks": (1, 3, 8, 10, 13, 15),
     "ranks/test_own_schedulers.py::test_a_resumed_run_goes_on_with_the_schedulers_state": (0, 2, 3),
     "ranks/test_own_schedulers.py::test_a_scheduler_does_what_it_does_in_plain_pytorch": (0, 3, 4, 7, 8),
     "ranks/test_own_schedulers.py::test_the_rates_are_the_same_under_every_strategy": (0, 1, 3),

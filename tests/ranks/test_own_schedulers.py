@@ -213,6 +213,48 @@ def test_a_resumed_run_goes_on_with_the_schedulers_state(pool: Pool, tmp_path: P
     assert_same(pool.run(fit_with, task, values, world=1), expected[at:])
 
 
+EVERY_KIND: dict[str, Callable[[Any], Any]] = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, [lambda step: 0.9**step, lambda step: 1 / (1 + step)]),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, [lambda step: 0.9, lambda step: 0.8]),
+    "StepLR": SCHEDULERS["step of 3"],
+    "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 5]),
+    "ConstantLR": lambda o: lr_scheduler.ConstantLR(o, 0.5, 3),
+    "LinearLR": lambda o: lr_scheduler.LinearLR(o, 0.1, total_iters=5),
+    "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.8),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, 6, power=2.0),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 4),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=2, T_mult=2),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(o, [0.001, 0.002], [0.05, 0.02], step_size_up=2),
+    "OneCycleLR": SCHEDULERS["one cycle"],
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=2), lr_scheduler.CosineAnnealingWarmRestarts(o, 2)], [2]
+    ),
+    "ChainedScheduler": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ExponentialLR(o, 0.9), lr_scheduler.ConstantLR(o, 0.5, 3)]
+    ),
+}
+
+
+def test_no_scheduler_of_torch_is_missing() -> None:
+    """ReduceLROnPlateau follows evaluations, and has tests of its own below."""
+    assert EVERY_KIND.keys() | {"LRScheduler", "ReduceLROnPlateau"} == set(lr_scheduler.__all__)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", EVERY_KIND)
+def test_every_scheduler_of_torch_resumes_bit_for_bit(pool: Pool, tmp_path: Path, kind: str) -> None:
+    task = Regression(EVERY_KIND[kind])
+    expected = plain_pytorch(task)
+    for world in (1, 2):
+        whole = pool.run(fit_with, task, VALUES, world=world)
+        assert_same(whole, expected)
+        values = VALUES | {"run_dir": str(tmp_path / str(world)), "resume": "auto"}
+        for at in (1, 4, STEPS):
+            parts = pool.run(fit_with, task, values | {"steps": at}, world=world)
+        for name, weight in whole[0].steps[-1].weights.items():
+            assert torch.equal(parts[0].steps[-1].weights[name], weight)
+
+
 def test_another_scheduler_does_not_take_over_the_state(pool: Pool, tmp_path: Path) -> None:
     values = VALUES | {"run_dir": str(tmp_path / "run"), "resume": "auto"}
     pool.run(fit_with, Regression(SCHEDULERS["step of 3"]), values | {"steps": 3}, world=1)
@@ -358,7 +400,7 @@ def test_a_plateau_moves_once_in_a_step(pool: Pool, tmp_path: Path) -> None:
 
     values["run_dir"] = str(tmp_path / "named")
     assert pool.run(loop_that_evaluates_twice, False, values, world=1)[0] == [1, 1, 1, 1]
-    assert "decides" not in (tmp_path / "named" / "events.jsonl").read_text()
+    assert "a second time" not in (tmp_path / "named" / "events.jsonl").read_text()
 
 
 def loop_that_evaluates_around_steps(world: World, store: Any, values: dict[str, Any]) -> list[float]:

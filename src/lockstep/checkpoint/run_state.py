@@ -231,6 +231,7 @@ class RunState:
         """
         self._restore_model(reader, plain_state["model"])
         changed = self._optimizer_states.restore(plain_state["optimizers"], reader)
+        self.optimizers.use_training_weights()
         self.stepper.load_state_dict(unpack(plain_state["stepper"], reader.read, self._device))
         states = {name: self._read_part(name, state, reader) for name, state in plain_state["parts"].items()}
         self.source.load_state_dict(states.pop("data"))

@@ -67,8 +67,22 @@ def exclusive(settings: Settings) -> Iterator[UserError]:
 # ---- settings that cannot work together ----
 
 
+def _group_rates(settings: Settings) -> Iterator[UserError]:
+    # lr.peak scales all groups together, so it would change the rate that a rule sets.
+    for groups in _on(settings, "optim.groups"):
+        for peak in _on(settings, "lr.peak"):
+            rates = [rule for rule in groups.value if isinstance(rule, Mapping) and "lr" in rule]
+            if rates:
+                yield UserError(
+                    f"{peak} cannot be combined with lr in optim.groups",
+                    f"{rates[0].get('match')} has lr={rates[0]['lr']}, and lr.peak scales the rates of all groups",
+                    "set lr_scale in the rule: a factor on the rate that its parameters would have",
+                )
+
+
 def conflicts(settings: Settings) -> Iterator[UserError]:
     for rule in (
+        _group_rates,
         _order,
         _reference_batch,
         _ddp_options,

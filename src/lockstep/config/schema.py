@@ -46,12 +46,33 @@ def _goal(value: Any) -> str:
     return value
 
 
+# Keys of a rule of `optim.groups` that are not options of the optimizer.
+GROUP_KEYS = ("match", "lr", "lr_scale")
+
+
+def _group(value: Any) -> dict[str, Any]:
+    known = isinstance(value, Mapping) and isinstance(value.get("match"), str) and len(value) > 1
+    if not known or ("lr" in value and "lr_scale" in value):
+        raise PydanticCustomError(
+            "group",
+            "Input should have a pattern (match), at least one option, and not both lr and lr_scale",
+        )
+
+    for key in ("lr", "lr_scale"):
+        rate = value.get(key, 0)
+        if isinstance(rate, bool) or not isinstance(rate, int | float) or rate < 0:
+            raise PydanticCustomError("group", "Input should have a number of 0 or more as its lr or lr_scale")
+
+    return dict(value)
+
+
 # These undo YAML's reading of the words `none` and `off` as null and false.
 _NONE = BeforeValidator(lambda value: "none" if value is None else value)
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)
 
 Remat = Annotated[str, BeforeValidator(_remat)]
 Goal = Annotated[str, BeforeValidator(_goal)]
+Group = Annotated[dict[str, Any], BeforeValidator(_group)]
 LoadBalance = Annotated[Literal["none", "auto"] | list[Annotated[float, Field(gt=0)]], _NONE]
 PathText = Annotated[str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, os.PathLike) else value)]
 # Causes (see causes.py) that the check at the start of a run finds, and that a user may intend.
@@ -94,6 +115,14 @@ class LrConfig(Section):
     )
     reference_batch: int | None = _key(
         None, "global batch that lr.peak was tuned for; needed by lr.scaling", example=256, ge=1
+    )
+
+
+class OptimConfig(Section):
+    groups: list[Group] = _key(
+        [],
+        "parameter groups by name, the first match decides: a pattern, lr or lr_scale, and options of the optimizer",
+        example=[{"match": "*.bias", "weight_decay": 0}],
     )
 
 
@@ -193,6 +222,11 @@ class DataConfig(Section):
     )
     sharding: Literal["stride", "own"] = _key(
         "stride", "how an iterable dataset is sharded; stride: by Lockstep; own: by the dataset itself"
+    )
+    resume: Literal["state", "reread"] = _key(
+        "state",
+        "how a stream resumes; state: by its state_dict, and without one its epoch begins again; reread: the epoch is "
+        "read again up to the position",
     )
 
 
@@ -430,6 +464,7 @@ class RunConfig(Section):
 
     # Sections, and the options of the task, which only the task can check.
     lr: LrConfig = LrConfig()
+    optim: OptimConfig = OptimConfig()
     clip: ClipConfig = ClipConfig()
     nonfinite: NonfiniteConfig = NonfiniteConfig()
     spike: SpikeConfig = SpikeConfig()

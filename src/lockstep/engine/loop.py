@@ -80,7 +80,9 @@ class Training:
     def step(self, batches: StepBatches) -> None:
         """Train one global step, and do what is due after it."""
         run = self.run
-        batches.micro_batches = run.hooks.around_batches(batches.micro_batches)
+        if run.hooks.follow_batches:
+            batches.micro_batches = run.hooks.around_batches(batches.micro_batches)
+
         result = run.stepper.step(batches, self._loss)
         run.end_step(batches, result)
 
@@ -102,7 +104,11 @@ class Training:
         if evaluates and not config.checkpoint.best:
             self._evaluate()
 
-        return self.run.close(_show(self.task, self.run))
+        # On all ranks, even if only rank 0 calls `show`: changing the weights may be collective.
+        with self.run.evaluation_weights():
+            text = _show(self.task, self.run)
+
+        return self.run.close(text)
 
     def _evaluate(self) -> None:
         self.run.evaluate(self._eval_sets, may_preempt=True)

@@ -90,6 +90,13 @@ class OwnRun(BuiltRunView):
         module = setup.driver.module
         wrapped_models = several.called_by(module) if several else iter([module])
         replaced = {id(model): wrapped for model, wrapped in zip(models, wrapped_models, strict=True)}
+        if len(optimizers) != len(setup.optimizers.all):
+            raise UserError(
+                f"optimizer={self._builder.config.optimizer} makes two optimizers of one",
+                "a custom loop names the optimizers that it steps",
+                "make both in your script: muon, adamw = torch.optim.Muon(...), torch.optim.AdamW(...); "
+                "step.apply(muon, adamw)",
+            )
         replaced |= {id(own): new for own, new in zip(optimizers, setup.optimizers.all, strict=True)}
         return tuple(replaced.get(id(part), part) for part in parts)
 
@@ -160,7 +167,9 @@ class OwnRun(BuiltRunView):
         # `close` finds it True if the user's code left the loop with `break`.
         self._in_loop = True
         for batches in run.step_batches():
-            batches.micro_batches = run.hooks.around_batches(batches.micro_batches)
+            if run.hooks.follow_batches:
+                batches.micro_batches = run.hooks.around_batches(batches.micro_batches)
+
             step = OwnStep(run, batches, gradients, passes)
             try:
                 yield step
@@ -351,7 +360,10 @@ class OwnStep:
 
         # Autocast is on in the body of the loop, but must be off in the backward.
         with use_engine(TORCH_ENGINE), full_precision(self._run.stepper.context.precision):
-            loss = self._run.hooks.before_backward(Loss(loss_sum, weight, metrics))
+            loss = Loss(loss_sum, weight, metrics)
+            if self._run.hooks.follow_losses:
+                loss = self._run.hooks.before_backward(loss)
+
             self._driver.backward(loss, self._progress)
 
         self._gradients.note()

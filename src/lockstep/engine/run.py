@@ -284,7 +284,9 @@ class Run:
 
         `evaluation_due`: the evaluation of this step was interrupted, so the resumed run must evaluate first.
         """
-        self.write_line_if_due()
+        if self._line_due:
+            self.write_line_if_due()
+
         steps_done = self.stepper.counters.steps_done
         save_due = self.checkpoints.due(steps_done, self._save_agreed or self._preempt_agreed)
 
@@ -351,7 +353,9 @@ class Run:
         stop = self._agree_before_save()
         interval = self.recorder.interval_state(self.stepper.sums)
         loop = LoopState(evaluation_due, interval, self.seconds, self.early_stop.state_dict(), stop)
-        self.checkpoints.save(self.stepper.counters.steps_done, loop, metrics)
+        # The weights are copied at once; only the optimizers' state is copied later.
+        with self.evaluation_weights():
+            self.checkpoints.save(self.stepper.counters.steps_done, loop, metrics)
 
     def _agree_before_save(self) -> dict[str, Any] | None:
         """Make all ranks know the metrics' names, and return the stop that the user's code requested. Collective."""
@@ -398,7 +402,7 @@ class Run:
         evaluations = []
 
         # The data may be the training dataset, which worker processes read too.
-        with self.source.reading_here(), self._averaged_weights(), self.whole_batches():
+        with self.source.reading_here(), self.evaluation_weights(), self._averaged_weights(), self.whole_batches():
             for chosen in sets:
                 evaluation = self.model_setup.evaluator.evaluate(
                     chosen, self.evaluation_batch(), self.stepper.counters.steps_done, may_preempt
@@ -455,6 +459,10 @@ class Run:
             yield
         finally:
             self.batches_are_whole = False
+
+    def evaluation_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the weights that its optimizers evaluate and save."""
+        return self.model_setup.optimizers.evaluation_weights(self.driver.drop_gathered)
 
     def _averaged_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the model has its averages as weights, if there are any."""
@@ -521,7 +529,8 @@ class Run:
         # Gathering sharded parameters is collective: all ranks take part, and only rank 0 gets the result.
         self.driver.sync_buffers()
         self.best = self.runtime.collectives.run_on_rank0(self._best_for_summary)
-        self._save_weights("model.safetensors")
+        with self.evaluation_weights():
+            self._save_weights("model.safetensors")
         if self.model_setup.average:
             with self._averaged_weights():
                 self._save_weights("ema.safetensors", ema=True)
@@ -556,7 +565,8 @@ class Run:
         self.runtime.heartbeat.beat("end")
         self.recorder.write_rest(self.stepper.sums, self.stepper.counters.steps_done)
 
-        # Return the model and the optimizers to the user without our hooks.
+        # Return the model and the optimizers to the user without our hooks, and with the weights to use from now on.
+        self.model_setup.optimizers.use_evaluation_weights(self.driver.drop_gathered)
         self.model_setup.optimizers.release()
         self.stepper.learning_rate.release()
         release_captures(self.driver.model)

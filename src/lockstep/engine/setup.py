@@ -28,7 +28,7 @@ from lockstep.checkpoint.run_state import Part, RunState
 from lockstep.checkpoint.state_tree import frozen_names
 from lockstep.checkpoint.storage import committed, delete_leftovers, open_storage
 from lockstep.config import Resolved, RunConfig
-from lockstep.data.from_loader import Collate, take_loader
+from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import open_source
@@ -67,7 +67,8 @@ from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, open_run_dir, write_head
 from lockstep.observe.sinks import JsonlSink, read_jsonl
 from lockstep.optim.bf16_masters import MasterWeights
-from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, rebind
+from lockstep.optim.groups import apply_groups
+from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, as_list, check_kind, rebind
 from lockstep.optim.registry import build_optimizers
 from lockstep.optim.user_scheduler import SchedulerRate, check_schedulers_passed, make_learning_rate
 from lockstep.parallel.apply import apply
@@ -279,18 +280,18 @@ class RunBuilder:
         with preserve_rng(runtime.device):
             runtime.suit_threads(driver.model, plan.micro_batch, source.largest_input)
 
-        data_line = _attach_source(source, driver, plan, config, runtime)
+        _attach_source(source, driver, plan, config, runtime)
         sample_log = self._open_sample_log()
 
         load_balancer = open_load_balancer(config.load_balance, plan, source, driver, runtime, self.recorder.event)
         stepper = self._make_stepper(setup, plan, load_balancer)
 
-        # Banner lines. The driver, the optimizers and a user-defined source may add some.
+        # Banner lines. The driver, the optimizers and the source may add some.
         facts = describe_run(driver.model, config, plan, stepper.learning_rate, self.precision, runtime)
         facts |= driver.facts
         facts |= setup.optimizers.facts
-        if data_line:
-            facts["data"] = data_line
+        if source.about:
+            facts["data"] = source.about
         if loader_line:
             facts["DataLoader"] = loader_line
 
@@ -335,6 +336,9 @@ class RunBuilder:
             run.stop_if_no_improvement()
         if resumed:
             run.resume_stop(resumed)
+        elif setup.average:
+            # A custom loop may have loaded weights since `run.setup`.
+            setup.average.restart(setup.average.averages)
         checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
         if config.profile.count:
             run.profiled = ProfiledSteps(run)
@@ -384,7 +388,7 @@ class RunBuilder:
 
     def _take_loader(self, data: Any, collate: Collate) -> tuple[Any, Collate, str | None]:
         """Return (data, collate, banner line). A DataLoader is replaced by its parts; other data has no line."""
-        if not isinstance(data, DataLoader):
+        if not isinstance(data, DataLoader) or is_stateful_stream(data):
             return data, collate, None
 
         taken = take_loader(data, collate)
@@ -424,6 +428,8 @@ class RunBuilder:
             collective_forwards=role.collective_forwards,
             exact=config.exact,
             watches_dataset=config.checks.first_batch,
+            gather=self.runtime.collectives.gather_json,
+            log_event=self.recorder.event,
         )
         source = open_source(data, collate, options)
         self._on_failure.callback(source.close)
@@ -588,12 +594,18 @@ def _wrap_optimizers(
     user_optimizers: Any, model: nn.Module, config: RunConfig, precision: Precision, runtime: Runtime
 ) -> Optimizers:
     """Return the task's optimizers, or their replacements by the setting `optimizer`, as one `Optimizers` object."""
-    optimizers = build_optimizers(config, user_optimizers)
+    for optimizer in as_list(user_optimizers):
+        check_kind(optimizer)
+
+    optimizers = build_optimizers(config, user_optimizers, model)
+    group_line = apply_groups(config.optim.groups, as_list(optimizers), model)
 
     # FSDP shards the parameters, and the optimizer state with them. zero1 shards only the optimizer state.
     shards_only_state = config.strategy_record.shards_optimizer and not config.strategy_record.shards_parameters
     sharded = shards_only_state and not runtime.world.alone
     wrapped = ShardedOptimizers(optimizers, model, runtime) if sharded else Optimizers(optimizers, model)
+
+    wrapped.group_line = group_line
 
     # Parameters stored in bfloat16 are updated through float32 copies.
     if precision.rounding:
@@ -609,8 +621,7 @@ def _last_log_line(run_dir: Path, steps_done: int) -> dict[str, Any]:
     return next((line for line in reversed(lines) if line["step"] <= steps_done), {})
 
 
-def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunConfig, runtime: Runtime) -> str | None:
-    """Attach the source, and return its line about the data for the banner, or None."""
+def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunConfig, runtime: Runtime) -> None:
     role = driver.role
     calls_model = type(source).attach is not BatchSource.attach
     if calls_model and not role.runs_whole_model:
@@ -620,7 +631,7 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
             "set strategy=ddp or strategy=fsdp",
         )
 
-    return source.attach(
+    source.attach(
         SourceContext(
             model=driver.model,
             device=runtime.device,

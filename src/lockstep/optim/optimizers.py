@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,7 @@ class Optimizers:
         """`optimizers`: an optimizer or a list of them, from the task or from a custom loop."""
         self.all: list[torch.optim.Optimizer] = as_list(optimizers)
         for optimizer in self.all:
-            _check_kind(optimizer)
+            check_kind(optimizer)
 
         _check_coverage(self.parameters(), model)
 
@@ -87,13 +87,47 @@ class Optimizers:
         }
         self._updating = False
         self._hooks: list[Any] = []
+        self.group_line: str | None = None  # about the groups that `optim.groups` made, for the banner
+
+        # Those whose weights to evaluate are not the weights to train with (schedule-free).
+        self._switching: list[Any] = [o for o in self.all if hasattr(o, "train") and hasattr(o, "eval")]
+        for optimizer in self._switching:
+            optimizer.train()
 
     @property
     def facts(self) -> dict[str, str]:
-        """The banner line about optimizers that need full parameters, if there are any."""
+        """The banner lines about optimizers that need full parameters, and about groups by name, if there are any."""
         names = [type(optimizer).__name__ for optimizer in self.all if self._stand_ins.get(id(optimizer))]
         how = "gathers one parameter after another, because its update needs full parameters"
-        return {"optimizer": f"{some_names(list(dict.fromkeys(names)))} {how}"} if names else {}
+        facts = {"optimizer": f"{some_names(list(dict.fromkeys(names)))} {how}"} if names else {}
+        return facts | ({"groups": self.group_line} if self.group_line else {})
+
+    @contextmanager
+    def evaluation_weights(self, before_change: Callable[[], None]) -> Iterator[None]:
+        """Give the model the weights to evaluate and to save for a while: a schedule-free optimizer has others.
+
+        `before_change` drops full parameters gathered from shards. Collective under ZeRO-1.
+        """
+        self.use_evaluation_weights(before_change)
+        try:
+            yield
+        finally:
+            self.use_training_weights(before_change)
+
+    def use_evaluation_weights(self, before_change: Callable[[], None] = lambda: None) -> None:
+        """Give the model the weights to evaluate. See `evaluation_weights`."""
+        self._switch("eval", before_change)
+
+    def use_training_weights(self, before_change: Callable[[], None] = lambda: None) -> None:
+        """Give the model the weights to train with, as after a checkpoint has given it those to evaluate."""
+        self._switch("train", before_change)
+
+    def _switch(self, mode: str, before_change: Callable[[], None]) -> None:
+        if self._switching:
+            before_change()
+            for optimizer in self._switching:
+                getattr(optimizer, mode)()
+            self._after_step()
 
     def refuse_coupled(self, owner: str) -> None:
         """Refuse optimizers whose update of one parameter depends on others: `owner` steps only some of them."""
@@ -130,6 +164,11 @@ class Optimizers:
                 reason = f"its hook on a step ({hook}) would be called for some parameters at a time, as float32 copies"
                 fix = f"{HOOK_FIX}; or set precision=bf16, which stores parameters in float32"
                 raise _cannot_step(optimizer, "parameters are stored in bfloat16", reason, fix)
+
+        if self._switching:
+            reason = "it gives the model other weights to train with than to evaluate, and float32 copies have neither"
+            fix = "set precision=bf16, which stores parameters in float32; or optimizer=adamw"
+            raise _cannot_step(self._switching[0], "parameters are stored in bfloat16", reason, fix)
 
         self.masters = masters
         self.divides_gradients = True
@@ -291,7 +330,7 @@ def rebind(optimizers: Any, before: dict[str, nn.Parameter], now: dict[str, nn.P
             group["params"] = [replaced.get(id(p), p) for p in group["params"]]
 
 
-def _check_kind(optimizer: Any) -> None:
+def check_kind(optimizer: Any) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"optimizer() must return an optimizer; it returned a {type(optimizer).__name__}",

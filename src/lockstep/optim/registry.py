@@ -15,6 +15,7 @@ from lockstep.errors import UserError, unknown_name
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 # The name of the task's own optimizer.
 OWN = "task"
@@ -33,6 +34,8 @@ class OptimizerKind:
     classes: tuple[str, ...] = ()
     # Whether its state is per row of a parameter: tensor parallelism may shard rows.
     needs_full_rows: bool = False
+    # Whether it updates only matrices. All other parameters, and embeddings, then get the optimizer `others`.
+    others: str | None = None
     # Further arguments of its constructor.
     arguments: dict[str, Any] = field(default_factory=dict)
 
@@ -71,6 +74,23 @@ OPTIMIZERS = {
         classes=("Adafactor",),
         needs_full_rows=True,
     ),
+    "muon": OptimizerKind(
+        "torch.optim:Muon",
+        options=("lr", "weight_decay"),
+        state_bytes=4,
+        about="torch's Muon for matrices, one momentum; AdamW for embeddings and all other parameters",
+        classes=("Muon",),
+        others="adamw",
+        # Updates as large as AdamW's, so that the task's rate and weight decay still fit.
+        arguments={"adjust_lr_fn": "match_rms_adamw"},
+    ),
+    "schedule_free": OptimizerKind(
+        "lockstep.optim.schedule_free:AdamWScheduleFree",
+        options=("lr", "betas", "eps", "weight_decay"),
+        state_bytes=12,
+        about="schedule-free AdamW, whose average of the weights is evaluated and saved",
+        classes=("AdamWScheduleFree",),
+    ),
 }
 
 NAMES = (OWN, *OPTIMIZERS)
@@ -93,10 +113,11 @@ def state_copies(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> flo
     return float(bool(group.get("momentum")))
 
 
-def build_optimizers(config: RunConfig, optimizers: Any) -> Any:
+def build_optimizers(config: RunConfig, optimizers: Any, model: nn.Module | None = None) -> Any:
     """Return the task's own `optimizers`, or replacements by the setting `optimizer` with the same groups.
 
     `optimizers` is an optimizer or a list of them. Anything else is returned unchanged; `Optimizers` refuses it.
+    `model` tells which matrices are embeddings.
     """
     import torch
 
@@ -143,9 +164,47 @@ def build_optimizers(config: RunConfig, optimizers: Any) -> Any:
                 f"return the negative loss, without maximize; or set optimizer={OWN}",
             )
 
-        # The same parameter groups, with the options that the new optimizer takes over.
-        keys = ("params", *kind.options)
-        groups = [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
-        built.append(resolve_name(kind.path)(groups, **kind.arguments))
+        if kind.others is None:
+            built.append(_make(kind, optimizer.param_groups))
+        else:
+            built += _make_both(kind, OPTIMIZERS[kind.others], optimizer.param_groups, model)
 
     return built
+
+
+def _make(kind: OptimizerKind, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return an optimizer with the same parameter groups, and the options that it takes over."""
+    keys = ("params", *kind.options)
+    return resolve_name(kind.path)(
+        [{key: group[key] for key in keys if key in group} for group in groups], **kind.arguments
+    )
+
+
+def _make_both(
+    kind: OptimizerKind, others: OptimizerKind, groups: list[dict[str, Any]], model: nn.Module | None
+) -> list[torch.optim.Optimizer]:
+    """Return an optimizer for the matrices of these groups, and one for all other parameters, if there are any."""
+    from torch import nn
+
+    modules = model.modules() if model is not None else ()
+    embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+
+    def part(of_matrices: bool) -> list[dict[str, Any]]:
+        parts = [
+            {
+                **group,
+                "params": [p for p in group["params"] if (p.dim() == 2 and id(p) not in embeddings) == of_matrices],
+            }
+            for group in groups
+        ]
+        return [group for group in parts if group["params"]]
+
+    matrices, rest = part(True), part(False)
+    if not matrices:
+        raise UserError(
+            "the model has no matrices besides embeddings, and optimizer=muon updates only matrices",
+            "",
+            "set optimizer=adamw",
+        )
+
+    return [_make(kind, matrices), *([_make(others, rest)] if rest else [])]

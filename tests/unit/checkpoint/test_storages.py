@@ -185,6 +185,7 @@ def test_what_stays():
         assert steps_to_delete(unclear, Retention(last=1, best="loss", mode=mode)) == [20]
 
 
+@pytest.mark.slow
 @given(
     steps=st.sets(st.integers(0, 100)),
     last=st.integers(1, 5),

@@ -1,5 +1,6 @@
 """What holds for any values: saving, dotted keys, merging."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +16,7 @@ leaves = scalars | tricky | st.lists(scalars | tricky, max_size=3)
 trees = st.dictionaries(words, st.recursive(leaves, lambda t: st.dictionaries(words, t, max_size=3), max_leaves=8))
 
 
+@pytest.mark.slow
 @settings(deadline=None, database=None)
 @given(trees)
 def test_saved_yaml_reads_back_equal(task):

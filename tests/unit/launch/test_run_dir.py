@@ -149,13 +149,13 @@ def test_a_resumed_run_takes_over_what_was_typed_for_it(tmp_path, capfd):
     config = "steps: 300\nseed: 7\nlr: {peak: 0.5}\ntask: {width: 16}\nrun_dir: runs/x\nglobal_batch: 8\n"
     typed = {"steps": "command line", "lr.peak": "file a.yaml", "task.width": "run runs/w", "run_dir": "command line"}
     run = stored_run(tmp_path, config, typed | {"seed": "default", "global_batch": "task default"})
-    ((source, values),) = api._stored_layer(str(run), [("command line", {"steps": 400})])
+    ((source, values),) = api.stored_layer(str(run), [("command line", {"steps": 400})])
     assert values == {"steps": 300, "lr.peak": 0.5, "task.width": 16}
     assert capfd.readouterr().err == f"lockstep: taken over from {run}: lr.peak=0.5 task.width=16\n"
     resolved = resolve([(source, values), ("command line", {"steps": 400})])
     assert (resolved.config.steps, resolved.config.lr.peak) == (400, 0.5)
     assert resolved.sources["lr.peak"] == f"run {run}"
-    assert api._stored_layer("auto", []) == []
+    assert api.stored_layer("auto", []) == []
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_settings_of_somebody_elses_run_are_read_with_care(tmp_path, name, how):
         case _:
             path.write_text(BOMB)
     with pytest.raises(UserError, match=f"the file {name} of the run {tmp_path} cannot be read"):
-        api._stored_layer(str(tmp_path), [])
+        api.stored_layer(str(tmp_path), [])
     if name == "config.yaml":
         with pytest.raises(UserError, match="cannot be read"):
             api.resize(tmp_path, 2)
@@ -254,7 +254,7 @@ def test_settings_of_somebody_elses_run_are_read_with_care(tmp_path, name, how):
 
 def test_sources_of_any_type_and_a_plan_without_samples_are_no_accident(tmp_path):
     run = stored_run(tmp_path, "steps: 3\n", {"steps": 3})
-    assert api._stored_layer(str(run), []) == []
+    assert api.stored_layer(str(run), []) == []
     (run / "plan.json").write_text("{}")
     with pytest.raises(UserError, match="no launcher"):
         api.resize(run, 2)
@@ -262,7 +262,7 @@ def test_sources_of_any_type_and_a_plan_without_samples_are_no_accident(tmp_path
 
 def test_settings_that_are_taken_over_cannot_steer_the_terminal(tmp_path, capfd):
     run = stored_run(tmp_path, 'task: {text: "\\e]0;evil\\a"}\n', {"task.text": "command line"})
-    ((_, values),) = api._stored_layer(str(run), [])
+    ((_, values),) = api.stored_layer(str(run), [])
     assert values == {"task.text": "\x1b]0;evil\x07"}
     assert r"task.text=\x1b]0;evil\x07" in capfd.readouterr().err
 

@@ -6,7 +6,7 @@ Hooks are found once, at the start. A run without any pays for an empty list.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -47,15 +47,11 @@ class Hooks:
         self._after_step = found["after_step"]
         self._after_eval = found["after_eval"]
 
-    @property
-    def follow_steps(self) -> bool:
-        """Whether `after_step` calls anything."""
-        return bool(self._after_step)
-
-    @property
-    def follow_evaluations(self) -> bool:
-        """Whether `after_eval` calls anything."""
-        return bool(self._after_eval)
+        # Read in every step. A run without hooks makes no call for them.
+        self.follow_batches = bool(self._before_batch)
+        self.follow_losses = bool(self._before_backward)
+        self.follow_steps = bool(self._after_step)
+        self.follow_evaluations = bool(self._after_eval)
 
     def named_callbacks(self) -> list[tuple[str, Any]]:
         """Return the callbacks with the names under which checkpoints hold their state."""
@@ -73,11 +69,8 @@ class Hooks:
             with self._named(hook):
                 hook.call(self._view)
 
-    def around_batches(self, batches: Any) -> Any:
-        """Return the micro-batches, each after the calls of `before_batch`."""
-        return self._call_before_each(batches) if self._before_batch else batches
-
-    def _call_before_each(self, batches: Any) -> Iterator[MicroBatch]:
+    def around_batches(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches, each after the calls of `before_batch`."""
         for micro in batches:
             for hook in self._before_batch:
                 with self._named(hook):
