@@ -621,6 +621,16 @@ DATA = {
     ),
     "no samples": Row({}, "the dataset has no samples", "no samples", "check the path", Asked(samples=[])),
     "shards of its own": Row({"data.sharding": "own"}, "sharding=own cannot", "for a stream", "leave data.sharding"),
+    "rereading no stream": Row(
+        {"data.resume": "reread"}, "reread cannot", "it is for streams", "leave data.resume out"
+    ),
+    "rereading its own shards": Row(
+        {"data.resume": "reread", "data.sharding": "own"},
+        "sharding=own cannot be used with a stream that resumes exactly",
+        "a different position on each rank",
+        "leave data.sharding out",
+        Asked(samples=Stream()),
+    ),
     "speeds of a stream": Row(
         {"load_balance": "auto", "micro_batch": 1},
         "load_balance cannot be used with data from a StreamSource",

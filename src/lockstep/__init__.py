@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from lockstep.config import RunConfig as RunConfig
     from lockstep.data.samplers import Mixture as Mixture
     from lockstep.data.samplers import Sampled as Sampled
+    from lockstep.data.streams.shards import Shards as Shards
+    from lockstep.data.streams.shards import read_jsonl as read_jsonl
+    from lockstep.data.streams.shards import read_lines as read_lines
+    from lockstep.data.streams.shards import read_tar as read_tar
     from lockstep.errors import ConfigError as ConfigError
     from lockstep.errors import UserError as UserError
     from lockstep.losses import linear_cross_entropy as linear_cross_entropy
@@ -38,6 +42,10 @@ _HOMES = {
     "start": "api",
     "Mixture": "data.samplers",
     "Sampled": "data.samplers",
+    "Shards": "data.streams.shards",
+    "read_jsonl": "data.streams.shards",
+    "read_lines": "data.streams.shards",
+    "read_tar": "data.streams.shards",
     "ConfigError": "errors",
     "UserError": "errors",
     "linear_cross_entropy": "losses",

@@ -171,17 +171,19 @@ class BatchSource(ABC):
 
     # ---- optional, for any source ----
 
+    # A line about the data for the banner, or None; `attach` may set it.
+    about: str | None = None
+
     # Whether `skip` works: `policy=rewind` needs it. `skipped_spans` then holds all spans that were skipped.
     can_skip: bool = False
     skipped_spans: Sequence[tuple[int, int]] = ()
 
-    def attach(self, context: SourceContext) -> str | None:
-        """Prepare to make batches by calling the model (a rollout). Return a line about the data for the banner.
+    def attach(self, context: SourceContext) -> None:  # noqa: B027
+        """Prepare to make batches by calling the model (a rollout).
 
         It is called before the first step, and before the state is restored. A pipeline refuses a source that
         overrides it, because no rank there holds the full model.
         """
-        return None
 
     def close(self) -> None:  # noqa: B027
         """End worker processes and close files. Called after the last step."""

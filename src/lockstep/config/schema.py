@@ -223,6 +223,11 @@ class DataConfig(Section):
     sharding: Literal["stride", "own"] = _key(
         "stride", "how an iterable dataset is sharded; stride: by Lockstep; own: by the dataset itself"
     )
+    resume: Literal["state", "reread"] = _key(
+        "state",
+        "how a stream resumes; state: by its state_dict, and without one its epoch begins again; reread: the epoch is "
+        "read again up to the position",
+    )
 
 
 class DDPConfig(Section):

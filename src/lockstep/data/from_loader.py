@@ -19,6 +19,7 @@ from torch.utils.data import (
 from lockstep.config.schema import typed
 from lockstep.data.loader import is_default_collate
 from lockstep.data.samplers import Sampled
+from lockstep.data.streams.cursor import has_state
 from lockstep.errors import UserError
 
 Collate = Callable[[list[Any]], Any]
@@ -59,6 +60,11 @@ def take_loader(loader: DataLoader, collate: Collate) -> TakenLoader:
         parts.append("collate_fn")
 
     return TakenLoader(data, collate, _settings(loader, shuffle), parts)
+
+
+def is_stateful_stream(data: Any) -> bool:
+    """Return whether it is torchdata's StatefulDataLoader without batches: a stream of samples, with a state."""
+    return isinstance(data, DataLoader) and has_state(data) and data.batch_size is None and data.batch_sampler is None
 
 
 def _settings(loader: DataLoader, shuffle: bool | None) -> dict[str, Any]:

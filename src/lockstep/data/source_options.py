@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from lockstep.config import DataConfig
+from lockstep.runtime.context import EventLogger, log_nothing
 from lockstep.runtime.world import World
+
+
+def _alone(value: Any) -> list[Any]:
+    return [value]
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,13 @@ class SourceOptions:
     collective_forwards: bool = False  # forwards contain collectives: all ranks must run the same number of them
     exact: bool = False
     watches_dataset: bool = True  # a change of the dataset that worker processes do not see is an error
+    gather: Callable[[Any], list[Any]] = _alone  # returns the JSON values of all ranks, by rank; collective
+    log_event: EventLogger = log_nothing
+
+    @property
+    def micro_batches(self) -> int:
+        """The micro-batches of a full global batch, on all ranks together."""
+        return -(-self.global_batch // self.micro_batch)
 
     @property
     def pins_memory(self) -> bool:

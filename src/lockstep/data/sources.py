@@ -2,7 +2,7 @@
 
 The state of a map-style source is one integer, a position in the endless sequence of samples: epoch 0, then epoch 1,
 and so on. Skipped samples (`tail=drop`, `skip`) keep their positions. Spans skipped after a rewind are saved too.
-Streams, which have no position, are in streams.py.
+Streams are in the package streams.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ from lockstep.data.samplers import Sampled, Sampler, make_sampler
 from lockstep.data.samplers.sampler import OrderCache
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.source_options import SourceOptions
-from lockstep.data.streams import StreamSource
+from lockstep.data.streams.cursor import has_state
+from lockstep.data.streams.exact import ExactStreamSource
+from lockstep.data.streams.shards import Shards
+from lockstep.data.streams.strided import StreamSource
 from lockstep.data.windows import Window, micro_slice, next_window, rank_range
 from lockstep.data.worker_copies import WorkerCopies, check_no_connection
 from lockstep.errors import UserError
@@ -59,6 +62,11 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
             f"write class {type(data).__name__}(lockstep.BatchSource)",
         )
 
+    if isinstance(data, Shards):
+        _refuse_balance(data, options.config)
+        _check_not_own(options.config)
+        return ExactStreamSource(data, collate, options)
+
     # A dataset with its own sampler, a plain dataset, or a stream.
     data = bind_sampler(data, options.seed)
     dataset, sampler = (data.dataset, data.sampler) if isinstance(data, Sampled) else (data, None)
@@ -84,7 +92,22 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
         )
 
     _refuse_balance(data, options.config)
+    if options.config.resume == "reread":
+        _check_not_own(options.config)
+        return ExactStreamSource(Shards([dataset]), collate, options)
+    if has_state(dataset) and options.config.sharding == "stride":
+        return ExactStreamSource(Shards([dataset]), collate, options)
+
     return StreamSource(dataset, collate, options)
+
+
+def _check_not_own(config: DataConfig) -> None:
+    if config.sharding == "own":
+        raise UserError(
+            "data.sharding=own cannot be used with a stream that resumes exactly",
+            "a stream that assigns its samples to ranks itself has a different position on each rank",
+            "leave data.sharding out; or leave data.resume out, and return an iterable dataset instead of Shards",
+        )
 
 
 def _refuse_balance(data: Any, config: DataConfig) -> None:
@@ -108,6 +131,13 @@ def _check_readable(data: Any, is_stream: bool, config: DataConfig) -> None:
 
     if config.workers and is_stream:
         check_no_connection(data)
+
+    if config.resume == "reread" and not is_stream:
+        raise UserError(
+            f"data.resume=reread cannot be used with a {type(data).__name__} with __getitem__",
+            "it is for streams; a dataset with __getitem__ resumes at the next sample without reading",
+            "leave data.resume out",
+        )
 
     if config.sharding == "own" and not is_stream:
         raise UserError(

@@ -132,9 +132,9 @@ def _batch(plan: Plan) -> str:
 
 
 def _data(plan: Plan, config: RunConfig) -> str:
-    # The length of a stream is unknown: it has no number of steps per epoch, and no position for an exact resume.
+    # The length of a stream is unknown: it has no number of steps per epoch. This one has no position either.
     if plan.steps_per_epoch is None or plan.samples is None:
-        return f"a stream, {plan.steps} steps; resuming it is approximate"
+        return f"a stream, {plan.steps} steps; without a state_dict, a resumed run repeats its epoch"
 
     # Samples at the end of an epoch that do not fill a step.
     rest = plan.samples % plan.global_batch

@@ -28,7 +28,7 @@ from lockstep.checkpoint.run_state import Part, RunState
 from lockstep.checkpoint.state_tree import frozen_names
 from lockstep.checkpoint.storage import committed, delete_leftovers, open_storage
 from lockstep.config import Resolved, RunConfig
-from lockstep.data.from_loader import Collate, take_loader
+from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import open_source
@@ -280,18 +280,18 @@ class RunBuilder:
         with preserve_rng(runtime.device):
             runtime.suit_threads(driver.model, plan.micro_batch, source.largest_input)
 
-        data_line = _attach_source(source, driver, plan, config, runtime)
+        _attach_source(source, driver, plan, config, runtime)
         sample_log = self._open_sample_log()
 
         load_balancer = open_load_balancer(config.load_balance, plan, source, driver, runtime, self.recorder.event)
         stepper = self._make_stepper(setup, plan, load_balancer)
 
-        # Banner lines. The driver, the optimizers and a user-defined source may add some.
+        # Banner lines. The driver, the optimizers and the source may add some.
         facts = describe_run(driver.model, config, plan, stepper.learning_rate, self.precision, runtime)
         facts |= driver.facts
         facts |= setup.optimizers.facts
-        if data_line:
-            facts["data"] = data_line
+        if source.about:
+            facts["data"] = source.about
         if loader_line:
             facts["DataLoader"] = loader_line
 
@@ -388,7 +388,7 @@ class RunBuilder:
 
     def _take_loader(self, data: Any, collate: Collate) -> tuple[Any, Collate, str | None]:
         """Return (data, collate, banner line). A DataLoader is replaced by its parts; other data has no line."""
-        if not isinstance(data, DataLoader):
+        if not isinstance(data, DataLoader) or is_stateful_stream(data):
             return data, collate, None
 
         taken = take_loader(data, collate)
@@ -428,6 +428,8 @@ class RunBuilder:
             collective_forwards=role.collective_forwards,
             exact=config.exact,
             watches_dataset=config.checks.first_batch,
+            gather=self.runtime.collectives.gather_json,
+            log_event=self.recorder.event,
         )
         source = open_source(data, collate, options)
         self._on_failure.callback(source.close)
@@ -619,8 +621,7 @@ def _last_log_line(run_dir: Path, steps_done: int) -> dict[str, Any]:
     return next((line for line in reversed(lines) if line["step"] <= steps_done), {})
 
 
-def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunConfig, runtime: Runtime) -> str | None:
-    """Attach the source, and return its line about the data for the banner, or None."""
+def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunConfig, runtime: Runtime) -> None:
     role = driver.role
     calls_model = type(source).attach is not BatchSource.attach
     if calls_model and not role.runs_whole_model:
@@ -630,7 +631,7 @@ def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunC
             "set strategy=ddp or strategy=fsdp",
         )
 
-    return source.attach(
+    source.attach(
         SourceContext(
             model=driver.model,
             device=runtime.device,

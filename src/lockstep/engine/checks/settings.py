@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.config import RunConfig, flatten
-from lockstep.data.streams import StreamSource
+from lockstep.data.streams.strided import StreamSource
 from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import RankRole
 from lockstep.plan.plan import Plan

@@ -20,7 +20,7 @@ import torch
 from lockstep.causes import Cause, in_own_loop, named
 from lockstep.config import RunConfig
 from lockstep.data.sources import MapSource
-from lockstep.data.streams import StreamSource
+from lockstep.data.streams.epochs import EpochSource
 from lockstep.engine.start_check import data
 from lockstep.engine.start_check.alone import as_one_rank
 from lockstep.engine.start_check.judge import (
@@ -68,7 +68,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
     if run.config.checks.loss == "off" or (task is None and alone):
         return None
 
-    if not isinstance(source, MapSource | StreamSource):
+    if not isinstance(source, MapSource | EpochSource):
         _note(run, f"a {type(source).__name__} makes its own batches")
         return None
 
@@ -90,7 +90,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
 
         if task is None or not _can_call(run, task):
             return None
-        if isinstance(source, StreamSource):
+        if isinstance(source, EpochSource):
             samples = read_stream_samples(source, count)
 
         # One rank alone may fail to read its samples, and forwards may be collective: either all ranks go on or none.
@@ -101,7 +101,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
 
         cause, measured, reason = _measure_and_judge(run, task, samples)
         # Ranks read different samples of a stream, so their losses cannot be compared.
-        if isinstance(source, StreamSource):
+        if isinstance(source, EpochSource):
             measured = None
 
     return _combine_ranks(run, cause, measured, reason)

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lockstep.checkpoint.state_tree import digest
 from lockstep.data.loader import Request
 from lockstep.data.sources import MapSource
-from lockstep.data.streams import StreamSource
+from lockstep.data.streams.epochs import EpochSource
 
 Array = Tensor | np.ndarray
 
@@ -68,7 +68,7 @@ class Samples:
         return sorted(range(self.count), key=lambda position: _size(self._samples[position]))
 
 
-def read_stream_samples(source: StreamSource, count: int) -> Samples | None:
+def read_stream_samples(source: EpochSource, count: int) -> Samples | None:
     """Return the first samples of this rank's first micro-batch, or None if it cannot be read.
 
     A stream cannot be read twice, so training uses the same micro-batch afterwards.

@@ -88,8 +88,8 @@ class Rollouts(BatchSource):
         # For each cohort of this rank, which of its environments are in each minibatch of the update; see `assign`.
         self._assigned: list[Tensor] = []
 
-    def attach(self, context: SourceContext) -> str:
-        """Make this rank's environments. Returns a line about the data."""
+    def attach(self, context: SourceContext) -> None:
+        """Make this rank's environments."""
         if context.collective_forwards and context.global_batch % (context.micro_batch * context.ranks):
             raise UserError(
                 f"global_batch={context.global_batch} gives {context.ranks} ranks different numbers of micro-batches",
@@ -115,7 +115,7 @@ class Rollouts(BatchSource):
         # For each cohort of all ranks the sum and the weight of the KL divergence in this epoch.
         count = -(-context.global_batch // context.micro_batch)
         self.kl = torch.zeros(count, 2, dtype=torch.float64, device=context.device)
-        return (
+        self.about = (
             f"rollouts of {self.options.rollout} days in {self.environments} environments, up to "
             f"{context.micro_batch * self.options.minibatches} at a time; at most {self.options.steps} steps from each"
         )

@@ -1,8 +1,7 @@
-"""Batch sources over streams: every rank and every worker process reads its own shard of an iterable dataset."""
+"""Streams without a state: every rank and every worker process reads its own shard of an iterable dataset."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -11,12 +10,13 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lockstep.data.loader import collate_samples, is_default_collate, is_empty, pin, start_loader, to_device
-from lockstep.data.sample_errors import WorkerError, batch_to_send, check_sendable, name_samples
+from lockstep.data.loader import collate_samples, is_default_collate, pin, start_loader, to_device
+from lockstep.data.sample_errors import WorkerError, batch_to_send, name_samples
 from lockstep.data.source_options import SourceOptions
+from lockstep.data.streams.epochs import EpochSource, comparable_copy
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
-from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
+from lockstep.task import MicroBatch
 
 
 class _Item(NamedTuple):
@@ -27,18 +27,14 @@ class _Item(NamedTuple):
     beginning: Any  # in the first item, the first sample of the stream, for comparison between ranks
 
 
-class StreamSource(BatchSource):
-    """An iterable dataset, of which every rank and worker reads its own shard. A resumed run repeats the epoch."""
+class StreamSource(EpochSource):
+    """A stream without a state, of which every rank and worker reads its own shard. A resumed run repeats the epoch."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], options: SourceOptions):
-        self.dataset = dataset
-        self.collate = collate
-        self.options = options
-
         micro_batch = options.micro_batch
         ranks = options.data_world.size
 
-        self._micro_batches_per_step, remainder = divmod(options.global_batch, ranks * micro_batch)
+        micro_batches_per_step, remainder = divmod(options.global_batch, ranks * micro_batch)
         if remainder:
             raise UserError(
                 f"global_batch={options.global_batch} of a stream cannot be divided into micro-batches of "
@@ -47,65 +43,10 @@ class StreamSource(BatchSource):
                 f"choose a global_batch that is a multiple of {ranks} ranks x {micro_batch}",
             )
 
-        self.epoch = 0
+        super().__init__(collate, options, micro_batches_per_step)
+        self.dataset = dataset
         self._batches: Iterator[Any] | None = None
         self._next: _Item | None = None  # the item after the current one, read one ahead
-        self._last: MicroBatch | None = None  # the newest of this epoch, which is repeated as padding
-        self._ended = False
-        self._first_step = 0  # the first step of this epoch
-        self._peeked: StepBatches | None = None  # read by `first_micro_batch`, for the next `take`
-        self._peek_error: Exception | None = None
-
-    def first_micro_batch(self) -> MicroBatch:
-        """Return the first micro-batch of the next step. `take` will return it again."""
-        try:
-            self._peeked = self._peeked or self.take()
-            return next(iter(self._peeked))
-        except Exception as error:
-            self._peek_error = error
-            raise
-
-    def take(self) -> StepBatches:
-        """Return this rank's micro-batches of the next global step, or padding if its shard has ended."""
-        # A generator that has raised is exhausted, so raise its error again.
-        if self._peek_error is not None:
-            raise self._peek_error
-
-        if self._peeked is not None:
-            peeked, self._peeked = self._peeked, None
-            return peeked
-
-        micros = [] if self._ended else self._pull()
-
-        # If this rank's shard ends before the others, repeat its last micro-batch with weight 0.
-        self._last = last = micros[-1] if micros else self._last
-        if last is None:
-            world = self.options.data_world
-            raise UserError(
-                f"rank {world.rank} of {world.size} got no sample of the stream in epoch {self.epoch}",
-                "a stream must have samples for every rank in every epoch",
-                "give every rank at least one sample; a generator can be read only once, so return an iterable whose "
-                "__iter__ starts again",
-            )
-
-        # An estimate: this assumes that the other ranks have the same number of samples.
-        samples = sum(micro.samples for micro in micros) * self.options.data_world.size
-        needed = self._micro_batches_per_step if self.options.collective_forwards else 1
-        micros += [
-            MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True)
-            for _ in range(needed - len(micros))
-        ]
-        return StepBatches(len(micros), micros, samples, exhausted=self._ended)
-
-    def commit(self, batches: StepBatches, result: StepResult | None) -> None:
-        """Begin the next epoch if the stream has ended on all ranks."""
-        # A result may come one step late. One from the previous epoch says nothing about this one.
-        if result is not None and result.exhausted and result.step >= self._first_step:
-            self.epoch += 1
-            self._first_step = batches.step + 1
-            self._batches = None
-            self._last = None
-            self._ended = False
 
     def close(self) -> None:
         self._batches = None  # ends the worker processes
@@ -115,8 +56,14 @@ class StreamSource(BatchSource):
         return {"epoch": self.epoch}  # a stream has no position, so a resumed run repeats the epoch
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch = int(state["epoch"])
-        self._first_step = 0
+        if "shards" in state:
+            raise UserError(
+                "the checkpoint holds a position in the stream, and this stream cannot continue there",
+                "the saved run could resume exactly; this one would repeat the epoch",
+                "return the same stream as before from data(), with the same data.resume and data.sharding",
+            )
+
+        self._begin_epoch(int(state["epoch"]), first_step=0)
 
     def _pull(self) -> list[MicroBatch]:
         """Read the micro-batches of one step and return them. There may be fewer at the end of the stream."""
@@ -136,25 +83,16 @@ class StreamSource(BatchSource):
             self._next = next(self._batches, None)
 
         self._ended = self._next is None
-        self._make_padding(micros)
         return micros
 
-    def _make_padding(self, micros: list[MicroBatch]) -> None:
-        """Turn micro-batches that collate emptied into padding, with the data of another one and weight 0."""
-        empty = [micro for micro in micros if is_empty(micro.data)]
-        if not empty:
-            return
-
-        nonempty = [micro for micro in (*micros, self._last) if micro is not None and not is_empty(micro.data)]
-        if not nonempty:
-            raise UserError(
-                f"collate dropped the first {sum(m.samples for m in micros)} samples of this rank's stream",
-                "a rank needs one micro-batch to repeat with weight 0 while the others train",
-                "drop samples in the stream's __iter__, not in collate",
-            )
-
-        for micro in empty:
-            micro.data, micro.padding = nonempty[0].data, True
+    def _find_padding(self) -> MicroBatch:
+        world = self.options.data_world
+        raise UserError(
+            f"rank {world.rank} of {world.size} got no sample of the stream in epoch {self.epoch}",
+            "a stream must have samples for every rank in every epoch",
+            "give every rank at least one sample; a generator can be read only once, so return an iterable whose "
+            "__iter__ starts again",
+        )
 
     def read_again(self, micro: MicroBatch) -> Any:
         """Return the epoch's first micro-batch as the last worker reads it. None if the stream shards itself."""
@@ -285,21 +223,8 @@ class _Shard(IterableDataset):
                 name_samples(error, [number], self._where)
                 raise
 
-            if number == 0:
-                self.beginning = self._comparable_copy(sample)
+            # The first sample must be the same on all ranks, unless the stream shards itself.
+            if number == 0 and self.options.config.sharding == "stride" and not self.options.data_world.alone:
+                self.beginning = comparable_copy(sample)
 
             yield number, sample
-
-    def _comparable_copy(self, sample: Any) -> Any:
-        """Return a copy of a sample for ranks to compare, or None if there is no need, or it cannot be sent."""
-        if self.options.config.sharding == "own" or self.options.data_world.alone:
-            return None
-
-        try:
-            # A copy, because collate may change the sample in place.
-            copied = copy.deepcopy(sample)
-            check_sendable(copied, [0], "")
-        except Exception:
-            return None
-
-        return copied

@@ -1,0 +1,116 @@
+"""What all stream sources share. A step is read whole, and an epoch ends when the stream has ended on all ranks."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.data.loader import is_empty
+from lockstep.data.sample_errors import check_sendable
+from lockstep.data.source_options import SourceOptions
+from lockstep.errors import UserError
+from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
+
+
+class EpochSource(BatchSource):
+    """Reads a stream, step by step and epoch by epoch."""
+
+    def __init__(self, collate: Callable[[list[Any]], Any], options: SourceOptions, micro_batches_per_step: int):
+        """`micro_batches_per_step`: of this rank. If forwards are collective, missing ones are run as padding."""
+        self.collate = collate
+        self.options = options
+        self.epoch = 0
+        self._micro_batches_per_step = micro_batches_per_step
+        self._last: MicroBatch | None = None  # the newest of this epoch, which is repeated as padding
+        self._ended = False  # whether this rank has read everything of the epoch
+        self._first_step = 0  # the first step of this epoch
+        self._peeked: StepBatches | None = None  # read by `first_micro_batch`, for the next `take`
+        self._peek_error: Exception | None = None
+
+    @abstractmethod
+    def _pull(self) -> list[MicroBatch]:
+        """Read this rank's micro-batches of the next step, and set `_ended` if they are its last."""
+
+    @abstractmethod
+    def _find_padding(self) -> MicroBatch:
+        """Return a micro-batch to run with weight 0 if this rank has read none in this epoch."""
+
+    def first_micro_batch(self) -> MicroBatch:
+        """Return the first micro-batch of the next step. `take` will return it again."""
+        try:
+            self._peeked = self._peeked or self.take()
+            return next(iter(self._peeked))
+        except Exception as error:
+            self._peek_error = error
+            raise
+
+    def take(self) -> StepBatches:
+        """Return this rank's micro-batches of the next global step, or padding if its shard has ended."""
+        # A generator that has raised is exhausted, so raise its error again.
+        if self._peek_error is not None:
+            raise self._peek_error
+
+        if self._peeked is not None:
+            peeked, self._peeked = self._peeked, None
+            return peeked
+
+        micros = [] if self._ended else self._pull()
+        self._make_padding(micros)
+        samples = self._samples_on_all_ranks(micros)
+
+        # If this rank's shard ends before the others, repeat its last micro-batch with weight 0.
+        self._last = last = micros[-1] if micros else self._last or self._find_padding()
+        needed = self._micro_batches_per_step if self.options.collective_forwards else 1
+        micros += [
+            MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True)
+            for _ in range(needed - len(micros))
+        ]
+        return StepBatches(len(micros), micros, samples, exhausted=self._ended)
+
+    def commit(self, batches: StepBatches, result: StepResult | None) -> None:
+        """Begin the next epoch if the stream has ended on all ranks."""
+        # A result may come one step late. One from the previous epoch says nothing about this one.
+        if result is not None and result.exhausted and result.step >= self._first_step:
+            self._begin_epoch(self.epoch + 1, batches.step + 1)
+
+    def _begin_epoch(self, epoch: int, first_step: int) -> None:
+        self.close()  # stops reading the epoch before
+        self.epoch = epoch
+        self._first_step = first_step
+        self._last = None
+        self._ended = False
+
+    def _samples_on_all_ranks(self, micros: list[MicroBatch]) -> int:
+        """Return an estimate, which assumes that the other ranks have the same number of samples."""
+        return sum(micro.samples for micro in micros) * self.options.data_world.size
+
+    def _make_padding(self, micros: list[MicroBatch]) -> None:
+        """Turn micro-batches that collate emptied into padding, with the data of another one and weight 0."""
+        empty = [micro for micro in micros if is_empty(micro.data)]
+        if not empty:
+            return
+
+        nonempty = [micro for micro in (*micros, self._last) if micro is not None and not is_empty(micro.data)]
+        if not nonempty:
+            raise UserError(
+                f"collate dropped the first {sum(m.samples for m in micros)} samples of this rank's stream",
+                "a rank needs one micro-batch to repeat with weight 0 while the others train",
+                "drop samples in the stream's __iter__, not in collate",
+            )
+
+        for micro in empty:
+            micro.data, micro.padding = nonempty[0].data, True
+
+
+def comparable_copy(sample: Any) -> Any:
+    """Return a copy of a stream's first sample for ranks to compare, or None if it cannot be copied or sent."""
+    try:
+        # A copy, because collate may change the sample in place.
+        copied = copy.deepcopy(sample)
+        check_sendable(copied, [0], "")
+    except Exception:
+        return None
+
+    return copied

@@ -1,0 +1,328 @@
+"""Streams in virtual shards: the same steps on any number of ranks and workers, and an exact resume on another number.
+
+A step takes the same number of samples from every virtual shard. Its global batch holds those of shard 0, then those of
+shard 1, and so on, and is cut into micro-batches, which are assigned to the ranks as those of a map-style dataset. Each
+rank, and each of its workers, reads the shards of its own micro-batches. If a micro-batch of another one is in the same
+shard, both read that shard.
+
+When a shard has ended, its places in the global batch stay empty until all shards have ended.
+"""
+
+from __future__ import annotations
+
+import base64
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from lockstep.data.loader import collate_samples, is_default_collate, is_empty, pin, start_loader, to_device
+from lockstep.data.sample_errors import WorkerError, batch_to_send
+from lockstep.data.samplers import make_sampler
+from lockstep.data.source_options import SourceOptions
+from lockstep.data.streams.cursor import Cursor
+from lockstep.data.streams.epochs import EpochSource, comparable_copy
+from lockstep.data.streams.shards import Shards
+from lockstep.data.windows import rank_range
+from lockstep.errors import UserError, plural
+from lockstep.task import MicroBatch, StepBatches, StepResult
+
+State = dict[str, Any]  # of a `Cursor`
+
+
+class _Read(NamedTuple):
+    """A micro-batch, as a worker process sends it."""
+
+    index: int  # in the global step
+    ids: np.ndarray  # (samples,) int64: the number of a sample in its shard x shards + its shard
+    batch: Any  # collated
+
+
+class _StepRead(NamedTuple):
+    """What one worker process has read of a step."""
+
+    micro_batches: list[_Read]
+    states: dict[int, State]  # by shard, after this step
+    ended: bool  # all shards of this worker have ended
+    reread: tuple[int, float]  # samples that were read again to restore the position, and seconds
+    beginning: Any  # in the first step, the first sample of a single shard, to compare between ranks
+
+
+class ExactStreamSource(EpochSource):
+    """A stream whose position is a part of the checkpoint."""
+
+    def __init__(self, shards: Shards, collate: Callable[[list[Any]], Any], options: SourceOptions):
+        if options.global_batch % shards.shards:
+            raise UserError(
+                f"global_batch={options.global_batch} cannot be divided among {shards.shards} virtual shards",
+                "a step takes the same number of samples from every shard",
+                f"choose a global_batch that is a multiple of {shards.shards}, or another number of shards",
+            )
+
+        self.shards = shards
+        self.cells = micro_batches_of(options)
+        self._own_shards = shards_of(self.cells, shards, options)
+        super().__init__(collate, options, -(-options.micro_batches // options.data_world.size))
+        self.about = self._describe()
+
+        # By shard: the position behind the last step that has ended. Empty at the beginning of an epoch.
+        self._states: dict[int, State] = {}
+        self._states_taken: dict[int, State] = {}  # behind the step that was taken
+        self._reads: Iterator[_StepRead] | None = None
+
+    def close(self) -> None:
+        self._reads = None  # ends the worker processes
+        self._peeked = None
+
+    def commit(self, batches: StepBatches, result: StepResult | None) -> None:
+        self._states |= self._states_taken
+        super().commit(batches, result)
+
+    def _begin_epoch(self, epoch: int, first_step: int) -> None:
+        super()._begin_epoch(epoch, first_step)
+        self._states, self._states_taken = {}, {}
+
+    # ---- the state ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in every shard. Collective: each rank has the positions in the shards that it reads."""
+        # Only of shards that this rank reads: the others are further by now.
+        own = {shard: self._states[shard] for shard in self._own_shards if shard in self._states}
+
+        # Pickles travel between the ranks of this job only. A checkpoint holds the states as plain values and tensors.
+        local = base64.b64encode(pickle.dumps(own)).decode()
+        by_rank = [pickle.loads(base64.b64decode(text)) for text in self.options.gather(local)]
+        states: dict[int, State] = {}
+        for of_rank in reversed(by_rank):
+            states |= of_rank
+
+        return {
+            "epoch": self.epoch,
+            "shards": self.shards.shards,
+            "files": len(self.shards.files),
+            "states": [states.get(shard) for shard in range(self.shards.shards)],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        # Without a position, it was saved by a run whose stream had none: the epoch begins again, as that run said.
+        self._begin_epoch(int(state["epoch"]), first_step=0)
+        if "shards" not in state:
+            return
+
+        for name, now in (("shards", self.shards.shards), ("files", len(self.shards.files))):
+            if int(state[name]) != now:
+                raise UserError(
+                    f"the stream has {now} {name}, and had {state[name]} when its position was saved",
+                    "",
+                    f"resume with the same {name} in the same order, or start a new run from the weights",
+                )
+
+        self._states = {shard: saved for shard, saved in enumerate(state["states"]) if saved is not None}
+
+    # ---- reading ----
+
+    def _pull(self) -> list[MicroBatch]:
+        if self._reads is None:
+            self._reads = self._start_reading()
+
+        # One part of the step from each worker process, in turn.
+        parts = [next(self._reads) for _ in range(max(1, self.options.config.workers))]
+        self._ended = all(part.ended for part in parts)
+        for part in parts:
+            self._states_taken |= part.states
+        self._note_start(parts)
+
+        options = self.options
+        return [
+            MicroBatch(
+                to_device(read.batch, options.device),
+                read.index,
+                len(read.ids),
+                self.epoch,
+                read.ids,
+                first=read.index * options.micro_batch,
+            )
+            for part in parts
+            for read in part.micro_batches
+        ]
+
+    def _note_start(self, parts: list[_StepRead]) -> None:
+        """Note where the stream begins, and how much was read again after a resume."""
+        beginnings = [part.beginning for part in parts if part.beginning is not None]
+        if beginnings:
+            self.beginning = beginnings[0]
+
+        samples = sum(part.reread[0] for part in parts)
+        seconds = max(part.reread[1] for part in parts)
+        if samples:
+            reason = f"the stream was read again up to its position: {plural(samples, 'sample')} in {seconds:.1f} s"
+            self.options.log_event("note", reason=reason)
+
+    def _start_reading(self) -> Iterator[_StepRead]:
+        options = self.options
+        # A single stream may split itself by rank, so ranks compare its first sample; otherwise the names of the files.
+        names = [str(file) for file in self.shards.files if isinstance(file, str | PurePath)]
+        self.beginning = names if self.shards.shards > 1 else None
+        reads = start_loader(
+            _StepReader(self.shards, self.collate, options, self.epoch, dict(self._states)),
+            options.config.workers,
+            options.config.prefetch,
+            options.pins_memory,
+            batch_size=None,
+            collate_fn=_identity,
+        )
+
+        # With workers the DataLoader pins the batches; without them we do.
+        if options.pins_memory and not options.config.workers and options.device.type != "cpu":
+            return (read._replace(micro_batches=[pin(m) for m in read.micro_batches]) for read in reads)
+
+        return reads
+
+    def _find_padding(self) -> MicroBatch:
+        """Read the first samples of the epoch again: this rank has none left, or never had any."""
+        # A copy, because opening a stream a second time would change its state.
+        shards = copy.deepcopy(self.shards)
+        for shard in range(shards.shards):
+            cursor = open_cursor(shards, self.options, self.epoch, shard)
+            while samples := cursor.take(self.options.micro_batch):
+                batch = self.collate(samples)
+                if not is_empty(batch):
+                    return MicroBatch(to_device(batch, self.options.device), 0, len(samples), self.epoch)
+
+        raise UserError(
+            f"the stream has no sample in epoch {self.epoch}",
+            "",
+            "return a stream with samples; a generator can be read only once, so return an iterable whose __iter__ "
+            "starts again",
+        )
+
+    def _samples_on_all_ranks(self, micros: list[MicroBatch]) -> int:
+        """Return the global batch, or an estimate if places in it are empty."""
+        places = sum(len(places_of(cell, self.options)) for cell in self.cells)
+        samples = sum(micro.samples for micro in micros)
+        return samples * self.options.global_batch // places if places else 0
+
+    def _describe(self) -> str:
+        count = self.shards.shards
+        how = "is read again up to its position" if self.options.config.resume == "reread" else "continues exactly"
+        text = f"a stream in {plural(count, 'virtual shard')}; a resumed run {how}"
+
+        # A shard that lies in the micro-batches of several readers is read by each of them.
+        size, workers = self.options.data_world.size, max(1, self.options.config.workers)
+        if size * workers > count:
+            text += f"; there are {size * workers} readers, so that some shards are read more than once"
+        return text
+
+
+def micro_batches_of(options: SourceOptions) -> range:
+    """Return the indices of this rank's micro-batches in a global step."""
+    world = options.data_world
+    if options.interleaved:
+        return range(world.rank, options.micro_batches, world.size)
+    return rank_range(options.micro_batches, world.rank, world.size)
+
+
+def places_of(cell: int, options: SourceOptions) -> range:
+    """Return the places of a micro-batch in the global batch."""
+    start = cell * options.micro_batch
+    return range(start, min(start + options.micro_batch, options.global_batch))
+
+
+def shards_of(cells: range, shards: Shards, options: SourceOptions) -> list[int]:
+    """Return the virtual shards in which these micro-batches lie."""
+    each = options.global_batch // shards.shards
+    return sorted({place // each for cell in cells for place in places_of(cell, options)})
+
+
+def open_cursor(shards: Shards, options: SourceOptions, epoch: int, shard: int, state: State | None = None) -> Cursor:
+    """Open a virtual shard: every epoch shuffles the files, and deals them to the shards like cards."""
+    order = make_sampler(len(shards.files), options.seed, options.config.shuffle).ids(epoch, 0, len(shards.files))
+    files = [shards.files[index] for index in order[shard :: shards.shards]]
+    return Cursor(shards, files, options.seed, epoch, shard, state, reread=options.config.resume == "reread")
+
+
+def _identity(item: Any) -> Any:
+    return item
+
+
+@dataclass(eq=False)
+class _StepReader(IterableDataset):
+    """The part of every step that one worker process of one rank reads. It never ends: after the epoch it is empty."""
+
+    shards: Shards
+    collate: Callable[[list[Any]], Any]
+    options: SourceOptions
+    epoch: int
+    states: dict[int, State]
+
+    def __iter__(self) -> Iterator[_StepRead | WorkerError]:
+        info = get_worker_info()
+        workers, worker = (info.num_workers, info.id) if info else (1, 0)
+
+        # A dataset that splits itself by worker process must not: each shard is read whole.
+        torch_worker._worker_info = None
+
+        of_rank = micro_batches_of(self.options)
+        of_worker = rank_range(len(of_rank), worker, workers)
+        cells = of_rank[of_worker.start : of_worker.stop]
+        needed = shards_of(cells, self.shards, self.options)
+
+        cursors: dict[int, Cursor] = {}
+        first = True
+        while True:
+            step = batch_to_send(lambda: self._read_step(cursors, needed, cells), [], self._where, first and bool(info))
+            yield step
+            if isinstance(step, WorkerError):
+                return
+            first = False
+
+    def _read_step(self, cursors: dict[int, Cursor], needed: list[int], cells: range) -> _StepRead:
+        # Here and not before the loop, so that errors are sent too.
+        opens = not cursors
+        for shard in needed if opens else ():
+            cursors[shard] = open_cursor(self.shards, self.options, self.epoch, shard, self.states.get(shard))
+
+        each = self.options.global_batch // self.shards.shards
+        begins = {shard: cursor.taken for shard, cursor in cursors.items()}
+        samples = {shard: [] if cursor.ended else cursor.take(each) for shard, cursor in cursors.items()}
+        beginning = self._beginning(samples) if opens else None
+
+        micro_batches = []
+        for cell in cells:
+            places = [divmod(place, each) for place in places_of(cell, self.options)]
+            filled = [(shard, number) for shard, number in places if number < len(samples[shard])]
+            if filled:
+                ids = [(begins[shard] + number) * self.shards.shards + shard for shard, number in filled]
+                chosen = [samples[shard][number] for shard, number in filled]
+                micro_batches.append(_Read(cell, np.array(ids, dtype=np.int64), self._collate(chosen, ids)))
+
+        reread = (0, 0.0)
+        if opens:
+            reread = sum(c.reread_samples for c in cursors.values()), sum(c.reread_s for c in cursors.values())
+
+        return _StepRead(
+            micro_batches,
+            {shard: cursor.state for shard, cursor in cursors.items()},
+            all(cursor.ended for cursor in cursors.values()),
+            reread,
+            beginning,
+        )
+
+    def _collate(self, samples: list[Any], ids: list[int]) -> Any:
+        return collate_samples(self.collate, samples, ids, self._where, is_default_collate(self.collate))
+
+    def _beginning(self, samples: dict[int, list[Any]]) -> Any:
+        """Return the first sample of a single shard, for ranks to compare, or None if there is no need."""
+        world = self.options.data_world
+        all_read_it = self.shards.shards == 1 and self.options.micro_batches >= world.size
+        return comparable_copy(samples[0][0]) if all_read_it and not world.alone and samples.get(0) else None
+
+    @property
+    def _where(self) -> str:
+        return f"of the stream, in epoch {self.epoch}"

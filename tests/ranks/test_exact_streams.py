@@ -1,0 +1,127 @@
+"""Training on a stream in virtual shards: the same at any number of ranks, and exactly once after any resume."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lockstep import Shards
+from lockstep.engine import loop
+from lockstep.engine.setup import open_run
+from lockstep.errors import Preempted
+from lockstep.runtime import context
+from lockstep.runtime.world import World
+from lockstep.task import Loss, Task
+from pool import Pool
+from ranks.support import configured, preempted_run
+
+STEPS = 13  # two epochs, and the beginning of a third
+FILES = [list(range(100 * file, 100 * file + 6 + file % 3)) for file in range(8)]
+
+
+def kept(number: int) -> bool:
+    return number % 10 != 3
+
+
+class Noisy(Task):
+    """Regression on a stream with a filter, random noise, and dropout in the model."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[int, list[int]]] = []  # (epoch, numbers) of each micro-batch that counts
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Dropout(0.2), nn.Linear(4, 1))
+
+    def data(self) -> Any:
+        return Shards(FILES, shards=4).filter(kept).map(lambda number: (number, torch.rand(1)))
+
+    def before_batch(self, micro: Any) -> None:
+        if not micro.padding:
+            self.seen.append((micro.epoch, micro.data[0].tolist()))
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        numbers, noise = batch
+        x = numbers[:, None] / 800 + 0.01 * noise
+        return Loss((model(x) - x.sin()).square().sum(), weight=len(x))
+
+
+def train(world: World, store: Any, folder: Path, workers: int = 0, leave_at: int | None = None) -> Any:
+    """A job: train in `folder`, from its newest checkpoint if it has one. Return what was seen, and the weights."""
+    values = {
+        "run_dir": str(folder),
+        "resume": "auto",
+        "steps": STEPS,
+        "global_batch": 8,
+        "micro_batch": 2,
+        "lr.peak": 0.05,
+        "data.workers": workers,
+    }
+    resolved = configured(values)
+    task = Noisy()
+    with context.start(world, resolved.config, store=store) as runtime:
+        builder = open_run(resolved, runtime, "test", run_class=preempted_run(runtime, leave_at))
+        if leave_at is None:
+            loop.fit(task, builder)
+        else:
+            with pytest.raises(Preempted) as left:
+                loop.fit(task, builder)
+            assert left.value.step == leave_at
+        assert builder.run is not None
+        return task.seen, {name: p.detach().clone() for name, p in builder.run.driver.model.named_parameters()}
+
+
+def seen_in_epochs(all_ranks: list[Any]) -> dict[int, list[int]]:
+    epochs: dict[int, list[int]] = {}
+    for seen, _ in all_ranks:
+        for epoch, numbers in seen:
+            epochs.setdefault(epoch, []).extend(numbers)
+    return epochs
+
+
+def assert_close(weights: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6, msg=name)
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return pool.run(train, tmp_path_factory.mktemp("alone") / "run", world=1)
+
+
+def test_one_epoch_has_every_sample_once(alone: Any) -> None:
+    expected = sorted(filter(kept, (number for file in FILES for number in file)))
+    epochs = seen_in_epochs(alone)
+    assert [sorted(epochs[epoch]) for epoch in (0, 1)] == [expected, expected]
+    assert epochs[0] != epochs[1]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_train_the_same_model(pool: Pool, alone: Any, tmp_path: Path, world: int) -> None:
+    together = pool.run(train, tmp_path / "run", world=world)
+    assert_close(together[0][1], alone[0][1])
+    by_epoch, expected = seen_in_epochs(together), seen_in_epochs(alone)
+    assert {epoch: sorted(numbers) for epoch, numbers in by_epoch.items()} == {
+        epoch: sorted(numbers) for epoch, numbers in expected.items()
+    }
+
+
+def test_a_run_goes_on_exactly_with_other_ranks_and_workers(pool: Pool, alone: Any, tmp_path: Path) -> None:
+    route = [(1, 0, 3), (3, 0, 8), (2, 1, None)]
+    parts = [
+        seen_in_epochs(pool.run(train, tmp_path / "run", workers, leave_at, world=world))
+        for world, workers, leave_at in route[:-1]
+    ]
+    last = pool.run(train, tmp_path / "run", 1, None, world=2)
+    parts.append(seen_in_epochs(last))
+
+    together: dict[int, list[int]] = {}
+    for part in parts:
+        for epoch, numbers in part.items():
+            together.setdefault(epoch, []).extend(numbers)
+    expected = {epoch: sorted(numbers) for epoch, numbers in seen_in_epochs(alone).items()}
+    assert {epoch: sorted(numbers) for epoch, numbers in together.items()} == expected
+    assert_close(last[0][1], alone[0][1])
