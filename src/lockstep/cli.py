@@ -174,7 +174,7 @@ def _add_runs(verbs: Any) -> None:
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="TARGET", help="a recipe's name, FILE.py:CLASS, or SCRIPT.py")
+    parser.add_argument("target", metavar="TARGET", help="a recipe's name, FILE.py:CLASS, MODULE:CLASS, or SCRIPT.py")
     # Without a default, argparse would call the settings required.
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="settings, such as steps=100 lr.peak=1e-3"
