@@ -353,11 +353,11 @@ def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from lockstep import evaluate
     from lockstep.config import read_layers
+    from lockstep.evaluate import command
 
-    request = evaluate.Request(options.target, options.path, options.step, options.best, options.nproc, options.json)
-    return evaluate.main(request, read_layers(options.config, overrides))
+    request = command.Request(options.target, options.path, options.step, options.best, options.nproc, options.json)
+    return command.main(request, read_layers(options.config, overrides))
 
 
 def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> None:
