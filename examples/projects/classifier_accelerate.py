@@ -19,7 +19,7 @@ valid = DataLoader(pictures(100, seed=1), batch_size=50)
 model, optimizer, train, valid = accelerator.prepare(model, optimizer, train, valid)
 
 best, waited, step = float("inf"), 0, 0
-for epoch in range(EPOCHS):
+for _ in range(EPOCHS):
     model.train()
     for x, y in train:
         with accelerator.accumulate(model):

@@ -33,7 +33,7 @@ scheduler = get_scheduler("linear", optimizer, num_warmup_steps=0, num_training_
 model, optimizer, train, valid, scheduler = accelerator.prepare(model, optimizer, train, valid, scheduler)
 
 step = 0
-for epoch in range(EPOCHS):
+for _ in range(EPOCHS):
     model.train()
     for batch in train:
         with accelerator.accumulate(model):
