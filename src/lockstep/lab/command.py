@@ -181,6 +181,7 @@ def _ready(options: argparse.Namespace) -> int:
             said = readiness.answer(int(line), float(value))
         except ValueError:
             raise UserError(f"{text} is no answer", "", "write LINE=NUMBER, for example 5=60") from None
+
         print(said)
 
     found = readiness.states()

@@ -59,6 +59,7 @@ def page(entries: list[Prediction], pictures: list[Path]) -> str:
                 f"<h2>{number}. {escape(exercise.title)}</h2><p class=quiet>Not run yet: "
                 f"<code>python {exercise.script}</code></p>"
             )
+
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>My lab</title>'
         f"<style>{STYLE}</style></head><body><h1>My lab</h1>{LEGEND}{''.join(sections)}</body></html>\n"

@@ -176,6 +176,7 @@ def states() -> list[State]:
             found.append(State(line, number in answers.right, text, f"lockstep lab ready {number}=ANSWER"))
         else:
             found.append(_utilisation(line))
+
     return found
 
 

@@ -30,6 +30,7 @@ def grade(learner: Learner) -> Iterator[Finding]:
     for finding in _samples(learner):
         split &= finding.passed
         yield finding
+
     if split:
         yield from _loop(learner)
     yield from _proof(learner)
@@ -44,6 +45,7 @@ def _group(learner: Learner) -> Iterator[Finding]:
     if None in found:
         yield Finding("setup() joins the process group", False, "there is no group", "call dist.init_process_group")
         return
+
     yield Finding(
         "setup() joins the group of the launcher",
         found == expected,
@@ -132,6 +134,7 @@ def _backward(module: ModuleType) -> list[tuple[Tensor, Tensor]]:
         (net(x) ** 2).mean().backward()
         (model(x) ** 2).mean().backward()
         found.append((_flat(net), _flat(model)))
+
     return found
 
 
@@ -249,6 +252,7 @@ def _loop(learner: Learner) -> Iterator[Finding]:
         why = "the weights did not change: call optimizer.step() after backward()"
     elif stale < 1e-9:
         why = "the gradients of earlier steps were added to this one: call optimizer.zero_grad() in every step"
+
     yield Finding("a step is zero_grad, backward, optimizer.step", right < 1e-9, f"off by {right:.2g}", why)
     yield Finding(
         "the trained replicas are equal",
@@ -283,6 +287,7 @@ def _train(module: ModuleType) -> dict[str, Any]:
                 optimizer.zero_grad()
             F.cross_entropy(copied(torch.stack(x)), torch.tensor(y)).backward()
             optimizer.step()
+
         return (_weights(copied) - _weights(model)).abs().max().item()
 
     return {
@@ -308,6 +313,7 @@ def _proof(learner: Learner) -> Iterator[Finding]:
         value = found[0]["values"][0]
         yield Finding("replica_difference returns a number", False, f"{value!r}", "return a float on every rank")
         return
+
     equal = [rank["values"][0] for rank in found]
     yield Finding("replica_difference is 0 for equal replicas", equal == [0.0] * RANKS, f"{equal}", "")
 
@@ -339,9 +345,11 @@ def _compare(module: ModuleType) -> dict[str, Any]:
         if dist.get_rank() == 1:
             with torch.no_grad():
                 list(net.parameters())[place].view(-1)[0] += by
+
         before = _weights(net)
         values.append(_as_number(module.replica_difference(net)))
         changed |= not torch.equal(before, _weights(net))
+
     return {"values": values, "changed": changed}
 
 

@@ -96,6 +96,7 @@ def _shares(shares: dict[int, list[list[int]]]) -> Finding:
                 "a rank can add up alone only what is next to each other in the tree. With every second micro-batch, "
                 "or with unequal shares, no addition of the tree is one rank's own",
             )
+
     return Finding(statement, True)
 
 

@@ -33,10 +33,13 @@ def grade(learner: Learner) -> Iterator[Finding]:
         if len(run.screens()) != len(truth) or healthy.code:
             yield Finding("the run shows a screen for every fault", False, run.output + healthy.output)
             return
+
         for number, fault in enumerate(truth, start=1):
             answer = answers[number - 1] if number <= len(answers) else {}
             yield from _judge(number, answer, fault, run.screens()[number - 1])
+
         yield _same_bits(run, healthy)
+
     yield _judge_silent(seed, silent)
 
 

@@ -122,6 +122,7 @@ def _train(module: ModuleType) -> tuple[float, bool]:
             its.zero_grad()
             language_loss(net, _text(step * RANKS + dist.get_rank())).backward()
             its.step()
+
     weights = _whole(model)
     return _off(weights, _whole(replica.module)), _off(weights, _whole(first)) == 0
 
@@ -135,6 +136,7 @@ def _bytes(learner: Learner) -> Iterator[Finding]:
     if not isinstance(counted, dict) or set(counted) != set(names):
         yield Finding("bytes_per_rank returns the three kinds", False, f"{counted!r}", f"return a dict of {names}")
         return
+
     yield Finding(
         "before the first step there are no gradients and no states",
         (before["gradients"], before["optimizer"]) == (0, 0),
@@ -216,6 +218,7 @@ def _full(learner: Learner, folder: Path) -> Iterator[Finding]:
         )
         yield Finding("save_full ends on all ranks", False, str(failure), why)
         return
+
     writes = [rank[0] for rank in found]
     yield Finding(
         "rank 0 alone writes the full checkpoint",

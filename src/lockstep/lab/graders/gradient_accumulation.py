@@ -93,6 +93,7 @@ def _same(got: Tensor, wanted: Tensor, parts: int) -> tuple[bool, tuple[str, str
             f"the gradients of {parts} means were added, as if the learning rate were {parts} times as large: scale "
             "each loss by its share of the samples",
         )
+
     if factor == 0:
         return False, ("the weights did not change", "call optimizer.step() after the last micro-batch")
     return False, (
@@ -110,6 +111,7 @@ def _take_steps(module: ModuleType) -> list[tuple[Tensor, ...]]:
         for window in windows:
             before = copy.deepcopy(model)
             module.accumulated_step(model, optimizer, window)
+
         return _moved(model, before)
 
     def plain(*losses: Any) -> Tensor:
@@ -120,6 +122,7 @@ def _take_steps(module: ModuleType) -> list[tuple[Tensor, ...]]:
             optimizer.zero_grad()
             loss(model).backward()
             optimizer.step()
+
         return _moved(model, before)
 
     def whole(batches: list[Batch]) -> Any:
@@ -151,6 +154,7 @@ def _collectives(learner: Learner, scaled: bool) -> Iterator[Finding]:
                 "only some updates exchanged gradients; in the others the replicas drift apart: in every update, leave "
             )
             why += "the last micro-batch out of "
+
     yield Finding(
         "under DDP each of two updates of 4 micro-batches all-reduces every gradient once",
         once,
@@ -235,6 +239,7 @@ def _train(module: ModuleType) -> tuple[Any, int, float, float, int]:
             again.zero_grad()
             (F.cross_entropy(copied(x), y) * (last_scale if start == 8 else 1)).backward()
             again.step()
+
         return _moved(copied, model).abs().max().item()
 
     # An epoch without a rest.

@@ -130,6 +130,7 @@ def _checkpoints_alone(module: Any, place: Path) -> dict[str, Any]:
             module.save(place, 6, model, optimizer)
         except KeyboardInterrupt:
             pass
+
     found: dict[str, Any] = {"torn": [path.name for path in place.glob("*.pt") if not _readable(path)]}
 
     # Now a torn file is there in any case, as an unlucky disk leaves it.
@@ -142,6 +143,7 @@ def _checkpoints_alone(module: Any, place: Path) -> dict[str, Any]:
         found["step"] = module.load(place, other, other_optimizer)
     except Exception as error:
         found["step"] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+
     weights, momentum = _values(model, optimizer)
     loaded, loaded_momentum = _values(other, other_optimizer)
     found["weights"], found["momentum"] = _same(weights, loaded), _same(momentum, loaded_momentum)

@@ -158,7 +158,9 @@ def _backward(module: Any) -> dict[str, Any]:
             model(inputs).sum().backward()
             watch.in_backward = False
             sync.finish()
+
         ratios.append(_ratio(model))
+
     return {
         "calls": len(watch.works) + watch.blocking,
         "early": watch.early,
@@ -227,6 +229,7 @@ def _synchronised(ranks: list[dict[str, Any]]) -> Iterator[Finding]:
         why = f"The gradients are {world} times too large: summed over the ranks, but not divided by their number."
     elif abs(ratios[0] - 1) < 1e-4:
         why = "The first step is right, the second is not: begin each step with all gradients missing and nothing sent."
+
     yield Finding("the gradients of two steps are the average over the ranks", right, "", why)
     yield Finding(
         "one all-reduce for each bucket",

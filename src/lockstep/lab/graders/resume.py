@@ -102,10 +102,12 @@ def _torn(module: ModuleType, folder: Path) -> str:
             module.save(path, 4, model, optimizer)
         except KeyboardInterrupt:
             pass
+
     try:
         step = module.load(path, model, optimizer)
     except Exception as error:
         return f"{type(error).__name__} in load"
+
     return "" if step in (2, 4) else f"load gives step {step}"
 
 
@@ -162,6 +164,7 @@ def _judge_shares(shares: dict[int, list[list[list[int]]]]) -> Iterator[Finding]
                     "then cut them: rank * 12 // world to (rank + 1) * 12 // world, which leaves no rest",
                 )
                 return
+
     yield Finding("the ranks of a step have the same 12 samples together, on any number of ranks", True)
 
 
@@ -195,6 +198,7 @@ def _exactly_once(folder: Path) -> Finding:
     for attempt, step, ids in lines:
         if attempt == last[step]:
             epochs[step // EPOCH].update(ids)
+
     missing = sum(index not in counts for counts in epochs for index in range(SAMPLES))
     twice = sum(count > 1 for counts in epochs for count in counts.values())
     return Finding(

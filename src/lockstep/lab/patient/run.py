@@ -31,8 +31,10 @@ class PatientRun:
                 inside = True
             elif inside and not line.startswith("  "):
                 inside = False
+
             if inside:
                 found[-1].append(line)
+
         return ["\n".join(lines) for lines in found]
 
     def events(self, kind: str) -> list[dict[str, Any]]:

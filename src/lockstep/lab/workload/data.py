@@ -128,6 +128,7 @@ class MarkovText(Dataset[Tensor]):
             pair = symbols[-2], symbols[-1]
             choice = random.choice(self.CHOICES, p=self._likely[pair])
             symbols.append(self._next[pair][choice])
+
         return torch.tensor(np.array(symbols))
 
     def entropy(self) -> float:
@@ -145,4 +146,5 @@ class MarkovText(Dataset[Tensor]):
             after = np.zeros_like(pairs)
             np.add.at(after, (np.broadcast_to(second, self._next.shape), self._next), pairs[..., None] * self._likely)
             pairs = after
+
         return float((pairs * surprise).sum())
