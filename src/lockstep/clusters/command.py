@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_common_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="TARGET", help="a recipe's name, FILE.py:CLASS, or SCRIPT.py")
+    parser.add_argument("target", metavar="TARGET", help="a recipe's name, FILE.py:CLASS, MODULE:CLASS, or SCRIPT.py")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings, such as steps=100")
     parser.add_argument("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
     parser.add_argument("--nproc", default="auto", metavar="N|auto", help="processes on each machine (default auto)")

@@ -71,7 +71,7 @@ def main(request: Request, layers: list[Layer]) -> int:
         work(spec)
     else:
         plain = json.loads(json.dumps(spec, default=str))
-        ending, _ = supervise(Job(plain, run_dir, parse_nproc(request.nproc), entry="lockstep.evaluate:work"))
+        ending, _ = supervise(Job(plain, run_dir, parse_nproc(request.nproc), entry="lockstep.evaluate.command:work"))
         if ending.code:
             return ending.code
 
