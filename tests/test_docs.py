@@ -17,7 +17,7 @@ import pytest
 import preloaded
 from lockstep.config import KEYS
 from lockstep.config.schema import SECTIONS, typed
-from lockstep.registries import REGISTRIES
+from lockstep.engine.checks.names import REGISTRIES
 from pages import ENDED, ROOT
 
 # The log holds what was measured once, on machines that are not here: it is a record, not a page to follow.

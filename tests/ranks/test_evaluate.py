@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from torch.utils.data import TensorDataset
 
-from lockstep import evaluate
 from lockstep.config import read_layers
 from lockstep.engine.evaluation import alone
 from lockstep.engine.setup import open_run
 from lockstep.errors import UserError
+from lockstep.evaluate import command
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Task
@@ -106,4 +106,4 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert "loss" in capsys.readouterr().out
 
     with pytest.raises(UserError, match="is not a run, so it has no steps to choose from"):
-        evaluate.main(evaluate.Request("line.py:Line", Path("found.json"), best=True), read_layers([], []))
+        command.main(command.Request("line.py:Line", Path("found.json"), best=True), read_layers([], []))

@@ -6,6 +6,7 @@ Models are small and random; nothing is downloaded.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import lockstep
 from lockstep.cli import main
 from lockstep.errors import UserError
 from lockstep.hf import CausalLM, HuggingFaceTask, MaskedLM, Seq2SeqLM, SequenceClassification, TokenClassification
+from lockstep.testing import fail_at
 from pool import Pool
 from ranks.support import assert_user_errors, fit
 
@@ -190,6 +193,25 @@ def test_adapters_equal_a_plain_loop_and_alone_are_saved_and_exported(
 
     assert main(["ckpt", "export", str(run), "--format", "hf", "--merge", "--base", str(other)]) == 2
     assert "not the one that the adapters were trained with" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("zygotes")
+def test_adapters_survive_a_kill_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft")
+    # Ranks get this path, and a torchvision that only tests/zoo can import would break transformers there.
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if Path(folder) != Path(sys.prefix) / "apart"])
+    folder = save_tiny(tmp_path / "tiny", tie_word_embeddings=True)
+    task = CausalLM(str(folder), rows_of(sentences()), lora=LORA)
+    values = {"steps": 5, "global_batch": 4, "lr": {"peak": 0.01}, "checkpoint": {"every": 2, "frozen": False}}
+    values |= {"log": {"progress": "off"}, "device": "cpu"}
+    whole = lockstep.fit(task, values, nproc=2, run_dir=tmp_path / "whole")
+    with fail_at(how="kill", rank=1, step=3):
+        torn = lockstep.fit(task, values, nproc=2, run_dir=tmp_path / "torn")
+
+    assert all("lora_" in name for name in torn.weights)
+    for name, tensor in whole.weights.items():
+        assert torch.equal(torn.weights[name], tensor), name
 
 
 def test_an_export_opens_with_the_same_logits(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_common_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="TARGET", help="a recipe's name, FILE.py:CLASS, or SCRIPT.py")
+    parser.add_argument("target", metavar="TARGET", help="a recipe's name, FILE.py:CLASS, MODULE:CLASS, or SCRIPT.py")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings, such as steps=100")
     parser.add_argument("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
     parser.add_argument("--nproc", default="auto", metavar="N|auto", help="processes on each machine (default auto)")
@@ -97,8 +97,8 @@ def make_request(options: argparse.Namespace, overrides: Sequence[str]) -> Reque
     """Check what was typed, as `lockstep train` does before it starts a process, and give the job its run folder."""
     # `lockstep --help` must not wait for pydantic.
     from lockstep.config import check, read_layers, strongest_value
+    from lockstep.engine.checks.names import check_names
     from lockstep.launch.run_dir import new_run_dir
-    from lockstep.registries import check_names
 
     layers = read_layers(options.config, overrides)
     targets.check(options.target)

@@ -379,6 +379,7 @@ class SequenceClassification(HuggingFaceTask):
         if logits.shape[-1] == 1:
             errors = (logits.squeeze(-1).float() - labels.float()) ** 2
             return Loss(errors.sum(), errors.numel())
+
         if labels.is_floating_point():
             total = F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="sum")
             return Loss(total, labels.numel())

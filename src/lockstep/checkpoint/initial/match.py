@@ -36,8 +36,37 @@ def match(state: Mapping[str, Tensor], source: WeightSource, settings: WeightsCo
     """Match names and shapes. Raise one UserError that lists everything that does not fit."""
     tensors = {name: tensor for name, tensor in state.items() if not is_extra(name)}
     renamed = _renamed(source, settings)
+    taken, tied = _match_names(tensors, renamed)
 
-    # Tied tensors are one tensor: the source may have it under any of its names, or under all of them.
+    unused = [original for name, original in renamed.items() if name not in tensors]
+    extra = [name for name in unused if not _any_match(name, settings.allow_extra)]
+
+    # A tensor of another shape is taken if allow_reshape says so, and counts as missing if allow_missing does.
+    reshaped = [name for name in taken if tuple(tensors[name].shape) != source.shape(taken[name])]
+    for name in list(reshaped):
+        if _any_match(name, settings.allow_missing) and not _any_match(name, settings.allow_reshape):
+            reshaped.remove(name)
+            unused.append(taken.pop(name))
+
+    other_names = tied_names(tensors)
+    missing = [name for name in tensors if name not in taken and name not in other_names]
+    _check_kinds(tensors, taken, source)
+    problems = {
+        "allow_missing": [name for name in missing if not _any_match(name, settings.allow_missing)],
+        "allow_extra": extra,
+        "allow_reshape": [name for name in reshaped if not _any_match(name, settings.allow_reshape)],
+    }
+    if any(problems.values()):
+        raise _mismatch(problems, tensors, taken, source)
+
+    return Match(taken, tied, reshaped, missing, unused)
+
+
+def _match_names(tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return `taken` and `tied` of a Match.
+
+    Tied tensors are one tensor: the source may have it under any of its names, or under all of them.
+    """
     first_of = tied_names(tensors)
     names_of: dict[str, list[str]] = {name: [name] for name in tensors if name not in first_of}
     for other, first in first_of.items():
@@ -51,35 +80,17 @@ def match(state: Mapping[str, Tensor], source: WeightSource, settings: WeightsCo
             taken[first] = renamed[present[0]]
             tied |= {name: renamed[name] for name in present[1:]}
 
-    unused = [original for name, original in renamed.items() if name not in tensors]
-    extra = [name for name in unused if not _any_match(name, settings.allow_extra)]
+    return taken, tied
 
-    # A tensor of another shape is taken if allow_reshape says so, and counts as missing if allow_missing does.
-    reshaped = [name for name in taken if tuple(tensors[name].shape) != source.shape(taken[name])]
-    for name in list(reshaped):
-        if _any_match(name, settings.allow_missing) and not _any_match(name, settings.allow_reshape):
-            reshaped.remove(name)
-            unused.append(taken.pop(name))
 
-    missing = [name for name in names_of if name not in taken]
+def _check_kinds(tensors: Mapping[str, Tensor], taken: Mapping[str, str], source: WeightSource) -> None:
     retyped = [name for name in taken if tensors[name].is_floating_point() != source.is_floating_point(taken[name])]
-
-    problems = {
-        "allow_missing": [name for name in missing if not _any_match(name, settings.allow_missing)],
-        "allow_extra": extra,
-        "allow_reshape": [name for name in reshaped if not _any_match(name, settings.allow_reshape)],
-    }
     if retyped:
         raise UserError(
             f"init_from={source.location} holds {plural(len(retyped), 'tensor')} of another kind of number",
             f"{_listed(retyped)}: whole numbers on one side, floating point on the other, as in a quantized file",
             "use a file with floating-point weights",
         )
-
-    if any(problems.values()):
-        raise _mismatch(problems, tensors, taken, source)
-
-    return Match(taken, tied, reshaped, missing, unused)
 
 
 def _renamed(source: WeightSource, settings: WeightsConfig) -> dict[str, str]:
@@ -98,6 +109,7 @@ def _renamed(source: WeightSource, settings: WeightsConfig) -> dict[str, str]:
                 f"{renamed[name]!r} and {original!r}",
                 "make the patterns more specific",
             )
+
         renamed[name] = original
 
     idle = [pattern for pattern in settings.rename if pattern not in used]
@@ -107,6 +119,7 @@ def _renamed(source: WeightSource, settings: WeightsConfig) -> dict[str, str]:
             f"its names are {_listed(list(source.names()))}",
             "correct the pattern, a regular expression, or leave it out",
         )
+
     return renamed
 
 

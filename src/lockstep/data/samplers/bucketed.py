@@ -39,9 +39,12 @@ class BucketedSampler(SeededSampler):
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         assert 0 <= start <= stop <= len(self)
+
+        # Consecutive micro-batches usually lie in the same pool, which is cached.
         size = self.batch * self.pool
         first = start // size
         last = max(start, stop - 1) // size
+
         pools = [self._pool(epoch, index) for index in range(first, last + 1)]
         return np.concatenate(pools)[start - first * size : stop - first * size]
 
@@ -49,8 +52,10 @@ class BucketedSampler(SeededSampler):
         return self._pools.get((epoch, index), lambda: self._make_pool(epoch, index))
 
     def _make_pool(self, epoch: int, index: int) -> np.ndarray:
-        # The groups' own key also requires a seed, which the shuffled order shares.
+        # This raises without a seed, on which the shuffled order depends as well.
         key = self.key("buckets", epoch, index)
+
+        # The samples of the pool, by length; those of equal length stay shuffled.
         start = index * self.batch * self.pool
         ids = self._shuffled.ids(epoch, start, min(start + self.batch * self.pool, len(self)))
         ids = ids[np.argsort(self.lengths[ids], kind="stable")]
@@ -60,6 +65,8 @@ class BucketedSampler(SeededSampler):
         groups, rest = divmod(len(ids), self.batch)
         cut = key % (groups + 1) * self.batch
         short = ids[cut : cut + rest]
+
+        # The other groups come in any order.
         full = np.delete(ids, np.s_[cut : cut + rest]).reshape(groups, self.batch)
         order = ShuffledSampler(groups, key).ids(0, 0, groups) if groups else []
         return np.concatenate([*full[order], short])

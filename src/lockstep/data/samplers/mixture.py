@@ -34,16 +34,21 @@ class Mixture(Sampled):
         if not parts:
             raise UserError("a mixture has no datasets", "", "pass a list of (dataset, weight)")
 
-        weights = as_numbers([weight for _, weight in parts], "weights")
+        weights = as_numbers([weight for _, weight in parts], "weights", each="dataset")
         if not weights.all():
             raise UserError(
                 f"dataset {int(np.argmin(weights))} of a mixture has the weight 0", "", "leave it out of the list"
             )
 
+        # Ids of the mixture are those of the datasets one after the other.
         given = [part if isinstance(part, Sampled) else Sampled(part) for part, _ in parts]
         datasets = [part.dataset for part in given]
         _check_datasets(datasets)
+
         length = sum(map(len, given)) if length is None else length
+        if length < 1:
+            raise UserError(f"length={length} leaves a mixture without samples", "", "set length=1 or more")
+
         sampler = MixtureSampler([part.sampler for part in given], list(map(len, datasets)), weights, length, seed)
         super().__init__(ConcatDataset(datasets), sampler, _joined([part.known_lengths for part in given]))
 
@@ -67,6 +72,8 @@ class MixtureSampler(SeededSampler):
         number = np.concatenate([np.arange(count) for count in counts])
         due = (number + 0.5) / counts[part]
         order = np.argsort(due, kind="stable")
+
+        # The pattern of one period.
         self._part = part[order]  # (period,) whose turn it is
         self._number = number[order]  # (period,) how many draws of the same part come before
         self._counts = counts
@@ -101,6 +108,8 @@ class MixtureSampler(SeededSampler):
         """Return the ids of consecutive draws of a part, counted over all its epochs."""
         length = len(self.samplers[part])
         first, last = int(numbers[0]), int(numbers[-1])
+
+        # They may reach over the end of one epoch of the part, or of several if it is small.
         pieces = []
         for epoch in range(first // length, last // length + 1):
             start = max(first - epoch * length, 0)

@@ -109,12 +109,12 @@ def uniforms(key: int, start: int, stop: int) -> np.ndarray:
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def as_numbers(values: Any, what: str, minimum: float = 0.0) -> np.ndarray:
-    """Return `values` as float64 (samples,), or raise if they are not finite numbers of at least `minimum`."""
+def as_numbers(values: Any, what: str, minimum: float = 0.0, each: str = "sample") -> np.ndarray:
+    """Return `values` as float64 (n,), or raise if they are not finite numbers of at least `minimum`."""
     numbers = np.asarray(values, dtype=np.float64)
     if numbers.ndim != 1 or len(numbers) == 0:
         raise UserError(
-            f"{what} must be a list with one number for each sample",
+            f"{what} must be a list with one number for each {each}",
             f"an array of shape {numbers.shape}",
             f"pass a one-dimensional list or array of {what}",
         )
@@ -122,9 +122,9 @@ def as_numbers(values: Any, what: str, minimum: float = 0.0) -> np.ndarray:
     wrong = np.flatnonzero(~(np.isfinite(numbers) & (numbers >= minimum)))
     if len(wrong):
         raise UserError(
-            f"{what} of sample {wrong[0]} must be a finite number of at least {minimum:g}; it is {numbers[wrong[0]]}",
+            f"{what} of {each} {wrong[0]} must be a finite number of at least {minimum:g}; it is {numbers[wrong[0]]}",
             f"{len(wrong)} of {len(numbers)} are wrong" if len(wrong) > 1 else "",
-            "correct it, or leave the sample out",
+            f"correct it, or leave the {each} out",
         )
 
     return numbers

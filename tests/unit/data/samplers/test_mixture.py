@@ -85,12 +85,17 @@ def test_lengths_of_the_parts():
         ([([1], 1), ([2], 0)], "dataset 1 of a mixture has the weight 0"),
         ([([1], 1), ([], 1)], "dataset 1 of a mixture is empty"),
         ([(iter([1]), 1)], "dataset 0 of a mixture must have __getitem__ and __len__"),
-        ([([1], float("inf"))], "weights of sample 0 must be a finite number"),
+        ([([1], float("inf"))], "weights of dataset 0 must be a finite number"),
     ],
 )
 def test_what_is_refused(parts, says):
     with pytest.raises(UserError, match=says):
         Mixture(parts)
+
+
+def test_an_epoch_has_samples():
+    with pytest.raises(UserError, match="length=0 leaves a mixture without samples"):
+        Mixture([([1], 1)], length=0)
 
 
 class Counting:
