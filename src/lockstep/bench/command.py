@@ -101,11 +101,13 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep.bench.projection import section_of
 
     asked = _options(options, overrides)
+
     folder = asked.out
     assert folder is not None
     result = results.begin(folder, shlex.join(["lockstep", *options.arguments]), as_record(this_machine()))
     print(printable(f"hardware  {result.hardware['text']}"))
 
+    # A kind that cannot be measured is reported, and the others go on.
     names = list(KINDS) if options.kind == "all" else [options.kind]
     failed = False
     with _ending_on_sigterm(), Pool(asked.cores_per_rank, ["lockstep.bench.ranks.scaling"]) as pool:
@@ -154,6 +156,7 @@ def _sections(name: str, pool: Pool, asked: BenchOptions, peers: bool) -> list[S
     for section in sections:
         if section.name not in ("weak", "strong", "step", "leak") and not section.extra.get("refusal"):
             section.extra["refusal"] = disturbed
+
     return sections
 
 
@@ -220,8 +223,11 @@ def _options(options: argparse.Namespace, overrides: Sequence[str]) -> BenchOpti
     known.check_settings(options.kind, target, layers, options.way)
 
     usual = SMALLER if options.kind == "all" else USUAL
+
+    # Only what was typed replaces the usual sizes.
     typed = {key: getattr(options, key) for key in usual if getattr(options, key) is not None}
     sizes = {**usual, **typed}
+
     if options.out and options.out.exists() and not options.out.is_dir():
         raise UserError(f"--out {options.out} is a file", "", "name a folder")
 

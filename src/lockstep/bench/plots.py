@@ -61,6 +61,7 @@ def write(result: Result, folder: Path) -> dict[str, Path]:
 
             # No date, so the same numbers give the same file.
             figure.savefig(found[section.name], metadata={"Software": None})
+
     return found
 
 
@@ -329,6 +330,7 @@ def step_communication(section: Section) -> Any:
         axes.set_yticks(places, names if axes is communication else [""] * len(names))
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
+
     figure.suptitle(section.title, fontsize=11)
     return figure
 
@@ -347,6 +349,7 @@ def memory(section: Section) -> Any:
         heights = _column(rows, f"{name}_mb")
         held.bar(labels, heights, bottom=bottom, label=name, color=COLOURS[index], width=0.6)
         bottom = [low + height for low, height in zip(bottom, heights, strict=True)]
+
     held.set(title="Memory by category", ylabel="memory of the fullest rank (MB)")
     held.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
@@ -357,6 +360,7 @@ def memory(section: Section) -> Any:
     for axes in (held, time):
         axes.set_xlabel("ranks x micro-batches per step")
         axes.grid(axis="x", visible=False)
+
     figure.suptitle(section.title, fontsize=11)
     return figure
 
@@ -371,6 +375,7 @@ def leak(section: Section) -> Any:
         values = _column(section.rows, key)
         if any(values):
             bytes_held.plot(steps, values, marker="o", color=colour, label=label)
+
     bytes_held.set(title="Memory over the steps", ylabel="memory (MB)")
     bytes_held.legend(loc="center right")
 
@@ -380,6 +385,7 @@ def leak(section: Section) -> Any:
     for axes in (bytes_held, count):
         axes.set_xlabel("step")
         axes.set_ylim(bottom=0)
+
     figure.suptitle(section.title, fontsize=11)
     return figure
 

@@ -97,8 +97,8 @@ def make_request(options: argparse.Namespace, overrides: Sequence[str]) -> Reque
     """Check what was typed, as `lockstep train` does before it starts a process, and give the job its run folder."""
     # `lockstep --help` must not wait for pydantic.
     from lockstep.config import check, read_layers, strongest_value
+    from lockstep.engine.checks.names import check_names
     from lockstep.launch.run_dir import new_run_dir
-    from lockstep.registries import check_names
 
     layers = read_layers(options.config, overrides)
     targets.check(options.target)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 from lockstep import api, targets
 from lockstep.checkpoint import inspect
 from lockstep.config import Layer, check, resolve_for
+from lockstep.engine.checks.names import check_names
 from lockstep.errors import UserError
 from lockstep.launch.job import Job, parse_nproc
 from lockstep.launch.run_dir import holds_a_run, is_checkpoint, new_run_dir, run_of, stored
 from lockstep.launch.supervisor import supervise
 from lockstep.observe.formats import columns, figures
-from lockstep.registries import check_names
 
 if TYPE_CHECKING:
     from lockstep.engine.evaluation.evaluator import Evaluation
@@ -91,8 +91,9 @@ def _weights(request: Request) -> Path:
             raise UserError(f"{path} is not a run, so it has no steps to choose from", "", "leave --best or --step out")
         return path
 
-    # A run without checkpoints may still have its final weights.
-    final = path / "model.safetensors"
+    # A run without checkpoints may still have its final weights. Training has evaluated their averages, if it had any.
+    averages = path / "ema.safetensors"
+    final = averages if averages.exists() else path / "model.safetensors"
     if not request.best and request.step is None and not inspect.has_checkpoints(path) and final.exists():
         return final
 

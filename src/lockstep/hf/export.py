@@ -232,6 +232,7 @@ def _replace_folder(out: Path, write: Callable[[Path], str]) -> str:
         if old.exists() and not out.exists():
             with suppress(OSError):
                 old.rename(out)
+
         raise
 
     shutil.rmtree(old, ignore_errors=True)

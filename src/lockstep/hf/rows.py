@@ -42,6 +42,7 @@ def open_rows(data: Any) -> Any:
             f"its keys are {', '.join(map(str, data))[:200]}",
             f"choose a split: data[{next(iter(data), 'train')!r}]",
         )
+
     return data
 
 
@@ -150,6 +151,7 @@ class Packed(Dataset):
                 "",
                 f"set task.pack={max(len(tokens), 1)}, or less",
             )
+
         self.blocks = np.frombuffer(tokens, dtype=np.int32)[: count * block].reshape(count, block)
 
     def __len__(self) -> int:
@@ -180,4 +182,5 @@ def pad(samples: Sequence[Mapping[str, Any]], fill: Mapping[str, Any]) -> dict[s
     if "input_ids" in batch and "attention_mask" not in batch:
         lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
         batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
+
     return batch

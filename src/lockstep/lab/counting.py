@@ -50,6 +50,7 @@ class CountCollectives(TorchDispatchMode):
         if func.namespace == "c10d" and func._opname in NAMES:
             largest = max(_bytes(argument) for argument in args)
             self.calls.append(Collective(NAMES[func._opname], largest))
+
         return func(*args, **(kwargs or {}))
 
     def count(self, name: str) -> int:
@@ -62,6 +63,7 @@ class CountCollectives(TorchDispatchMode):
 
 
 def _bytes(argument: object) -> int:
+    """Return the bytes of a tensor, or of all tensors in nested lists."""
     if isinstance(argument, Tensor):
         return argument.numel() * argument.element_size()
     if isinstance(argument, (list, tuple)):

@@ -49,6 +49,7 @@ class Learner:
     def __init__(self, path: Path, *, limit: timedelta = LIMIT):
         if not path.is_file():
             raise UserError(f"there is no file {path}", "", "name the file that you have edited")
+
         self.path, self.limit = path, limit
 
     def run(self, function: Callable[..., Any], *arguments: Any, world: int = 2, group: bool = True) -> list[Any]:
@@ -69,6 +70,7 @@ class Learner:
         }
         environment = {name: str(value) for name, value in variables.items()}
 
+        # Fork: torch is imported already, which takes seconds in a fresh process.
         context = get_context("fork")
         with tempfile.TemporaryDirectory() as folder:
             readers, processes = [], []
@@ -79,6 +81,7 @@ class Learner:
                 started = (rank, environment, group, Path(folder) / f"{rank}", writer, function, arguments)
                 process = context.Process(target=self._rank, args=started)
                 process.start()
+
                 writer.close()
                 readers.append(reader)
                 processes.append(process)
@@ -107,6 +110,7 @@ class Learner:
                 if results[rank].error and not results[rank].complaint:
                     raise Failed(results[rank].error)
 
+        # A call that does not return within the limit hangs.
         hung = [rank for rank in range(len(readers)) if rank not in results]
         if hung:
             raise Failed(self._explain_hang(hung, processes, folder))
@@ -115,9 +119,11 @@ class Learner:
         complaints = [result.error for result in results.values() if result.error]
         if complaints:
             raise Failed(complaints[0])
+
         return [results[rank].value for rank in range(len(readers))]
 
     def _receive(self, rank: int, reader: Connection) -> _Result:
+        """Return what a rank has sent. A process that was killed closes its end without a word."""
         try:
             return reader.recv()
         except EOFError:
@@ -144,6 +150,7 @@ class Learner:
         try:
             if group:
                 dist.init_process_group("gloo", timeout=2 * self.limit)
+
             writer.send(_Result(rank, function(self.module(), *arguments)))
         except BaseException as error:
             name = type(error).__name__
@@ -161,6 +168,7 @@ class Learner:
         spec = importlib.util.spec_from_file_location("learner", self.path)
         assert spec is not None
         assert spec.loader is not None
+
         module = importlib.util.module_from_spec(spec)
         sys.modules["learner"] = module
         spec.loader.exec_module(module)
@@ -181,12 +189,13 @@ class Learner:
 
     def _explain_hang(self, hung: list[int], processes: list[BaseProcess], folder: Path) -> str:
         """Return where the ranks that hang are, by the stacks that they write when they are asked to."""
-        places = []
+        # All are asked before the first is read: they write at the same time.
         for rank in hung:
             pid = processes[rank].pid
             assert pid is not None
             os.kill(pid, signal.SIGUSR1)
 
+        places = []
         for rank in hung:
             end = time.monotonic() + 5
             while not (stack := (folder / f"{rank}").read_text()) and time.monotonic() < end:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,7 +58,12 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
 def sizes_up_to(megabytes: float) -> list[int]:
     """Return 1 KB and its multiples by 4, and `megabytes` itself."""
     largest = int(megabytes * 2**20)
-    smaller = itertools.takewhile(lambda size: size < largest, (SMALLEST * 4**power for power in itertools.count()))
+    smaller = []
+    size = SMALLEST
+    while size < largest:
+        smaller.append(size)
+        size *= 4
+
     return [*smaller, largest]
 
 
@@ -67,7 +71,9 @@ def bus_factor(operation: str, world: int) -> float:
     """Return bus bandwidth / algorithm bandwidth: what each link carries for every byte of the message."""
     if operation == "all_reduce":
         return 2 * (world - 1) / world
-    return 1.0 if operation == "send_recv" else (world - 1) / world
+    if operation == "send_recv":
+        return 1.0
+    return (world - 1) / world
 
 
 def _collectives(world: int, pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> Section:
@@ -109,10 +115,12 @@ def _collectives(world: int, pool: Pool, options: BenchOptions, report: Callable
 
         for operation, why in facts[backend]["missing"].items():
             notes.append(f"{name} has no {operation} for these tensors: {why}.")
+
         place = describe(team.placed(facts[backend]["device"]), pool.cores_per_rank)
         notes.insert(0, f"{world} ranks on {facts[backend]['device'].partition(':')[0]}, {name}; {place}.")
 
     notes += [*_fit_notes(rows), f"{plural(options.repeats, 'round')}, {spread_text(options.repeats)}."]
+
     refusal = next(iter(teams.values())).placed(next(iter(facts.values()))["device"]).shared
     return Section(
         "comm",
@@ -156,10 +164,12 @@ def _rows(backend: str, world: int, rounds: Sequence[Sequence[dict[str, float]]]
                 "bus_gb_s": estimate([factor * rate for rate in algorithm]).as_dict(),
             }
         )
+
     return rows
 
 
 def human(size: int) -> str:
+    """Return a size in bytes as text, in units of 1024."""
     for unit in ("B", "KB", "MB"):
         if size < 1024:
             return f"{size:g} {unit}"
@@ -177,6 +187,7 @@ def _fit_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
         # Times that do not grow with the size, because they are noisy or the sizes small, give no bandwidth.
         rate = f" + size / {bandwidth / 1e9:.2f} GB/s" if bandwidth < NO_BANDWIDTH else ", at all of these sizes"
         notes.append(f"{backend} {operation}: about {1e6 * latency:.0f} µs{rate} (least squares, relative errors).")
+
     return notes
 
 

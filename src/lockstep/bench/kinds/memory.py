@@ -64,6 +64,7 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
         f"takes no longer. {plural(options.repeats, 'round')} in which all rows take turns, "
         f"{spread_text(options.repeats)}.",
     ]
+
     extra = {"facts": facts, "refusal": refusal}
     first = Section("memory", f"Memory of a rank of {options.target}", COLUMNS, rows, notes, extra=extra)
     return [first, leak_check(pool, options, report)]
@@ -72,7 +73,9 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
 def _row(
     world: int, accumulation: int, ranks: list[dict[str, Any]], turns: list[list[dict[str, float]]], block: int
 ) -> dict[str, Any]:
+    """Return the memory of the rank that holds most, and how long a step takes."""
     largest = max(ranks, key=lambda rank: sum(rank[name] for name in CATEGORIES))
+    # A step takes as long as its slowest rank.
     seconds = [max(rank["seconds"] for rank in turn) / block for turn in turns]
     return {
         "world": world,
@@ -104,6 +107,7 @@ def leak_check(pool: Pool, options: BenchOptions, report: Callable[[str], None])
 
     by_rank = [[_leak_row(ranks[rank]) for ranks in found] for rank in range(world)]
     rank = worst_rank(by_rank)
+
     notes = [
         f"The rows are those of rank {rank}, which grows most of {world}; every target is judged by the rank in which "
         "that grows most. Growth is the median of the last quarter of the rows minus that of the second quarter.",
@@ -130,7 +134,8 @@ def worst_rank(by_rank: Sequence[Sequence[dict[str, float]]]) -> int:
 
 def judge_ranks(by_rank: Sequence[Sequence[dict[str, float]]]) -> list[Verdict]:
     """Return, for each thing that must not grow, the verdict on the rank in which it grows most."""
-    return [max(same, key=lambda verdict: verdict.value) for same in zip(*map(judge, by_rank), strict=True)]
+    by_thing = zip(*map(judge, by_rank), strict=True)
+    return [max(verdicts, key=lambda verdict: verdict.value) for verdicts in by_thing]
 
 
 def judge(rows: Sequence[dict[str, float]]) -> list[Verdict]:
@@ -140,11 +145,15 @@ def judge(rows: Sequence[dict[str, float]]) -> list[Verdict]:
         Verdict(f"growth of {name} <= {LIMITS_MB[name]:g} MB", growth(rows, key), LIMITS_MB[name], False)
         for name, key in columns.items()
     ]
+
+    # The number of tensors is judged per step: a leak adds at least one in each.
     per_step = growth(rows, "tensors") / max(1, growth(rows, "step"))
     return [Verdict(f"new live tensors per step <= {NEW_TENSORS:g}", per_step, NEW_TENSORS, False), *verdicts]
 
 
 def growth(rows: Sequence[dict[str, float]], key: str) -> float:
+    """Return how much a column grows: from its second quarter, when everything is warm, to its last."""
     quarter = max(1, len(rows) // 4)
     values = [row[key] for row in rows]
-    return statistics.median(values[-quarter:]) - statistics.median(values[quarter : 2 * quarter])
+    early, late = values[quarter : 2 * quarter], values[-quarter:]
+    return statistics.median(late) - statistics.median(early)

@@ -81,6 +81,7 @@ def _case(
         accumulation=accumulation,
         peers=peers,
     )
+
     team = pool.start("step:measure", world, arguments)
     try:
         facts = team.ready()[0]

@@ -47,7 +47,9 @@ def _prepare(sizes: Sequence[int], world: World, device: torch.device) -> tuple[
             except RuntimeError as error:
                 missing[operation] = str(error).partition("\n")[0]
                 break
+
             calls[f"{operation} {size}"] = call
+
     return calls, missing
 
 

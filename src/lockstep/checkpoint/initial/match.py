@@ -109,6 +109,7 @@ def _renamed(source: WeightSource, settings: WeightsConfig) -> dict[str, str]:
                 f"{renamed[name]!r} and {original!r}",
                 "make the patterns more specific",
             )
+
         renamed[name] = original
 
     idle = [pattern for pattern in settings.rename if pattern not in used]
@@ -118,6 +119,7 @@ def _renamed(source: WeightSource, settings: WeightsConfig) -> dict[str, str]:
             f"its names are {_listed(list(source.names()))}",
             "correct the pattern, a regular expression, or leave it out",
         )
+
     return renamed
 
 

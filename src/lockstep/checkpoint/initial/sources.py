@@ -97,6 +97,7 @@ def _open_checkpoint(path: Path, runtime: Runtime) -> CheckpointSource:
         raise UserError(
             f"init_from={path} has no weights: the run has no checkpoint, and has not ended", "", "name another run"
         )
+
     return CheckpointSource(reader)
 
 

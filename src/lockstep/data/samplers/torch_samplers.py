@@ -55,6 +55,7 @@ def from_torch(sampler: Any, samples: int, seed: int) -> Sampler:
     if kind is DistributedSampler:
         # A run divides the samples among the ranks itself.
         return ShuffledSampler(samples, seed) if sampler.shuffle else SequentialSampler(samples)
+
     if kind is RandomSampler and sampler.replacement:
         return WeightedSampler(np.ones(samples), sampler.num_samples, True, seed)
     if kind is RandomSampler and sampler.num_samples == samples:
@@ -84,6 +85,7 @@ class ListedSampler:
                 "draw from torch's global generator in __iter__, or write ids(epoch, start, stop): see 'A custom "
                 "sampler' in docs/data.md",
             )
+
         self._length = len(first)
 
     def __len__(self) -> int:
@@ -132,4 +134,5 @@ class ListedSampler:
                 "",
                 "make the sampler for this dataset",
             )
+
         return ids

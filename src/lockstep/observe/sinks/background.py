@@ -60,6 +60,7 @@ class BackgroundSink:
                 if record is None:
                     self._sink.close()
                     return
+
                 self._sink.write(record)
             except Exception as error:
                 # It is not called again: a service that is down would cost its timeout at every record.

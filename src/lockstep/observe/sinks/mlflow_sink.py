@@ -68,4 +68,5 @@ class MlflowSink:
             # A server takes a hundred parameters at a time.
             for first in range(0, len(params), 100):
                 client.log_batch(self._id, params=params[first : first + 100])
+
         return client
