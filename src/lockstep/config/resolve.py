@@ -88,6 +88,18 @@ def strongest_value(layers: Sequence[Layer], key: str) -> Any:
     return next((values[key] for _, values in reversed(layers) if values.get(key)), None)
 
 
+def extend(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values in which those of `stronger` win, key by key, and the rest is that of `weaker`, by dotted key."""
+    replaced = {key for key, _ in walk(stronger.items())}
+    given = {key for key, value in walk(stronger.items()) if value is not None}
+
+    # As between layers, `steps` in the stronger values unsets `epochs` in the weaker ones.
+    replaced |= {key for group in EXCLUSIVE if given & set(group) for key in group}
+
+    kept = {key: value for key, value in walk(weaker.items()) if key not in replaced}
+    return {**kept, **stronger}
+
+
 def settings_of(items: Iterable[tuple[Any, Any]], source: str, problems: list[UserError]) -> dict[str, Setting]:
     """Return settings by dotted key, for nested and dotted keys in any mixture. Problems are appended."""
     settings: dict[str, Setting] = {}

@@ -32,12 +32,12 @@ class HuggingFaceTask(Task):
     task_type: str | None = None  # peft's name of the task
     unit = "token"
 
-    # The defaults of transformers' Trainer. Frozen weights come from the same files again, so checkpoints leave them
-    # out, and hold their digests.
+    # The defaults of transformers' Trainer; its learning rate is that of `optimizer`. Frozen weights come from the same
+    # files again, so checkpoints leave them out, and hold their digests.
     defaults = {
         "epochs": 3,
         "global_batch": 8,
-        "lr": {"peak": 5e-5, "schedule": "linear"},
+        "lr": {"schedule": "linear"},
         "clip": {"norm": 1.0},
         "checkpoint": {"frozen": False},
     }
