@@ -173,6 +173,7 @@ class CheckpointManager:
         return None if reader is None else self._load(reader)
 
     def _claim(self) -> None:
+        """Make this attempt the only writer. Rank 0 calls it, before any checkpoint is written."""
         self.storage.claim(self.folder.token)
 
         # If this attempt fails before it has gone back, the launcher announces this checkpoint.

@@ -1,4 +1,8 @@
-"""The hosts of `lockstep launch nodes`: how they are written, and a login to one of them."""
+"""The hosts of `lockstep launch nodes`: how they are written, and a login to one of them.
+
+A login is a process of ssh that runs `clusters/tether.py` on the other side. Requests go to its standard input, one
+JSON object a line; lines and answers come back as events, from all hosts in one queue (`clusters/logins.py`).
+"""
 
 from __future__ import annotations
 

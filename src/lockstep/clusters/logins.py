@@ -1,4 +1,9 @@
-"""The command that stays while a job runs on several hosts: it logs in, prints what they say, and passes signals on."""
+"""The command that stays while a job runs on several hosts: it logs in, prints what they say, and passes signals on.
+
+A job outlives a lost host if enough others are left: the host is tried again while the job runs. If this command is
+killed, or its machine is lost, the tethers break, and all hosts save and end by themselves. So no process is ever left
+behind that nothing watches.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A round of the driver: the launchers of a job, from their start until all have ended."""
+"""A round of the driver: the launchers of a job, from their start until all have ended.
+
+It only notes what was reported and answers questions about that; the driver acts. How a round has ended is not always
+known from one launcher: those that lose the others exit with codes of their own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The display in a notebook: one output of the cell, which is replaced a few times a second."""
+"""The display in a notebook: one output of the cell, which is replaced a few times a second.
+
+A notebook keeps every output in its file, so the display replaces one output instead of adding lines, and keeps a
+limited number of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Shows a run of other processes in the notebook that started it, by following the records in its folder."""
+"""Shows a run of other processes in the notebook that started it, by following the records in its folder.
+
+The ranks of `fit(nproc=2)` cannot write into the cell. What they write into the run folder is read a few times a second
+and shown as if this process had trained.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A sink on a thread of its own, so that a slow service never holds up training."""
+"""A sink on a thread of its own, so that a slow service never holds up training.
+
+A sink may wait for a service, or fail. Neither may cost a step: records wait in a queue, a failure is reported once on
+stderr, and the end of a run waits for a few seconds at most.
+"""
 
 from __future__ import annotations
 
