@@ -30,7 +30,8 @@ from lockstep.checkpoint.manifest import (
     read_manifest,
     require,
 )
-from lockstep.checkpoint.storage import PAGE, Checkpoint
+from lockstep.checkpoint.storage import Checkpoint
+from lockstep.checkpoint.storage.protocol import PAGE
 
 # The tensors of a file by key: dtype, shape, and the position of the first byte in the file.
 Header = dict[str, tuple[str, tuple[int, ...], int]]

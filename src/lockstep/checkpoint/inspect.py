@@ -17,23 +17,9 @@ from rich.filesize import decimal as size_text
 
 from lockstep.checkpoint.format import check_size
 from lockstep.checkpoint.format import verify as verify_checkpoint
-from lockstep.checkpoint.manifest import (
-    MANIFEST,
-    BestCheckpoint,
-    InvalidCheckpoint,
-    Manifest,
-    best_checkpoint,
-    read_manifest,
-)
-from lockstep.checkpoint.storage import (
-    Checkpoint,
-    CheckpointStorage,
-    Retention,
-    committed,
-    delete_checkpoint,
-    open_storage,
-    steps_to_delete,
-)
+from lockstep.checkpoint.manifest import MANIFEST, InvalidCheckpoint, Manifest, read_manifest
+from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint, steps_to_delete
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, delete_checkpoint, open_storage
 from lockstep.errors import UserError, plural
 from lockstep.launch.run_dir import step_in
 from lockstep.observe.formats import columns

@@ -100,8 +100,9 @@ def _weights(request: Request) -> Path:
 
         return path
 
-    # A run without checkpoints may still have its final weights.
-    final = path / "model.safetensors"
+    # A run without checkpoints may still have its final weights. Training has evaluated their averages, if it had any.
+    averages = path / "ema.safetensors"
+    final = averages if averages.exists() else path / "model.safetensors"
     if not request.best and request.step is None and not inspect.has_checkpoints(path) and final.exists():
         return final
 
