@@ -353,11 +353,11 @@ def _verify(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from lockstep import evaluate
     from lockstep.config import read_layers
+    from lockstep.evaluate import command
 
-    request = evaluate.Request(options.target, options.path, options.step, options.best, options.nproc, options.json)
-    return evaluate.main(request, read_layers(options.config, overrides))
+    request = command.Request(options.target, options.path, options.step, options.best, options.nproc, options.json)
+    return command.main(request, read_layers(options.config, overrides))
 
 
 def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -370,7 +370,7 @@ def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 def _config(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from lockstep.config import KEYS, flatten, read_layers, resolve_for
     from lockstep.config.schema import typed
-    from lockstep.registries import check_names
+    from lockstep.engine.checks.names import check_names
 
     layers = read_layers(options.config, overrides)
     kind = targets.load_class(options.target)

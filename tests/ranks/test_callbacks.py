@@ -32,6 +32,9 @@ class Layers(Task):
     def optimizer(self, model: nn.Module) -> Any:
         return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
 
+    def tensor_plan(self, model: nn.Module) -> dict[str, Any]:
+        return {"0": "colwise", "2": "rowwise"}
+
     def data(self) -> Any:
         x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(0))
         return TensorDataset(x, (x[:, 0] > 0).long())

@@ -232,16 +232,16 @@ def test_such_an_end_is_restarted_without_any_checkpoint_and_no_rank_slot_is_dro
     restarts = Restarts()
     for _ in range(20):  # more than the restarts that an hour may have: a large batch is halved many times
         for settings in (Settings(), Settings(restart=RestartConfig(per_hour=0))):
-            assert restarts.refusal(failure, progress=False, settings=settings, now=0.0) is None
+            assert restarts.reason_to_end(failure, progress=False, settings=settings, now=0.0) is None
         restarts.count(failure, ("here", 1), None, 0.0)
         assert not restarts.keeps_failing(failure)
     killed = Failure(1, "here", 0.0, "SIGKILL", "from outside", origin="signal")
-    assert restarts.refusal(killed, progress=False, settings=Settings(), now=0.0) is None  # which has its own ten
+    assert restarts.reason_to_end(killed, progress=False, settings=Settings(), now=0.0) is None  # which has its own ten
     restarts.count(killed, ("here", 1), None, 0.0)
     assert not restarts.keeps_failing(killed)
     assert restarts.budget(killed, Settings(), 0.0) == "restart 1 of 10 in an hour"  # the others did not count
     usual = Failure(1, "here", 0.0, "ValueError", "again")
-    assert restarts.refusal(usual, progress=False, settings=Settings(), now=0.0) is not None
+    assert restarts.reason_to_end(usual, progress=False, settings=Settings(), now=0.0) is not None
 
 
 def test_auto_is_no_number_to_compare() -> None:

@@ -1,0 +1,1 @@
+"""`lockstep evaluate`: what to evaluate, on which processes, and the table that is printed."""
