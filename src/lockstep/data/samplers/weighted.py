@@ -36,8 +36,8 @@ class WeightedSampler(SeededSampler):
         self._drawable = np.flatnonzero(weights)
         self._check(weights)
 
-        # Only samples that can be drawn. Weights are divided by a power of 2, which rounds nothing: sums of huge ones and
-        # quotients of tiny ones stay finite.
+        # Only samples that can be drawn. Their weights are divided by a power of 2, which rounds nothing: sums of huge
+        # weights and quotients of tiny ones stay finite.
         weights = weights[self._drawable]
         self._weights = np.ldexp(weights, -np.frexp(weights.max())[1])
 
