@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from lockstep.engine.checks.settings import check_before_batch, check_evaluations
+from lockstep.engine.end import close, end_training
 from lockstep.engine.evaluation.evaluator import EvaluationSet, check_data, evaluation_sets
 from lockstep.engine.hooks.calls import Hooks, overridden
 from lockstep.engine.hooks.view import BuiltRunView
@@ -86,7 +87,7 @@ class Training:
         result = run.stepper.step(batches, self._loss)
         run.end_step(batches, result)
 
-        if self._eval_sets and run.evaluation_is_due():
+        if self._eval_sets and run.evaluations.are_due(run.stepper.counters.steps_done):
             self._evaluate()
         # After the evaluation, so that the checkpoint holds its result.
         run.maintain()
@@ -95,20 +96,21 @@ class Training:
         """Save the weights, evaluate, show, and return the summary."""
         # The last evaluation may be the best one, and must then be a part of the last checkpoint.
         config = self.run.config
-        evaluates = bool(self._eval_sets) and config.evaluate.at_end and not self.run.evaluation_is_current
+        is_current = self.run.evaluations.is_current(self.run.stepper.counters.steps_done)
+        evaluates = bool(self._eval_sets) and config.evaluate.at_end and not is_current
         if evaluates and config.checkpoint.best:
             self._evaluate()
 
         # This saves the weights. It comes first, so that an error in the evaluation or in `show` cannot lose them.
-        self.run.end_training()
+        end_training(self.run)
         if evaluates and not config.checkpoint.best:
             self._evaluate()
 
         # On all ranks, even if only rank 0 calls `show`: changing the weights may be collective.
-        with self.run.evaluation_weights():
+        with self.run.model_setup.evaluation_weights():
             text = _show(self.task, self.run)
 
-        return self.run.close(text)
+        return close(self.run, text)
 
     def _evaluate(self) -> None:
         self.run.evaluate(self._eval_sets, may_preempt=True)
@@ -126,7 +128,7 @@ def _eval_sets(task: Task, run: Run) -> list[EvaluationSet]:
     for chosen in sets:
         check_data(chosen.data)
 
-    during_run = run.evaluation_schedule.is_on
+    during_run = run.evaluations.schedule.is_on
     check_evaluations(run.config, bool(sets), during_run, run.stepper.learning_rate.needs_evaluations)
     if not sets and during_run:
         run.recorder.event("warning", reason="evaluate.every is set, but the task has no eval_data()")
