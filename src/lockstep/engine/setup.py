@@ -290,26 +290,14 @@ class RunBuilder:
         stepper = self._make_stepper(setup, plan, load_balancer)
         log = StepLog(config.log.every, plan.steps_per_epoch, stepper, self.recorder, samples)
 
-        # Banner lines. The driver, the optimizers and the source may add some.
-        facts = describe_run(driver.model, config, plan, stepper.learning_rate, self.precision, runtime)
-        facts |= driver.facts
-        facts |= setup.optimizers.facts
-        if source.about:
-            facts["data"] = source.about
-        if loader_line:
-            facts["DataLoader"] = loader_line
+        facts = self._describe(setup, plan, source, stepper, loader_line)
 
         # Resuming restores the state of all parts, so all of them must exist by now.
         checkpoints = self._open_checkpoints(setup, stepper, source, plan)
         resumed = checkpoints.resume()
         if resumed:
             facts["resumed"] = self._continue_records(resumed, log, stepper, plan)
-        initial = self.parts.get("init_from")
-        if isinstance(initial, InitialWeights):
-            facts["init_from"] = initial.describe(resumed is not None)
-        if setup.exactness:
-            facts["exact"] = setup.exactness.begin(source, plan, resumed.changed_settings if resumed else [])
-
+        facts |= self._describe_weights(setup, plan, source, resumed)
         self._write_start(facts, plan, driver)
 
         requests = Requests(stepper, checkpoints)
@@ -329,23 +317,17 @@ class RunBuilder:
             resumed=resumed,
             requests=requests,
             log=log,
-            evaluations=Evaluations(
-                config,
-                EvaluationSchedule(config.evaluate, plan.steps_per_epoch, resumed.loop.seconds if resumed else 0.0),
-                requests,
-                checkpoints,
-                stepper.learning_rate,
-                self.recorder,
-                newest=self.evaluation,
-            ),
+            evaluations=self._make_evaluations(plan, stepper, requests, resumed),
             hooks=self.hooks or Hooks(BuiltRunView(self)),
             _keep_alive=self,
         )
+
         if resumed:
             run.restore(resumed)
         elif setup.average:
             # A custom loop may have loaded weights since `run.setup`.
             setup.average.restart(setup.average.averages)
+
         checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
         if config.profile.count:
             run.profiled = ProfiledSteps(run)
@@ -486,6 +468,51 @@ class RunBuilder:
             stepper.trained_parameters = TrainedParameters(setup.driver, delaying)
 
         return stepper
+
+    def _describe(
+        self, setup: ModelSetup, plan: Plan, source: BatchSource, stepper: Stepper, loader_line: str | None
+    ) -> dict[str, str]:
+        """Return the lines of the banner that are known before a resume. Collective."""
+        model = setup.driver.model
+        facts = describe_run(model, self.config, plan, stepper.learning_rate, self.precision, self.runtime)
+
+        # The driver, the optimizers and the source may add some.
+        facts |= setup.driver.facts
+        facts |= setup.optimizers.facts
+        if source.about:
+            facts["data"] = source.about
+        if loader_line:
+            facts["DataLoader"] = loader_line
+
+        return facts
+
+    def _describe_weights(
+        self, setup: ModelSetup, plan: Plan, source: BatchSource, resumed: Resumed | None
+    ) -> dict[str, str]:
+        """Return the lines of the banner about weights that were loaded, and about their exactness."""
+        facts = {}
+        initial = self.parts.get("init_from")
+        if isinstance(initial, InitialWeights):
+            facts["init_from"] = initial.describe(resumed is not None)
+
+        if setup.exactness:
+            facts["exact"] = setup.exactness.begin(source, plan, resumed.changed_settings if resumed else [])
+
+        return facts
+
+    def _make_evaluations(
+        self, plan: Plan, stepper: Stepper, requests: Requests, resumed: Resumed | None
+    ) -> Evaluations:
+        seconds_before = resumed.loop.seconds if resumed else 0.0
+        return Evaluations(
+            config=self.config,
+            schedule=EvaluationSchedule(self.config.evaluate, plan.steps_per_epoch, seconds_before),
+            requests=requests,
+            checkpoints=requests.checkpoints,
+            learning_rate=stepper.learning_rate,
+            recorder=self.recorder,
+            newest=self.evaluation,
+        )
 
     def _open_checkpoints(
         self, setup: ModelSetup, stepper: Stepper, source: BatchSource, plan: Plan
