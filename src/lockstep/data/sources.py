@@ -95,6 +95,7 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
     if options.config.resume == "reread":
         _check_not_own(options.config)
         return ExactStreamSource(Shards([dataset]), collate, options)
+
     if has_state(dataset) and options.config.sharding == "stride":
         return ExactStreamSource(Shards([dataset]), collate, options)
 

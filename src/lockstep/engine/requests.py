@@ -62,7 +62,7 @@ class Requests:
         self.accept(last)
         return last
 
-    # ---- a save ----
+    # ---- a save, an evaluation ----
 
     def request_save(self) -> None:
         """Ask all ranks to save, after the step whose control word carries the request."""
@@ -74,6 +74,11 @@ class Requests:
         self.save_agreed = False
         self.save_requested = False
         self.stepper.set_flags(save=False)
+
+    def evaluated(self) -> None:
+        """Mark a request for an evaluation as carried out: the next control word must not ask for it again."""
+        self.evaluate_agreed = False
+        self.stepper.set_flags(evaluate=False)
 
     # ---- a stop ----
 
@@ -108,10 +113,15 @@ class Requests:
             self.stop_requested = stop["reason"]
             self.stop_agreed = True
 
-    def stop_state(self, requested: Sequence[str | None]) -> dict[str, Any] | None:
+    def stop_state(self, requested: Sequence[str | None], total_steps: int) -> dict[str, Any] | None:
         """Return the stop that the user's code requested, as a checkpoint holds it, or None.
 
         `requested` holds `stop_requested` of every rank.
         """
         reasons = [reason for reason in requested if reason is not None]
-        return {"reason": reasons[0], "done": self.stop_agreed} if reasons else None
+        if not reasons:
+            return None
+
+        # A request in the last step has nothing left to stop: with more steps, the run goes on.
+        done = self.stop_agreed or self.stepper.counters.steps_done >= total_steps
+        return {"reason": reasons[0], "done": done}

@@ -336,7 +336,7 @@ class Run:
             interval=self.recorder.interval_state(self.stepper.sums),
             seconds=self.seconds,
             early_stop=self.evaluations.early_stop.state_dict(),
-            stop=self.requests.stop_state([requested for _, requested in gathered]),
+            stop=self.requests.stop_state([requested for _, requested in gathered], self.plan.steps),
         )
 
     # ---- an evaluation ----

@@ -1,4 +1,8 @@
-"""Samplers of torch, as samplers whose order is a pure function of (seed, epoch)."""
+"""Samplers of torch, as samplers whose order is a pure function of (seed, epoch).
+
+A sampler of torch draws from a generator when it is iterated over. Here it is seeded for each epoch and listed as a
+whole, so its order depends on seed and epoch alone. Samplers that have an equivalent here are replaced by it.
+"""
 
 from __future__ import annotations
 
@@ -55,6 +59,7 @@ def from_torch(sampler: Any, samples: int, seed: int) -> Sampler:
     if kind is DistributedSampler:
         # A run divides the samples among the ranks itself.
         return ShuffledSampler(samples, seed) if sampler.shuffle else SequentialSampler(samples)
+
     if kind is RandomSampler and sampler.replacement:
         return WeightedSampler(np.ones(samples), sampler.num_samples, True, seed)
     if kind is RandomSampler and sampler.num_samples == samples:
@@ -84,6 +89,7 @@ class ListedSampler:
                 "draw from torch's global generator in __iter__, or write ids(epoch, start, stop): see 'A custom "
                 "sampler' in docs/data.md",
             )
+
         self._length = len(first)
 
     def __len__(self) -> int:
@@ -132,4 +138,5 @@ class ListedSampler:
                 "",
                 "make the sampler for this dataset",
             )
+
         return ids

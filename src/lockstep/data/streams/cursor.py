@@ -222,4 +222,5 @@ def _check_state_is_whole(iterable: Any) -> None:
                 "set data.resume=reread, which reads the epoch again up to the position; or shuffle the files before, "
                 "and leave shuffle() out",
             )
+
         stage = getattr(stage, "ex_iterable", None)

@@ -58,7 +58,7 @@ class Evaluations:
 
     def follow(self, sets: Sequence[EvaluationSet], evaluations: Sequence[Evaluation], seconds: float) -> None:
         """Keep new results, and decide what follows from them. `seconds` is how long the run has taken. Collective."""
-        self._requests.evaluate_agreed = False
+        self._requests.evaluated()
         self.schedule.seconds = seconds
         self.by_set |= {evaluation.name: evaluation for evaluation in evaluations if evaluation.name}
         for chosen, evaluation in zip(sets, evaluations, strict=True):

@@ -75,6 +75,7 @@ class ProfiledSteps:
         if mine["flops"]:
             seconds = mine["seconds"] / max(1, mine["steps"])
             mine["mfu"] = mine["flops"] / seconds / mine["peak_flops"]
+
         return mine
 
     def _write(self, folder: Path, ranks: list[dict[str, Any]]) -> None:
@@ -139,6 +140,7 @@ class ProfiledSteps:
         finally:
             for module, training in modes.items():
                 module.training = training
+
         return forward * (1 + BACKWARD) * len(self._run.stepper.progress.trained)
 
 
