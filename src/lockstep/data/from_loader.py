@@ -91,12 +91,13 @@ def _take_sampler(loader: DataLoader) -> tuple[Any, bool | None]:
     """Return (sampler, None), or (None, whether to shuffle) for a plain order."""
     assert isinstance(loader.batch_sampler, BatchSampler)
     sampler: Any = loader.batch_sampler.sampler
-    if not covers(sampler, len(loader.dataset)):  # pyrefly: ignore[bad-argument-type]
+    dataset: Any = loader.dataset
+    if not covers(sampler, len(dataset)):
         return sampler, None
 
     if type(sampler) is SequentialSampler:
         return None, False
-    if type(sampler) is DistributedSampler and len(sampler.dataset) == len(loader.dataset):  # pyrefly: ignore
+    if type(sampler) is DistributedSampler and covers(sampler, len(dataset)):
         return None, sampler.shuffle
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         return None, True

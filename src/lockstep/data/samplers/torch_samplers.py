@@ -101,7 +101,8 @@ def from_torch(sampler: Any, samples: int, seed: int) -> Sampler:
 
 def covers(sampler: Any, samples: int) -> bool:
     """Return whether a sampler of torch chooses from `samples` samples: RandomSampler(range(50)) chooses from 50."""
-    return len(getattr(sampler, "data_source", range(samples))) == samples
+    chosen_from = sampler.dataset if type(sampler) is DistributedSampler else getattr(sampler, "data_source", None)
+    return chosen_from is None or len(chosen_from) == samples
 
 
 def _refuse_part(sampler: Any, samples: int) -> None:
@@ -113,9 +114,10 @@ def _refuse_part(sampler: Any, samples: int) -> None:
             raise UserError(f"{name} gives the samples of one rank, and a run divides them itself", "", advice)
         return
 
-    if len(sampler.dataset) != samples:
+    if not covers(sampler, samples):
+        dataset: Any = sampler.dataset
         raise UserError(
-            f"{name} is made for {len(sampler.dataset)} samples, and the dataset has {samples}",
+            f"{name} is made for {len(dataset)} samples, and the dataset has {samples}",
             "",
             "make it for the same dataset, or leave it out",
         )
