@@ -364,8 +364,10 @@ class Run:
         if any(new for new, _ in gathered):
             self._agree_on_names()
 
+        # A request in the last step has nothing left to stop: with more steps, the run goes on.
         reasons = [reason for _, reason in gathered if reason is not None]
-        return {"reason": reasons[0], "done": self._stop_agreed} if reasons else None
+        done = self._stop_agreed or self.stepper.counters.steps_done >= self.plan.steps
+        return {"reason": reasons[0], "done": done} if reasons else None
 
     def evaluate(self, sets: Sequence[EvaluationSet], may_preempt: bool = False) -> list[Evaluation]:
         """Evaluate the model on each of `sets`, every sample once, log the results, and decide what follows from them.
@@ -382,7 +384,9 @@ class Run:
             self.maintain(evaluation_due=True)
             raise AssertionError("unreachable: maintain() raises Preempted")
 
+        # The next control word must not ask for it again.
         self._evaluate_agreed = False
+        self.stepper.set_flags(evaluate=False)
         self.evaluation_schedule.seconds = self.seconds
 
         # Decide only when all are done: an evaluation that is interrupted is repeated from the first set on.

@@ -499,6 +499,7 @@ class RunBuilder:
         )
         checkpoints = CheckpointManager(
             folder=self.folder,
+            storage=open_storage(self.folder.path / "checkpoints"),
             state=state,
             config=self.config,
             plan=plan,

@@ -67,11 +67,13 @@ def _match_names(tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> t
 
     Tied tensors are one tensor: the source may have it under any of its names, or under all of them.
     """
+    # All names of each tensor, by its first one.
     first_of = tied_names(tensors)
     names_of: dict[str, list[str]] = {name: [name] for name in tensors if name not in first_of}
     for other, first in first_of.items():
         names_of[first].append(other)
 
+    # Any of its names will do. The others must hold the same values, which is checked when they are read.
     taken: dict[str, str] = {}
     tied: dict[str, str] = {}
     for first, names in names_of.items():
@@ -84,6 +86,7 @@ def _match_names(tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> t
 
 
 def _check_kinds(tensors: Mapping[str, Tensor], taken: Mapping[str, str], source: WeightSource) -> None:
+    """Refuse to read whole numbers as floating point, or the other way round."""
     retyped = [name for name in taken if tensors[name].is_floating_point() != source.is_floating_point(taken[name])]
     if retyped:
         raise UserError(
@@ -97,8 +100,11 @@ def _renamed(source: WeightSource, settings: WeightsConfig) -> dict[str, str]:
     """Return {name after `weights.rename`: name in the source}."""
     renamed: dict[str, str] = {}
     used: set[str] = set()
+
     for original in source.names():
         name = original
+
+        # All patterns are applied, one after the other.
         for pattern, replacement in settings.rename.items():
             name, count = re.subn(pattern, replacement, name)
             used |= {pattern} if count else set()
@@ -112,6 +118,7 @@ def _renamed(source: WeightSource, settings: WeightsConfig) -> dict[str, str]:
 
         renamed[name] = original
 
+    # A pattern without effect is a typing error, most likely.
     idle = [pattern for pattern in settings.rename if pattern not in used]
     if idle:
         raise UserError(
@@ -130,6 +137,7 @@ def _any_match(name: str, patterns: Sequence[str]) -> bool:
 def _mismatch(
     problems: Mapping[str, list[str]], tensors: Mapping[str, Tensor], taken: Mapping[str, str], source: WeightSource
 ) -> UserError:
+    """Return the error for weights that do not fit: what is wrong, and the settings that would accept it."""
     shapes = [
         f"{name} {list(source.shape(taken[name]))} -> {list(tensors[name].shape)}" for name in problems["allow_reshape"]
     ]
@@ -158,6 +166,7 @@ def _prefix(missing: Sequence[str], extra: Sequence[str]) -> dict[str, str] | No
                 return {f"^{re.escape(name.removesuffix(wanted))}": ""}
             if wanted.endswith(f".{name}"):
                 return {"^": wanted.removesuffix(name)}
+
     return None
 
 

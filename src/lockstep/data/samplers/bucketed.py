@@ -1,4 +1,8 @@
-"""Batches of similar lengths, so that padding wastes little."""
+"""Batches of similar lengths, so that padding wastes little.
+
+Samples are shuffled first, then sorted by length within pools of many batches, and the batches of a pool are shuffled
+again. So lengths in a batch are similar, and the order of batches stays random.
+"""
 
 from __future__ import annotations
 

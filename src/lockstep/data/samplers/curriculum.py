@@ -1,4 +1,8 @@
-"""Easy samples first."""
+"""Easy samples first.
+
+In the first epochs only a growing share of the samples is drawn, the easiest ones. After that every epoch is an
+ordinary shuffled one.
+"""
 
 from __future__ import annotations
 

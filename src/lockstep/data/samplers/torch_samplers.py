@@ -1,4 +1,8 @@
-"""Samplers of torch, as samplers whose order is a pure function of (seed, epoch)."""
+"""Samplers of torch, as samplers whose order is a pure function of (seed, epoch).
+
+A sampler of torch draws from a generator when it is iterated over. Here it is seeded for each epoch and listed as a
+whole, so its order depends on seed and epoch alone. Samplers that have an equivalent here are replaced by it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Samples drawn by weight, with or without replacement."""
+"""Samples drawn by weight, with or without replacement.
+
+With replacement every offset draws by itself, so any of them can be computed directly. Without replacement the order of
+an epoch is computed as a whole, and cached.
+"""
 
 from __future__ import annotations
 

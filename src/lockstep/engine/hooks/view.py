@@ -62,16 +62,21 @@ class BuiltRunView:
     def log(self, name: str, value: Number, weight: Weight = 1) -> None:
         """Add to a metric of the next log line: a sum of `weight` terms, or one value."""
         run = self._started("log()")
+        if not isinstance(name, str):
+            raise UserError(
+                f"run.log({name!r}, ...): the name of a metric is a text", "", f"run.log({str(name)!r}, ...)"
+            )
         if name == "loss":
             raise UserError(
                 "run.log('loss', ...) would overwrite the loss of the run", "", "give the metric another name"
             )
 
         for number in (value, weight):
-            if not isinstance(number, int | float) and not (isinstance(number, Tensor) and number.numel() == 1):
+            is_one = isinstance(number, Tensor) and number.numel() == 1 and not number.is_complex()
+            if not isinstance(number, int | float) and not is_one:
                 raise UserError(
                     f"run.log({name!r}, value, weight) takes two numbers; it got a {type(number).__name__}",
-                    f"of the shape {tuple(number.shape)}" if isinstance(number, Tensor) else "",
+                    f"of {number.dtype}, shape {tuple(number.shape)}" if isinstance(number, Tensor) else "",
                     f"run.log({name!r}, values.sum(), weight=len(values))",
                 )
 
