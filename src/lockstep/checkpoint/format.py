@@ -161,6 +161,7 @@ def read_header(checkpoint: Checkpoint, name: str) -> Header:
 
 
 def _header_entry(what: str, item: Any, data_start: int, file_size: int) -> HeaderEntry:
+    """Check an entry of a safetensors header, and return it with its position in the file."""
     fields = check_fields(item, what, dtype=str, shape=list, data_offsets=list)
     dtype = fields["dtype"]
     shape = check_counts(fields["shape"], what, "shape")

@@ -241,6 +241,7 @@ def _retention_of(checkpoints: Sequence[Checkpoint]) -> Retention:
     """Return by which metric the newest valid checkpoint of a run was compared, as its settings say."""
     for checkpoint in checkpoints:
         with suppress(InvalidCheckpoint):
+            # The settings are as they were written: another version may have written something else.
             settings = read_manifest(checkpoint).values.get("config")
             settings = settings if isinstance(settings, dict) else {}
             metric = settings.get("checkpoint.best", "null")
@@ -251,10 +252,12 @@ def _retention_of(checkpoints: Sequence[Checkpoint]) -> Retention:
 
 
 def _storage(path: Path) -> CheckpointStorage:
+    """Return the storage of a run's checkpoints. Raises a UserError."""
     # `path` is the run's folder, or the folder of its checkpoints, which may be written as ".".
     for root in (path / "checkpoints", path):
         if _absolute(root).name == "checkpoints" and root.is_dir():
             return open_storage(root)
+
     why = "has no folder checkpoints" if path.is_dir() else "does not exist"
     raise UserError(f"{path} {why}", "", "give the folder of a run, such as runs/char_lm-...")
 
@@ -280,6 +283,7 @@ def _absolute(path: Path) -> Path:
 
 
 def _row(checkpoint: Checkpoint, best: BestCheckpoint | None) -> tuple[str, ...]:
+    """Return the row of a checkpoint. Only sizes are checked here: digests would need to read everything."""
     step = str(checkpoint.step)
     try:
         manifest = read_manifest(checkpoint)

@@ -176,6 +176,7 @@ class CheckpointManager:
         return reader
 
     def _claim(self) -> None:
+        """Make this attempt the only writer. Rank 0 calls it, before any checkpoint is written."""
         self.storage.claim(self.folder.token)
 
         # If this attempt fails before it has gone back, the launcher announces this checkpoint.

@@ -1,4 +1,8 @@
-"""The command `lockstep rm`: delete runs, or only their checkpoints, and nothing that Lockstep did not write."""
+"""The command `lockstep rm`: delete runs, or only their checkpoints, and nothing that Lockstep did not write.
+
+A folder counts as a run only if it has the files of one. Nothing is followed out of the folder, and a run that is still
+training is refused.
+"""
 
 from __future__ import annotations
 

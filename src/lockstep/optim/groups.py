@@ -1,4 +1,8 @@
-"""Parameter groups by the names of parameters (`optim.groups`): another rate or weight decay for some of them."""
+"""Parameter groups by the names of parameters (`optim.groups`): another rate or weight decay for some of them.
+
+The patterns of `optim.groups` are matched with full names of parameters, before they are sharded, so the groups do not
+depend on the strategy. A pattern that matches nothing is an error.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""One rank of `bench checkpoint`: ways to save and to load a state, while the rank computes."""
+"""One rank of `bench checkpoint`: ways to save and to load a state, while the rank computes.
+
+All ways save the same state: torch.save as most scripts use it, with and without fsync, DCP, DCP in the background, and
+Lockstep's saver. They take turns, and every turn changes the state first, so that none can skip what has not changed.
+"""
 
 from __future__ import annotations
 
