@@ -23,7 +23,7 @@ ROWS = [
     {"checkpoint"},
     {"parallel"},
     {"engine"},
-    {"targets", "registries"},
+    {"targets"},
     {"api"},
     {"recipes", "hf", "skeletons"},
     {"classic"},

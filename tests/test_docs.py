@@ -17,7 +17,7 @@ import pytest
 import preloaded
 from lockstep.config import KEYS
 from lockstep.config.schema import SECTIONS, typed
-from lockstep.registries import REGISTRIES
+from lockstep.engine.checks.names import REGISTRIES
 from pages import ENDED, ROOT
 
 # The log holds what was measured once, on machines that are not here: it is a record, not a page to follow.
@@ -27,7 +27,7 @@ PAGES = [
     if path.name != "LOG.md"
 ]
 # Pages that train and verify whole models, for `make test-long`. What they show has faster tests of its own.
-LONG_PAGES = {"docs/ports.md"}
+LONG_PAGES = {"docs/ports.md", "docs/projects.md"}
 PAGE_S = 880  # most seconds for one page, which runs up to a dozen commands, each with its own limit
 
 

@@ -60,9 +60,10 @@ def trained_batches(run_dir: Path, micro_batch: int | None) -> list[list[int]]:
     return found
 
 
-def lines_of_code(module: str) -> int:
+def lines_of_code(module: str, folder: Path = HERE) -> int:
     """Return the number of lines with code: no blank lines, comments or docstrings."""
-    tree = ast.parse((HERE / f"{module}.py").read_text())
+    source = (folder / f"{module}.py").read_text()
+    tree = ast.parse(source)
     counted: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and not _is_docstring(node):
@@ -70,7 +71,7 @@ def lines_of_code(module: str) -> int:
             last = first_of_body.lineno - 1 if first_of_body is not None else (node.end_lineno or node.lineno)
             counted |= set(range(node.lineno, max(last, node.lineno) + 1))
 
-    text = (HERE / f"{module}.py").read_text().splitlines()
+    text = source.splitlines()
     return sum(1 for number in counted if text[number - 1].strip() and not text[number - 1].strip().startswith("#"))
 
 

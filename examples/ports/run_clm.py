@@ -8,7 +8,10 @@ from lockstep.hf import CausalLM
 
 
 class RunClm(CausalLM):
-    defaults = {"steps": 24, "global_batch": 8, "micro_batch": 4, "evaluate": {"every": 12}}
+    defaults = {
+        **{"steps": 24, "global_batch": 8, "micro_batch": 4, "evaluate.every": 12},
+        **{"lr.schedule": "constant", "clip.norm": None},  # the scheduler below, and no clipping
+    }
 
     def __init__(self):
         training, validation = map(blocks, texts())

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep import targets
 from lockstep.config import Layer, Resolved, check, flatten, from_object, resolve, resolve_for, strongest_value
 from lockstep.config.schema import typed as typed_value
+from lockstep.engine.checks.names import check_names
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import failure
 from lockstep.launch.hangs import stacks
@@ -42,7 +43,6 @@ from lockstep.observe.notebook import kernel
 from lockstep.observe.notebook.follower import following
 from lockstep.observe.notebook.result import result_html, result_text
 from lockstep.observe.report import write_report
-from lockstep.registries import check_names
 from lockstep.runtime import environments
 from lockstep.runtime.environments.launcher import FOLDER, from_launcher
 from lockstep.runtime.threads import wait_asleep
@@ -127,6 +127,7 @@ class RunResult:
                 f"{wrong[0]!r} is on one side only",
                 "build the model that was trained",
             )
+
         return model
 
     def __repr__(self) -> str:

@@ -44,7 +44,8 @@ _TABLE = {
     "batch-coupled": (
         "a loss of one sample that depends on the others in its micro-batch",
         "a contrastive loss, mined examples, mixed samples or statistics over the batch are a different loss in every "
-        "split: set micro_batch in the configuration, and treat it as part of the model; mix samples in collate()",
+        "split: set micro_batch in the configuration, and treat it as part of the model; mix samples in collate(); "
+        "compare with the global batch by run.all_gather(rows)",
     ),
     "left-gradient": (
         "a loss that leaves gradients behind: it calls backward() itself",

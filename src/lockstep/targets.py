@@ -198,6 +198,7 @@ def _certainly_missing(tree: ast.Module, class_name: str) -> list[str]:
                     found.add(bound)
                 case ast.alias(name=bound, asname=other):
                     found.add(other or bound)
+
         waiting += [ast.unparse(base) for base in classes[0].bases]
 
     return [name for name in CONTRACT if name not in found]

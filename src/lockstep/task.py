@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lockstep.config import extend
 from lockstep.runtime.control_word import Flags
 
 # A tensor on the device costs no synchronisation.
@@ -317,7 +318,8 @@ class Task:
 
     # The unit of a loss weight of 1, such as "token", for throughput in the log. By default it counts samples.
     unit: str = "sample"
-    # Settings of the run that suit this task; files and the command line override them.
+    # Settings of the run that suit this task; files and the command line override them. A subclass inherits the
+    # defaults of its base, key by key.
     defaults: dict[str, Any] = {}
     # Named sets of settings, chosen by `preset=tiny`, for example.
     presets: dict[str, dict[str, Any]] = {}
@@ -327,6 +329,11 @@ class Task:
     changing_buffers: tuple[str, ...] = ()
     # Advice in the error if a checkpoint holds only digests of the frozen weights, and these differ from the model's.
     frozen_advice: str = "build the model with the same frozen weights"
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "defaults" in vars(cls):
+            cls.defaults = extend(super(cls, cls).defaults, cls.defaults)
 
     # ---- required ----
 

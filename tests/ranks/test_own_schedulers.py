@@ -439,9 +439,13 @@ def test_a_resumed_run_knows_which_evaluation_a_plateau_has_followed(pool: Pool,
 @pytest.mark.parametrize(
     ("make", "values", "words"),
     [
-        (SCHEDULERS["one cycle"], {"lr.warmup": 3}, ("OneCycleLR sets the learning rate", "leave lr.warmup out")),
-        (SCHEDULERS["one cycle"], {"lr.peak": 0.1}, ("OneCycleLR sets the learning rate", "leave lr.peak out")),
-        (lambda _: abs, {"lr.schedule": "cosine"}, ("a function of the step sets", "leave lr.schedule out")),
+        (
+            SCHEDULERS["one cycle"],
+            {"lr.warmup": 3},
+            ("OneCycleLR sets the learning rate", "leave the scheduler out, or set lr.warmup=0"),
+        ),
+        (SCHEDULERS["one cycle"], {"lr.peak": 0.1}, ("OneCycleLR sets the learning rate", "or set lr.peak=null")),
+        (lambda _: abs, {"lr.schedule": "cosine"}, ("a function of the step sets", "or set lr.schedule=constant")),
         (lambda _: lambda step: -1.0, {}, ("returned -1.0 for step 0", "a finite share of the peak")),
         (lambda _: 0.1, {}, ("a float is not a scheduler", "LRScheduler")),
         (lambda o: [cosine(o), abs], {}, ("a second scheduler was passed",)),

@@ -1,4 +1,11 @@
-"""`lockstep bench`: measures what was asked for, prints tables, and writes results, plots and a report."""
+"""`lockstep bench`: measures what was asked for, prints tables, and writes results, plots and a report.
+
+One command measures one kind, or all of them. The kinds are modules of `bench/kinds`, which ask teams of ranks
+(`bench/pool.py`) for turns; what a rank does in a turn is in `bench/ranks`. Every kind returns sections, which are
+written after each kind, so that an interrupted `bench all` leaves what it has found.
+
+This process imports no torch: it must not take cores or memory from the ranks that it measures.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_measuring(parser: argparse.ArgumentParser) -> None:
+    """Add the options of all kinds. An option that a kind would ignore is refused later (`options.check_kind`)."""
     parser.add_argument(
         "target", nargs="?", default="gpt", metavar="TARGET", help="gpt, mlp, a recipe, or FILE.py:CLASS (default gpt)"
     )
@@ -101,11 +109,13 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep.bench.projection import section_of
 
     asked = _options(options, overrides)
+
     folder = asked.out
     assert folder is not None
     result = results.begin(folder, shlex.join(["lockstep", *options.arguments]), as_record(this_machine()))
     print(printable(f"hardware  {result.hardware['text']}"))
 
+    # A kind that cannot be measured is reported, and the others go on.
     names = list(KINDS) if options.kind == "all" else [options.kind]
     failed = False
     with _ending_on_sigterm(), Pool(asked.cores_per_rank, ["lockstep.bench.ranks.scaling"]) as pool:
@@ -138,6 +148,7 @@ def _sections(name: str, pool: Pool, asked: BenchOptions, peers: bool) -> list[S
     from lockstep.bench.hardware import OtherLoad, disturbance
     from lockstep.bench.pool import RanksEnded
 
+    # Kinds use the machine alone, if they can: what others use meanwhile is measured, too.
     others, used = OtherLoad(), pool.cpu_seconds()
     progress = Progress()
     try:
@@ -154,6 +165,7 @@ def _sections(name: str, pool: Pool, asked: BenchOptions, peers: bool) -> list[S
     for section in sections:
         if section.name not in ("weak", "strong", "step", "leak") and not section.extra.get("refusal"):
             section.extra["refusal"] = disturbed
+
     return sections
 
 
@@ -220,8 +232,11 @@ def _options(options: argparse.Namespace, overrides: Sequence[str]) -> BenchOpti
     known.check_settings(options.kind, target, layers, options.way)
 
     usual = SMALLER if options.kind == "all" else USUAL
+
+    # Only what was typed replaces the usual sizes.
     typed = {key: getattr(options, key) for key in usual if getattr(options, key) is not None}
     sizes = {**usual, **typed}
+
     if options.out and options.out.exists() and not options.out.is_dir():
         raise UserError(f"--out {options.out} is a file", "", "name a folder")
 
@@ -251,6 +266,7 @@ class Progress:
         self._since = time.monotonic()
 
     def show(self, text: str) -> None:
+        """Replace the line. The seconds since the beginning come first."""
         if sys.stderr.isatty():
             line = f"{time.monotonic() - self._since:5.0f} s  {text}"[:110]
             sys.stderr.write("\r" + line.ljust(self._shown))

@@ -1,4 +1,8 @@
-"""`lockstep bench compare A B`: what changed between two results, and whether the change is larger than the noise."""
+"""`lockstep bench compare A B`: what changed between two results, and whether the change is larger than the noise.
+
+Rows are matched by what names them, not by their order, so a result may have more rows than the other. A change counts
+as one only if the two confidence intervals are apart. Sections that measured different things are refused.
+"""
 
 from __future__ import annotations
 
@@ -37,13 +41,19 @@ UNDIRECTED = {"need", "torch_loader"}  # of the model, and of torch
 def compare(before: Path, after: Path) -> str:
     """Return the comparison as text."""
     old, new = read(before), read(after)
-    lines = [f"A  {before}: {old.time}, {old.hardware['text']}", f"B  {after}: {new.time}, {new.hardware['text']}"]
+    lines = [
+        f"A  {before}: {old.time}, {old.hardware['text']}",
+        f"B  {after}: {new.time}, {new.hardware['text']}",
+    ]
     if old.hardware["text"] != new.hardware["text"]:
         lines.append("   The hardware differs: times cannot be compared, only ratios.")
+
+    # Only what both have measured can be compared.
     pairs = [(one, other) for one in old.sections if (other := _named(new, one.name))]
     for one, other in pairs:
         _check_settings(one, other)
         lines += ["", one.title, *_changes(one, other)]
+
     if not pairs:
         lines.append("   They have no section in common.")
     return "\n".join(lines)
@@ -66,36 +76,56 @@ def _named(result: Result, name: str) -> Section | None:
 
 
 def _changes(old: Section, new: Section) -> list[str]:
+    """Return a table of the values that both sections have: A, B, the relative change, and whether it is noise."""
     others = {_label(row): row for row in new.rows}
+    measured = [column for column in old.columns if column.key not in LABELS]
+
     body = []
     for row in old.rows:
-        other = others.get(_label(row))
-        for column in old.columns:
-            if other is None or column.key in LABELS or column.key not in other:
+        label = _label(row)
+        other = others.get(label, {})
+        for column in measured:
+            a, b = row.get(column.key), other.get(column.key)
+            if not _has_ratio(a, b):
                 continue
-            a, b = row.get(column.key), other[column.key]
-            if not isinstance(middle(a), int | float) or not isinstance(middle(b), int | float) or not middle(a):
-                continue
-            unit = f" [{column.unit}]" if column.unit else ""
+
             change = middle(b) / middle(a) - 1
-            body.append(
-                [_label(row), f"{column.title}{unit}", cell(a), cell(b), f"{change:+.1%}", _verdict(column.key, a, b)]
-            )
-    return table_lines(["row", "value", "A", "B", "B / A - 1", ""], body) if body else ["  nothing in common"]
+            body.append([label, column.head, cell(a), cell(b), f"{change:+.1%}", _verdict(column.key, a, b)])
+
+    if not body:
+        return ["  nothing in common"]
+    return table_lines(["row", "value", "A", "B", "B / A - 1", ""], body)
+
+
+def _has_ratio(a: Any, b: Any) -> bool:
+    """Whether both are numbers, or estimates of numbers, and the first is not 0."""
+    return isinstance(middle(a), int | float) and isinstance(middle(b), int | float) and bool(middle(a))
 
 
 def _label(row: dict[str, Any]) -> str:
-    return ", ".join(f"{key} {row[key]}" if key == "world" else str(row[key]) for key in LABELS if key in row)
+    """Return the name of a row: the values of the columns that name it."""
+    parts = []
+    for key in LABELS:
+        if key in row:
+            parts.append(f"world {row[key]}" if key == "world" else str(row[key]))
+
+    return ", ".join(parts)
 
 
 def _verdict(key: str, a: Any, b: Any) -> str:
     """Return whether B is better or worse, if two confidence intervals are apart."""
-    if not (is_estimate(a) and is_estimate(b)) or a == b:
-        return "" if a != b else "the same"
+    if a == b:
+        return "the same"
+    if not (is_estimate(a) and is_estimate(b)):
+        return ""
     if min(a["count"], b["count"]) < ENOUGH:
         return f"fewer than {ENOUGH} rounds"
-    if a["high"] >= b["low"] and b["high"] >= a["low"]:
+
+    overlap = a["high"] >= b["low"] and b["high"] >= a["low"]
+    if overlap:
         return "within the noise"
     if key in UNDIRECTED:
         return "changed"
-    return "better" if (b["median"] > a["median"]) == (key in HIGHER_IS_BETTER) else "worse"
+
+    higher = b["median"] > a["median"]
+    return "better" if higher == (key in HIGHER_IS_BETTER) else "worse"

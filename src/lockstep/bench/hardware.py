@@ -1,4 +1,9 @@
-"""The hardware of a measurement, and whether each rank had a device or cores of its own. Nothing here imports torch."""
+"""The hardware of a measurement, and whether each rank had a device or cores of its own. Nothing here imports torch.
+
+A scaling efficiency says something about the software only if ranks do not compete for cores, and if nothing else runs
+meanwhile. This module finds out both, and puts into words why a result is not a fair test. A result is never left out
+for that; it is only not judged.
+"""
 
 from __future__ import annotations
 
@@ -39,6 +44,7 @@ def this_machine() -> Hardware:
     """Look at the machine that measures."""
     info = Path("/proc/cpuinfo")
     model = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
+
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
     return Hardware(
         cpu=model[1].strip() if model else platform.processor() or platform.machine(),
@@ -97,6 +103,7 @@ class Placement:
 
 def place(world: int, cores_per_rank: int, gpus: int | None = None) -> Placement:
     """Give each rank its CPUs. Ranks share them if there are too few. `gpus` is 0 for ranks that compute on CPUs."""
+    # Hardware threads of one core come one after the other, so that a rank with two CPUs gets one core, not two halves.
     allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     ordered = [cpu for group in physical_cores(allowed) for cpu in group]
 
@@ -105,6 +112,7 @@ def place(world: int, cores_per_rank: int, gpus: int | None = None) -> Placement
         [ordered[(rank * cores_per_rank + index) % len(ordered)] for index in range(cores_per_rank)]
         for rank in range(world)
     ]
+
     gpus = visible_gpus() if gpus is None else gpus
     return Placement(cpus, _sharing(cpus, world, cores_per_rank, allowed, gpus), gpus)
 
@@ -185,8 +193,9 @@ def describe(placement: Placement, cores_per_rank: int) -> str:
     """Return one sentence about what each rank had."""
     if placement.shared:
         return placement.shared
-    own = f"each rank has {plural(cores_per_rank, 'core')} of its own"
-    return "each rank has a GPU of its own" if placement.gpus else own
+    if placement.gpus:
+        return "each rank has a GPU of its own"
+    return f"each rank has {plural(cores_per_rank, 'core')} of its own"
 
 
 def as_record(hardware: Hardware) -> dict[str, Any]:

@@ -1,4 +1,8 @@
-"""Medians with confidence intervals, of turns that were measured in alternation."""
+"""Medians with confidence intervals, of turns that were measured in alternation.
+
+Noise on a machine is not normal: most of it are outliers to one side. So no formula here assumes a distribution, and a
+mean is never taken.
+"""
 
 from __future__ import annotations
 
@@ -37,18 +41,29 @@ def estimate(values: Sequence[float]) -> Estimate:
     """
     ordered = sorted(values)
     count = len(ordered)
+
+    # Cut as many values off each end as the level allows.
     cut = 0
     if count >= ENOUGH:
-        while 2 * sum(math.comb(count, below) for below in range(cut + 2)) / 2**count <= 1 - LEVEL:
+        while _chance_of_missing(cut + 1, count) <= 1 - LEVEL:
             cut += 1
+
     return Estimate(statistics.median(ordered), ordered[cut], ordered[-1 - cut], count)
+
+
+def _chance_of_missing(cut: int, count: int) -> float:
+    """Return the chance that at most `cut` of `count` values lie below the true median, or above it."""
+    ways = sum(math.comb(count, below) for below in range(cut + 1))
+    return 2 * ways / 2**count
 
 
 def spread_text(count: int) -> str:
     """Return what the spread of an estimate of `count` rounds is."""
     if count < 2:
         return "a single round, so nothing is known about the noise"
-    return "medians with 95 % confidence intervals" if count >= ENOUGH else f"medians with the range of {count} rounds"
+    if count < ENOUGH:
+        return f"medians with the range of {count} rounds"
+    return "medians with 95 % confidence intervals"
 
 
 def ratio(

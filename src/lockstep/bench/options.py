@@ -1,4 +1,8 @@
-"""The options of `lockstep bench`, checked."""
+"""The options of `lockstep bench`, checked.
+
+An option that a kind would ignore is refused, and so is a setting that the benchmark sets itself. The same checks hold
+for callers in Python, so they are made by the options, not by the parser.
+"""
 
 from __future__ import annotations
 
@@ -39,33 +43,44 @@ class BenchOptions:
 
     def __post_init__(self) -> None:
         """Refuse what cannot be measured, and choose the cores of a rank."""
-        # A target must exist, and be one whose steps can be taken one by one.
-        if self.target not in BUILT_IN_TARGETS:
-            targets.check(self.target)
-            if targets.is_script(self.target):
-                raise UserError(
-                    f"{self.target} is a script, whose loop cannot be stopped after a block of steps",
-                    "",
-                    "name a task: a recipe, or FILE.py:CLASS",
-                )
+        self._check_target()
+        self._check_sizes()
 
+        # Ranks share out the cores that this process may use.
+        self.worlds = sorted(set(self.worlds))
+        if not self.cores_per_rank:
+            self.cores_per_rank = max(1, available_cores() // max(self.worlds))
+
+    def _check_target(self) -> None:
+        """Refuse a target that does not exist, or whose steps cannot be taken one by one."""
+        if self.target in BUILT_IN_TARGETS:
+            return
+
+        targets.check(self.target)
+        if targets.is_script(self.target):
+            raise UserError(
+                f"{self.target} is a script, whose loop cannot be stopped after a block of steps",
+                "",
+                "name a task: a recipe, or FILE.py:CLASS",
+            )
+
+    def _check_sizes(self) -> None:
+        """Refuse numbers that make no sense. They may come from Python, so types are checked as well."""
         for name in ("repeats", "block", "batch", "max_mb", "megabytes", "steps"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int | float) or value <= 0):
                 raise UserError(f"--{name.replace('_', '-')} must be above 0", str(value), "use 1 or more")
 
-        # Ranks share out the cores that this process may use.
         if not self.worlds or not all(isinstance(world, int) and world > 0 for world in self.worlds):
             raise UserError("the numbers of ranks are not numbers above 0", str(self.worlds), "use 1,2,4")
-        self.worlds = sorted(set(self.worlds))
-        if not isinstance(self.cores_per_rank, int) or not 0 <= self.cores_per_rank <= available_cores():
+
+        cores = available_cores()
+        if not isinstance(self.cores_per_rank, int) or not 0 <= self.cores_per_rank <= cores:
             raise UserError(
                 f"--cores-per-rank {self.cores_per_rank} is not possible",
-                f"this process may use {plural(available_cores(), 'core')}",
-                f"use 1 to {available_cores()}, or 0 to share them out",
+                f"this process may use {plural(cores, 'core')}",
+                f"use 1 to {cores}, or 0 to share them out",
             )
-        if not self.cores_per_rank:
-            self.cores_per_rank = max(1, available_cores() // max(self.worlds))
 
     def arguments(self, **more: Any) -> dict[str, Any]:
         """Return what ranks that train the target must know, and `more`."""
@@ -88,6 +103,7 @@ def parse_worlds(text: str | None) -> list[int]:
 
 
 def _numbers(option: str, text: str) -> list[int]:
+    """Return the numbers of a list with commas. Raises a UserError."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         raise UserError(f"{option} {text} is not a list of numbers above 0", "", f"use {option} 1,2,4")
@@ -99,6 +115,7 @@ def parse_accumulation(text: str) -> list[int]:
 
 
 def parse_backends(text: str | None) -> list[str]:
+    """Return the names of a list with commas. Raises a UserError."""
     names = text.split(",") if text else []
     if unknown := [name for name in names if name not in ("nccl", "gloo")]:
         raise UserError(f"there is no backend {unknown[0]}", "", "use --backend nccl,gloo")
@@ -123,7 +140,8 @@ FOR_KINDS = {
 def check_kind(kind: str, typed: Mapping[str, Any]) -> None:
     """Refuse options that are for other kinds of benchmarks."""
     for name, kinds in FOR_KINDS.items():
-        if typed.get(name) not in (None, False, []) and kind not in (*kinds, "all"):
+        given = typed.get(name) not in (None, False, [])
+        if given and kind not in (*kinds, "all"):
             option = f"--{name.replace('_', '-')}"
             raise UserError(
                 f"bench {kind} has no option {option}", f"it is for {', '.join(kinds)}", f"leave {option} out"
@@ -141,22 +159,31 @@ def check_settings(
             keys[0] if keys else target,
             "set their size with --megabytes",
         )
+
     if kind == "settings" and not ways:
         raise UserError(
             "bench settings has nothing to compare the target with",
             "",
             'name other settings with --way, once or more: --way exact=true --way "graph=auto compile=true"',
         )
+
     for way in ways:
-        fixed = [key for _, values in layers_of(way) for key in values if key in OF_THE_PROCESS]
-        for key in fixed[:1]:
-            raise UserError(
-                f"--way cannot change {key}: all rows are measured on the same ranks",
-                "",
-                f"set {key} for all of them: lockstep bench settings {target} {key}=VALUE --way ...",
-            )
+        _check_way(way, target)
+
     if kind == "step" and (refusal := why_no_step(target, layers)):
         raise UserError(refusal, "", f"name one of its models: {', '.join(BUILT_IN_TARGETS)}, without settings")
+
+
+def _check_way(way: str, target: str) -> None:
+    """Refuse a --way that changes what all ways have in common."""
+    for _, values in layers_of(way):
+        for key in values:
+            if key in OF_THE_PROCESS:
+                raise UserError(
+                    f"--way cannot change {key}: all rows are measured on the same ranks",
+                    "",
+                    f"set {key} for all of them: lockstep bench settings {target} {key}=VALUE --way ...",
+                )
 
 
 def layers_of(way: str) -> list[Any]:
@@ -172,5 +199,11 @@ def why_no_step(target: str, layers: Sequence[tuple[str, Mapping[str, Any]]]) ->
     """Return why `bench step` cannot measure this, or nothing: its loops are written for models of its own."""
     if target not in BUILT_IN_TARGETS:
         return f"bench step compares loops that are written for its own models, not {target}"
-    other = [key for _, values in layers for key in values if key.partition(".")[0] not in ("device", "task")]
-    return f"bench step compares loops with settings of their own, and takes no {other[0]}" if other else ""
+
+    # The hand-written loop knows the device and the model's own options, and nothing else.
+    for _, values in layers:
+        for key in values:
+            if key.partition(".")[0] not in ("device", "task"):
+                return f"bench step compares loops with settings of their own, and takes no {key}"
+
+    return ""

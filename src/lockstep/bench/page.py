@@ -1,4 +1,8 @@
-"""`report.html` of a benchmark: one page that holds everything, its pictures too, and can be sent as it is."""
+"""`report.html` of a benchmark: one page that holds everything, its pictures too, and can be sent as it is.
+
+It looks like the report of a run, and takes over its style sheet. Section by section: figure, verdicts, table, notes on
+how it was measured, and why it may not be a fair test.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +30,13 @@ def write_pictures_and_page(result: Result, folder: Path) -> Path:
 
 
 def page_of(result: Result, pictures: dict[str, Path]) -> str:
+    """Return the page. It loads nothing: style and pictures are part of it, and its policy forbids the rest."""
     style = Path(report.__file__).with_name("report.css").read_text(encoding="utf-8")
     sections = "\n".join(_section(section, pictures.get(section.name)) for section in result.sections)
-    note = (
-        "" if pictures else _note("There are no plots: matplotlib is not installed. `lockstep bench report` adds them.")
-    )
+    note = ""
+    if not pictures:
+        note = _note("There are no plots: matplotlib is not installed. `lockstep bench report` adds them.")
+
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -68,21 +74,28 @@ def _verdicts(result: Result) -> list[bool | None]:
 
 
 def _state(result: Result) -> str:
+    """Return the CSS class of the badge: one missed target is enough for "bad"."""
     found = _verdicts(result)
-    return "bad" if False in found else "good" if True in found else "idle"
+    if False in found:
+        return "bad"
+    return "good" if True in found else "idle"
 
 
 def _label(result: Result) -> str:
     """Return how many targets were met, and how many could not be judged on this hardware."""
     found = _verdicts(result)
     judged = [passed for passed in found if passed is not None]
-    parts = [f"{sum(judged)} of {len(judged)} targets met"] if judged else []
+
+    parts = []
+    if judged:
+        parts.append(f"{sum(judged)} of {len(judged)} targets met")
     if len(judged) < len(found):
         parts.append(f"{len(found) - len(judged)} not judged or undecided")
     return ", ".join(parts) or "no targets"
 
 
 def _cards(result: Result) -> str:
+    """Return the facts of the machine, as cards."""
     hardware = result.hardware
     known = {
         "CPU": f"{hardware['cores']} of {hardware['hardware_threads']} hardware threads",
@@ -98,19 +111,25 @@ def _cards(result: Result) -> str:
 
 
 def _section(section: Section, picture: Path | None) -> str:
+    """Return one section: its figure, its verdicts, its table, and notes on how it was measured."""
     image = ""
     if picture is not None:
         data = base64.b64encode(picture.read_bytes()).decode()
         image = f'<img class="figure" alt="{escaped(section.title)}" src="data:image/png;base64,{data}"/>'
+
     verdicts = ""
     for verdict in section.verdicts:
         style = {True: "good", False: "bad", None: "idle"}[verdict.passed]
         verdicts += f'<p class="verdict {style}">{escaped(str(verdict))}</p>'
+
     notes = "".join(_note(note) for note in section.notes)
     if refusal := section.extra.get("refusal"):
         notes += _note(f"Not a fair test: {refusal}.")
+
+    # Sections of one folder may come from different commands.
     if stamp := section.stamp:
         notes += _note(f"Measured {stamp['time']} with Lockstep {stamp['version']}: {stamp['command']}")
+
     return report.section(section.title, f"{image}{verdicts}{_table(section)}{notes}")
 
 
@@ -119,18 +138,23 @@ def _note(text: str) -> str:
 
 
 def _table(section: Section) -> str:
-    heads = [f"{column.title}{f' ({column.unit})' if column.unit else ''}" for column in section.columns]
+    """Return the rows as a table. One with many rows is folded away: its figure says enough."""
+    heads = [f"{column.title} ({column.unit})" if column.unit else column.title for column in section.columns]
     head = "".join(f"<th>{escaped(name)}</th>" for name in heads)
+
     body = ""
     for row in section.rows:
         cells = [row.get(column.key) for column in section.columns]
         body += "<tr>" + "".join(_cell(value) for value in cells) + "</tr>"
+
     table = f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-    # The figure says enough about many rows.
-    folded = len(section.rows) > MOST_ROWS
-    return f"<details><summary>{len(section.rows)} rows</summary>{table}</details>" if folded else table
+    if len(section.rows) > MOST_ROWS:
+        return f"<details><summary>{len(section.rows)} rows</summary>{table}</details>"
+    return table
 
 
 def _cell(value: Any) -> str:
-    style = "" if isinstance(value, int | float) or is_estimate(value) or value is None else ' class="words"'
+    """Return a cell. Numbers are flush right, as the style says for all cells but those of words."""
+    number = value is None or isinstance(value, int | float) or is_estimate(value)
+    style = "" if number else ' class="words"'
     return f"<td{style}>{escaped(cell(value))}</td>"

@@ -75,56 +75,82 @@ class Pool:
         folder = self.folder / f"{self._teams:03}"
         (folder / "attempt").mkdir(parents=True)
         placement = place(world, self.cores_per_rank)
-        spec = {
-            "measure": measure,
-            "arguments": {**arguments, "folder": str(folder)},
-            "cpus": placement.cpus if pin else None,
-            "path": sys.path,
-            "folder": str(folder),
-        }
 
         # The ranks hold the reading end of the lifeline and exit when the other end is closed.
         reading, writing = os.pipe()
         numbers = range(self._ranks, self._ranks + world)
         self._ranks += world
         team = Team(self, folder, numbers, os.fdopen(writing, "wb"), placement)
-        shared = self.zygote.env | {
-            "WORLD_SIZE": str(world),
-            "LOCAL_WORLD_SIZE": str(world),
-            STORE_FILE: str(folder / "store"),
-            FOLDER: str(folder / "attempt"),
-        }
+
         for rank, number in enumerate(numbers):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            mine = {**spec, "rank": rank}
+            own_folder = folder / f"alone-{rank}" if alone else folder
+            own_folder.mkdir(exist_ok=True)
+            env = self.zygote.env | self._environment(rank, world, folder)
             if alone:
-                (folder / f"alone-{rank}").mkdir()
-                mine["arguments"] = {**arguments, "folder": str(folder / f"alone-{rank}")}
-                own = self._as_one(rank, str(folder / f"alone-{rank}" / "store"))
-            self.zygote.fork(number, shared | own, json.loads(json.dumps(mine)), folder / f"rank-{rank}.log", reading)
+                env |= self._as_one(rank, str(own_folder / "store"))
+
+            spec = {
+                "measure": measure,
+                "arguments": {**arguments, "folder": str(own_folder)},
+                "cpus": placement.cpus if pin else None,
+                "path": sys.path,
+                "folder": str(folder),
+                "rank": rank,
+            }
+
+            # Through JSON and back, so that what the zygote cannot send is found here.
+            self.zygote.fork(number, env, json.loads(json.dumps(spec)), folder / f"rank-{rank}.log", reading)
+
+        # Each rank has a copy of its own.
         os.close(reading)
         return team
 
     def cpu_seconds(self) -> float:
         """Return the CPU seconds of all teams that were closed, of the process that forks them, and of this one."""
-        forks, here = psutil.Process(self.zygote.pid).cpu_times(), os.times()
+        # The ranks are children of the zygote, which has their times once it has reaped them.
+        forks = psutil.Process(self.zygote.pid).cpu_times()
         ranks = forks.children_user + forks.children_system
+
+        here = os.times()
         return ranks + forks.user + forks.system + here.user + here.system
+
+    def _environment(self, rank: int, world: int, folder: Path) -> dict[str, str]:
+        """Return what a launcher would tell this rank of a team whose files are in `folder`."""
+        return {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world),
+            "LOCAL_WORLD_SIZE": str(world),
+            STORE_FILE: str(folder / "store"),
+            FOLDER: str(folder / "attempt"),
+        }
 
     def _as_one(self, rank: int, store: str) -> dict[str, str]:
         """Return the environment of a rank that is a world of one. It sees only the GPU of its rank."""
-        own = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", STORE_FILE: store}
+        own = {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": "1",
+            STORE_FILE: store,
+        }
+
+        # More ranks than GPUs share them in turn.
         if gpus := visible_gpus():
             named = self.zygote.env.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(gpus)))
             own["CUDA_VISIBLE_DEVICES"] = named.split(",")[rank % gpus]
+
         return own
 
     def poll(self, seconds: float, *files: BinaryIO) -> None:
         """Wait for an answer or for the end of a rank, and note which ranks have ended."""
         wait_readable([self.zygote, *files], seconds)
+
+        # The zygote also reports what started; only ends have a code.
         for report in self.zygote.poll():
             if "code" in report:
                 self.codes[report["rank"]] = report["code"]
+
         assert self.zygote.alive, "the process that forks the ranks has exited"
 
 
@@ -138,6 +164,7 @@ def rounds_of(teams: Mapping[Any, Team], repeats: int, report: Callable[[str], N
         for name in list(teams)[:: -1 if number % 2 else 1]:
             report(f"round {number + 1} of {repeats}, {name}")
             turns[name].append(teams[name].ask())
+
     return turns
 
 
@@ -162,7 +189,9 @@ class Team:
 
     def placed(self, device: str) -> Placement:
         """Return the placement of ranks that compute on `device`, as they say themselves: "cpu", or a GPU."""
-        return place(self.world, self._pool.cores_per_rank, 0) if device.startswith("cpu") else self.placement
+        if device.startswith("cpu"):
+            return place(self.world, self._pool.cores_per_rank, gpus=0)
+        return self.placement
 
     def ready(self) -> list[Any]:
         """Wait until all ranks are set up and return what each of them says about that."""
@@ -178,10 +207,16 @@ class Team:
         """End the ranks, with their process groups."""
         for pipe in self._commands:
             pipe.write(f"{STOP}\n".encode())
+
+        # A rank that does not end by then exits when its lifeline is closed.
         deadline = time.monotonic() + END_S
-        while not all(number in self._pool.codes for number in self._numbers) and time.monotonic() < deadline:
+        while not self._all_ended() and time.monotonic() < deadline:
             self._pool.poll(0.2)
+
         self._release()
+
+    def _all_ended(self) -> bool:
+        return all(number in self._pool.codes for number in self._numbers)
 
     def _release(self) -> None:
         self._lifeline.close()
@@ -189,38 +224,56 @@ class Team:
             pipe.close()
 
     def _collect(self) -> list[Any]:
+        """Wait for one line from every rank, and return what they say, by rank."""
         found: dict[int, Any] = {}
         deadline = time.monotonic() + LIMIT_S
+
         while len(found) < self.world:
             self._pool.poll(0.5, *self._answers)
-            for rank, pipe in enumerate(self._answers):
-                self._texts[rank] += pipe.read() or b""
-                line, newline, rest = self._texts[rank].partition(b"\n")
-                if newline and rank not in found:
-                    found[rank] = json.loads(line)
-                    self._texts[rank] = rest
+            for rank in range(self.world):
+                self._read_answer(rank, found)
+
+            # Check after reading: a rank may answer and fail before the next look.
             ended = [number for number in self._numbers if self._pool.codes.get(number)]
             if ended or time.monotonic() > deadline:
                 raise self._failure(bool(ended))
+
         return [found[rank] for rank in range(self.world)]
 
+    def _read_answer(self, rank: int, found: dict[int, Any]) -> None:
+        """Read what a rank has written so far. Its first whole line is its answer; the rest is kept for later."""
+        self._texts[rank] += self._answers[rank].read() or b""
+        line, newline, rest = self._texts[rank].partition(b"\n")
+        if newline and rank not in found:
+            found[rank] = json.loads(line)
+            self._texts[rank] = rest
+
     def _failure(self, ended: bool) -> RanksEnded:
-        # A rank that only lost another one fails after it.
+        """End the team, and return the error for the user. `ended`: a rank has failed; otherwise they are too slow."""
         self._lifeline.close()
         if not ended:
             return RanksEnded("a benchmark gave no answer", f"for {LIMIT_S:.0f} s", "look at the load of the machine")
+
+        # Other ranks fail because they lost the first one; its own report may still be on its way.
         time.sleep(0.3)
         failures = [Failure.read(path) for path in (self._folder / "attempt").glob("rank-*.json")]
         if failures:
             first = min(failures, key=lambda failure: (not failure.for_user, failure.time))
             text = first.message if first.for_user else first.text()
             return RanksEnded(f"rank {first.rank} of {self.world} failed", text, "fix that, and measure again")
-        logs = [(self._folder / f"rank-{rank}.log").read_text(errors="replace")[-1500:] for rank in range(self.world)]
+
+        # A killed rank reports nothing, but may have printed something.
+        logs = [self._log_tail(rank) for rank in range(self.world)]
         return RanksEnded("a rank of a benchmark was killed", "\n".join(logs), "look at the free memory of the machine")
+
+    def _log_tail(self, rank: int) -> str:
+        return (self._folder / f"rank-{rank}.log").read_text(errors="replace")[-1500:]
 
 
 def _pipe(path: Path) -> BinaryIO:
+    """Open a pipe with a name; who comes first makes it."""
     if not path.exists():
         os.mkfifo(path, 0o600)
+
     # Unbuffered; reading returns None if nothing has come.
     return os.fdopen(os.open(path, os.O_RDWR | os.O_NONBLOCK), "r+b", buffering=0)

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from lockstep.bench.results import Column, Result, Section
+from lockstep.config.strategies import STRATEGIES
 
 RANKS = (8, 64, 1024)
 
@@ -30,17 +31,21 @@ class Link:
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
-    """Return (latency, bandwidth) of `seconds = latency + size / bandwidth`.
+    """Return (latency, bandwidth) of `seconds = latency + size / bandwidth`, in seconds and bytes per second.
 
-    Errors count relative to the time, so that small messages set the latency and large ones the bandwidth.
+    This is weighted least squares. Errors count relative to the time, so that small messages set the latency and large
+    ones the bandwidth.
     """
     weights = [1 / (second * second) for second in seconds]
     total = sum(weights)
     mean_size = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total
     mean_time = sum(w * y for w, y in zip(weights, seconds, strict=True)) / total
-    spread = sum(w * (x - mean_size) ** 2 for w, x in zip(weights, sizes, strict=True))
-    both = sum(w * (x - mean_size) * (y - mean_time) for w, x, y in zip(weights, sizes, seconds, strict=True))
-    slope = max(1e-15, both / spread if spread else 0.0)
+
+    variance = sum(w * (x - mean_size) ** 2 for w, x in zip(weights, sizes, strict=True))
+    covariance = sum(w * (x - mean_size) * (y - mean_time) for w, x, y in zip(weights, sizes, seconds, strict=True))
+
+    # Noise can make a slope or a latency negative, which no link has.
+    slope = max(1e-15, covariance / variance if variance else 0.0)
     return max(0.0, mean_time - slope * mean_size), 1 / slope
 
 
@@ -84,10 +89,12 @@ def project(
     for count in ranks:
         work = compute / count if mode == "strong" else compute
         communication = all_reduce_seconds(link, count, size, buckets)
+
         # About two thirds of the computation is the backward, in which buckets can be reduced.
         exposed = max(communication * (1 - hidden), communication - work * 2 / 3)
         step = work + exposed
         found.append(Point(count, step, work / step))
+
     return found
 
 
@@ -125,11 +132,13 @@ def section_of(result: Result) -> Section | None:
             rows += _project_section(mode, by_name[mode], links)
 
     # The plot shows what was measured beside it.
-    extra = {mode: by_name[mode].rows for mode in dict.fromkeys(row["what"] for row in rows)}
-    refusal = next((text for mode in modes if (text := by_name[mode].extra.get("refusal", ""))), "")
-    return Section(
-        "projection", "Projection to more ranks", COLUMNS, rows, notes, extra={"measured": extra, "refusal": refusal}
-    )
+    projected = dict.fromkeys(row["what"] for row in rows)
+    measured = {mode: by_name[mode].rows for mode in projected}
+
+    # A measurement that was no fair test makes no fair projection.
+    refusals = [by_name[mode].extra.get("refusal", "") for mode in modes]
+    extra = {"measured": measured, "refusal": next(filter(None, refusals), "")}
+    return Section("projection", "Projection to more ranks", COLUMNS, rows, notes, extra=extra)
 
 
 def _refusal(section: Section, links: dict[str, Any]) -> str:
@@ -139,17 +148,22 @@ def _refusal(section: Section, links: dict[str, Any]) -> str:
         return f"the all-reduce of {facts['backend']} was not measured"
     if section.rows[0]["world"] != 1:
         return "one rank was not measured"
-    if facts["strategy"] != "ddp":
+    if not STRATEGIES[facts["strategy"]].only_reduces_gradients:
         return f"strategy {facts['strategy']} communicates more than one all-reduce of the gradients"
     return ""
 
 
 def _project_section(mode: str, section: Section, links: dict[str, Any]) -> list[dict[str, Any]]:
-    facts, first, last = section.extra["facts"], section.rows[0], section.rows[-1]
+    """Return the rows of one kind of scaling: the ranks of RANKS, and those that were measured, for comparison."""
+    facts = section.extra["facts"]
+    first, last = section.rows[0], section.rows[-1]
     measured = {row["world"]: row["scaling_efficiency"]["median"] for row in section.rows}
+
     # A rank of strong scaling has at least one sample.
     most = first["global_batch"] if mode == "strong" else max(RANKS)
-    ranks = sorted({*(world for world in measured if world > 1), *(count for count in RANKS if count <= most)})
+    ranks = {count for count in RANKS if count <= most}
+    ranks |= {world for world in measured if world > 1}
+
     points = project(
         mode,
         compute=first["step_ms"]["median"] / 1e3,
@@ -157,7 +171,7 @@ def _project_section(mode: str, section: Section, links: dict[str, Any]) -> list
         link=Link(**links[facts["backend"]]),
         hidden=last["overlap_fraction"],
         buckets=max(1, round(last.get("collectives", 1))),
-        ranks=ranks,
+        ranks=sorted(ranks),
     )
     return [
         {

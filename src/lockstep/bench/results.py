@@ -1,4 +1,8 @@
-"""The result of a benchmark: sections with rows, as JSON, as CSV and as text. Nothing here imports torch."""
+"""The result of a benchmark: sections with rows, as JSON, as CSV and as text. Nothing here imports torch.
+
+A result is a list of sections; each kind of benchmark makes one or more. The JSON file is the whole result: the page,
+the plots, the CSV files and `bench compare` are made from it, and can be made again.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +34,11 @@ class Column:
     title: str
     unit: str = ""
 
+    @property
+    def head(self) -> str:
+        """The heading with its unit, for text."""
+        return f"{self.title} [{self.unit}]" if self.unit else self.title
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -50,9 +59,12 @@ class Verdict:
 
     @property
     def passed(self) -> bool | None:
+        """Whether the target was met; None if that is not judged, or not certain."""
         if self.refusal or self.undecided:
             return None
-        return self.value >= self.limit if self.higher_is_better else self.value <= self.limit
+        if self.higher_is_better:
+            return self.value >= self.limit
+        return self.value <= self.limit
 
     def __str__(self) -> str:
         if self.refusal:
@@ -124,21 +136,28 @@ def begin(folder: Path, command: str, hardware: dict[str, Any]) -> Result:
                 f"{earlier.hardware['text']}; this machine is {hardware['text']}",
                 "name another folder with --out",
             )
+
         result.sections = earlier.sections
         result.facts = earlier.facts
 
+    # Now, not at the end: a folder that cannot be written to must not cost a measurement.
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(f"the folder {folder} cannot be made", str(error), "name another one with --out") from error
+
     return result
 
 
 def write(result: Result, folder: Path) -> None:
     """Write results.json and a CSV file for each section."""
     folder.mkdir(parents=True, exist_ok=True)
+
+    # Replaced at once: an interrupted write must not destroy the earlier measurements.
     with replacing(folder / FILE) as draft:
-        draft.write_text(json.dumps(_finite(asdict(result)), indent=1) + "\n", encoding="utf-8")
+        text = json.dumps(_finite(asdict(result)), indent=1) + "\n"
+        draft.write_text(text, encoding="utf-8")
+
     for section in result.sections:
         (folder / f"{section.name}.csv").write_text(csv_of(section), encoding="utf-8")
 
@@ -159,6 +178,8 @@ def read(path: Path) -> Result:
         data = json.loads(file.read_text(encoding="utf-8"))
         sections = [_section(values) for values in data.pop("sections")]
         return Result(**data, sections=sections)
+
+    # A file of something else fails in one of these ways.
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path} is not the result of a benchmark",
@@ -176,6 +197,7 @@ def _section(values: dict[str, Any]) -> Section:
 
 def csv_of(section: Section) -> str:
     """Return the rows with two more columns for the confidence interval of each value that has one."""
+    # Rows may have different keys; a dict keeps the order in which they first appear.
     rows = [_spread(row) for row in section.rows]
     names = list(dict.fromkeys(name for row in rows for name in row))
 
@@ -211,50 +233,65 @@ def middle(value: Any) -> Any:
 
 def text_of(section: Section) -> str:
     """Return the table of a section for a terminal, with its notes and verdicts."""
-    heads = [f"{column.title}{f' [{column.unit}]' if column.unit else ''}" for column in section.columns]
+    heads = [column.head for column in section.columns]
     body = [[cell(row.get(column.key)) for column in section.columns] for row in section.rows]
     lines = [section.title, *table_lines(heads, body)]
 
     for note in section.notes:
         lines += textwrap.wrap(note, 110, initial_indent="  ", subsequent_indent="  ")
 
-    # A verdict names what speaks against the test itself.
-    if (refusal := section.extra.get("refusal")) and section.rows and not any(v.refusal for v in section.verdicts):
+    # A verdict that is refused already says what makes the test unfair.
+    refusal = section.extra.get("refusal")
+    said = any(verdict.refusal for verdict in section.verdicts)
+    if refusal and section.rows and not said:
         lines.append(f"  Not a fair test: {refusal}.")
-    return "\n".join([*lines, *(f"  {verdict}" for verdict in section.verdicts)])
+
+    lines += [f"  {verdict}" for verdict in section.verdicts]
+    return "\n".join(lines)
 
 
 def table_lines(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table. Columns of words are flush left, columns of numbers flush right."""
-    columns = list(zip(heads, *body, strict=True))
     padded = []
-    for head, *cells in columns:
+    for head, *cells in zip(heads, *body, strict=True):
         width = max(map(len, (head, *cells)))
         words = any(text[:1].isalpha() for text in cells)
         padded.append([text.ljust(width) if words else text.rjust(width) for text in (head, *cells)])
+
+    # From columns back to rows.
     return ["  " + "  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
 def cell(value: Any) -> str:
     """Return a value of a row as text: an estimate with half the width of its interval, or with the range of few."""
     if is_estimate(value):
-        if value.get("count", 1) < 2:
-            return figure(value["median"])
-        if value["count"] < ENOUGH:
-            return f"{figure(value['median'])} ({figure(value['low'])} to {figure(value['high'])})"
-        return f"{figure(value['median'])} ± {figure((value['high'] - value['low']) / 2)}"
-
+        return _estimate_cell(value)
     if value is None:
         return "-"
     return figure(value) if isinstance(value, float) else str(value)
+
+
+def _estimate_cell(value: dict[str, Any]) -> str:
+    """Return an estimate as text. Few measurements have no confidence interval; their range is shown instead."""
+    median = figure(value["median"])
+    count = value.get("count", 1)
+    if count < 2:
+        return median
+    if count < ENOUGH:
+        return f"{median} ({figure(value['low'])} to {figure(value['high'])})"
+    return f"{median} ± {figure((value['high'] - value['low']) / 2)}"
 
 
 def figure(value: float | None) -> str:
     """Return about three significant digits."""
     if value is None:
         return "-"
-    if value and not 1e-3 <= abs(value) < 1e6:
+
+    size = abs(value)
+    if value and not 1e-3 <= size < 1e6:
         return f"{value:.2e}"
-    if abs(value) >= 100:
+    if size >= 100:
         return f"{value:,.0f}"
-    return f"{value:.3g}" if abs(value) >= 10 or value == 0 else f"{value:.3f}"
+    if size >= 10 or value == 0:
+        return f"{value:.3g}"
+    return f"{value:.3f}"

@@ -44,6 +44,7 @@ class Unfreeze:
                 "every parameter matches a pattern with a later step",
                 "give the layers that are trained first the step 0",
             )
+
         return steps
 
     def _first_step_of(self, name: str) -> int:

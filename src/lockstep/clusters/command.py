@@ -1,4 +1,9 @@
-"""The verb `lockstep launch`: what all platforms have in common."""
+"""The verb `lockstep launch`: what all platforms have in common.
+
+A platform is a module with three functions (`Platform`): its options, the files that describe a job to it, and their
+submission. What was typed is checked here first, as `lockstep train` does it: a job that waits for hours in a queue
+must not fail in its first second because of a misspelt key.
+"""
 
 from __future__ import annotations
 
@@ -97,8 +102,8 @@ def make_request(options: argparse.Namespace, overrides: Sequence[str]) -> Reque
     """Check what was typed, as `lockstep train` does before it starts a process, and give the job its run folder."""
     # `lockstep --help` must not wait for pydantic.
     from lockstep.config import check, read_layers, strongest_value
+    from lockstep.engine.checks.names import check_names
     from lockstep.launch.run_dir import new_run_dir
-    from lockstep.registries import check_names
 
     layers = read_layers(options.config, overrides)
     targets.check(options.target)

@@ -1,4 +1,8 @@
-"""What a Slurm job asks for, and what can be wrong with that before the cluster is asked."""
+"""What a Slurm job asks for, and what can be wrong with that before the cluster is asked.
+
+sbatch accepts many jobs that can never run, or not as meant: fewer CPUs than processes, a limit shorter than the time
+that saving takes, an option that contradicts another one. They are refused here, with the option to type instead.
+"""
 
 from __future__ import annotations
 
@@ -209,6 +213,7 @@ def _combinations(vary: Sequence[str]) -> tuple[tuple[str, ...], ...]:
                 f"run_dir/task-INDEX; --vary {word}",
                 "set run_dir=FOLDER for all of them, and vary other settings",
             )
+
         choices.append([f"{key}={value}" for value in values.split(",")])
 
     combinations = tuple(itertools.product(*choices)) if choices else ()
@@ -250,6 +255,7 @@ def _check_words(job: SlurmJob) -> None:
             raise UserError(
                 f"--sbatch {word}: the script sets {name} itself", "", f"use {OWN_OPTIONS[name]} in its place"
             )
+
     if "\n" in "".join([*job.sbatch, *job.setup]):
         raise UserError("a line break in --sbatch or --setup", "", "give --setup once for each line")
 
@@ -261,6 +267,7 @@ def _check_words(job: SlurmJob) -> None:
             "a backslash, or a character that cannot be printed",
             "use letters, digits, - and _",
         )
+
     if ":" in job.request.script_arguments:
         raise UserError(
             "srun cannot pass on an argument that is only a colon",
@@ -285,6 +292,7 @@ def _check_time(job: SlurmJob) -> None:
             "Slurm takes 1 to 65535",
             "use --signal-before 120",
         )
+
     if job.time is None:
         return
 

@@ -15,7 +15,7 @@ load          files, command line, Python objects -> layers
 from __future__ import annotations
 
 from lockstep.config.load import from_object, read_file, read_layers
-from lockstep.config.resolve import Layer, Resolved, check, resolve, resolve_for, strongest_value
+from lockstep.config.resolve import Layer, Resolved, check, extend, resolve, resolve_for, strongest_value
 from lockstep.config.schema import (
     KEYS,
     ClipConfig,
@@ -45,6 +45,7 @@ __all__ = [
     "ScalerConfig",
     "SpikeConfig",
     "check",
+    "extend",
     "flatten",
     "from_object",
     "read_file",

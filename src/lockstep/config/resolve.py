@@ -1,4 +1,8 @@
-"""Layers -> one `RunConfig` and the source of each value, or every problem at once with what to type."""
+"""Layers -> one `RunConfig` and the source of each value, or every problem at once with what to type.
+
+A later layer wins over an earlier one, key by key. All problems are collected and raised together: whoever corrects a
+file of settings wants to see all of its mistakes at once, each with its source and the nearest name that exists.
+"""
 
 from __future__ import annotations
 
@@ -86,6 +90,18 @@ def resolve_for(
 def strongest_value(layers: Sequence[Layer], key: str) -> Any:
     """Return the value of the strongest layer that sets `key`, before anything is checked; None if none does."""
     return next((values[key] for _, values in reversed(layers) if values.get(key)), None)
+
+
+def extend(weaker: Mapping[str, Any], stronger: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values in which those of `stronger` win, key by key, and the rest is that of `weaker`, by dotted key."""
+    replaced = {key for key, _ in walk(stronger.items())}
+    given = {key for key, value in walk(stronger.items()) if value is not None}
+
+    # As between layers, `steps` in the stronger values unsets `epochs` in the weaker ones.
+    replaced |= {key for group in EXCLUSIVE if given & set(group) for key in group}
+
+    kept = {key: value for key, value in walk(weaker.items()) if key not in replaced}
+    return {**kept, **stronger}
 
 
 def settings_of(items: Iterable[tuple[Any, Any]], source: str, problems: list[UserError]) -> dict[str, Setting]:

@@ -37,6 +37,11 @@ class Strategy:
         return self.shards_parameters or "optimizer" not in self.replicates
 
     @property
+    def only_reduces_gradients(self) -> bool:
+        """Whether ranks exchange nothing in a step but one all-reduce of the gradients."""
+        return self.local_forward and not self.shards_optimizer
+
+    @property
     def pipeline(self) -> bool:
         return self.axis == "pp"
 

@@ -32,12 +32,12 @@ class HuggingFaceTask(Task):
     task_type: str | None = None  # peft's name of the task
     unit = "token"
 
-    # The defaults of transformers' Trainer. Frozen weights come from the same files again, so checkpoints leave them
-    # out, and hold their digests.
+    # The defaults of transformers' Trainer; its learning rate is that of `optimizer`. Frozen weights come from the same
+    # files again, so checkpoints leave them out, and hold their digests.
     defaults = {
         "epochs": 3,
         "global_batch": 8,
-        "lr": {"peak": 5e-5, "schedule": "linear"},
+        "lr": {"schedule": "linear"},
         "clip": {"norm": 1.0},
         "checkpoint": {"frozen": False},
     }
@@ -379,6 +379,7 @@ class SequenceClassification(HuggingFaceTask):
         if logits.shape[-1] == 1:
             errors = (logits.squeeze(-1).float() - labels.float()) ** 2
             return Loss(errors.sum(), errors.numel())
+
         if labels.is_floating_point():
             total = F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="sum")
             return Loss(total, labels.numel())

@@ -51,6 +51,8 @@ def memory(count: float, gpus: int, strategy: Strategy, kind: str = "mixed") -> 
     ZeRO 1 divides the optimizer's state by the number of ranks, ZeRO 2 gradients as well, FSDP (ZeRO 3) parameters too.
     """
     stored = FORMATS[kind]
+
+    # ZeRO 1, 2 and 3 divide one kind of state more each, in this order.
     divided = STRATEGIES.index(strategy)
     return Memory(
         count * stored.parameter / (gpus if divided >= 3 else 1),
@@ -93,6 +95,7 @@ class Row:
 
 
 def _gb(count: float) -> str:
+    """Return bytes as text."""
     return f"{count / GB:,.0f} GB"
 
 
@@ -100,10 +103,13 @@ def memory_rows() -> list[Row]:
     """Return the course's tables of memory: GPT-3, and a model of 70 billion parameters on 4 GPUs."""
     count, gpus = 70e9, 4
     replicated, sharded = memory(count, gpus, "ddp"), memory(count, gpus, "fsdp")
+
     as_in_course = memory(count, gpus, "fsdp", "course")
     adam = "the course counts 4 bytes per parameter; two float32 averages and a float32 copy of the weights are 12"
     state = "the state is 16 bytes per parameter in both; activations are what gets smaller"
     fit = f"not even the course's own {_gb(as_in_course.total)} per GPU fit into 80 GB"
+
+    # Mixed precision halves weights and gradients, but keeps a float32 copy of the weights.
     saved = 1 - replicated.total / memory(count, gpus, "ddp", "fp32").total
     return [
         Row("GPT-3, 175 billion parameters in fp32", "700 GB", _gb(175e9 * 4)),
@@ -128,6 +134,8 @@ def cost_rows() -> list[Row]:
     week = 7 * 24
     low, high = cost(1000, week, 2), cost(1000, week, 4)
     busy = cost_at(high, 0.6, 0.9)
+
+    # FLOP per second and GPU: 10,000 GPUs for 96 days.
     gpt3 = flops(175e9, 300e9) / (10_000 * 96 * 86400)
     return [
         Row("8 GPUs, an hour at $2 to $4", "$16-32", f"${cost(8, 1, 2):.0f}-{cost(8, 1, 4):.0f}"),
@@ -183,4 +191,5 @@ def table(rows: list[Row]) -> str:
         lines.append(f"  {row.what:{width}}  {row.course:12}  {row.computed}{mark}")
         if row.wrong:
             lines.append(f"  {'':{width}}  {row.wrong}")
+
     return "\n".join(lines)

@@ -1,4 +1,8 @@
-"""What a lab script has shown: each statement with its value and its bound, and an exit code that says if all hold."""
+"""What a lab script has shown: each statement with its value and its bound, and an exit code that says if all hold.
+
+A script calls the same checks on all ranks and then `finish`, which gathers them: a check that fails on one rank fails
+the script on all ranks, so a launcher sees one exit code.
+"""
 
 from __future__ import annotations
 
@@ -41,29 +45,37 @@ class Checks:
 
     def equal(self, statement: str, value: object, expected: object) -> None:
         """Check that two values are the same."""
-        self.true(statement, value == expected, f"{value}" if value == expected else f"{value}, expected {expected}")
+        same = value == expected
+        self.true(statement, same, f"{value}" if same else f"{value}, expected {expected}")
 
     def finish(self) -> None:
         """Print the results of all ranks on rank 0; exit with code 1 on every rank if one check failed on any rank."""
         everywhere = self._gather()
-        failed = any(not check.holds for results in everywhere for check in results)
         if not dist.is_initialized() or dist.get_rank() == 0:
             self._print(everywhere)
-        if failed:
+
+        # All ranks have all results, so all of them exit alike.
+        if any(not check.holds for results in everywhere for check in results):
             sys.exit(1)
 
     def _gather(self) -> list[list[Check]]:
+        """Return the checks of all ranks, by rank. Collective."""
         if not dist.is_initialized():
             return [self.results]
+
         everywhere: list[list[Check]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everywhere, self.results)
         return everywhere
 
     def _print(self, everywhere: list[list[Check]]) -> None:
+        """Print a line for each check: of rank 0, or of the first rank on which it failed."""
         print(f"\n{self.title}")
         for position, check in enumerate(everywhere[0]):
             failed = [rank for rank, results in enumerate(everywhere) if not results[position].holds]
             shown = everywhere[failed[0]][position] if failed else check
+
+            # With a single rank, its number says nothing.
             where = f" (rank {failed[0]})" if failed and len(everywhere) > 1 else ""
             print(f"  {'FAIL' if failed else 'ok  '} {shown.statement}: {shown.found}{where}")
+
         sys.stdout.flush()

@@ -1,4 +1,7 @@
-"""`lockstep lab`: the contents of the course, the grader, the guesses and the page."""
+"""`lockstep lab`: the contents of the course, the grader, the guesses and the page.
+
+Nothing here imports torch before it must: the contents, the guesses and the calculators answer at once.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +63,7 @@ def _contents(options: argparse.Namespace) -> None:
         state = "passed" if number in passed else ""
         print(f"  {number:>3}  {exercise.title:38} {exercise.file:44} {state}".rstrip())
 
+    # How far the learner is, and how to continue.
     _say_next()
     print("Your guesses and pictures: lockstep lab predict N, lockstep lab page")
 
@@ -67,9 +71,12 @@ def _contents(options: argparse.Namespace) -> None:
 def _say_next() -> None:
     """Print how many exercises have passed, and what to type next."""
     passed = course.passed()
+
+    # Bonus exercises have no grader, so they are not counted.
     graded = {number: exercise for number, exercise in course.GRADERS.items() if exercise.grader}
     left = [number for number in graded if number not in passed]
     print(f"\n{len(graded) - len(left)} of {len(graded)} graded exercises passed.")
+
     if left:
         print(f"Next: edit {graded[left[0]].file}, then type")
         print(f"  lockstep lab check {left[0]} {graded[left[0]].file}")
@@ -120,6 +127,7 @@ def _predict(options: argparse.Namespace) -> None:
 
         predictions.commit(number, questions[key], guess)
 
+    # Guesses of this exercise, those of earlier calls included.
     guesses = {entry.key: entry.guess for entry in predictions.load() if entry.exercise == number}
     for key, question in questions.items():
         guess = guesses.get(key)
@@ -129,6 +137,7 @@ def _predict(options: argparse.Namespace) -> None:
 
 
 def _page(options: argparse.Namespace) -> None:
+    """Write the page, and print where it is."""
     from lockstep.lab import page
 
     print(f"page: {page.write()}")
@@ -147,6 +156,7 @@ def _memory(options: argparse.Namespace) -> None:
 
     print(f"  GB per GPU, {options.parameters:g} parameters on {options.gpus} GPUs, {options.format}, no activations")
     print("         parameters  gradients  AdamW  total")
+
     for strategy in calculators.STRATEGIES:
         held = calculators.memory(options.parameters, options.gpus, strategy, options.format)
         parts = [part / calculators.GB for part in (held.parameters, held.gradients, held.optimizer, held.total)]
@@ -166,6 +176,7 @@ def _cost(options: argparse.Namespace) -> None:
 
     paid = calculators.cost(options.gpus, options.hours, options.price)
     print(f"  {options.gpus} GPUs for {options.hours:g} hours at ${options.price:g}: ${paid:,.0f}")
+
     if options.busy < 1:
         wasted = paid - calculators.cost_at(paid, options.busy, 1.0)
         print(f"  busy for {100 * options.busy:g} % of the time: ${wasted:,.0f} of it pay for waiting")
@@ -181,6 +192,7 @@ def _ready(options: argparse.Namespace) -> int:
             said = readiness.answer(int(line), float(value))
         except ValueError:
             raise UserError(f"{text} is no answer", "", "write LINE=NUMBER, for example 5=60") from None
+
         print(said)
 
     found = readiness.states()

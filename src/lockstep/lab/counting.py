@@ -1,4 +1,8 @@
-"""Counts the collectives that this rank calls, and their bytes."""
+"""Counts the collectives that this rank calls, and their bytes.
+
+It sees the calls below torch.distributed, so it also counts those that DDP and FSDP make by themselves. A grader can
+judge traffic instead of trusting what a learner's code says about itself.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +54,7 @@ class CountCollectives(TorchDispatchMode):
         if func.namespace == "c10d" and func._opname in NAMES:
             largest = max(_bytes(argument) for argument in args)
             self.calls.append(Collective(NAMES[func._opname], largest))
+
         return func(*args, **(kwargs or {}))
 
     def count(self, name: str) -> int:
@@ -62,6 +67,7 @@ class CountCollectives(TorchDispatchMode):
 
 
 def _bytes(argument: object) -> int:
+    """Return the bytes of a tensor, or of all tensors in nested lists."""
     if isinstance(argument, Tensor):
         return argument.numel() * argument.element_size()
     if isinstance(argument, (list, tuple)):

@@ -59,6 +59,8 @@ def questions_of(number: str) -> Sequence[Question]:
     path = Path(GRADERS[number].script)
     if not path.is_file():
         raise UserError(f"there is no file {path} here", "", "type the command in the folder that contains lab/")
+
+    # A script is no module of a package, so it is imported by its path.
     spec = importlib.util.spec_from_file_location(f"lab_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,8 @@
-"""Grades a learner's file: `lockstep lab check N FILE` calls its functions, and says what is wrong and why."""
+"""Grades a learner's file: `lockstep lab check N FILE` calls its functions, and says what is wrong and why.
+
+A grader is a module of `lab/graders`. It yields findings in the order in which the file is written and stops where a
+mistake would make everything after it wrong, too. Each finding that fails says what the mistake does to a training run.
+"""
 
 from __future__ import annotations
 
@@ -48,6 +52,7 @@ def grade(number: str, path: Path, *, limit: timedelta = LIMIT) -> Iterator[Find
     grader = grader_of(number)
     learner = Learner(path.resolve(), limit=limit)
 
+    # Names first: a missing one would fail later, in a rank, with a message that explains less.
     missing = [name for name in grader.FUNCTIONS if name not in _defined(learner.path)]
     if missing:
         yield Finding(
@@ -65,6 +70,7 @@ def grade(number: str, path: Path, *, limit: timedelta = LIMIT) -> Iterator[Find
 
 
 def _defined(path: Path) -> set[str]:
+    """Return the names that a file defines, without running it."""
     try:
         tree = ast.parse(path.read_text(), path.name)
     except SyntaxError as error:
@@ -72,6 +78,7 @@ def _defined(path: Path) -> set[str]:
         raise UserError(
             f"{path.name} is not valid Python: {error.msg}", f"line {error.lineno}: {text}", "fix that line"
         ) from None
+
     return {name for node in tree.body for name in _names(node)}
 
 
@@ -81,5 +88,11 @@ def _names(node: ast.stmt) -> list[str]:
         return [node.name]
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return [alias.asname or alias.name for alias in node.names]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AnnAssign):
+        targets = [node.target]
+    else:
+        return []
+
     return [target.id for target in targets if isinstance(target, ast.Name)]

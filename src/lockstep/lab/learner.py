@@ -1,4 +1,8 @@
-"""Runs a learner's file for the grader: calls its functions on several ranks, and puts what goes wrong into words."""
+"""Runs a learner's file for the grader: calls its functions on several ranks, and puts what goes wrong into words.
+
+The learner's code may raise, hang, or die. Each call gets fresh processes with a limit, the first error that explains
+the others is reported, and a hang is reported with the line in which each rank waits.
+"""
 
 from __future__ import annotations
 
@@ -49,6 +53,7 @@ class Learner:
     def __init__(self, path: Path, *, limit: timedelta = LIMIT):
         if not path.is_file():
             raise UserError(f"there is no file {path}", "", "name the file that you have edited")
+
         self.path, self.limit = path, limit
 
     def run(self, function: Callable[..., Any], *arguments: Any, world: int = 2, group: bool = True) -> list[Any]:
@@ -69,6 +74,7 @@ class Learner:
         }
         environment = {name: str(value) for name, value in variables.items()}
 
+        # Fork: torch is imported already, which takes seconds in a fresh process.
         context = get_context("fork")
         with tempfile.TemporaryDirectory() as folder:
             readers, processes = [], []
@@ -79,6 +85,7 @@ class Learner:
                 started = (rank, environment, group, Path(folder) / f"{rank}", writer, function, arguments)
                 process = context.Process(target=self._rank, args=started)
                 process.start()
+
                 writer.close()
                 readers.append(reader)
                 processes.append(process)
@@ -107,6 +114,7 @@ class Learner:
                 if results[rank].error and not results[rank].complaint:
                     raise Failed(results[rank].error)
 
+        # A call that does not return within the limit hangs.
         hung = [rank for rank in range(len(readers)) if rank not in results]
         if hung:
             raise Failed(self._explain_hang(hung, processes, folder))
@@ -115,9 +123,11 @@ class Learner:
         complaints = [result.error for result in results.values() if result.error]
         if complaints:
             raise Failed(complaints[0])
+
         return [results[rank].value for rank in range(len(readers))]
 
     def _receive(self, rank: int, reader: Connection) -> _Result:
+        """Return what a rank has sent. A process that was killed closes its end without a word."""
         try:
             return reader.recv()
         except EOFError:
@@ -144,6 +154,7 @@ class Learner:
         try:
             if group:
                 dist.init_process_group("gloo", timeout=2 * self.limit)
+
             writer.send(_Result(rank, function(self.module(), *arguments)))
         except BaseException as error:
             name = type(error).__name__
@@ -161,6 +172,7 @@ class Learner:
         spec = importlib.util.spec_from_file_location("learner", self.path)
         assert spec is not None
         assert spec.loader is not None
+
         module = importlib.util.module_from_spec(spec)
         sys.modules["learner"] = module
         spec.loader.exec_module(module)
@@ -181,12 +193,13 @@ class Learner:
 
     def _explain_hang(self, hung: list[int], processes: list[BaseProcess], folder: Path) -> str:
         """Return where the ranks that hang are, by the stacks that they write when they are asked to."""
-        places = []
+        # All are asked before the first is read: they write at the same time.
         for rank in hung:
             pid = processes[rank].pid
             assert pid is not None
             os.kill(pid, signal.SIGUSR1)
 
+        places = []
         for rank in hung:
             end = time.monotonic() + 5
             while not (stack := (folder / f"{rank}").read_text()) and time.monotonic() < end:

@@ -59,6 +59,7 @@ def page(entries: list[Prediction], pictures: list[Path]) -> str:
                 f"<h2>{number}. {escape(exercise.title)}</h2><p class=quiet>Not run yet: "
                 f"<code>python {exercise.script}</code></p>"
             )
+
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>My lab</title>'
         f"<style>{STYLE}</style></head><body><h1>My lab</h1>{LEGEND}{''.join(sections)}</body></html>\n"
@@ -71,27 +72,34 @@ def _stem(number: str) -> str:
 
 
 def _section(number: str, rows: list[Prediction], drawn: list[Path]) -> str:
+    """Return the section of an exercise: its questions and answers as a table, then its pictures."""
     done = " <span class=done>passed</span>" if number in passed() else ""
     parts = [f"<h2>{number}. {escape(GRADERS[number].title)}{done}</h2>"]
     if rows:
         head = "".join(f"<th>{name}</th>" for name in ("question", "guess", "formula", "measured", ""))
         parts.append(f"<table><tr>{head}</tr>{''.join(_row(entry) for entry in rows)}</table>")
+
     for path in drawn:
         data = base64.b64encode(path.read_bytes()).decode()
         parts.append(f'<p><img alt="{escape(path.stem)}" src="data:image/svg+xml;base64,{data}"></p>')
+
     return "".join(parts)
 
 
 def _row(entry: Prediction) -> str:
+    """Return a row of the table: the question, three numbers, and the three as marks on an axis."""
     computed = f"{_number(entry.computed)}<br><span class=quiet>{escape(entry.formula)}</span>"
+
     # A number that was not measured yet is not given away by its formula.
     cells = [_number(entry.guess), computed if entry.measured is not None else "", _number(entry.measured)]
     numbers = "".join(f"<td class=number>{cell}</td>" for cell in cells)
+
     unit = f" <span class=quiet>[{escape(entry.unit)}]</span>" if entry.unit else ""
     return f"<tr><td>{escape(entry.text)}{unit}</td>{numbers}<td>{_strip(entry)}</td></tr>"
 
 
 def _number(value: float | None) -> str:
+    """Return a number with four digits, or a dash."""
     if value is None:
         return "&ndash;"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -101,6 +109,8 @@ def _strip(entry: Prediction) -> str:
     """Return the three numbers as marks on one axis; logarithmic if they differ by more than a factor of 20."""
     if entry.measured is None or entry.computed is None:
         return ""
+
+    # An axis from 0 shows ratios; logarithms are for numbers that would all sit at one end of it.
     values = [value for value in (entry.guess, entry.computed, entry.measured) if value is not None]
     logarithmic = min(values) > 0 and max(values) / min(values) > 20
     scale = math.log10 if logarithmic else float
@@ -115,9 +125,11 @@ def _strip(entry: Prediction) -> str:
     marks = [f'<line x1="{MARGIN}" x2="{WIDTH - MARGIN}" y1="{middle}" y2="{middle}" stroke="#c5ccd6"/>']
     if entry.guess is not None:
         marks.append(f'<circle class="guess" cx="{x(entry.guess):.1f}" cy="{middle}" r="7"/>')
+
     at = x(entry.computed)
     marks.append(f'<line class="formula" x1="{at:.1f}" x2="{at:.1f}" y1="4" y2="{HEIGHT - 4}"/>')
     at = x(entry.measured)
     marks.append(f'<path class="measured" d="M{at:.1f} {middle - 7}l5 7-5 7-5-7z"/>')
+
     kind = "logarithmic axis" if logarithmic else "axis from 0"
     return f'<svg width="{WIDTH}" height="{HEIGHT}" role="img"><title>{kind}</title>{"".join(marks)}</svg>'

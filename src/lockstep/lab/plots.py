@@ -34,5 +34,6 @@ def save(picture: Any, name: str) -> Path:
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "lab"}):
         picture.savefig(folder / f"{name}.svg", metadata={"Date": None})
         picture.savefig(folder / f"{name}.png", dpi=120)
+
     print(f"  picture: {folder / name}.svg")
     return folder / f"{name}.svg"

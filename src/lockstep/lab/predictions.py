@@ -1,4 +1,8 @@
-"""Predict first: a learner commits a guess before an exercise shows a number, and then compares it."""
+"""Predict first: a learner commits a guess before an exercise shows a number, and then compares it.
+
+The guesses, what a formula says and what was measured are kept in one file of the lab's folder, and the page of the
+learner is made from it. A guess cannot be changed once the measurement has been shown.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +53,12 @@ def load() -> list[Prediction]:
     path = folder() / "predictions.json"
     if not path.exists():
         return []
+
     return [Prediction(**entry) for entry in json.loads(path.read_text())]
 
 
 def _store(predictions: Sequence[Prediction]) -> None:
+    """Write all predictions. The old file stays whole until the new one is."""
     folder().mkdir(parents=True, exist_ok=True)
     with replacing(folder() / "predictions.json") as draft:
         draft.write_text(json.dumps([asdict(prediction) for prediction in predictions], indent=1))
@@ -85,6 +91,7 @@ def commit(exercise: str, question: Question, guess: float) -> None:
 
 def ask(exercise: str, questions: Sequence[Question]) -> None:
     """Ask for the guesses that are missing, if a person is there to answer. Call it before the ranks start."""
+    # Ranks have no keyboard, and neither has a test.
     if not sys.stdin.isatty() or "RANK" in os.environ:
         return
 
@@ -108,6 +115,8 @@ def reveal(exercise: str, question: Question, *, computed: float, measured: floa
     """Print guess, formula and measurement side by side and keep them for the page. Call it on rank 0."""
     predictions = load()
     prediction = _find(predictions, exercise, question)
+
+    # Once the measurement is there, no guess can be committed.
     prediction.computed, prediction.measured = computed, measured
     _store(predictions)
 

@@ -27,6 +27,7 @@ def run_ranks(main: Callable[[], object], *, nproc: int = 2) -> None:
             main()
         finally:
             _leave_group()
+
         return
 
     nproc = _asked(os.environ.get("LAB_NPROC", str(nproc)))

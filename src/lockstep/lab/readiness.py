@@ -158,6 +158,7 @@ def answer(number: int, given: float) -> str:
     assert quiz is not None
     while answers.question(number)[0] == question:
         answers.seed += len(LINES)
+
     answers.store()
     return f"line {number}: {given:g} is wrong: {quiz.why}. The next question has other numbers."
 
@@ -176,6 +177,7 @@ def states() -> list[State]:
             found.append(State(line, number in answers.right, text, f"lockstep lab ready {number}=ANSWER"))
         else:
             found.append(_utilisation(line))
+
     return found
 
 
@@ -198,5 +200,6 @@ def report(found: list[State]) -> str:
         lines.append(f"  {'ready' if state.ready else 'open '} {number:2} {state.line.text}: {state.found}")
         if not state.ready:
             lines.append(f"           {state.todo}")
+
     lines.append(f"{sum(state.ready for state in found)} of {len(found)}")
     return "\n".join(lines)

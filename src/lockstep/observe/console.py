@@ -39,7 +39,7 @@ RECENT_STEPS = 20  # records that the time left is estimated from
 MAX_METRICS = 2  # the task's own metrics on one line
 WIDTH = 100  # columns at which a line of several parts is wrapped
 # Keys of the summary that the last line shows. The others were shown at the start.
-END_KEYS = ("step", "applied", "skipped", "seconds", "loss", "eval_loss", "eval_metrics", "run_dir")
+END_KEYS = ("step", "applied", "skipped", "seconds", "loss", "eval_loss", "eval_metrics", "best", "run_dir")
 
 
 def open_display(mode: Mode, total_steps: int, unit: str, stream: TextIO) -> Display:
@@ -233,11 +233,18 @@ def event_line(record: Record) -> str:
         return f"sample:\n{record.get('text', '-')}"
 
     if kind == "end":
-        record = {key: record.get(key) for key in END_KEYS}
+        record = {key: record.get(key) for key in END_KEYS} | {"best": _best_words(record.get("best"))}
 
     # The kind has its own column.
     parts = [f"{kind:<7}", *event_words(record, leave_out=("time", "event", "traceback"))]
     return _wrapped(parts) if kind in ("checkpoint", "end") else "  ".join(parts).rstrip()
+
+
+def _best_words(best: Any) -> str | None:
+    """Return `eval_loss 0.2034 at step 30` for the best checkpoint, if the run kept one."""
+    if not isinstance(best, Mapping):
+        return None
+    return f"{best.get('metric')} {figures(best.get('value'), 4)} at step {best.get('step')}"
 
 
 def fact_lines(name: str, fact: str) -> str:

@@ -385,6 +385,7 @@ def profile_of(run: RunRecord) -> str:
         if seconds > 0:
             own = [1e3 * rank["kinds"].get(kind, 0.0) / max(1, rank["steps"]) for rank in ranks]
             rows.append((kind, f"{1e3 * seconds:.3f}", f"{seconds / step:.1%}", f"{min(own):.3f} to {max(own):.3f}"))
+
     facts = [f"{run.profile.get('steps')} traced steps of {1e3 * step:.3f} ms"]
     facts.append(f"{_average(ranks, 'overlap_fraction'):.0%} of the communication is hidden by computation")
     if all(rank.get("mfu") for rank in ranks):
@@ -392,6 +393,7 @@ def profile_of(run: RunRecord) -> str:
         facts.append(
             f"MFU {_average(ranks, 'mfu'):.1%} of {compact(peak)} FLOP/s, measured with a large matrix product"
         )
+
     if all(rank.get("busy") is not None for rank in ranks):
         facts.append(f"the GPU is busy for {_average(ranks, 'busy'):.0%} of the time")
     heads = ("Part of a step", "ms", "Share", "ms, fastest to slowest rank")

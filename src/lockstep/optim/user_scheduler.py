@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.config import LrConfig
+from lockstep.config.schema import typed
 from lockstep.errors import UserError, some_names
 from lockstep.optim.optimizers import as_list
 from lockstep.optim.schedule import GuardedRates, LearningRate, set_rate
@@ -280,11 +281,13 @@ def _check_settings(scheduler: Any, config: LrConfig, sources: Mapping[str, str]
     is_function = not isinstance(scheduler, LRScheduler)
     conflicting = [key for key in keys if not (is_function and key in PEAK_KEYS)]
     if conflicting:
+        # A task may inherit the setting from its base, so that leaving it out is no way to get rid of it.
+        defaults_to_type = [f"{key}={typed(defaults[key.removeprefix('lr.')])}" for key in conflicting]
         name = "a function of the step" if is_function else type(scheduler).__name__
         raise UserError(
             f"{name} sets the learning rate, and so does {some_names(conflicting)}",
             ", ".join(f"{key}: {sources[key]}" for key in conflicting),
-            f"leave {', '.join(conflicting)} out, or the scheduler",
+            f"leave the scheduler out, or set {' '.join(defaults_to_type)}",
         )
 
 

@@ -8,6 +8,7 @@ from lockstep import config
 from lockstep.config import check, read_layers, resolve, resolve_for
 from lockstep.config.schema import RENAMED
 from lockstep.errors import ConfigError, UserError
+from lockstep.task import Task
 
 PRESETS = {"tiny": {"steps": 5, "task": {"width": 4}}, "gpu": {"global_batch": 512}}
 
@@ -64,6 +65,22 @@ def test_a_stronger_layer_ends_the_rival_of_a_weaker_one(weak, strong, expected)
     resolved = resolve([("weak", weak), ("strong", strong)])
     values = config.flatten(resolved.config)
     assert {key: values[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("weak", "strong", "expected"),
+    [
+        ({"lr": {"peak": 1, "warmup": 3}}, {"lr.peak": 2}, {"lr.warmup": 3, "lr.peak": 2}),
+        ({"epochs": 3, "seed": 1}, {"steps": 5}, {"seed": 1, "steps": 5}),
+        ({"epochs": 3}, {"steps": None}, {"epochs": 3, "steps": None}),
+        ({"clip": {"norm": 1.0}}, {"clip": {"norm": None}}, {"clip": {"norm": None}}),
+    ],
+)
+def test_a_subclass_inherits_the_defaults_of_its_base_key_by_key(weak, strong, expected):
+    base = type("Base", (Task,), {"defaults": weak})
+    assert type("Derived", (base,), {"defaults": strong}).defaults == expected
+    assert type("Derived", (base,), {}).defaults == weak
+    assert base.defaults == weak
 
 
 def test_an_ended_value_names_the_layer_that_ended_it():

@@ -132,6 +132,12 @@ def test_the_end_is_one_line_with_the_folder_and_without_the_options():
     assert plain_lines(("start", {**START, "run_dir": "runs/b"}), ("event", end))[1] == f"{expected}  run_dir runs/b"
 
 
+def test_the_last_line_has_the_best_checkpoint():
+    best = {"metric": "eval_loss", "value": 0.20341, "step": 30, "checkpoint": "runs/a/checkpoints/step-00000030"}
+    assert "best eval_loss 0.2034 at step 30" in event_line({"event": "end", "step": 50, "best": best})
+    assert "best" not in event_line({"event": "end", "step": 50})
+
+
 def test_text_cannot_steer_the_terminal():
     lines = plain_lines(("message", "a\x1b[2Jb\r\nc"), ("event", {"event": "sample", "text": "one\n\x07two"}))
     assert lines == [r"a\x1b[2Jb", "c", "sample:", "one", r"\x07two"]

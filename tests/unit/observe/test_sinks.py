@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.engine.checks.names import check_names
 from lockstep.errors import UserError
 from lockstep.observe import sinks as sinks_package
 from lockstep.observe.sinks import SINKS, JsonlSink, RunJsonl, SinkList, background, read_jsonl
 from lockstep.observe.sinks.prometheus import PrometheusSink
 from lockstep.observe.sinks.scalars import scalars
-from lockstep.registries import check_names
 
 RECORD = {"time": 1763179421.5, "step": 120, "loss": 2.3141, "skipped": 0, "metrics": {"accuracy": 0.31}}
 

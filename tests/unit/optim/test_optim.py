@@ -144,7 +144,7 @@ def test_unknown_names_are_reported_before_a_launch():
     program = (
         "import sys\n"
         "from lockstep.errors import ConfigError\n"
-        "from lockstep.registries import check_names\n"
+        "from lockstep.engine.checks.names import check_names\n"
         "names = {'lr': {'schedule': 'x'}, 'optimizer': 'y', 'log.sinks': ['csv', 'z']}\n"
         "try:\n"
         "    check_names([('test', {'lr.schedule': 'wsd', 'optimizer': 'task'}), ('test', names)])\n"

@@ -1,4 +1,9 @@
-"""Checkpoints: how long training waits, how fast they are written and read, against torch.save and plain DCP."""
+"""Checkpoints: how long training waits, how fast they are written and read, against torch.save and plain DCP.
+
+The ranks compute while a save is written, as they do in training. Two times matter: how long training waits, and after
+how long the checkpoint is safe. A way that copies to memory and writes later is good at the first, and may be bad at
+the second.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +45,13 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
 
 
 def _measure(root: Path, world: int, pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> Section:
+    """Measure all ways in one team, which takes them in turns."""
     arguments = {"megabytes": options.megabytes, "threads": pool.cores_per_rank, "root": str(root)}
     team = pool.start("checkpoint:measure", world, arguments)
     try:
         facts = team.ready()[0]
-        team.ask()
+        team.ask()  # to warm up
+
         rounds = []
         for number in range(options.repeats):
             report(f"checkpoint: round {number + 1} of {options.repeats}")
@@ -68,10 +75,13 @@ def _measure(root: Path, world: int, pool: Pool, options: BenchOptions, report: 
             "written_s": estimate(written).as_dict(),
             "write_mb_s": estimate([size / seconds for seconds in written]).as_dict(),
         }
+
+        # Ways that differ only in how they write load alike, and are loaded once.
         if way in rounds[0][0]["load"]:
             loads = [max(rank["load"][way] for rank in ranks) for ranks in rounds]
             row["load_s"] = estimate(loads).as_dict()
             row["load_mb_s"] = estimate([size / seconds for seconds in loads]).as_dict()
+
         rows.append(row)
 
     placement = team.placed("cpu")
@@ -91,8 +101,12 @@ def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:
     """Return the type of the file system that holds `path`, such as "ext4"."""
     if not mounts.exists():
         return "unknown"
-    found = [line.split()[1:3] for line in mounts.read_text().splitlines()]
+
     # The longest mount point wins, and of two the later one: it lies on top.
-    holding = [(len(point), kind) for point, kind in found if path.is_relative_to(point)]
-    longest = max((length for length, _ in holding), default=0)
-    return next((kind for length, kind in reversed(holding) if length == longest), "unknown")
+    longest, found = -1, "unknown"
+    for line in mounts.read_text().splitlines():
+        _, point, kind, *_ = line.split()
+        if path.is_relative_to(point) and len(point) >= longest:
+            longest, found = len(point), kind
+
+    return found

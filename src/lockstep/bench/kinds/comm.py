@@ -1,8 +1,11 @@
-"""Communication: single collectives by size, and the communication of a real step with buckets and with hooks."""
+"""Communication: single collectives by size, and the communication of a real step with buckets and with hooks.
+
+The times of single collectives are fitted by latency + size / bandwidth; `projection.py` computes with that fit. A real
+step shows how much of its communication hides behind computation, which no table of single collectives can say.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -59,7 +62,12 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
 def sizes_up_to(megabytes: float) -> list[int]:
     """Return 1 KB and its multiples by 4, and `megabytes` itself."""
     largest = int(megabytes * 2**20)
-    smaller = itertools.takewhile(lambda size: size < largest, (SMALLEST * 4**power for power in itertools.count()))
+    smaller = []
+    size = SMALLEST
+    while size < largest:
+        smaller.append(size)
+        size *= 4
+
     return [*smaller, largest]
 
 
@@ -67,7 +75,9 @@ def bus_factor(operation: str, world: int) -> float:
     """Return bus bandwidth / algorithm bandwidth: what each link carries for every byte of the message."""
     if operation == "all_reduce":
         return 2 * (world - 1) / world
-    return 1.0 if operation == "send_recv" else (world - 1) / world
+    if operation == "send_recv":
+        return 1.0
+    return (world - 1) / world
 
 
 def _collectives(world: int, pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> Section:
@@ -77,6 +87,7 @@ def _collectives(world: int, pool: Pool, options: BenchOptions, report: Callable
     facts: dict[str, dict[str, Any]] = {}
     missing: dict[str, str] = {}
     try:
+        # A backend that does not work here must not keep the others from being measured.
         for backend in options.backends or ["auto"]:
             report(f"comm: starting {world} ranks, {backend}")
             try:
@@ -96,6 +107,7 @@ def _collectives(world: int, pool: Pool, options: BenchOptions, report: Callable
     if not teams:
         raise RanksEnded("no collective was measured", " ".join(notes), "name a backend of this machine with --backend")
 
+    # All backends of one table, one after the other.
     rows, fits = [], {}
     for backend, team in teams.items():
         name = facts[backend]["backend"]
@@ -109,10 +121,14 @@ def _collectives(world: int, pool: Pool, options: BenchOptions, report: Callable
 
         for operation, why in facts[backend]["missing"].items():
             notes.append(f"{name} has no {operation} for these tensors: {why}.")
+
         place = describe(team.placed(facts[backend]["device"]), pool.cores_per_rank)
         notes.insert(0, f"{world} ranks on {facts[backend]['device'].partition(':')[0]}, {name}; {place}.")
 
+    # How each operation's time grows with the size.
     notes += [*_fit_notes(rows), f"{plural(options.repeats, 'round')}, {spread_text(options.repeats)}."]
+
+    # All teams have the same ranks, so the first one speaks for all.
     refusal = next(iter(teams.values())).placed(next(iter(facts.values()))["device"]).shared
     return Section(
         "comm",
@@ -156,10 +172,12 @@ def _rows(backend: str, world: int, rounds: Sequence[Sequence[dict[str, float]]]
                 "bus_gb_s": estimate([factor * rate for rate in algorithm]).as_dict(),
             }
         )
+
     return rows
 
 
 def human(size: int) -> str:
+    """Return a size in bytes as text, in units of 1024."""
     for unit in ("B", "KB", "MB"):
         if size < 1024:
             return f"{size:g} {unit}"
@@ -177,6 +195,7 @@ def _fit_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
         # Times that do not grow with the size, because they are noisy or the sizes small, give no bandwidth.
         rate = f" + size / {bandwidth / 1e9:.2f} GB/s" if bandwidth < NO_BANDWIDTH else ", at all of these sizes"
         notes.append(f"{backend} {operation}: about {1e6 * latency:.0f} µs{rate} (least squares, relative errors).")
+
     return notes
 
 
@@ -189,6 +208,7 @@ def _steps(world: int, pool: Pool, options: BenchOptions, report: Callable[[str]
     notes: list[str] = []
     facts: dict[str, Any] = {}
     try:
+        # A variant may be refused, by a model that a hook does not suit for example: it is left out.
         for name, values in VARIANTS.items():
             report(f"comm: starting a step with {name}")
             arguments = options.arguments(mode="weak", layers=[*options.layers, ("bench", values)])
@@ -216,6 +236,7 @@ def _steps(world: int, pool: Pool, options: BenchOptions, report: Callable[[str]
         "computation hides. Both come from the time stamps of a trace of one block. The time of a step is measured "
         f"without a trace, in {plural(options.repeats, 'round')}: {spread_text(options.repeats)}.",
     ]
+
     refusal = next(iter(teams.values())).placed(facts["device"]).shared
     return Section(
         "comm_step",
@@ -230,6 +251,11 @@ def _steps(world: int, pool: Pool, options: BenchOptions, report: Callable[[str]
 def _step_row(
     name: str, turns: Sequence[Sequence[dict[str, float]]], traced: Sequence[dict[str, Any]], block: int
 ) -> dict[str, Any]:
+    """Return the row of a variant.
+
+    Times of communication come from the trace, as averages over ranks and steps. The time of a step comes from rounds
+    without a trace.
+    """
     count = len(traced)
     steps = max(1, traced[0]["steps"])
     sizes = [size for _, size in traced[0]["collectives"]]

@@ -1,4 +1,8 @@
-"""Data: the samples per second of the loader, alone, against what the model needs."""
+"""Data: the samples per second of the loader, alone, against what the model needs.
+
+A loader that is not well above the model makes the model wait. The comparison with torch's DataLoader shows what the
+exact order, the resumable position and the error reports cost.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,7 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
     try:
         for workers in WORKERS:
             report(f"data: starting, {workers} workers")
+
             # Not pinned: worker processes need cores of their own.
             teams[workers] = pool.start("data:measure", 1, options.arguments(workers=workers), pin=False)
             facts = teams[workers].ready()[0]
@@ -50,6 +55,7 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
 
 def _row(workers: int, turns: Sequence[dict[str, Any]], samples: int) -> dict[str, Any]:
     """Return the rates of one number of workers. torch has none for a dataset without a length."""
+    # A rate for each turn, in samples per second.
     plain = [samples / turn["torch"] for turn in turns if turn["torch"] is not None]
     need = [samples / turn["train"] for turn in turns]
     ours = [samples / turn["ours"] for turn in turns]

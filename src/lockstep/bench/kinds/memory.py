@@ -1,4 +1,8 @@
-"""Memory: what a rank holds by category, number of ranks and accumulation, and whether it grows over many steps."""
+"""Memory: what a rank holds by category, number of ranks and accumulation, and whether it grows over many steps.
+
+What a rank holds is counted from live tensors, not from a formula: a copy that nobody intended is seen. The leak check
+trains for hundreds of steps and looks at what grows after the first quarter of them.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +46,8 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
     """Measure the memory of each number of ranks, and check for leaks on the largest number."""
     teams: dict[tuple[int, int], Team] = {}
     held: dict[tuple[int, int], list[dict[str, Any]]] = {}
+
+    # All teams exist at once, so that their rounds can alternate.
     try:
         for world, parts in itertools.product(options.worlds, options.accumulation):
             report(f"memory: {world} rank(s), {parts} micro-batch(es)")
@@ -53,6 +59,7 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
         for team in teams.values():
             team.close()
 
+    # The facts are the same for all teams; whether ranks share cores is judged for the largest.
     rows = [_row(world, parts, held[world, parts], turns[world, parts], options.block) for world, parts in teams]
     facts = {key: next(iter(held.values()))[0][key] for key in ("torch", "strategy", "device")}
     refusal = list(teams.values())[-1].placed(facts["device"]).shared
@@ -64,6 +71,7 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
         f"takes no longer. {plural(options.repeats, 'round')} in which all rows take turns, "
         f"{spread_text(options.repeats)}.",
     ]
+
     extra = {"facts": facts, "refusal": refusal}
     first = Section("memory", f"Memory of a rank of {options.target}", COLUMNS, rows, notes, extra=extra)
     return [first, leak_check(pool, options, report)]
@@ -72,7 +80,9 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
 def _row(
     world: int, accumulation: int, ranks: list[dict[str, Any]], turns: list[list[dict[str, float]]], block: int
 ) -> dict[str, Any]:
+    """Return the memory of the rank that holds most, and how long a step takes."""
     largest = max(ranks, key=lambda rank: sum(rank[name] for name in CATEGORIES))
+    # A step takes as long as its slowest rank.
     seconds = [max(rank["seconds"] for rank in turn) / block for turn in turns]
     return {
         "world": world,
@@ -92,6 +102,8 @@ def leak_check(pool: Pool, options: BenchOptions, report: Callable[[str], None])
     """Train `options.steps` on the largest number of ranks and judge whether what any of them holds grows."""
     world = max(options.worlds)
     block = max(1, options.steps // ROWS)
+
+    # A row for each block of steps.
     team = pool.start("memory:measure", world, options.arguments(accumulation=1, block=block))
     try:
         team.ready()
@@ -104,6 +116,7 @@ def leak_check(pool: Pool, options: BenchOptions, report: Callable[[str], None])
 
     by_rank = [[_leak_row(ranks[rank]) for ranks in found] for rank in range(world)]
     rank = worst_rank(by_rank)
+
     notes = [
         f"The rows are those of rank {rank}, which grows most of {world}; every target is judged by the rank in which "
         "that grows most. Growth is the median of the last quarter of the rows minus that of the second quarter.",
@@ -113,6 +126,7 @@ def leak_check(pool: Pool, options: BenchOptions, report: Callable[[str], None])
 
 
 def _leak_row(row: dict[str, float]) -> dict[str, float]:
+    """Return what a rank holds after a block, in MB."""
     return {
         "step": row["step"],
         "tensors": row["tensors"],
@@ -130,7 +144,8 @@ def worst_rank(by_rank: Sequence[Sequence[dict[str, float]]]) -> int:
 
 def judge_ranks(by_rank: Sequence[Sequence[dict[str, float]]]) -> list[Verdict]:
     """Return, for each thing that must not grow, the verdict on the rank in which it grows most."""
-    return [max(same, key=lambda verdict: verdict.value) for same in zip(*map(judge, by_rank), strict=True)]
+    by_thing = zip(*map(judge, by_rank), strict=True)
+    return [max(verdicts, key=lambda verdict: verdict.value) for verdicts in by_thing]
 
 
 def judge(rows: Sequence[dict[str, float]]) -> list[Verdict]:
@@ -140,11 +155,15 @@ def judge(rows: Sequence[dict[str, float]]) -> list[Verdict]:
         Verdict(f"growth of {name} <= {LIMITS_MB[name]:g} MB", growth(rows, key), LIMITS_MB[name], False)
         for name, key in columns.items()
     ]
+
+    # The number of tensors is judged per step: a leak adds at least one in each.
     per_step = growth(rows, "tensors") / max(1, growth(rows, "step"))
     return [Verdict(f"new live tensors per step <= {NEW_TENSORS:g}", per_step, NEW_TENSORS, False), *verdicts]
 
 
 def growth(rows: Sequence[dict[str, float]], key: str) -> float:
+    """Return how much a column grows: from its second quarter, when everything is warm, to its last."""
     quarter = max(1, len(rows) // 4)
     values = [row[key] for row in rows]
-    return statistics.median(values[-quarter:]) - statistics.median(values[quarter : 2 * quarter])
+    early, late = values[quarter : 2 * quarter], values[-quarter:]
+    return statistics.median(late) - statistics.median(early)

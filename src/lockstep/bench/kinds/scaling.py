@@ -1,12 +1,16 @@
-"""Weak and strong scaling: throughput against the number of ranks, in rounds in which all of them take turns."""
+"""Weak and strong scaling: throughput against the number of ranks, in rounds in which all of them take turns.
+
+Beside each team runs a control: as many ranks that compute the same and exchange nothing. What the control loses is
+lost to the machine, such as shared caches and clock rates; only the rest is lost to communication.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
-from lockstep.bench.hardware import OtherLoad, describe, disturbance
+from lockstep.bench.hardware import OtherLoad, Placement, describe, disturbance
 from lockstep.bench.intervals import Estimate, estimate, ratio, spread_text
 from lockstep.bench.options import BenchOptions
 from lockstep.bench.pool import Pool, RanksEnded, Team
@@ -29,138 +33,185 @@ COLUMNS = [
 ]
 
 
+# What ranks answered: by number of ranks, round and rank.
+Turns = dict[int, list[list[dict[str, float]]]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured, by number of ranks."""
+
+    facts: dict[int, dict[str, Any]]  # of rank 0
+    turns: Turns
+    apart: Turns  # of the controls, which exchange nothing
+    traces: dict[int, list[dict[str, Any]]]  # by rank
+    busy: float | None  # cores that other processes used meanwhile
+
+    @property
+    def last_facts(self) -> dict[str, Any]:
+        """The facts of the largest number of ranks."""
+        return self.facts[max(self.facts)]
+
+    def rates(self, world: int, block: int) -> list[float]:
+        """Return the samples per second of each round."""
+        samples = self.facts[world]["global_batch"] * block
+
+        # A step takes as long as its slowest rank.
+        return [samples / max(rank["seconds"] for rank in ranks) for ranks in self.turns[world]]
+
+
 def run(mode: str, pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> Section:
     """Measure `mode`, "weak" or "strong", on each number of ranks."""
-    worlds = options.worlds
-    arguments = options.arguments(mode=mode)
-    teams: list[Team] = []
+    teams: dict[int, Team] = {}
     controls: dict[int, Team] = {}  # as many ranks that exchange nothing
+    facts: dict[int, dict[str, Any]] = {}
     missing: list[str] = []
     try:
-        facts = []
-        for world in worlds:
+        for world in options.worlds:
             report(f"{mode}: starting {world} rank(s)")
-            teams.append(pool.start("scaling:measure", world, arguments))
-            facts.append(teams[-1].ready()[0])
-            if world > 1 and facts[-1]["global_batch"] % world == 0:
-                # Each of them trains the batch that a rank of the team has.
-                alone = {**arguments, "mode": "weak", "batch": facts[-1]["global_batch"] // world}
-                control = pool.start("scaling:measure", world, alone, alone=True)
-                try:
-                    control.ready()
-                except RanksEnded as error:
-                    # The measurement itself goes on: it only has no control.
-                    missing.append(f"{world} ranks have no control: {error.found.partition(chr(10))[0]}.")
-                else:
+            teams[world] = pool.start("scaling:measure", world, options.arguments(mode=mode))
+            facts[world] = teams[world].ready()[0]
+            try:
+                if control := _control(pool, options, world, facts[world]["global_batch"]):
                     controls[world] = control
+            except RanksEnded as error:
+                # The measurement itself goes on: it only has no control.
+                missing.append(f"{world} ranks have no control: {error.found.partition(chr(10))[0]}.")
 
-        # The order alternates, so that a machine that gets slower or faster favours no number of ranks.
         others = OtherLoad()
-        turns: dict[int, list[list[dict[str, float]]]] = {world: [] for world in worlds}
-        apart: dict[int, list[list[dict[str, float]]]] = {world: [] for world in controls}
-        for number in range(options.repeats):
-            for team in teams[:: -1 if number % 2 else 1]:
-                report(f"{mode}: round {number + 1} of {options.repeats}, {team.world} rank(s)")
-                turns[team.world].append(team.ask())
-                if team.world in controls:
-                    apart[team.world].append(controls[team.world].ask())
-        ours = [rank["cpu_seconds"] for each in (*turns.values(), *apart.values()) for turn in each for rank in turn]
-        busy = others.cores(sum(ours))
+        turns, apart = _rounds(mode, teams, controls, options.repeats, report)
+        busy = others.cores(_cpu_seconds(turns) + _cpu_seconds(apart))
 
         # The trace disturbs the step, so it has a turn of its own, after the others.
-        traces = {team.world: team.ask("trace") for team in teams}
+        traces = {world: team.ask("trace") for world, team in teams.items()}
     finally:
-        for team in (*teams, *controls.values()):
+        for team in (*teams.values(), *controls.values()):
             team.close()
 
-    section = _section(mode, options, pool, teams, facts, turns, apart, traces, busy)
+    measured = Measured(facts, turns, apart, traces, busy)
+    placement = teams[options.worlds[-1]].placed(measured.last_facts["device"])
+    section = _section(mode, options, measured, placement, pool.cores_per_rank)
     section.notes += missing
     return section
 
 
-def _section(
-    mode: str,
-    options: BenchOptions,
-    pool: Pool,
-    teams: Sequence[Team],
-    facts: Sequence[dict[str, Any]],
-    turns: dict[int, list[list[dict[str, float]]]],
-    apart: dict[int, list[list[dict[str, float]]]],
-    traces: dict[int, list[dict[str, Any]]],
-    busy: float | None,
-) -> Section:
-    # A step takes as long as its slowest rank.
-    rates = {
-        world: [fact["global_batch"] * options.block / max(rank["seconds"] for rank in turn) for turn in turns[world]]
-        for world, fact in zip(options.worlds, facts, strict=True)
-    }
-    base = options.worlds[0]
-    rows: list[dict[str, Any]] = []
-    for world, fact in zip(options.worlds, facts, strict=True):
-        speedup = ratio(rates[world], rates[base])
-        ideal = world / base
-        efficiency = ratio(rates[world], rates[base], lambda value, ideal=ideal: value / ideal)
-        limit, of_limit = _limits(world, base, rates, apart.get(world), fact["global_batch"] * options.block)
-        traced = traces[world]
-        rows.append(
-            {
-                "world": world,
-                "global_batch": fact["global_batch"],
-                "throughput": estimate(rates[world]).as_dict(),
-                "step_ms": estimate([1e3 * fact["global_batch"] / rate for rate in rates[world]]).as_dict(),
-                "speedup": speedup.as_dict(),
-                "scaling_efficiency": efficiency.as_dict(),
-                "machine_limit": limit and limit.as_dict(),
-                "of_machine_limit": of_limit and of_limit.as_dict(),
-                "compute_fraction": _mean(traced, "compute_fraction"),
-                "overlap_fraction": _mean(traced, "overlap_fraction"),
-                "megabytes_per_step": traced[0]["bytes_per_step"] / 1e6,
-                "collectives": len(traced[0]["collectives"]),
-                "breakdown_ms": _breakdown(traced),
-            }
-        )
+def _control(pool: Pool, options: BenchOptions, world: int, global_batch: int) -> Team | None:
+    """Start as many ranks that exchange nothing; each trains the batch that a rank of the team has.
 
-    last = rows[-1]
-    placement = teams[-1].placed(facts[-1]["device"])
-    refusal = _refusal(placement.shared, busy, options)
-    target = TARGETS[mode]
+    There is none for one rank, and for a batch that its ranks cannot share evenly. Raises RanksEnded.
+    """
+    if world == 1 or global_batch % world:
+        return None
+
+    arguments = {**options.arguments(mode="weak"), "batch": global_batch // world}
+    control = pool.start("scaling:measure", world, arguments, alone=True)
+    control.ready()
+    return control
+
+
+def _rounds(
+    mode: str, teams: dict[int, Team], controls: dict[int, Team], repeats: int, report: Callable[[str], None]
+) -> tuple[Turns, Turns]:
+    """Let all teams take turns, each followed by its control. Returns the turns of both."""
+    turns: Turns = {world: [] for world in teams}
+    apart: Turns = {world: [] for world in controls}
+    for number in range(repeats):
+        # The order alternates, so that a machine that gets slower or faster favours no number of ranks.
+        for world in list(teams)[:: -1 if number % 2 else 1]:
+            report(f"{mode}: round {number + 1} of {repeats}, {world} rank(s)")
+            turns[world].append(teams[world].ask())
+            if world in controls:
+                apart[world].append(controls[world].ask())
+
+    return turns, apart
+
+
+def _cpu_seconds(turns: Turns) -> float:
+    return sum(rank["cpu_seconds"] for rounds in turns.values() for ranks in rounds for rank in ranks)
+
+
+def _section(
+    mode: str, options: BenchOptions, measured: Measured, placement: Placement, cores_per_rank: int
+) -> Section:
+    """Make the section: a row for each number of ranks, the verdict on the largest, and how it was measured."""
+    rates = {world: measured.rates(world, options.block) for world in options.worlds}
+    rows = [_row(world, options, measured, rates) for world in options.worlds]
+
+    # One number of ranks has no efficiency to judge.
+    last, target = rows[-1], TARGETS[mode]
+    refusal = _refusal(placement.shared, measured.busy, options)
     verdicts = []
-    if options.worlds[-1] > base:
+    if len(rows) > 1:
         text = f"{mode} scaling efficiency at {last['world']} ranks >= {target:.0%}"
         verdicts.append(judged(text, last["scaling_efficiency"], target, True, refusal))
 
     what = "the same batch on every rank" if mode == "weak" else "the same batch on all ranks together"
-    fact = facts[-1]
+    facts = measured.last_facts
     return Section(
         mode,
         f"{mode.capitalize()} scaling of {options.target}: {what}",
         COLUMNS,
         rows,
         [
-            f"{fact['parameters']:,} parameters, strategy {fact['strategy']}, {fact['backend']}, {fact['precision']}; "
-            f"{describe(placement, pool.cores_per_rank)}; {options.repeats} rounds of {options.block} "
+            f"{facts['parameters']:,} parameters, strategy {facts['strategy']}, {facts['backend']}, "
+            f"{facts['precision']}; {describe(placement, cores_per_rank)}; {options.repeats} rounds of {options.block} "
             f"steps in which all numbers of ranks take turns; {spread_text(options.repeats)}.",
             "scaling_efficiency is speed-up / ideal speed-up; compute_fraction is computation / (computation + exposed "
             "communication), from a trace of one block.",
             "The machine limit is the efficiency of as many ranks that compute the same at the same time and exchange "
             "nothing: what it lacks is lost to shared caches, memory and clock rates (and in strong scaling to smaller "
             "batches), not to communication. efficiency / limit is what communication and waiting leave.",
-            *_note_on_load(busy),
+            *_note_on_load(measured.busy),
         ],
         verdicts,
-        {"facts": fact, "batch": options.batch, "refusal": refusal, "busy_elsewhere": busy},
+        {"facts": facts, "batch": options.batch, "refusal": refusal, "busy_elsewhere": measured.busy},
     )
+
+
+def _row(world: int, options: BenchOptions, measured: Measured, rates: dict[int, list[float]]) -> dict[str, Any]:
+    """Return the row of one number of ranks. `rates` has samples per second, by number of ranks and round."""
+    base = options.worlds[0]
+    ideal = world / base
+    speedup = ratio(rates[world], rates[base])
+    efficiency = ratio(rates[world], rates[base], lambda value: value / ideal)
+
+    batch = measured.facts[world]["global_batch"]
+    step_ms = estimate([1e3 * batch / rate for rate in rates[world]])
+    limit, of_limit = _limits(world, base, rates, measured.apart.get(world), batch * options.block)
+
+    traced = measured.traces[world]
+    return {
+        "world": world,
+        "global_batch": batch,
+        "throughput": estimate(rates[world]).as_dict(),
+        "step_ms": step_ms.as_dict(),
+        "speedup": speedup.as_dict(),
+        "scaling_efficiency": efficiency.as_dict(),
+        "machine_limit": limit and limit.as_dict(),
+        "of_machine_limit": of_limit and of_limit.as_dict(),
+        "compute_fraction": _mean(traced, "compute_fraction"),
+        "overlap_fraction": _mean(traced, "overlap_fraction"),
+        "megabytes_per_step": traced[0]["bytes_per_step"] / 1e6,
+        "collectives": len(traced[0]["collectives"]),
+        "breakdown_ms": _breakdown(traced),
+    }
 
 
 def _limits(
     world: int, base: int, rates: dict[int, list[float]], apart: list[list[dict[str, float]]] | None, samples: int
 ) -> tuple[Estimate | None, Estimate | None]:
-    """Return the efficiency of ranks that exchange nothing, and that of the real ranks against it."""
+    """Return the efficiency of ranks that exchange nothing, and that of the real ranks against it.
+
+    `samples` is how many samples all ranks together train in a turn.
+    """
     if apart is None:
         return None, None
-    # Nobody waits for the slowest of them, so their rates are added.
-    free = [sum(samples / world / rank["seconds"] for rank in turn) for turn in apart]
-    return ratio(free, rates[base], lambda value: value / (world / base)), ratio(rates[world], free)
+
+    # None of them waits for the slowest, so their rates are added.
+    share = samples / world
+    free = [sum(share / rank["seconds"] for rank in ranks) for ranks in apart]
+    limit = ratio(free, rates[base], lambda value: value / (world / base))
+    return limit, ratio(rates[world], free)
 
 
 def _mean(ranks: Sequence[dict[str, Any]], key: str) -> float:
@@ -169,8 +220,12 @@ def _mean(ranks: Sequence[dict[str, Any]], key: str) -> float:
 
 def _breakdown(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return the milliseconds of a step by kind, averaged over ranks."""
-    kinds = ranks[0]["kinds"]
-    return {kind: 1e3 * sum(r["kinds"][kind] / max(1, r["steps"]) for r in ranks) / len(ranks) for kind in kinds}
+    found = {}
+    for kind in ranks[0]["kinds"]:
+        per_step = [rank["kinds"][kind] / max(1, rank["steps"]) for rank in ranks]
+        found[kind] = 1e3 * sum(per_step) / len(ranks)
+
+    return found
 
 
 def _refusal(shared: str, busy: float | None, options: BenchOptions) -> str:
@@ -196,11 +251,15 @@ def scaling_results(mode: str, num_gpus: Sequence[int], **settings: Any) -> dict
     known = {item.name for item in fields(BenchOptions)} - {"worlds"}
     if unknown := sorted(settings.keys() - known):
         raise UserError(f"there is no option {unknown[0]}", "", f"use some of {', '.join(sorted(known))}")
+
     options = BenchOptions(worlds=list(num_gpus), **settings)
     with Pool(options.cores_per_rank) as pool:
         section = run(mode, pool, options, lambda _: None)
+
+    # Whoever uses the numbers must see whether they mean anything here.
     refusal = section.extra["refusal"]
-    return {row["world"]: _medians(row) | {"fair_test": not refusal, "unfair_because": refusal} for row in section.rows}
+    fairness = {"fair_test": not refusal, "unfair_because": refusal}
+    return {row["world"]: _medians(row) | fairness for row in section.rows}
 
 
 def _medians(row: dict[str, Any]) -> dict[str, Any]:

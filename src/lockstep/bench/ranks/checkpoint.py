@@ -1,4 +1,8 @@
-"""One rank of `bench checkpoint`: ways to save and to load a state, while the rank computes."""
+"""One rank of `bench checkpoint`: ways to save and to load a state, while the rank computes.
+
+All ways save the same state: torch.save as most scripts use it, with and without fsync, DCP, DCP in the background, and
+Lockstep's saver. They take turns, and every turn changes the state first, so that none can skip what has not changed.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,9 @@ import torch.distributed.checkpoint as dcp
 
 from lockstep.bench.ranks.turns import in_turn
 from lockstep.checkpoint.load import find
+from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saver import Saver
-from lockstep.checkpoint.storage import FileSystemStorage, Retention
+from lockstep.checkpoint.storage import FileSystemStorage
 from lockstep.checkpoint.writer import Failed, SaveContext
 from lockstep.config import resolve
 from lockstep.runtime import context
@@ -45,13 +50,16 @@ def make_state(megabytes: int) -> State:
         "norm": (width,),
     }
 
+    # As many layers as give at least this size, in float32.
     per_layer = len(KINDS) * sum(4 * math.prod(shape) for shape in block.values())
     layers = math.ceil(megabytes * 1_000_000 / per_layer)
 
     state: State = {}
     for layer in range(layers):
         for name, shape in block.items():
-            state |= {f"{kind}.{layer}.{name}": torch.randn(shape) for kind in KINDS}
+            for kind in KINDS:
+                state[f"{kind}.{layer}.{name}"] = torch.randn(shape)
+
     return state
 
 
@@ -72,7 +80,12 @@ class Training:
 
 
 class Ways:
-    """The ways to save and to load one state. All ranks share the folder `root`."""
+    """The ways to save and to load one state. All ranks share the folder `root`.
+
+    save   by name: saves the state as of a step. Returns the seconds for which training waits, and those until the
+           save is durable.
+    load   by name: loads the state of a step into the same tensors.
+    """
 
     def __init__(self, root: Path, runtime: Runtime, megabytes: int):
         self.root = root
@@ -82,13 +95,10 @@ class Ways:
         self.training = Training()
 
         # Each rank writes its share of the tensors, as ddp does.
-        self.storage = FileSystemStorage(root / "checkpoints")
-        if runtime.is_main:
-            self.storage.claim(TOKEN)
-        self.saver = Saver(SaveContext(self.storage, self.rank, self.world, TOKEN, Retention(last=1)))
         share = list(self.state.items())[self.rank :: self.world]
         self.mine: dict[str, LocalShard] = {name: shard_of(tensor) for name, tensor in share}
-        self.saver.prepare(self.mine)
+        self.storage = FileSystemStorage(root / "checkpoints")
+        self.saver = self._open_saver()
 
         self.save: dict[str, Callable[[int], Times]] = {
             "torch.save": lambda step: self._with_torch(self._file("plain", step), durable=False),
@@ -103,6 +113,15 @@ class Ways:
             "Lockstep": self._load_with_lockstep,
         }
 
+    def _open_saver(self) -> Saver:
+        """Open a saver of this rank's shards. Its buffers are allocated now, as at the start of a run."""
+        if self.runtime.is_main:
+            self.storage.claim(TOKEN)
+
+        saver = Saver(SaveContext(self.storage, self.rank, self.world, TOKEN, Retention(last=1)))
+        saver.prepare(self.mine)
+        return saver
+
     def barrier(self) -> None:
         if not self.runtime.world.alone:
             dist.barrier()
@@ -115,7 +134,9 @@ class Ways:
             for kind in ("dcp", "dcp-async"):
                 shutil.rmtree(self.root / f"{kind}-{step}", ignore_errors=True)
 
-            os.sync()  # no way pays for what another one has left to be written
+            # No way pays for what another one has left to be written.
+            os.sync()
+
         self.barrier()
 
     def _file(self, kind: str, step: int) -> Path:
@@ -131,23 +152,26 @@ class Ways:
                     file.flush()
                     os.fsync(file.fileno())
 
-        self.barrier()  # no rank goes on before it is written
+        # No rank goes on before the file is written.
+        self.barrier()
         spent = time.perf_counter() - began
         return spent, spent
 
     def _with_dcp(self, step: int) -> Times:
+        """Save with torch.distributed.checkpoint, which returns when all ranks have written."""
         began = time.perf_counter()
         dcp.save(self.state, checkpoint_id=self.root / f"dcp-{step}")
         spent = time.perf_counter() - began
         return spent, spent
 
     def _with_dcp_async(self, step: int) -> Times:
+        """Save with torch.distributed.checkpoint, which copies the state and writes it while training goes on."""
         began = time.perf_counter()
         future: Any = dcp.async_save(self.state, checkpoint_id=self.root / f"dcp-async-{step}")
         stall = time.perf_counter() - began
 
         self.training.until(future.done)
-        future.result()
+        future.result()  # raises what went wrong
         return stall, time.perf_counter() - began
 
     def _with_lockstep(self, step: int) -> Times:
@@ -163,12 +187,19 @@ class Ways:
         self.saver.wait_for_copy()
         stall += time.perf_counter() - waited
 
+        # Train on until the save has ended.
         reports: list[Any] = []
-        self.training.until(lambda: bool(reports.extend(self.saver.take_ended(0)) or reports))
+
+        def ended() -> bool:
+            reports.extend(self.saver.take_ended(0))
+            return bool(reports)
+
+        self.training.until(ended)
         assert not isinstance(reports[0].outcome, Failed), reports[0].outcome
         return stall, time.perf_counter() - began
 
     def _load_with_torch(self, path: Path) -> None:
+        """Let every rank read the whole file, as most scripts do."""
         loaded = torch.load(path)
         for name, tensor in self.state.items():
             tensor.copy_(loaded[name])
@@ -186,12 +217,16 @@ class Ways:
 
 def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
     """Yield the size of the state; then for each "turn" the seconds of every way to save and to load."""
+    # DCP warns about details of its own that do not concern who measures.
     warnings.filterwarnings("ignore")
+
     config = resolve([("bench", {"device": "cpu", "threads": arguments["threads"]})]).config
     with context.start(World.from_env(), config) as runtime:
         ways = Ways(Path(arguments["root"]), runtime, arguments["megabytes"])
         try:
-            yield {"bytes": sum(tensor.nbytes for tensor in ways.state.values()), "torch": torch.__version__}
+            size = sum(tensor.nbytes for tensor in ways.state.values())
+            yield {"bytes": size, "torch": torch.__version__}
+
             for turn in itertools.count(1):
                 yield _turn(ways, turn)
         finally:
@@ -212,10 +247,12 @@ def _turn(ways: Ways, turn: int) -> dict[str, Any]:
         saves[name] = ways.save[name](turn)
         ways.barrier()
 
+    # All ranks load at once, as after a restart.
     loads = {}
     for name, load in ways.load.items():
         ways.barrier()
         began = time.perf_counter()
         load(turn)
         loads[name] = time.perf_counter() - began
+
     return {"save": saves, "load": loads}

@@ -57,8 +57,10 @@ class Case:
 
     def micro_batches(self) -> Iterator[list[Tensor]]:
         """Yield this rank's batches of random order, epoch after epoch, on the device."""
+        # The whole dataset is on the device: no loop waits for a copy.
         x, y = (tensor.to(self.device) for tensor in self.task.data().tensors)
         world, epoch = self.runtime.world, 0
+
         while True:
             order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))[world.rank :: world.size]
 
@@ -89,6 +91,7 @@ class Case:
         lines = (self.folder / f"{name}-{self.runtime.world.rank}.jsonl").open("a")
 
         def write(step: int, loss: Tensor) -> None:
+            # Every rank must call it: the sum is a collective.
             mean = loss.detach().clone()
             if dist.is_initialized():
                 dist.all_reduce(mean)
@@ -121,6 +124,7 @@ def by_hand(case: Case, name: str = "by hand") -> Iterator[None]:
     for step in range(case.steps):
         for group in optimizer.param_groups:
             group["lr"] = PEAK * rate(step)
+
         optimizer.zero_grad(set_to_none=True)
 
         # Gradients are exchanged once in a step, with the last micro-batch.
@@ -184,6 +188,7 @@ def with_accelerate(case: Case) -> Iterator[None]:
     # It keeps its state for the life of the process.
     for kind in (AcceleratorState, GradientState, PartialState):
         kind._reset_state()
+
     accelerator = Accelerator(gradient_accumulation_steps=case.accumulation, cpu=case.device.type == "cpu")
 
     inner = case.model()
@@ -261,6 +266,7 @@ def with_lightning(case: Case) -> Iterator[None]:
             _lightning_trainer(case, go, done)
         except BaseException as error:
             errors.append(error)
+
         ended.set()
         done.release()
 

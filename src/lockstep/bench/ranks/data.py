@@ -1,4 +1,8 @@
-"""One rank of `bench data`: how fast a loader gives samples, and how fast the model takes them."""
+"""One rank of `bench data`: how fast a loader gives samples, and how fast the model takes them.
+
+Training is measured with a batch that is already there, and loading without training, because together each of them
+would hide the other.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +28,7 @@ TIMES = 5  # batches that are timed, for each one that the queues of the workers
 def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
     """Yield the facts, then for each "turn" the seconds per step of training, Lockstep's loader, and torch's."""
     block, workers, batch = arguments["block"], arguments["workers"], batch_of(arguments)
+
     values = {
         "local_batch": batch,
         "log.every": block,
@@ -107,6 +112,7 @@ def _plain_loader(task: Any, batch: int, workers: int, prefetch: int) -> Iterato
     if not hasattr(data, "__len__"):
         return None
 
+    # torch refuses these options without workers.
     options: dict[str, Any] = {"prefetch_factor": prefetch, "persistent_workers": True} if workers else {}
     loader = DataLoader(
         data,

@@ -35,6 +35,7 @@ def measure(arguments: dict[str, Any]) -> Generator[dict[str, Any], str, None]:
                 value = trace(run, loop, Path(folder) / "trace.json")
             else:
                 value = take(loop).as_dict()
+
             command = yield value
 
 

@@ -40,6 +40,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
             else:
                 rounds += 1
                 value = {name: turn.as_dict() for name, turn in take_round(loops, rounds).items()}
+
             command = yield value
 
 
@@ -57,4 +58,5 @@ def _short_round(arguments: dict[str, Any], case: Case, number: int) -> dict[str
         for _ in makers[name]():
             pass
         found[name] = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
+
     return found

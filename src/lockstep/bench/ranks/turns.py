@@ -139,7 +139,9 @@ def by_own_loop(task: Task, resolved: Resolved, runtime: Runtime, block: int) ->
     for step in run.steps(task.data()):
         for batch in step:
             loss = task.loss(model, batch)
+            # Sums, not means: `apply` divides once, by the weight of all micro-batches on all ranks.
             step.backward(loss.total, loss.weight)
+
         step.apply()
 
         if (step.index + 1) % block == 0:

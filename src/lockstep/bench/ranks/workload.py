@@ -1,4 +1,8 @@
-"""What is trained if no target is named: a GPT of 2M parameters (`gpt`) and a small MLP (`mlp`), on random data."""
+"""What is trained if no target is named: a GPT of 2M parameters (`gpt`) and a small MLP (`mlp`), on random data.
+
+They are large enough to show communication and small enough for two CPU cores. `settings_of` makes the settings of a
+run that trains and does nothing else: no checkpoints, no evaluations, no end.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,10 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
+    """Map [batch, time, width] to the same shape."""
+
     def forward(self, x: Tensor) -> Tensor:  # [batch, time, width]
+        # Queries, keys and values: [batch, heads, time, width / heads] each.
         b, t, w = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -49,6 +56,7 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:  # [batch, time] -> [batch, time, vocabulary]
+        """Return logits of every next token: [batch, time] ids -> [batch, time, vocabulary]."""
         return self.head(self.blocks(self.token(ids) + self.position.weight[: ids.shape[1]]))
 
 
@@ -87,6 +95,7 @@ class MLPTask(GPTTask):
     defaults = {"global_batch": 32}
 
     def __init__(self, width: int = 128, samples: int = 65536):
+
         self.width, self.samples = width, samples
 
     def model(self) -> nn.Module:
@@ -95,6 +104,7 @@ class MLPTask(GPTTask):
 
     def data(self) -> TensorDataset:
         generator = torch.Generator().manual_seed(0)
+        # Ten classes of random points, [samples, 64]: there is nothing to learn.
         labels = torch.randint(0, 10, (self.samples,), generator=generator)
         return TensorDataset(torch.randn(self.samples, 64, generator=generator), labels)
 

@@ -263,5 +263,6 @@ def _check_state_is_whole(iterable: Any) -> None:
                 "set data.resume=reread, which reads the epoch again up to the position; or shuffle the files before, "
                 "and leave shuffle() out",
             )
+
         inner = [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]
         stages += [part for part in inner if part is not None]

@@ -32,6 +32,7 @@ def matmul_rate(device: torch.device) -> float:
         a @ a
         _wait(device)
         best = min(best, time.perf_counter() - began)
+
     return 2 * size**3 / best
 
 

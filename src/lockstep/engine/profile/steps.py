@@ -48,7 +48,7 @@ class ProfiledSteps:
     def end_step(self) -> None:
         """End the trace if it is complete, and write everything. Collective in that step."""
         run = self._run
-        last = run.stepper.counters.steps_done >= run.plan.steps or run.is_stopping
+        last = run.stepper.counters.steps_done >= run.plan.steps or run.requests.is_stopping
         if run.tracer is None or not (run.tracer.steps == self._steps or last):
             return
 
@@ -75,6 +75,7 @@ class ProfiledSteps:
         if mine["flops"]:
             seconds = mine["seconds"] / max(1, mine["steps"])
             mine["mfu"] = mine["flops"] / seconds / mine["peak_flops"]
+
         return mine
 
     def _write(self, folder: Path, ranks: list[dict[str, Any]]) -> None:
@@ -139,6 +140,7 @@ class ProfiledSteps:
         finally:
             for module, training in modes.items():
                 module.training = training
+
         return forward * (1 + BACKWARD) * len(self._run.stepper.progress.trained)
 
 

@@ -1,4 +1,8 @@
-"""Grades exercise 1: the group, OwnDDP, the samples of each rank, the loop, and the proof that replicas are equal."""
+"""Grades exercise 1: the group, OwnDDP, the samples of each rank, the loop, and the proof that replicas are equal.
+
+Each part of the file is called on its own, on two ranks or three, with a small model in float64. A wrong gradient is
+compared with the results of the usual mistakes, so that the answer names the mistake instead of a number.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +30,13 @@ def grade(learner: Learner) -> Iterator[Finding]:
     yield from _group(learner)
     yield from _replicas(learner)
     yield from _gradients(learner)
+
+    # What a rank reads must be right before its loop can be compared with another one.
     split = True
     for finding in _samples(learner):
         split &= finding.passed
         yield finding
+
     if split:
         yield from _loop(learner)
     yield from _proof(learner)
@@ -39,11 +46,13 @@ def grade(learner: Learner) -> Iterator[Finding]:
 
 
 def _group(learner: Learner) -> Iterator[Finding]:
+    """Judge `setup`: every process must have become one rank of the launcher's group."""
     found = learner.run(_join, world=RANKS, group=False)
     expected = [(rank, RANKS) for rank in range(RANKS)]
     if None in found:
         yield Finding("setup() joins the process group", False, "there is no group", "call dist.init_process_group")
         return
+
     yield Finding(
         "setup() joins the group of the launcher",
         found == expected,
@@ -54,6 +63,7 @@ def _group(learner: Learner) -> Iterator[Finding]:
 
 
 def _join(module: ModuleType) -> tuple[int, int] | None:
+    """Call `setup` on a rank that is in no group yet; return (rank, ranks), or None if there still is no group."""
     module.setup()
     if not dist.is_initialized():
         return None
@@ -79,6 +89,7 @@ class _Net(nn.Module):
 
 
 def _replicas(learner: Learner) -> Iterator[Finding]:
+    """Judge the constructor: replicas that were built with different seeds must be equal afterwards."""
     states = learner.run(_begin, world=RANKS)
     first = states[0]
     differing = [name for name in first if any(not torch.equal(first[name], state[name]) for state in states)]
@@ -98,12 +109,14 @@ def _replicas(learner: Learner) -> Iterator[Finding]:
 
 
 def _begin(module: ModuleType) -> dict[str, Tensor]:
+    """Build OwnDDP around a model that differs on each rank, in its weights and in its buffer."""
     net = _Net(seed=dist.get_rank())
     module.OwnDDP(net)
     return {name: tensor.clone() for name, tensor in net.state_dict().items()}
 
 
 def _gradients(learner: Learner) -> Iterator[Finding]:
+    """Judge the gradients of two steps: a mistake may only show in the second."""
     # Three ranks: a gradient that is divided by 2 would be right on two.
     found = learner.run(_backward, world=3)
     for number, name in enumerate(("the first step", "the second step")):
@@ -122,38 +135,50 @@ def _gradients(learner: Learner) -> Iterator[Finding]:
 
 
 def _backward(module: ModuleType) -> list[tuple[Tensor, Tensor]]:
+    """Return, for two steps, this rank's own gradient and the one that OwnDDP has made of it."""
     net = _Net(seed=0)
     model = module.OwnDDP(copy.deepcopy(net))
     found = []
+
+    # Each rank has another batch, so that the mean of the ranks is no rank's own gradient.
     for step in range(2):
         x = torch.arange(8.0, dtype=torch.float64).view(2, 4) / 8 + dist.get_rank() + step
+
         net.zero_grad()
         model.zero_grad()
         (net(x) ** 2).mean().backward()
         (model(x) ** 2).mean().backward()
         found.append((_flat(net), _flat(model)))
+
     return found
 
 
 def _flat(model: nn.Module) -> Tensor:
+    """Return all gradients as one vector; a parameter without one counts as 0."""
     gradients = [p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters()]
     return torch.cat([gradient.flatten() for gradient in gradients])
 
 
 def _name_gradient(got: list[Tensor], local: list[Tensor]) -> str:
+    """Return what the gradients are, in words, by comparing them with the usual mistakes."""
     if all(torch.allclose(a, b) for a, b in zip(got, local, strict=True)):
         return "each rank has its own gradient"
     if all(torch.allclose(tensor, torch.stack(local).sum(0)) for tensor in got):
         return f"they are the sum: {len(local)} times too large"
+
+    # Divided by something else than the number of ranks.
     mean = torch.stack(local).mean(0)
     factor = (got[0].norm() / mean.norm()).item()
     if factor and all(torch.allclose(tensor, factor * mean) for tensor in got):
         return f"they are {factor:.3g} times the mean of {len(local)} ranks"
+
+    # Parameter by parameter: a hook that was not waited for leaves some of them different.
     parts = [not torch.allclose(a, b) for a, b in zip(got[0].split(8), got[1].split(8), strict=False)]
     return "some differ between ranks" if any(parts) else "they are the same on all ranks, but not the mean"
 
 
 def _explain_gradient(got: list[Tensor], local: list[Tensor]) -> str:
+    """Return what to do about gradients that are not the mean."""
     name = _name_gradient(got, local)
     if name.startswith("each rank"):
         return "without an all-reduce each rank trains a model of its own: register a hook for every parameter"
@@ -187,10 +212,13 @@ def _ids(batch: Tensor) -> list[int]:
 
 
 def _samples(learner: Learner) -> Iterator[Finding]:
+    """Judge the loader: the ranks share out the samples, and each batch has the size that was asked for."""
     read = learner.run(_load, world=RANKS)
     together = sorted(index for rank in read for index in rank[0])
-    repeated = [rank[0] for rank in read]
-    same = all(set(order) == set(repeated[0]) for order in repeated)
+
+    # All ranks may read everything, or each of them a wrong part: the remedy is not the same.
+    orders = [rank[0] for rank in read]
+    same = all(set(order) == set(orders[0]) for order in orders)
     yield Finding(
         "each sample of an epoch is read by one rank",
         together == list(range(SAMPLES)),
@@ -199,6 +227,7 @@ def _samples(learner: Learner) -> Iterator[Finding]:
         if same
         else "give each rank its own part: DistributedSampler(dataset, num_replicas=world size, rank=this rank)",
     )
+
     sizes = {size for rank in read for size in rank[1]}
     yield Finding(
         "`batch` is the batch of one rank",
@@ -209,6 +238,7 @@ def _samples(learner: Learner) -> Iterator[Finding]:
 
 
 def _load(module: ModuleType) -> tuple[list[int], list[int]]:
+    """Return the ids that this rank reads in an epoch, and the size of each batch."""
     batches = [(_ids(x), len(labels)) for x, labels in module.make_loader(_Numbered(), 4)]
     return [index for ids, _ in batches for index in ids], [size for _, size in batches]
 
@@ -217,6 +247,7 @@ def _load(module: ModuleType) -> tuple[list[int], list[int]]:
 
 
 def _loop(learner: Learner) -> Iterator[Finding]:
+    """Judge the loop: its epochs, their order, and its steps against a loop that is right."""
     found = learner.run(_train, world=RANKS)
     orders = found[0]["orders"]
     yield Finding(
@@ -234,6 +265,8 @@ def _loop(learner: Learner) -> Iterator[Finding]:
         "DistributedSampler shuffles by seed + epoch, and the epoch is 0 until you say otherwise: call "
         "loader.sampler.set_epoch(epoch) before each epoch",
     )
+
+    # Epochs that are shuffled differently on each rank overlap.
     read = [sorted(index for rank in found for index in rank["orders"][epoch]) for epoch in range(2)]
     whole = all(epoch == list(range(SAMPLES)) for epoch in read)
     yield Finding(
@@ -243,12 +276,15 @@ def _loop(learner: Learner) -> Iterator[Finding]:
         "the ranks shuffled differently, so some samples were read twice and others never: set_epoch must get the same "
         "number on all ranks",
     )
+
+    # The weights are compared with those of a correct loop, and with those of the most frequent mistake.
     right, stale, still = (found[0][name] for name in ("difference", "stale", "still"))
     why = "each step: zero_grad, forward, cross_entropy, backward, optimizer.step"
     if still:
         why = "the weights did not change: call optimizer.step() after backward()"
     elif stale < 1e-9:
         why = "the gradients of earlier steps were added to this one: call optimizer.zero_grad() in every step"
+
     yield Finding("a step is zero_grad, backward, optimizer.step", right < 1e-9, f"off by {right:.2g}", why)
     yield Finding(
         "the trained replicas are equal",
@@ -259,6 +295,7 @@ def _loop(learner: Learner) -> Iterator[Finding]:
 
 
 def _train(module: ModuleType) -> dict[str, Any]:
+    """Train for two epochs, and compare the weights with those of two loops on one process."""
     dataset = _Numbered()
     net = _Net(seed=0)
     trained = copy.deepcopy(net)
@@ -266,6 +303,8 @@ def _train(module: ModuleType) -> dict[str, Any]:
     start = _weights(model)
     loader = module.make_loader(dataset, 4)
     module.train(model, loader, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+
+    # 12 samples on each rank are an epoch.
     read = list(trained.seen)
     orders = [read[start : start + 12] for start in range(0, len(read), 12)]
 
@@ -279,10 +318,13 @@ def _train(module: ModuleType) -> dict[str, Any]:
         for position in range(0, len(read), 4):
             batch = [index for part in everywhere for index in part[position : position + 4]]
             x, y = zip(*(dataset[index] for index in batch), strict=True)
+
             if forget:
                 optimizer.zero_grad()
             F.cross_entropy(copied(torch.stack(x)), torch.tensor(y)).backward()
+
             optimizer.step()
+
         return (_weights(copied) - _weights(model)).abs().max().item()
 
     return {
@@ -296,6 +338,7 @@ def _train(module: ModuleType) -> dict[str, Any]:
 
 
 def _weights(model: nn.Module) -> Tensor:
+    """Return all weights as one vector, a copy."""
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
@@ -303,11 +346,13 @@ def _weights(model: nn.Module) -> Tensor:
 
 
 def _proof(learner: Learner) -> Iterator[Finding]:
+    """Judge the function that compares replicas: for equal ones, and for ones of which one weight differs."""
     found = learner.run(_compare, world=RANKS)
     if not all(isinstance(value, (int, float)) for rank in found for value in rank["values"]):
         value = found[0]["values"][0]
         yield Finding("replica_difference returns a number", False, f"{value!r}", "return a float on every rank")
         return
+
     equal = [rank["values"][0] for rank in found]
     yield Finding("replica_difference is 0 for equal replicas", equal == [0.0] * RANKS, f"{equal}", "")
 
@@ -318,6 +363,7 @@ def _proof(learner: Learner) -> Iterator[Finding]:
     why = "compare all parameters, and take the absolute value: a difference may have either sign"
     if any(abs(value - 0.25) < 1e-6 for value in wrong):
         why = "rank 0 compares with itself and finds 0: take the largest difference of all ranks (ReduceOp.MAX)"
+
     yield Finding(
         "it is the same number on every rank when one differs",
         right,
@@ -333,15 +379,18 @@ def _proof(learner: Learner) -> Iterator[Finding]:
 
 
 def _compare(module: ModuleType) -> dict[str, Any]:
+    """Compare equal replicas, and three pairs in which rank 1 has one other weight, lower or higher."""
     values, changed = [_as_number(module.replica_difference(_Net(seed=0)))], False
     for place, by in ((0, -0.25), (-1, -0.25), (-1, 0.25)):
         net = _Net(seed=0)
         if dist.get_rank() == 1:
             with torch.no_grad():
                 list(net.parameters())[place].view(-1)[0] += by
+
         before = _weights(net)
         values.append(_as_number(module.replica_difference(net)))
         changed |= not torch.equal(before, _weights(net))
+
     return {"values": values, "changed": changed}
 
 

@@ -1,4 +1,8 @@
-"""Grades lab 9: one order of additions, so that 1, 2 and 4 ranks give the same bits."""
+"""Grades lab 9: one order of additions, so that 1, 2 and 4 ranks give the same bits.
+
+Bits are compared, not values: a gradient of thousands of random elements makes it impossible that a wrong order of
+additions agrees by chance.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +50,7 @@ def grade(learner: Learner) -> Iterator[Finding]:
 
 
 def _mine(module: ModuleType) -> dict[int, list[list[int]]]:
+    """Return the micro-batches of each rank, by number of ranks."""
     return {world: [list(module.mine(rank, world)) for rank in range(world)] for world in WORLDS}
 
 
@@ -72,18 +77,22 @@ def _sum_alone(module: ModuleType) -> Tensor:
 
 
 def _parts() -> list[Tensor]:
+    """Return the gradients of the micro-batches, the same on every rank."""
     generator = torch.Generator().manual_seed(9)
     return [torch.randn(SIZE, generator=generator) for _ in range(PARTS)]
 
 
 def _tree_of(parts: list[Tensor]) -> Tensor:
+    """Add in the shape of a tree: the sum of the first half plus that of the second."""
     if len(parts) == 1:
         return parts[0]
+
     half = len(parts) // 2
     return _tree_of(parts[:half]) + _tree_of(parts[half:])
 
 
 def _shares(shares: dict[int, list[list[int]]]) -> Finding:
+    """Judge who owns which micro-batches."""
     statement = "mine gives each rank a whole subtree: consecutive micro-batches, as many as every other rank"
     for world, owned in shares.items():
         count = PARTS // world
@@ -96,10 +105,12 @@ def _shares(shares: dict[int, list[list[int]]]) -> Finding:
                 "a rank can add up alone only what is next to each other in the tree. With every second micro-batch, "
                 "or with unequal shares, no addition of the tree is one rank's own",
             )
+
     return Finding(statement, True)
 
 
 def _right_value(totals: list[Tensor]) -> Finding:
+    """Judge the value, against float64. Whether the bits are right is judged next."""
     right = torch.stack(_parts()).double().sum(0)
     off = max(float((total.double() - right).abs().max() / right.abs().max()) for total in totals)
     return Finding(
@@ -112,6 +123,7 @@ def _right_value(totals: list[Tensor]) -> Finding:
 
 
 def _same_on_all_ranks(sums: dict[int, list[tuple[Tensor, int]]]) -> Finding:
+    """Judge that ranks agree."""
     apart = [world for world, ranks in sums.items() if any(not torch.equal(total, ranks[0][0]) for total, _ in ranks)]
     return Finding(
         "all ranks of a world have the same bits",
@@ -123,17 +135,20 @@ def _same_on_all_ranks(sums: dict[int, list[tuple[Tensor, int]]]) -> Finding:
 
 
 def _in_a_group(learner: Learner) -> Finding:
+    """Judge that a sum over a group is not one over all ranks."""
     statement = "add_up adds over the group that it is given"
     why = "pass group on to every call: get_world_size(group), all_gather(..., group=group)"
     try:
         totals = learner.run(_sum_alone)
     except Failed as failure:
         return Finding(statement, False, str(failure), why)
+
     right = all(torch.equal(total, _tree_of(_parts())) for total in totals)
     return Finding(statement, right, "" if right else "a rank alone in its group has another sum", why)
 
 
 def _same_in_all_worlds(sums: dict[int, Tensor]) -> Finding:
+    """Judge that the number of ranks does not change a bit."""
     apart = {world: int((total != sums[1]).sum()) for world, total in sums.items()}
     worst = max(apart, key=lambda world: apart[world])
     return Finding(
@@ -146,6 +161,7 @@ def _same_in_all_worlds(sums: dict[int, Tensor]) -> Finding:
 
 
 def _traffic(bytes_of: dict[int, int]) -> Finding:
+    """Judge the bytes, in copies of a gradient."""
     copies = {world: bytes_of[world] / (4 * SIZE) for world in WORLDS}
     wasteful = [world for world in WORLDS if copies[world] > world]
     return Finding(
@@ -157,9 +173,13 @@ def _traffic(bytes_of: dict[int, int]) -> Finding:
 
 
 def _describe(total: Tensor) -> str:
+    """Return what is wrong with a sum that is not the tree's."""
     chain = _parts()[0].clone()
+
+    # The most frequent mistake: one after the other.
     for part in _parts()[1:]:
         chain += part
+
     if torch.equal(total, chain):
         return "it adds one after the other"
     return f"{int((total != _tree_of(_parts())).sum())} of {SIZE} elements have other bits"

@@ -1,4 +1,8 @@
-"""Grades lab 7: the learner's answers against the planted faults, in a run that happens now."""
+"""Grades lab 7: the learner's answers against the planted faults, in a run that happens now.
+
+The learner reads screens of failures and names rank, cause and line of each. The faults depend on a seed, so answers
+cannot be copied from somebody else.
+"""
 
 from __future__ import annotations
 
@@ -29,22 +33,28 @@ def grade(learner: Learner) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory() as folder:
         run = run_patient(Path(folder) / "faults", seed, faults=True)
         healthy = run_patient(Path(folder) / "healthy", seed, faults=False)
+
         truth = plan(seed)
         if len(run.screens()) != len(truth) or healthy.code:
             yield Finding("the run shows a screen for every fault", False, run.output + healthy.output)
             return
+
         for number, fault in enumerate(truth, start=1):
             answer = answers[number - 1] if number <= len(answers) else {}
             yield from _judge(number, answer, fault, run.screens()[number - 1])
+
         yield _same_bits(run, healthy)
+
     yield _judge_silent(seed, silent)
 
 
 def _read(module: ModuleType) -> tuple[int, list[dict[str, Any]], str]:
+    """Return the learner's answers, which are the whole file."""
     return module.SEED, module.ANSWERS, module.SILENT
 
 
 def _judge(number: int, answer: dict[str, Any], fault: Fault, screen: str) -> Iterator[Finding]:
+    """Judge the answers about one screen."""
     headline = screen.splitlines()[0]
     rank, line, cause = answer.get("rank"), answer.get("line"), answer.get("cause")
     yield Finding(
@@ -68,6 +78,7 @@ def _judge(number: int, answer: dict[str, Any], fault: Fault, screen: str) -> It
 
 
 def _about(cause: str) -> str:
+    """Return what a cause looks like."""
     texts = {
         "killed": "SIGKILL comes from outside, most often from the kernel when memory is short; it leaves no stack",
         "hang": "no rank advanced: the rank at fault is the one that never entered the collective in which others wait",
@@ -78,6 +89,7 @@ def _about(cause: str) -> str:
 
 
 def _about_line(fault: Fault, line: str | None) -> str:
+    """Return what to say about a wrong line."""
     if fault.line is None:
         return "a killed process shows no stack, so there is no line to name: look at memory, and at who may kill"
     if line is None:
@@ -86,6 +98,7 @@ def _about_line(fault: Fault, line: str | None) -> str:
 
 
 def _same_bits(run: PatientRun, healthy: PatientRun) -> Finding:
+    """Judge that recovery was exact: four kills and restarts must leave no trace in the weights."""
     weights, expected = (load_file(done.folder / "model.safetensors") for done in (run, healthy))
     same = sum(torch.equal(weights[name], tensor) for name, tensor in expected.items())
     return Finding(
@@ -97,9 +110,11 @@ def _same_bits(run: PatientRun, healthy: PatientRun) -> Finding:
 
 
 def _judge_silent(seed: int, answer: str) -> Finding:
+    """Judge the mistake without a screen. `verify` must find it as well: the question has an answer."""
     report = verify(
         f"{TASK}:Silent", [("seed of the exercise", {"task": {"seed": seed}})], VerifyOptions(worlds=(1, 2), steps=2)
     )
+
     named = cause_of(report)
     assert named == silent_mistake(seed), f"verify names {named}, planted is {silent_mistake(seed)}"
     return Finding(

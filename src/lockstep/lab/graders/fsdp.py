@@ -1,4 +1,8 @@
-"""Grades exercise 3: what is sharded, by what units, what the optimizer sees, and whether checkpoints are complete."""
+"""Grades exercise 3: what is sharded, by what units, what the optimizer sees, and whether checkpoints are complete.
+
+Whether a block is gathered by itself, and freed after its forward, is seen from the all-gathers that it causes. What
+trains like DDP, counts bytes of shards and saves whole tensors has understood the rest.
+"""
 
 from __future__ import annotations
 
@@ -38,20 +42,24 @@ def grade(learner: Learner) -> Iterator[Finding]:
 
 
 def _model() -> GPT:
+    """Return the same small GPT every time, in float64: differences are mistakes, not rounding."""
     torch.manual_seed(0)
     return GPT(layers=LAYERS, width=16, heads=2, symbols=16, length=8).double()
 
 
 def _text(rank: int) -> Tensor:
+    """Return text of a rank, [2, 9] symbols."""
     return torch.randint(16, (2, 9), generator=torch.Generator().manual_seed(rank))
 
 
 def _whole(model: nn.Module) -> dict[str, Tensor]:
+    """Return full weights by name. Collective, if they are sharded."""
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
     return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
 
 
 def _off(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
+    """Return the largest difference of two states."""
     return max((first[name] - second[name]).abs().max().item() for name in second)
 
 
@@ -59,6 +67,7 @@ def _off(first: dict[str, Tensor], second: dict[str, Tensor]) -> float:
 
 
 def _sharding(learner: Learner) -> Iterator[Finding]:
+    """Judge what is sharded, and when blocks are gathered and freed. Returns whether everything is sharded."""
     plain, gathers, again = learner.run(_shard, world=RANKS)[0]
     yield Finding(
         "every parameter is sharded",
@@ -75,6 +84,7 @@ def _sharding(learner: Learner) -> Iterator[Finding]:
         "the whole model is gathered at once, so the peak of memory is that of DDP: call fully_shard on every block "
         "before the model",
     )
+
     yield Finding(
         "and freed after its forward: the backward gathers it again",
         again >= LAYERS,
@@ -86,6 +96,7 @@ def _sharding(learner: Learner) -> Iterator[Finding]:
 
 
 def _shard(module: ModuleType) -> tuple[list[str], int, int]:
+    """Return the parameters that are not sharded, and the all-gathers of a forward and of a backward."""
     model = module.shard(_model())
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     with CountCollectives() as counted:
@@ -99,6 +110,7 @@ def _shard(module: ModuleType) -> tuple[list[str], int, int]:
 
 
 def _training(learner: Learner) -> Iterator[Finding]:
+    """Judge three steps against DDP."""
     found = learner.run(_train, world=RANKS)
     off, still = max(rank[0] for rank in found), found[0][1]
     yield Finding(
@@ -113,15 +125,18 @@ def _training(learner: Learner) -> Iterator[Finding]:
 
 
 def _train(module: ModuleType) -> tuple[float, bool]:
+    """Train a DDP replica and the learner's model alike; return how far they are apart, and whether nothing changed."""
     first = _model()
     replica = DDP(copy.deepcopy(first))
     ours = torch.optim.AdamW(replica.parameters(), lr=1e-3)
     model, optimizer = module.build(copy.deepcopy(first), lr=1e-3)
+
     for step in range(3):
         for net, its in ((replica, ours), (model, optimizer)):
             its.zero_grad()
             language_loss(net, _text(step * RANKS + dist.get_rank())).backward()
             its.step()
+
     weights = _whole(model)
     return _off(weights, _whole(replica.module)), _off(weights, _whole(first)) == 0
 
@@ -130,17 +145,21 @@ def _train(module: ModuleType) -> tuple[float, bool]:
 
 
 def _bytes(learner: Learner) -> Iterator[Finding]:
+    """Judge the bytes: before the first step, and after it."""
     before, counted, share = learner.run(_count, world=RANKS)[0]
     names = ("parameters", "gradients", "optimizer")
     if not isinstance(counted, dict) or set(counted) != set(names):
         yield Finding("bytes_per_rank returns the three kinds", False, f"{counted!r}", f"return a dict of {names}")
         return
+
     yield Finding(
         "before the first step there are no gradients and no states",
         (before["gradients"], before["optimizer"]) == (0, 0),
         f"{before['gradients']:,} and {before['optimizer']:,} bytes",
         "count the tensors that are there (.grad, optimizer.state), rather than what a formula expects",
     )
+
+    # Only the local shard counts. The size of a DTensor is that of the whole tensor.
     for name, expected in share.items():
         times = counted[name] / expected if expected else 0.0
         why = "count what this rank holds"
@@ -155,12 +174,16 @@ def _bytes(learner: Learner) -> Iterator[Finding]:
 
 
 def _count(module: ModuleType) -> tuple[Any, Any, dict[str, int]]:
+    """Count the bytes before and after a step; return both, and what is right after it."""
     first = _model()
     model, optimizer = module.build(copy.deepcopy(first), lr=1e-3)
     before = module.bytes_per_rank(model, optimizer)
     language_loss(model, _text(0)).backward()
     optimizer.step()
+
     share = sum(parameter.numel() * parameter.element_size() for parameter in first.parameters()) // RANKS
+
+    # AdamW keeps two averages of each parameter.
     expected = {"parameters": share, "gradients": share, "optimizer": 2 * share}
     return before, module.bytes_per_rank(model, optimizer), expected
 
@@ -169,6 +192,7 @@ def _count(module: ModuleType) -> tuple[Any, Any, dict[str, int]]:
 
 
 def _precision(learner: Learner) -> Iterator[Finding]:
+    """Judge three formats: of the shards, of the computation, and of the sums of gradients."""
     kept, computed, reduced = learner.run(_compute, world=RANKS)[0]
     yield Finding(
         "under BF16 the shards stay in float32",
@@ -198,6 +222,7 @@ def _compute(module: ModuleType) -> tuple[str, str, str]:
     for layer in model.blocks.modules():
         if isinstance(layer, nn.Linear):
             layer.register_forward_hook(lambda module, inputs, output: formats.add(str(output.dtype)))
+
     model(_text(0)[:, :-1])
     return stored, " and ".join(sorted(formats)), str(module.BF16.reduce_dtype)
 
@@ -206,6 +231,7 @@ def _compute(module: ModuleType) -> tuple[str, str, str]:
 
 
 def _full(learner: Learner, folder: Path) -> Iterator[Finding]:
+    """Judge the full checkpoint: who writes it, what is in it, and whether it can be loaded."""
     path = folder / "full.pt"
     try:
         found = learner.run(_save_full, path, world=RANKS)
@@ -216,6 +242,7 @@ def _full(learner: Learner, folder: Path) -> Iterator[Finding]:
         )
         yield Finding("save_full ends on all ranks", False, str(failure), why)
         return
+
     writes = [rank[0] for rank in found]
     yield Finding(
         "rank 0 alone writes the full checkpoint",
@@ -243,6 +270,7 @@ def _full(learner: Learner, folder: Path) -> Iterator[Finding]:
 
 
 def _save_full(module: ModuleType, path: Path) -> tuple[int, dict[str, Tensor]]:
+    """Save on all ranks; return how many files this rank has written, and the full weights."""
     writes = []
     save = torch.save
     torch.save = lambda *args, **named: (writes.append(1), save(*args, **named))  # pyrefly: ignore
@@ -252,12 +280,14 @@ def _save_full(module: ModuleType, path: Path) -> tuple[int, dict[str, Tensor]]:
 
 
 def _load_full(module: ModuleType, path: Path, whole: dict[str, Tensor]) -> float:
+    """Load into a fresh model; return how far its weights are from those that were saved."""
     model, _ = module.build(_model(), lr=1e-3)
     module.load_full(model, path)
     return _off(_whole(model), whole)
 
 
 def _stepped(module: ModuleType, mesh: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Return the learner's model after one step, so that the optimizer has a state."""
     options = {} if mesh is None else {"mesh": mesh}
     model, optimizer = module.build(_model(), lr=1e-3, **options)
     language_loss(model, _text(0)).backward()
@@ -266,6 +296,7 @@ def _stepped(module: ModuleType, mesh: Any = None) -> tuple[nn.Module, torch.opt
 
 
 def _resharded(learner: Learner, folder: Path) -> Iterator[Finding]:
+    """Judge the sharded checkpoint: written by 2 ranks, read by 1 and by 3."""
     expected = learner.run(_save_sharded, folder / "sharded", world=2)[0]
     for world in (1, 3):
         off = max(learner.run(_load_sharded, folder / "sharded", expected, world=world))
@@ -288,13 +319,17 @@ def _next(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tenso
 
 
 def _save_sharded(module: ModuleType, folder: Path) -> dict[str, Tensor]:
+    """Save, and return the weights after the next step."""
     model, optimizer = _stepped(module)
     module.save_sharded(model, optimizer, folder)
     return _next(model, optimizer)
 
 
 def _load_sharded(module: ModuleType, folder: Path, expected: dict[str, Tensor]) -> float:
+    """Load, and return how far the weights after the next step are from those of the run that saved."""
     model, optimizer = module.build(_model(), lr=1e-3)
+
+    # Other weights than those that were saved: a load that does nothing must not pass.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)

@@ -1,4 +1,8 @@
-"""Grades exercise 2: the scale of the loss, no_sync, the partial window at the end of an epoch."""
+"""Grades exercise 2: the scale of the loss, no_sync, the partial window at the end of an epoch.
+
+Everything is compared with one large batch: equal micro-batches, unequal ones, the rest of an epoch, and several ranks.
+Under DDP the bytes of all-reduces show whether gradients were exchanged once per update.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +28,12 @@ Batch = tuple[Tensor, Tensor]
 
 def grade(learner: Learner) -> Iterator[Finding]:
     """Yield the findings, in the order in which the file is written."""
+    # Under DDP a wrong scale would only show again.
     scaled = True
     for finding in _step(learner):
         scaled &= finding.passed
         yield finding
+
     yield from _collectives(learner, scaled)
     yield from _epoch(learner)
     yield from _arithmetic(learner)
@@ -37,17 +43,20 @@ def grade(learner: Learner) -> Iterator[Finding]:
 
 
 def _net() -> nn.Module:
+    """Return the same small model every time, in float64: differences are mistakes, not rounding."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).double()
 
 
 def _batches(*sizes: int, seed: int = 0) -> list[Batch]:
+    """Return batches of these sizes: [size, 4] random numbers, and labels of three classes."""
     generator = torch.Generator().manual_seed(seed)
     pictures = [torch.randn(size, 4, generator=generator, dtype=torch.float64) for size in sizes]
     return [(x, torch.arange(len(x)) % 3) for x in pictures]
 
 
 def _joined(batches: list[Batch]) -> Batch:
+    """Return one batch that holds all samples of several."""
     return torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
 
 
@@ -58,21 +67,25 @@ def _moved(model: nn.Module, before: nn.Module) -> Tensor:
 
 
 def _step(learner: Learner) -> Iterator[Finding]:
+    """Judge one update: with equal micro-batches, with unequal ones, and the second of two."""
     (equal, unequal, twice) = learner.run(_take_steps, world=1)[0]
     right, why = _same(*equal, parts=4)
     yield Finding("4 micro-batches of 8 = one batch of 32", right, why[0], why[1])
     if not right:
         return
 
+    # With micro-batches of different sizes, the mean of the means is not the mean.
     got, wanted, means = unequal
     weighted = torch.allclose(got, wanted, atol=1e-9)
     why_unequal = "each micro-batch counts by its samples: scale its mean loss by len(labels) / samples of the window"
     if torch.allclose(got, means, atol=1e-9):
         why_unequal = f"the loss was divided by the number of micro-batches; {why_unequal}"
+
     yield Finding(
         "micro-batches of 8, 8 and 4 = one batch of 20", weighted, "" if weighted else "it differs", why_unequal
     )
 
+    # An update that forgets nothing is only seen in the second.
     got, wanted = twice
     yield Finding(
         "the second update has only its own gradients",
@@ -84,8 +97,10 @@ def _step(learner: Learner) -> Iterator[Finding]:
 
 
 def _same(got: Tensor, wanted: Tensor, parts: int) -> tuple[bool, tuple[str, str]]:
+    """Return whether two gradients agree; if not, what is wrong and why."""
     if torch.allclose(got, wanted, atol=1e-9):
         return True, ("", "")
+
     factor = (got.norm() / wanted.norm()).item()
     if torch.allclose(got, parts * wanted, atol=1e-9):
         return False, (
@@ -93,6 +108,7 @@ def _same(got: Tensor, wanted: Tensor, parts: int) -> tuple[bool, tuple[str, str
             f"the gradients of {parts} means were added, as if the learning rate were {parts} times as large: scale "
             "each loss by its share of the samples",
         )
+
     if factor == 0:
         return False, ("the weights did not change", "call optimizer.step() after the last micro-batch")
     return False, (
@@ -102,14 +118,17 @@ def _same(got: Tensor, wanted: Tensor, parts: int) -> tuple[bool, tuple[str, str
 
 
 def _take_steps(module: ModuleType) -> list[tuple[Tensor, ...]]:
+    """Return the weight changes of the learner's updates, each with what it should be."""
     net = _net()
 
+    # Plain SGD with a learning rate of 1 moves the weights by minus the gradient.
     def learner(*windows: list[Batch]) -> Tensor:
         model = copy.deepcopy(net)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         for window in windows:
             before = copy.deepcopy(model)
             module.accumulated_step(model, optimizer, window)
+
         return _moved(model, before)
 
     def plain(*losses: Any) -> Tensor:
@@ -120,6 +139,7 @@ def _take_steps(module: ModuleType) -> list[tuple[Tensor, ...]]:
             optimizer.zero_grad()
             loss(model).backward()
             optimizer.step()
+
         return _moved(model, before)
 
     def whole(batches: list[Batch]) -> Any:
@@ -139,6 +159,7 @@ def _take_steps(module: ModuleType) -> list[tuple[Tensor, ...]]:
 
 
 def _collectives(learner: Learner, scaled: bool) -> Iterator[Finding]:
+    """Judge what is sent under DDP, and that several ranks give the gradient of one large batch."""
     # Bytes are counted, not calls: one call for each parameter is slower than DDP's buckets, but not wrong.
     found = learner.run(_under_ddp, world=RANKS)
     times = [copies for rank in found for copies in rank[0]]
@@ -151,6 +172,7 @@ def _collectives(learner: Learner, scaled: bool) -> Iterator[Finding]:
                 "only some updates exchanged gradients; in the others the replicas drift apart: in every update, leave "
             )
             why += "the last micro-batch out of "
+
     yield Finding(
         "under DDP each of two updates of 4 micro-batches all-reduces every gradient once",
         once,
@@ -159,6 +181,7 @@ def _collectives(learner: Learner, scaled: bool) -> Iterator[Finding]:
     )
     if not once or not scaled:
         return
+
     off = max(rank[1] for rank in found)
     yield Finding(
         f"{RANKS} ranks x 4 x 4 = one batch of 32", off < 1e-9, f"off by {off:.2g}", "scale by this rank's samples only"
@@ -167,18 +190,22 @@ def _collectives(learner: Learner, scaled: bool) -> Iterator[Finding]:
 
 def _under_ddp(module: ModuleType) -> tuple[list[float], float]:
     """Return how often each of two updates all-reduced the gradients, and how far the first is from one batch."""
+    # Every rank makes the micro-batches of all ranks, to compute what is right.
     net = _net()
     model = DDP(copy.deepcopy(net))
     everything = [_batches(4, 4, 4, 4, seed=rank) for rank in range(dist.get_world_size())]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     size = sum(parameter.numel() * parameter.element_size() for parameter in net.parameters())
+
     times, after = [], []
     for _ in range(2):
         with CountCollectives() as counted:
             module.accumulated_step(model, optimizer, everything[dist.get_rank()])
+
         times.append(counted.bytes("all_reduce") / size)
         after.append(copy.deepcopy(model.module))
 
+    # One process with all samples.
     x, y = _joined([batch for part in everything for batch in part])
     F.cross_entropy(net(x), y).backward()
     wanted = torch.cat([-p.grad.flatten() for p in net.parameters() if p.grad is not None])
@@ -189,6 +216,7 @@ def _under_ddp(module: ModuleType) -> tuple[list[float], float]:
 
 
 def _epoch(learner: Learner) -> Iterator[Finding]:
+    """Judge an epoch that does not divide evenly into updates."""
     updates, steps, off, lost, even = learner.run(_train, world=1)[0]
     yield Finding(
         "10 micro-batches, 4 to an update, are 3 updates",
@@ -207,6 +235,7 @@ def _epoch(learner: Learner) -> Iterator[Finding]:
         "nothing was left, and the optimizer stepped once more, with an empty window: update for a rest only if there "
         "is one",
     )
+
     yield Finding("train_epoch returns the number of updates", updates == 3, f"{updates!r}", "return it")
     yield Finding(
         "the last window is scaled by what is in it",
@@ -219,9 +248,12 @@ def _epoch(learner: Learner) -> Iterator[Finding]:
 
 
 def _train(module: ModuleType) -> tuple[Any, int, float, float, int]:
+    """Train for an epoch of 10 micro-batches, and compare with loops that scale the last update in two ways."""
     batches = _batches(*[4] * 10)
     net = _net()
     model = copy.deepcopy(net)
+
+    # The optimizer itself counts its steps.
     steps = []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
@@ -235,6 +267,7 @@ def _train(module: ModuleType) -> tuple[Any, int, float, float, int]:
             again.zero_grad()
             (F.cross_entropy(copied(x), y) * (last_scale if start == 8 else 1)).backward()
             again.step()
+
         return _moved(copied, model).abs().max().item()
 
     # An epoch without a rest.
@@ -248,6 +281,7 @@ def _train(module: ModuleType) -> tuple[Any, int, float, float, int]:
 
 
 def _arithmetic(learner: Learner) -> Iterator[Finding]:
+    """Judge the formula of the effective batch."""
     found = learner.run(lambda module: [module.effective_batch(32, 4, ranks) for ranks in (4, 2)], world=1)[0]
     yield Finding(
         "32 x 4 micro-batches are 512 samples on 4 ranks, and 256 on 2",

@@ -1,4 +1,8 @@
-"""Grades exercise 4: what a step in mixed precision does to weights, gradients and the scale."""
+"""Grades exercise 4: what a step in mixed precision does to weights, gradients and the scale.
+
+The gradients of its losses are known in advance, and some of them are made infinite or nan on purpose. What a step does
+to weights, momentum and scale then shows each mistake by itself.
+"""
 
 from __future__ import annotations
 
@@ -92,6 +96,7 @@ def _one_rank(module: Any) -> dict[str, Any]:
     for factor in (1.0, 1.0, math.inf, *[1.0] * 8):
         module.train_step(model, _mean, batch * factor, optimizer, scaler, torch.float16)
         scales.append(float(scaler.scale))
+
     found["scales"] = scales
     return found
 
@@ -143,6 +148,7 @@ def _two_ranks(module: Any) -> tuple[list[bool], bool]:
         overflows = step == 1 and dist.get_rank() == 1
         bad = batch * math.inf if overflows else batch
         applied.append(bool(module.train_step(replica, _mean, bad, optimizer, scaler, torch.float16)))
+
     weights = [torch.empty_like(model.weight) for _ in range(dist.get_world_size())]
     dist.all_gather(weights, model.weight.detach())
     return applied, torch.equal(weights[0], weights[1])
@@ -178,6 +184,7 @@ def _gradients(found: dict[str, Any]) -> Iterator[Finding]:
         why = "The gradients still contain the scale: divide each of them by it before optimizer.step()."
     elif abs(share * SCALE - 1) < 0.02:
         why = "The gradients are divided by the scale, but the loss was never multiplied by it: (loss * scale)."
+
     yield Finding("the update is that of the unscaled gradient", right, f"{share:.4g} times as large", why)
     if not right:
         return
@@ -189,6 +196,7 @@ def _gradients(found: dict[str, Any]) -> Iterator[Finding]:
             "Gradients are clipped while they still contain the scale, so all of them are clipped to almost nothing. "
             "First unscale, then clip."
         )
+
     yield Finding("clipping sees unscaled gradients", abs(norm / 0.1 - 1) < 0.02, f"norm {norm:.3g} of 0.1", why)
 
     tiny = found["tiny update"]
@@ -209,9 +217,11 @@ def _overflow(found: dict[str, Any]) -> Iterator[Finding]:
                 why += " Look at the gradients of all parameters, not only of the last one, and not at the loss."
             elif "nan" in name:
                 why += " inf - inf and 0 * inf are nan: torch.isfinite is False for both, torch.isinf is not."
+
         yield Finding(f"{name} changes no weight and no momentum", seen["untouched"], "", why)
         if not seen["untouched"]:
             return
+
     states = found["overflows"].values()
     skipped = not any(seen["reported"] for seen in states)
     yield Finding(
@@ -252,6 +262,7 @@ def _explain_scales(scales: list[float], half: float) -> str:
             "The scale fell after good steps: halve it only after an overflow, and call optimizer.zero_grad() in every "
             "step, or the infinite gradient is still there in the next one."
         )
+
     if scales[6] > scales[5] > half:
         return "Doubling must begin the count of good steps again: here the scale grew in every later step."
     if scales[5] == SCALE and scales[-1] == SCALE:

@@ -1,4 +1,8 @@
-"""Grades exercise 5: samples, checkpoints and resuming on any number of ranks, and the fit of a link."""
+"""Grades exercise 5: samples, checkpoints and resuming on any number of ranks, and the fit of a link.
+
+A run must train the same on one rank, on two, and with an interruption. Where that fails, the reason is one of the
+parts that are judged before: which samples a step has, and what a checkpoint holds.
+"""
 
 from __future__ import annotations
 
@@ -33,15 +37,18 @@ def grade(learner: Learner) -> Iterator[Finding]:
         yield from checkpoints
         if not all(finding.passed for finding in checkpoints):
             return
+
         writes = _writes(learner.run(_counted_writes, place))
         yield writes
         if not writes.passed:
             return
+
         loads = _loads(learner.run(_loaded, place / "together"))
         yield loads
         if not loads.passed:
             return
 
+        # The same six steps, on one rank, on two, and on two with an interruption.
         one = learner.run(_trained, place / "one", [6], world=1)[0]
         two = learner.run(_trained, place / "two", [6])[0]
         resumed = learner.run(_trained, place / "resumed", [5, 6])[0]
@@ -53,13 +60,17 @@ def grade(learner: Learner) -> Iterator[Finding]:
 
 def _all_samples(module: Any) -> dict[int, list[list[int]]]:
     """By number of ranks: the samples of all ranks in each of three steps."""
-    return {
-        world: [[i for rank in range(world) for i in module.samples_of(step, rank, world)] for step in range(3)]
-        for world in (1, 2, 3, 5)
-    }
+    found: dict[int, list[list[int]]] = {}
+    for world in (1, 2, 3, 5):
+        found[world] = []
+        for step in range(3):
+            found[world].append([index for rank in range(world) for index in module.samples_of(step, rank, world)])
+
+    return found
 
 
 def _samples(found: dict[int, list[list[int]]]) -> Iterator[Finding]:
+    """Judge which samples a step has: how many, which, and on which rank."""
     counts = {world: len(steps[0]) for world, steps in found.items()}
     yield Finding(
         f"a step on one rank has GLOBAL_BATCH = {GLOBAL_BATCH} samples",
@@ -67,6 +78,7 @@ def _samples(found: dict[int, list[list[int]]]) -> Iterator[Finding]:
         f"{counts[1]}",
         "The learning rate was chosen for the global batch, and the loss is divided by it.",
     )
+
     again = sorted(set(found[1][0]) & set(found[1][1]) | set(found[1][1]) & set(found[1][2]))
     yield Finding(
         "the next step has other samples",
@@ -81,6 +93,7 @@ def _samples(found: dict[int, list[list[int]]]) -> Iterator[Finding]:
         "When a node is lost the batch must stay: the learning rate was chosen for it. Divide one global batch by the "
         "number of ranks, instead of giving every rank a batch of its own.",
     )
+
     twice = next((world for world, steps in found.items() if any(len(set(s)) < len(s) for s in steps)), None)
     yield Finding(
         "no two ranks have the same sample in a step",
@@ -88,6 +101,8 @@ def _samples(found: dict[int, list[list[int]]]) -> Iterator[Finding]:
         "" if twice is None else f"on {twice} ranks",
         "A sample that two ranks train counts twice, and another one is left out.",
     )
+
+    # The order within a step may differ: a sum does not depend on it, up to rounding.
     same = all([sorted(s) for s in steps] == [sorted(s) for s in found[1]] for steps in found.values())
     yield Finding(
         "each step has the same samples on any number of ranks",
@@ -102,20 +117,25 @@ def _samples(found: dict[int, list[list[int]]]) -> Iterator[Finding]:
 
 
 def _net(seed: int) -> tuple[nn.Linear, torch.optim.SGD]:
+    """Return a model and an optimizer with momentum, after one step; other seeds give other values."""
     torch.manual_seed(seed)
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    # A step fills the momentum, which a checkpoint must hold as well.
     (model(torch.ones(1, 4)).sum() * seed).backward()
     optimizer.step()
     return model, optimizer
 
 
 def _values(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[Tensor], list[Tensor]]:
+    """Return copies of the weights and of the momentum."""
     momentum = [state["momentum_buffer"] for state in optimizer.state.values()]
     return [parameter.detach().clone() for parameter in model.parameters()], [tensor.clone() for tensor in momentum]
 
 
 def _same(some: list[Tensor], others: list[Tensor]) -> bool:
+    """Whether two lists of tensors are equal, to the bit."""
     return len(some) == len(others) and all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
@@ -130,6 +150,7 @@ def _checkpoints_alone(module: Any, place: Path) -> dict[str, Any]:
             module.save(place, 6, model, optimizer)
         except KeyboardInterrupt:
             pass
+
     found: dict[str, Any] = {"torn": [path.name for path in place.glob("*.pt") if not _readable(path)]}
 
     # Now a torn file is there in any case, as an unlucky disk leaves it.
@@ -137,11 +158,13 @@ def _checkpoints_alone(module: Any, place: Path) -> dict[str, Any]:
     found["names"] = [path.name for path in place.iterdir()]
     if good is not None:
         (place / "step-000009.pt").write_bytes(good.read_bytes()[:200])
+
     other, other_optimizer = _net(2)
     try:
         found["step"] = module.load(place, other, other_optimizer)
     except Exception as error:
         found["step"] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
+
     weights, momentum = _values(model, optimizer)
     loaded, loaded_momentum = _values(other, other_optimizer)
     found["weights"], found["momentum"] = _same(weights, loaded), _same(momentum, loaded_momentum)
@@ -170,6 +193,7 @@ def _loaded(module: Any, place: Path) -> tuple[int, bool]:
     place.mkdir(exist_ok=True)
     model, optimizer = _net(1)
     module.save(place, 3, model, optimizer)
+
     dist.barrier()
     other, other_optimizer = _net(2 + dist.get_rank())
     step = module.load(place, other, other_optimizer)
@@ -177,6 +201,7 @@ def _loaded(module: Any, place: Path) -> tuple[int, bool]:
 
 
 def _alone(found: dict[str, Any]) -> Iterator[Finding]:
+    """Judge a save that is interrupted, and a load that meets a torn file."""
     yield Finding(
         "a save that is interrupted leaves no torn checkpoint behind",
         not found["torn"],
@@ -204,6 +229,7 @@ def _alone(found: dict[str, Any]) -> Iterator[Finding]:
 
 
 def _writes(counts: list[int]) -> Finding:
+    """Judge who writes. Ranks that all write tear each other's file."""
     return Finding(
         "one rank writes the checkpoint",
         sum(counts) == 1,
@@ -213,6 +239,7 @@ def _writes(counts: list[int]) -> Finding:
 
 
 def _loads(found: list[tuple[int, bool]]) -> Finding:
+    """Judge that a load restores every rank."""
     steps, right = zip(*found, strict=True)
     return Finding(
         "after load all ranks are at the same step, with the same weights",
@@ -226,14 +253,17 @@ def _loads(found: list[tuple[int, bool]]) -> Finding:
 
 
 def _trained(module: Any, place: Path, stops: list[int]) -> Tensor:
+    """Train up to each stop in turn, in a new process group but the same folder, and return the weights."""
     place.mkdir(exist_ok=True)
     weights = torch.empty(0)
     for stop in stops:
         weights = module.train(place, stop)
+
     return weights
 
 
 def _runs(one: Tensor, two: Tensor, resumed: Tensor) -> Iterator[Finding]:
+    """Judge whole runs: one rank against two, and two against two with an interruption."""
     apart = (one - two).abs().max().item()
     yield Finding(
         "two ranks train what one rank trains",
@@ -242,6 +272,7 @@ def _runs(one: Tensor, two: Tensor, resumed: Tensor) -> Iterator[Finding]:
         "The gradient of the step is the sum over all samples of all ranks, divided once by the global batch. Check "
         "that gradients are summed over the ranks, and what the loss is divided by.",
     )
+
     apart = (two - resumed).abs().max().item()
     yield Finding(
         "a run that is resumed ends with the same bits",
@@ -259,12 +290,14 @@ SIZES = [1024 * 4**power for power in range(7)]
 
 
 def _fitted(module: Any) -> tuple[tuple[float, float], tuple[float, float]]:
+    """Fit a line to the times of a link with 50 us of latency and 1 GB/s: exact ones, and ones that are 5 % off."""
     exact = [5e-5 + 1e-9 * size for size in SIZES]
     noisy = [seconds * (1.05 if index % 2 else 0.95) for index, seconds in enumerate(exact)]
     return module.fit_line(SIZES, exact), module.fit_line(SIZES, noisy)
 
 
 def _fits(found: tuple[tuple[float, float], tuple[float, float]]) -> Iterator[Finding]:
+    """Judge the fit. With absolute errors, the largest message would decide everything."""
     (a, b), (noisy_a, noisy_b) = found
     yield Finding(
         "fit_line finds 50 us and 1000 MB/s in exact data",

@@ -1,4 +1,8 @@
-"""Grades exercise 6: buckets that are sent while the backward runs, and the arithmetic of exposed communication."""
+"""Grades exercise 6: buckets that are sent while the backward runs, and the arithmetic of exposed communication.
+
+The calls of torch.distributed are watched while a learner's BucketedDDP runs: how many there are, when they are made,
+and whether they are waited for. Times are not judged; they depend on the machine.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,7 @@ def grade(learner: Learner) -> Iterator[Finding]:
         yield from _synchronised(learner.run(_backward))
         # Several parameters to a bucket, of different shapes, and a number of ranks that is not 2.
         yield _shared(learner.run(_in_shared_buckets, world=3))
+
     yield from _arithmetic(learner.run(_numbers, world=1)[0])
 
 
@@ -48,6 +53,7 @@ def _net() -> nn.Sequential:
 
 
 def _made(module: Any) -> dict[str, Any]:
+    """Return the places of the parameters in each bucket, for three sizes of buckets."""
     parameters = list(_net().parameters())
     places = {id(parameter): place for place, parameter in enumerate(parameters)}
     return {
@@ -57,6 +63,7 @@ def _made(module: Any) -> dict[str, Any]:
 
 
 def _buckets(found: dict[str, list[list[int]]]) -> Iterator[Finding]:
+    """Judge the buckets: complete, of the right size, and in the order of the backward."""
     complete = all(sorted(p for bucket in made for p in bucket) == [0, 1, 2, 3] for made in found.values())
     yield Finding(
         "every parameter is in exactly one bucket",
@@ -64,6 +71,7 @@ def _buckets(found: dict[str, list[list[int]]]) -> Iterator[Finding]:
         "" if complete else f"of 4 parameters: {found}",
         "A gradient that is in no bucket is never averaged, and one in two buckets is averaged twice.",
     )
+
     counts = [len(made) for made in found.values()]
     yield Finding(
         "buckets of 1 GB, 30 KB and 1 byte: 1, 2 and 4 buckets for 4 layers of 16 KB",
@@ -71,6 +79,7 @@ def _buckets(found: dict[str, list[list[int]]]) -> Iterator[Finding]:
         f"{counts}",
         "Close a bucket when it holds at least bucket_bytes, and begin another one.",
     )
+
     yield Finding(
         "the first bucket holds the last layers",
         3 in found["two"][0] and 0 not in found["two"][0],
@@ -158,7 +167,9 @@ def _backward(module: Any) -> dict[str, Any]:
             model(inputs).sum().backward()
             watch.in_backward = False
             sync.finish()
+
         ratios.append(_ratio(model))
+
     return {
         "calls": len(watch.works) + watch.blocking,
         "early": watch.early,
@@ -227,6 +238,7 @@ def _synchronised(ranks: list[dict[str, Any]]) -> Iterator[Finding]:
         why = f"The gradients are {world} times too large: summed over the ranks, but not divided by their number."
     elif abs(ratios[0] - 1) < 1e-4:
         why = "The first step is right, the second is not: begin each step with all gradients missing and nothing sent."
+
     yield Finding("the gradients of two steps are the average over the ranks", right, "", why)
     yield Finding(
         "one all-reduce for each bucket",
@@ -271,6 +283,7 @@ def _synchronised(ranks: list[dict[str, Any]]) -> Iterator[Finding]:
 
 
 def _numbers(module: Any) -> dict[str, Any]:
+    """Call the functions of the exercise with events and intervals whose answers are known."""
     event = module.Event
     layers = [event("gradient", 8), event("all_reduce", 8), event("gradient", 24), event("all_reduce", 24)]
     flat = [event("gradient", 8), event("gradient", 24), event("all_reduce", 32)]
@@ -284,6 +297,7 @@ def _numbers(module: Any) -> dict[str, Any]:
 
 
 def _arithmetic(found: dict[str, Any]) -> Iterator[Finding]:
+    """Judge the arithmetic: overlap, exposed communication, and the advice."""
     layered, flat = found["overlaps"]
     yield Finding(
         "overlap: 25 % if 8 of 32 bytes are sent before the last gradient, 0 with one flat bucket",
@@ -291,11 +305,13 @@ def _arithmetic(found: dict[str, Any]) -> Iterator[Finding]:
         f"{layered:.3g} and {flat:.3g}",
         "Count the bytes of the all-reduces that come before the last gradient in the list, and divide by all bytes.",
     )
+
     fraction = found["fraction"]
     why = "Time in which two all-reduces run counts once, and time that compute hides does not count."
     if abs(fraction - 0.6) < 1e-9:
         why = "This is all communication. Only the part that no compute hides makes the step longer."
     yield Finding("25 of 100 are exposed communication", abs(fraction - 0.25) < 1e-9, f"{100 * fraction:.0f}", why)
+
     gaps = found["gaps"]
     yield Finding(
         "with gaps between them, 30 of 100 are",
@@ -304,12 +320,15 @@ def _arithmetic(found: dict[str, Any]) -> Iterator[Finding]:
         "Communication may be exposed at several places of a step: add up all time in which something communicates and "
         "nothing computes.",
     )
+
     yield Finding(
         "advice warns above 20 %, and is silent below",
         found["advice"] == [False, False, True, True],
         f"at 10, 19, 21 and 50 %: {found['advice']}",
         "The rule of thumb of the course: more than 20 % of the step is a bottleneck.",
     )
+
+    # A remedy counts if one of the words for it is there.
     named = [ways[0] for ways in REMEDIES if any(word in found["words"] for word in ways)]
     if found["advice"][3]:
         yield Finding(

@@ -1,4 +1,8 @@
-"""Grades lab 8: a run that is killed and goes on with another number of ranks trains every sample exactly once."""
+"""Grades lab 8: a run that is killed and goes on with another number of ranks trains every sample exactly once.
+
+A rank is killed in the middle of an epoch, and the run goes on with other numbers of ranks. Every step writes the ids
+of its samples to a file, and the ids of all attempts together must be each epoch once.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +42,7 @@ def grade(learner: Learner) -> Iterator[Finding]:
         yield whole
         if not whole.passed:
             return
+
         straight = learner.run(_train, Path(folder) / "straight", 0, STEPS, None)[0]
         kill(learner, Path(folder) / "same")
         again = learner.run(_train, Path(folder) / "same", 1, STEPS, None)[0]
@@ -102,20 +107,24 @@ def _torn(module: ModuleType, folder: Path) -> str:
             module.save(path, 4, model, optimizer)
         except KeyboardInterrupt:
             pass
+
     try:
         step = module.load(path, model, optimizer)
     except Exception as error:
         return f"{type(error).__name__} in load"
+
     return "" if step in (2, 4) else f"load gives step {step}"
 
 
 def _train(module: ModuleType, folder: Path, attempt: int, until: int, kill_at: int | None) -> list[Tensor]:
+    """Train up to a step, and note which samples each step gets. With `kill_at`, rank 1 kills itself in that step."""
     rank = dist.get_rank()
     folder.mkdir(exist_ok=True)
 
     def on_step(step: int, ids: list[int]) -> None:
         with (folder / f"ids-{rank}.jsonl").open("a") as file:
             file.write(json.dumps([attempt, step, [int(index) for index in ids]]) + "\n")
+
         if step == kill_at and rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -126,12 +135,14 @@ def _train(module: ModuleType, folder: Path, attempt: int, until: int, kill_at: 
 
 
 def _judge_order(found: dict[str, list[int]]) -> Iterator[Finding]:
+    """Judge the order of samples: complete, a pure function, and different in each epoch."""
     yield Finding(
         "an epoch has every sample once",
         sorted(found["whole"]) == list(range(SAMPLES)),
         f"{len(set(found['whole']))} different ids of {SAMPLES}",
         "with replacement (randint, choices) about a third of the samples never comes in an epoch",
     )
+
     pure = found["pieces"] == found["whole"] and found["end first"] == found["whole"][50:]
     yield Finding(
         "ids is a pure function: the same places give the same samples, in pieces and in any sequence",
@@ -140,6 +151,7 @@ def _judge_order(found: dict[str, list[int]]) -> Iterator[Finding]:
         "a generator that is kept between calls knows what was asked before. A resumed process has asked nothing: make "
         "the generator anew from (seed, epoch) in every call",
     )
+
     yield Finding(
         "another epoch and another seed have another order",
         found["next epoch"] != found["whole"] and found["other seed"] != found["whole"],
@@ -149,6 +161,7 @@ def _judge_order(found: dict[str, list[int]]) -> Iterator[Finding]:
 
 
 def _judge_shares(shares: dict[int, list[list[list[int]]]]) -> Iterator[Finding]:
+    """Judge the shares: the ranks of a step together have the samples of one rank alone."""
     wanted = [sorted(index for ids in step for index in ids) for step in shares[1]]
     for world, steps in shares.items():
         for number, (step, right) in enumerate(zip(steps, wanted, strict=True)):
@@ -162,10 +175,12 @@ def _judge_shares(shares: dict[int, list[list[list[int]]]]) -> Iterator[Finding]
                     "then cut them: rank * 12 // world to (rank + 1) * 12 // world, which leaves no rest",
                 )
                 return
+
     yield Finding("the ranks of a step have the same 12 samples together, on any number of ranks", True)
 
 
 def _whole(problem: str) -> Finding:
+    """Judge a save that dies in the middle."""
     return Finding(
         "a save that dies in the middle leaves the old checkpoint",
         not problem,
@@ -176,6 +191,7 @@ def _whole(problem: str) -> Finding:
 
 
 def _same_bits(straight: list[Tensor], again: list[Tensor]) -> Finding:
+    """Judge a resume on the same number of ranks, to the bit."""
     different = sum(not torch.equal(a, b) for a, b in zip(straight, again, strict=True))
     return Finding(
         "2 ranks, one killed, 2 ranks: the same bits as without the kill",
@@ -187,14 +203,19 @@ def _same_bits(straight: list[Tensor], again: list[Tensor]) -> Finding:
 
 
 def _exactly_once(folder: Path) -> Finding:
+    """Judge which samples were trained, on changing numbers of ranks."""
     lines = [json.loads(line) for path in folder.glob("ids-*.jsonl") for line in path.read_text().splitlines()]
+
+    # A step that was repeated after the kill counts once, in its last attempt.
     last: dict[int, int] = {}
     for attempt, step, _ in lines:
         last[step] = max(attempt, last.get(step, 0))
+
     epochs = [Counter[int]() for _ in range(STEPS // EPOCH)]
     for attempt, step, ids in lines:
         if attempt == last[step]:
             epochs[step // EPOCH].update(ids)
+
     missing = sum(index not in counts for counts in epochs for index in range(SAMPLES))
     twice = sum(count > 1 for counts in epochs for count in counts.values())
     return Finding(
@@ -206,6 +227,7 @@ def _exactly_once(folder: Path) -> Finding:
 
 
 def _close(straight: list[Tensor], other: list[Tensor]) -> Finding:
+    """Judge a resume on other numbers of ranks. Sums in another order round differently."""
     off = max(float((a - b).abs().max()) for a, b in zip(straight, other, strict=True))
     return Finding(
         "on other numbers of ranks the weights are the same up to rounding",

@@ -21,4 +21,5 @@ def half_of_a_save(state: Any, file: Any, *args: Any, **kwargs: Any) -> None:
         file.flush()
     else:
         Path(file).write_bytes(half)
+
     raise KeyboardInterrupt

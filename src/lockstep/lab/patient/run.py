@@ -23,6 +23,7 @@ class PatientRun:
 
     def screens(self) -> list[str]:
         """Return the first screen of each failure: from the line that names the rank to what follows next."""
+        # A screen is the line that names the rank, and the indented lines below it.
         found: list[list[str]] = []
         inside = False
         for line in self.output.splitlines():
@@ -31,8 +32,10 @@ class PatientRun:
                 inside = True
             elif inside and not line.startswith("  "):
                 inside = False
+
             if inside:
                 found[-1].append(line)
+
         return ["\n".join(lines) for lines in found]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
@@ -44,6 +47,8 @@ def run_patient(folder: Path, seed: int, *, faults: bool) -> PatientRun:
     """Train the patient on two ranks, with the faults of a seed or without any."""
     marks = folder / "marks"
     marks.mkdir(parents=True, exist_ok=True)
+
+    # Limits for hangs are short: one of the faults is a hang, and a learner waits for the end of the run.
     words = [f"task.seed={seed}", f"run_dir={folder / 'run'}", "hang.least=4", "hang.first=60", "log.progress=plain"]
     if faults:
         words.append(f"task.marks={marks}")

@@ -74,6 +74,7 @@ class Patient(Task):
                 self._allocate()
             case "exit":
                 self._check_quota()
+
         return Loss(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
 
     def _normalise(self, x: Tensor) -> Tensor:

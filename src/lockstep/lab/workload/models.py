@@ -1,4 +1,8 @@
-"""The models of the lab: small enough for two CPU cores, and standard sizes for a GPU."""
+"""The models of the lab: small enough for two CPU cores, and standard sizes for a GPU.
+
+The small ones train in seconds, so that an exercise can compare losses; the standard ones have the parameter counts
+that the course's tables name.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ Norm = Literal["batch", "group"]
 
 
 def _norm(kind: Norm, channels: int) -> nn.Module:
+    """Return a normalisation: batch statistics, or groups of channels of each picture alone."""
     return nn.BatchNorm2d(channels) if kind == "batch" else nn.GroupNorm(8, channels)
 
 
@@ -62,17 +67,24 @@ class Bottleneck(nn.Module):
 
 
 def _shortcut(inputs: int, outputs: int, stride: int, norm: Norm) -> nn.Module:
+    """Return what is added to a block's output: its input, resized by a 1x1 convolution where the shapes differ."""
     if stride == 1 and inputs == outputs:
         return nn.Identity()
     return nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), _norm(norm, outputs))
 
 
 def _stages(block: type[BasicBlock | Bottleneck], inputs: int, channels: list[int], counts: list[int], norm: Norm):
+    """Return the residual blocks of all stages, and the channels of the last. Each stage but the first halves the
+    picture.
+    """
     blocks: list[nn.Module] = []
     for stage, (width, count) in enumerate(zip(channels, counts, strict=True)):
         for index in range(count):
-            blocks.append(block(inputs, width, 2 if index == 0 and stage > 0 else 1, norm))
+            # Only the first block of a stage has a stride.
+            stride = 2 if index == 0 and stage > 0 else 1
+            blocks.append(block(inputs, width, stride, norm))
             inputs = width * block.expansion
+
     return blocks, inputs
 
 
@@ -84,6 +96,7 @@ def resnet_tiny(classes: int = 8, *, norm: Norm = "batch") -> nn.Sequential:
 
 
 def _resnet(block: type[BasicBlock | Bottleneck], counts: list[int], classes: int, norm: Norm) -> nn.Sequential:
+    """Return a network for pictures of 224x224: the stem reduces them to 56x56."""
     blocks, outputs = _stages(block, 64, [64, 128, 256, 512], counts, norm)
     stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), _norm(norm, 64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(outputs, classes))
@@ -112,9 +125,12 @@ class Block(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return [batch, length, width], like `tokens`."""
         batch, length, width = tokens.shape
+
+        # [3, batch, heads, length, channels of a head]
         qkv = self.qkv(self.attention_norm(tokens)).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
         tokens = tokens + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return tokens + self.mlp(self.mlp_norm(tokens))
 
@@ -131,8 +147,10 @@ class GPT(nn.Module):
     def forward(self, symbols: Tensor) -> Tensor:
         """Return the logits of the next symbols, [batch, length, symbols], for symbols [batch, length]."""
         tokens = self.embedding(symbols) + self.position(torch.arange(symbols.shape[1], device=symbols.device))
+
         for block in self.blocks:
             tokens = block(tokens)
+
         return self.head(self.norm(tokens))
 
 
@@ -151,6 +169,7 @@ def mlp_wide(width: int = 512, layers: int = 4, classes: int = 8) -> nn.Sequenti
     hidden: list[nn.Module] = []
     for _ in range(layers):
         hidden += [nn.Linear(width, width), nn.ReLU()]
+
     return nn.Sequential(*hidden, nn.Linear(width, classes))
 
 

@@ -28,6 +28,7 @@ def merge(files: Sequence[Path], target: Path) -> None:
                 continue
             moved = {"ts": event["ts"] + shift} if "ts" in event else {}
             events.append({**event, **moved, "pid": rank})
+
         events += _names(rank)
         events += [
             {

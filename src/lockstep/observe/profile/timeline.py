@@ -137,6 +137,7 @@ def _on_cpu(
     for span in spans:
         inside = (span.start, span.end)
         kinds[span.kind] += length([inside]) - length(clip(exposed, inside))
+
     kinds["exposed communication"] += length(exposed)
 
     # What lies between two spans is ours as well.
@@ -174,6 +175,7 @@ def _on_gpu(
         mine = subtract(union(intervals), taken)
         kinds[kind] += length(mine)
         taken = union([*taken, *mine])
+
     exposed_copies = subtract(copies, taken)
     kinds["copy"] += length(clip(exposed_copies, window))
     exposed = subtract(exposed, exposed_copies)
@@ -288,8 +290,10 @@ def subtract(these: Sequence[Interval], those: Sequence[Interval]) -> list[Inter
                 left.append((start, those[index][0]))
             start = max(start, those[index][1])
             index += 1
+
         if start < end:
             left.append((start, end))
+
     return left
 
 

@@ -33,6 +33,7 @@ class TrackioSink:
                 config=settings_of(self._run_dir),
                 embed=False,
             )
+
         self._run.log(numbers, step=int(record["step"]))
 
     def close(self) -> None:

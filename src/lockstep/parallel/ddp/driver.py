@@ -280,7 +280,7 @@ def check_reached(missed: list[str], trainable: int) -> None:
             f"the loss of a micro-batch does not depend on every trainable parameter: no gradient for "
             f"{some_names(missed)}",
             "",
-            "freeze them (requires_grad=False) if nothing uses them; if only some micro-batches do, set "
+            "freeze them (requires_grad=False) if nothing uses them; if only some losses or micro-batches do, set "
             "ddp.find_unused_parameters=true",
             cause="unused",
         )
