@@ -74,6 +74,8 @@ def _settings(loader: DataLoader, shuffle: bool | None) -> dict[str, Any]:
     batches = loader.batch_sampler
     assert isinstance(batches, BatchSampler)
     settings: dict[str, Any] = {"local_batch" if per_rank else "global_batch": batches.batch_size}
+
+    # Only what the loader was asked for: the settings may say the rest.
     if shuffle is not None:
         settings["data.shuffle"] = shuffle
     if batches.drop_last:
@@ -90,6 +92,8 @@ def _take_sampler(loader: DataLoader) -> tuple[Any, bool | None]:
     """Return (sampler, None), or (None, whether to shuffle) for a plain order."""
     assert isinstance(loader.batch_sampler, BatchSampler)
     sampler: Any = loader.batch_sampler.sampler
+
+    # Plain orders are Lockstep's own, which can be resumed anywhere.
     if type(sampler) is SequentialSampler:
         return None, False
     if type(sampler) is DistributedSampler:
@@ -101,6 +105,7 @@ def _take_sampler(loader: DataLoader) -> tuple[Any, bool | None]:
 
 
 def _take_collate(loader: DataLoader, collate: Collate) -> Collate:
+    """Return the loader's collate_fn, unless the run has a collate of its own: that must be an error."""
     if not is_default_collate(collate):
         raise UserError(
             "the DataLoader has a collate_fn, and the run has a collate of its own",

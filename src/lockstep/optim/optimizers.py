@@ -55,7 +55,12 @@ GroupPart = tuple[dict[str, Any], list[Tensor]]  # a parameter group, and some o
 
 
 class Optimizers:
-    """One or several torch optimizers that together update every trainable parameter of the model."""
+    """One or several torch optimizers that together update every trainable parameter of the model.
+
+    They come from the user and are not changed, apart from their groups. What the engine must know about them is found
+    out once, here: whether their kernels can divide gradients or skip a step on the device, and which need full
+    parameters.
+    """
 
     sharded = False  # whether each rank holds the state of only some parameters
 

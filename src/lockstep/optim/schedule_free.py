@@ -22,7 +22,11 @@ from lockstep.runtime.layout import local
 
 
 class AdamWScheduleFree(torch.optim.Optimizer):
-    """Schedule-free AdamW. Give it a constant rate, with a warm-up if you like."""
+    """Schedule-free AdamW. Give it a constant rate, with a warm-up if you like.
+
+    The model holds one of two points: y, at which gradients are computed (`train`), or x, the average that is evaluated
+    and saved (`eval`). The caller switches between them.
+    """
 
     def __init__(
         self,

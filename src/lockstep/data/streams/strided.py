@@ -28,7 +28,11 @@ class _Item(NamedTuple):
 
 
 class StreamSource(EpochSource):
-    """A stream without a state, of which every rank and worker reads its own shard. A resumed run repeats the epoch."""
+    """A stream without a state, of which every rank and worker reads its own shard. A resumed run repeats the epoch.
+
+    It takes any iterable dataset. Nothing is known about its order, so no position can be saved; the exact way is
+    `ExactStreamSource`.
+    """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], options: SourceOptions):
         micro_batch = options.micro_batch

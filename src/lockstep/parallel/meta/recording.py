@@ -150,7 +150,11 @@ class _PretendHost(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    """Records every call that creates or changes a tensor. Calls on empty tensors are recorded without being run."""
+    """Records every call that creates or changes a tensor. Calls on empty tensors are recorded without being run.
+
+    Each call is one record: the function, its arguments as recorded values, and the state of the generator. The values
+    of a parameter are later computed by replaying only the records that it depends on.
+    """
 
     def __init__(self) -> None:
         super().__init__()

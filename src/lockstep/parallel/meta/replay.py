@@ -139,7 +139,11 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 class Recipe:
-    """All calls that are needed to compute a value. Calls whose results were overwritten are left out."""
+    """All calls that are needed to compute a value. Calls whose results were overwritten are left out.
+
+    The calls are in the order in which they ran. A memory is freed after its last use, so that computing one parameter
+    needs little more than the parameter itself.
+    """
 
     def __init__(self, value: Value):
         self.value = value
