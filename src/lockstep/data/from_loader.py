@@ -1,4 +1,8 @@
-"""A torch DataLoader as training data: a run takes its parts, and decides the order and the batches itself."""
+"""A torch DataLoader as training data: a run takes its parts, and decides the order and the batches itself.
+
+The loader itself is never iterated over: its order would depend on the number of ranks, and its position could not be
+saved. An option that Lockstep cannot honour is refused, not dropped.
+"""
 
 from __future__ import annotations
 

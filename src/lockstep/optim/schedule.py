@@ -137,6 +137,7 @@ class GuardedRates:
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the rate of a group."""
     # A captured or compiled optimizer reads its rate from a tensor, which must stay the same object.
     if hasattr(group["lr"], "fill_"):
         group["lr"].fill_(rate)

@@ -34,6 +34,7 @@ class Update:
         """`replicated`: gradients are full tensors on every rank, not shards."""
         self._before_next: Callable[[], None] | None = None
         self.optimizer_indices = range(len(optimizers.all))
+
         self._optimizers = optimizers
         self._clip = clip
         self._replicated = replicated

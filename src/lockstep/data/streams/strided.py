@@ -1,4 +1,8 @@
-"""Streams without a state: every rank and every worker process reads its own shard of an iterable dataset."""
+"""Streams without a state: every rank and every worker process reads its own shard of an iterable dataset.
+
+The stride is over all worker processes of all ranks. It is the way of torch's documentation, and has its limits: the
+shards may end at different times, and a resumed run begins the epoch again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Replay the recorded calls that compute a tensor."""
+"""Replay the recorded calls that compute a tensor.
+
+Only the calls that the tensor depends on are run, in their order and with the generator states of that time. So a
+parameter gets the bits that it would have got on the host, however many others are never computed on this rank.
+"""
 
 from __future__ import annotations
 
