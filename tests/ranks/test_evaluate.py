@@ -32,6 +32,9 @@ class Evaluated(Regression):
         x, y = self.data()[:11]
         return {"val": TensorDataset(x, y), "shifted": TensorDataset(x, y + self.shift)}
 
+    def before_training(self, run: Any) -> None:
+        self.offset = 0.0 * run.steps_done  # the loss needs it
+
     def after_step(self, *facts: Any) -> None:
         self.shift += 0.25
 
@@ -43,7 +46,7 @@ class Evaluated(Regression):
 
     def loss(self, model: Any, batch: Any) -> Any:
         found = super().loss(model, batch)
-        found.metrics["shift"] = (self.shift, 1)
+        found.metrics["shift"] = (self.shift + self.offset, 1)
         return found
 
 
@@ -104,6 +107,13 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["evaluate", "runs/line/model.safetensors", "line.py:Line", "--json", "found.json"]) == 0
     assert json.loads(Path("found.json").read_text())["sets"]["eval"]["loss"] == summary["eval_loss"]
     assert "loss" in capsys.readouterr().out
+
+    # Without a checkpoint, the final weights are evaluated; those of training were their averages.
+    more = ["steps=4", "ema.decay=0.9", "lr.peak=0.1", "checkpoint.at_end=false", "run_dir=runs/averaged"]
+    assert main(["train", "line.py:Line", *more]) == 0
+    summary = json.loads(Path("runs/averaged/summary.json").read_text())
+    assert main(["evaluate", "runs/averaged", "line.py:Line", "--json", "found.json"]) == 0
+    assert json.loads(Path("found.json").read_text())["sets"]["eval"]["loss"] == summary["eval_loss"]
 
     with pytest.raises(UserError, match="is not a run, so it has no steps to choose from"):
         command.main(command.Request("line.py:Line", Path("found.json"), best=True), read_layers([], []))

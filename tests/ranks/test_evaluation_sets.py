@@ -76,11 +76,16 @@ def test_epochs(epochs: float, expected: list[int]) -> None:
         EvaluationSchedule(EvaluateConfig(epochs=epochs), steps_per_epoch=None)
 
 
+def test_a_share_of_an_epoch_that_is_no_float() -> None:
+    schedule = EvaluationSchedule(EvaluateConfig(epochs=1.1), steps_per_epoch=10)
+    assert [step for step in range(1, 40) if schedule.due_after(step)] == [11, 22, 33]
+
+
 def test_minutes_count_on_rank_0_and_all_evaluate_together(pool: Pool, tmp_path: Path) -> None:
     values = BASE | {"run_dir": str(tmp_path), "evaluate.minutes": 1e-9, "steps": 6}
     traces = pool.run(fit, TwoSets(), values, world=2)
-    # Rank 0 asks after a step, and the next control word carries it.
-    assert [event["step"] for event in evals(tmp_path)][::2] == [2, 3, 4, 5, 6]
+    # Rank 0 asks after a step, and the next control word carries it: one request is one evaluation.
+    assert [event["step"] for event in evals(tmp_path)][::2] == [2, 4, 6]
     assert traces[0].summary["evaluations"] == traces[1].summary["evaluations"]
 
 

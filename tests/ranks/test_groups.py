@@ -73,6 +73,14 @@ def test_rules_that_cannot_be_meant(rules: list[dict[str, Any]], words: str) -> 
     assert words in str(refused.value)
 
 
+def test_groups_that_know_the_names_of_their_parameters() -> None:
+    model = Perceptron()
+    groups = [{"params": list(part.named_parameters(prefix=name))} for name, part in model.named_children()]
+    optimizer = torch.optim.AdamW(groups)
+    apply_groups(RULES, [optimizer], model)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 0, 1, 2]
+
+
 def test_a_scheduler_that_was_made_before() -> None:
     model = Perceptron()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -48,6 +48,20 @@ def test_the_recursion_of_the_paper() -> None:
         assert torch.equal(p.detach(), trained)
 
 
+def test_a_parameter_that_is_unfrozen_later_starts_anew() -> None:
+    """Its bias correction and its average count its own steps, as torch's AdamW does."""
+    g = torch.Generator().manual_seed(0)
+    late, other, alone = (nn.Parameter(torch.ones(3)) for _ in range(3))
+    both, single = AdamWScheduleFree([late, other]), AdamWScheduleFree([alone])
+    for step in range(6):
+        other.grad = torch.randn(3, generator=g)
+        if step >= 4:
+            late.grad = alone.grad = torch.randn(3, generator=g)
+            single.step()
+        both.step()
+    assert torch.equal(late, alone)
+
+
 class Evaluated(Regression):
     """The metric is the sum of the weights that are evaluated."""
 

@@ -13,6 +13,7 @@ from lockstep.observe.sinks import read_jsonl
 from lockstep.task import Loss
 from pool import Pool
 from ranks.support import Regression, assert_user_errors, fit, open_watched
+from ranks.test_keeping import leaving
 
 BASE = {"global_batch": 8, "micro_batch": 2, "steps": 4, "evaluate.every": 2, "evaluate.batch": 4, "log.every": 1}
 
@@ -42,6 +43,17 @@ class Hooked(Regression):
     def after_eval(self, run: Any, metrics: Any) -> None:
         self.notes.append(("after_eval", run.steps_done, metrics["loss"]))
         run.log("twice", 2.0)
+
+
+class Calls(Hooked):
+    """Has callbacks of its own."""
+
+    def __init__(self, *callbacks: Any) -> None:
+        super().__init__()
+        self._callbacks = callbacks
+
+    def callbacks(self) -> Any:
+        return self._callbacks
 
 
 class Counter:
@@ -108,9 +120,9 @@ def test_a_stop_of_one_rank_holds_for_all_and_survives_a_resume(pool: Pool, tmp_
         # The request travels in the control word of step 4.
         assert (counter.count, summary["step"], summary["stopped"]) == (4, 4, "seen enough")
 
-    # Ended after step 3, with the request on its way; then on another number of ranks, without the condition.
+    # Preempted after step 3, with the request on its way; then on another number of ranks, without the condition.
     halves = values | {"run_dir": str(tmp_path / "halves")}
-    pool.run(hooked, halves | {"steps": 3}, Counter(3, rank=1), world=2)
+    pool.run(leaving, Calls(Counter(3, rank=1)), halves, 3, world=2)
     ((_, (counter,), summary),) = pool.run(hooked, halves | {"resume": "auto"}, Counter(), world=1)
     assert (counter.count, summary["step"], summary["stopped"]) == (4, 4, "seen enough")
 
@@ -119,6 +131,12 @@ def test_a_stop_of_one_rank_holds_for_all_and_survives_a_resume(pool: Pool, tmp_
     assert (counter.count, summary["step"], summary["stopped"]) == (4, 4, "seen enough")
     ((_, (counter,), summary),) = pool.run(hooked, halves | {"resume": "auto", "steps": 6}, Counter(), world=1)
     assert (counter.count, summary["step"]) == (6, 6)
+
+    # A request in the last step has stopped nothing, so it does not stop a run that gets more steps.
+    last = halves | {"run_dir": str(tmp_path / "last")}
+    pool.run(hooked, last | {"steps": 3}, Counter(3), world=1)
+    ((_, _, summary),) = pool.run(hooked, last | {"resume": "auto", "steps": 6}, Counter(), world=1)
+    assert summary["step"] == 6
 
 
 class Saves(Hooked):
@@ -138,6 +156,16 @@ class OldHook(Hooked):
         raise AssertionError
 
 
+class Waits(Hooked):
+    async def after_step(self, run: Any, result: Any) -> None:
+        raise AssertionError
+
+
+class Number(Hooked):
+    def before_backward(self, run: Any, loss: Any) -> Any:
+        return 0.0
+
+
 class Raises(Hooked):
     def after_eval(self, run: Any, metrics: Any) -> None:
         if run.rank == 1:
@@ -147,17 +175,24 @@ class Raises(Hooked):
 def test_what_is_wrong_with_a_hook_is_said_in_words(pool: Pool) -> None:
     errors = pool.errors(fit, OldHook(), BASE, world=1)
     assert_user_errors(errors, "OldHook.after_step(model, step)", "def after_step(self, run, result)", "run.model")
+    assert_user_errors(pool.errors(fit, Waits(), BASE, world=1), "Waits.after_step is an async function")
+    assert_user_errors(pool.errors(fit, Number(), BASE, world=1), "must return a lockstep.Loss, or None", "a float")
     assert_user_errors(pool.errors(hooked, BASE, Counter, world=1), "Counter is a class", "pass Counter(...)")
     assert_user_errors(pool.errors(hooked, BASE, object(), world=1), "has none of the hooks", "after_step")
 
 
 class Misnamed(Hooked):
+    def __init__(self, name: Any) -> None:
+        super().__init__()
+        self.name = name
+
     def after_step(self, run: Any, result: Any) -> None:
-        run.log("loss", 1.0)
+        run.log(self.name, 1.0)
 
 
-def test_a_metric_must_not_be_called_loss(pool: Pool) -> None:
-    assert_user_errors(pool.errors(fit, Misnamed(), BASE, world=1), "run.log('loss', ...)")
+@pytest.mark.parametrize("name", ["loss", 5])
+def test_metrics_with_names_that_cannot_be_logged(pool: Pool, name: Any) -> None:
+    assert_user_errors(pool.errors(fit, Misnamed(name), BASE, world=1), f"run.log({name!r}, ...)")
 
 
 def test_a_hook_that_raises_names_itself_its_rank_and_its_step(pool: Pool) -> None:

@@ -1,4 +1,11 @@
-"""`lockstep bench`: measures what was asked for, prints tables, and writes results, plots and a report."""
+"""`lockstep bench`: measures what was asked for, prints tables, and writes results, plots and a report.
+
+One command measures one kind, or all of them. The kinds are modules of `bench/kinds`, which ask teams of ranks
+(`bench/pool.py`) for turns; what a rank does in a turn is in `bench/ranks`. Every kind returns sections, which are
+written after each kind, so that an interrupted `bench all` leaves what it has found.
+
+This process imports no torch: it must not take cores or memory from the ranks that it measures.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_measuring(parser: argparse.ArgumentParser) -> None:
+    """Add the options of all kinds. An option that a kind would ignore is refused later (`options.check_kind`)."""
     parser.add_argument(
         "target", nargs="?", default="gpt", metavar="TARGET", help="gpt, mlp, a recipe, or FILE.py:CLASS (default gpt)"
     )
@@ -140,6 +148,7 @@ def _sections(name: str, pool: Pool, asked: BenchOptions, peers: bool) -> list[S
     from lockstep.bench.hardware import OtherLoad, disturbance
     from lockstep.bench.pool import RanksEnded
 
+    # Kinds use the machine alone, if they can: what others use meanwhile is measured, too.
     others, used = OtherLoad(), pool.cpu_seconds()
     progress = Progress()
     try:
@@ -257,6 +266,7 @@ class Progress:
         self._since = time.monotonic()
 
     def show(self, text: str) -> None:
+        """Replace the line. The seconds since the beginning come first."""
         if sys.stderr.isatty():
             line = f"{time.monotonic() - self._since:5.0f} s  {text}"[:110]
             sys.stderr.write("\r" + line.ljust(self._shown))

@@ -1,4 +1,8 @@
-"""`lockstep bench compare A B`: what changed between two results, and whether the change is larger than the noise."""
+"""`lockstep bench compare A B`: what changed between two results, and whether the change is larger than the noise.
+
+Rows are matched by what names them, not by their order, so a result may have more rows than the other. A change counts
+as one only if the two confidence intervals are apart. Sections that measured different things are refused.
+"""
 
 from __future__ import annotations
 

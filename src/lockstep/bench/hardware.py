@@ -1,4 +1,9 @@
-"""The hardware of a measurement, and whether each rank had a device or cores of its own. Nothing here imports torch."""
+"""The hardware of a measurement, and whether each rank had a device or cores of its own. Nothing here imports torch.
+
+A scaling efficiency says something about the software only if ranks do not compete for cores, and if nothing else runs
+meanwhile. This module finds out both, and puts into words why a result is not a fair test. A result is never left out
+for that; it is only not judged.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Medians with confidence intervals, of turns that were measured in alternation."""
+"""Medians with confidence intervals, of turns that were measured in alternation.
+
+Noise on a machine is not normal: most of it are outliers to one side. So no formula here assumes a distribution, and a
+mean is never taken.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The options of `lockstep bench`, checked."""
+"""The options of `lockstep bench`, checked.
+
+An option that a kind would ignore is refused, and so is a setting that the benchmark sets itself. The same checks hold
+for callers in Python, so they are made by the options, not by the parser.
+"""
 
 from __future__ import annotations
 
@@ -99,6 +103,7 @@ def parse_worlds(text: str | None) -> list[int]:
 
 
 def _numbers(option: str, text: str) -> list[int]:
+    """Return the numbers of a list with commas. Raises a UserError."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and int(word) > 0 for word in words):
         raise UserError(f"{option} {text} is not a list of numbers above 0", "", f"use {option} 1,2,4")
@@ -110,6 +115,7 @@ def parse_accumulation(text: str) -> list[int]:
 
 
 def parse_backends(text: str | None) -> list[str]:
+    """Return the names of a list with commas. Raises a UserError."""
     names = text.split(",") if text else []
     if unknown := [name for name in names if name not in ("nccl", "gloo")]:
         raise UserError(f"there is no backend {unknown[0]}", "", "use --backend nccl,gloo")

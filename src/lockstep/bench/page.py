@@ -1,4 +1,8 @@
-"""`report.html` of a benchmark: one page that holds everything, its pictures too, and can be sent as it is."""
+"""`report.html` of a benchmark: one page that holds everything, its pictures too, and can be sent as it is.
+
+It looks like the report of a run, and takes over its style sheet. Section by section: figure, verdicts, table, notes on
+how it was measured, and why it may not be a fair test.
+"""
 
 from __future__ import annotations
 
@@ -91,6 +95,7 @@ def _label(result: Result) -> str:
 
 
 def _cards(result: Result) -> str:
+    """Return the facts of the machine, as cards."""
     hardware = result.hardware
     known = {
         "CPU": f"{hardware['cores']} of {hardware['hardware_threads']} hardware threads",

@@ -186,6 +186,8 @@ def _plain_log_labels(axes: Any) -> None:
 def _stacked(axes: Any, labels: Sequence[str], breakdowns: Sequence[dict[str, float]]) -> None:
     """Draw a bar for each breakdown, in milliseconds. Kinds that take no time are left out."""
     bottom = [0.0] * len(labels)
+
+    # A kind of time that never reaches half a per cent is not worth a colour.
     used = [kind for kind in KINDS if any(each.get(kind, 0.0) > 0.005 * sum(each.values()) for each in breakdowns)]
     for kind in used:
         heights = [each.get(kind, 0.0) for each in breakdowns]
@@ -216,6 +218,8 @@ def step(section: Section) -> Any:
     cases = list(dict.fromkeys(row["case"] for row in section.rows))
     loops = [name for name in dict.fromkeys(row["loop"] for row in section.rows) if name != "by hand"]
     figure, panels = _figure(3, width=11.5, height=1.9 + 0.3 * len(cases) * len(loops))
+
+    # One panel for each ratio; all have the same cases.
     for axes, (key, title) in zip(panels, STEP_PANELS.items(), strict=True):
         _ratio_points(axes, section, cases, loops, key)
         axes.axvline(1.0, color="#333333", linewidth=1)
@@ -274,15 +278,18 @@ def collectives(section: Section) -> Any:
         colour = COLOURS[operations.index(operation) % len(COLOURS)]
         label = f"{operation} ({backend})" if len(backends) > 1 else operation
         marker = "o" if backend == backends[0] else "s"
+
         _line(times, sizes, _column(mine, "milliseconds"), colour, label, marker)
         _line(rates, sizes, _column(mine, "bus_gb_s"), colour, label, marker)
 
+        # The dotted line is what the fit of latency and bandwidth says.
         latency, bandwidth = fit(sizes, [row["milliseconds"]["median"] / 1e3 for row in mine])
         fitted = [1e3 * (latency + size / bandwidth) for size in sizes]
         times.plot(sizes, fitted, color=colour, linestyle=":", linewidth=1)
 
     times.set(title="Time of a collective (dotted: latency + size / bandwidth)", ylabel="time (ms)")
     rates.set(title="Bus bandwidth", ylabel="bus bandwidth (GB/s)")
+
     for axes in (times, rates):
         _byte_axis(axes, sorted({row["bytes"] for row in section.rows}))
         axes.set_yscale("log")
@@ -452,6 +459,8 @@ def _grouped(axes: Any, labels: Sequence[str], groups: dict[str, list[Any]]) -> 
 def projection(section: Section) -> Any:
     """Draw the efficiency that was measured, and dashed what the model of the links projects from it."""
     figure, (axes,) = _figure(1, width=7)
+
+    # Every kind of scaling has a colour: a solid line for what was measured, a dashed one for the projection.
     for colour, mode in zip(COLOURS, dict.fromkeys(row["what"] for row in section.rows), strict=False):
         measured = section.extra["measured"].get(mode, [])
         mine = [row for row in section.rows if row["what"] == mode]
@@ -470,6 +479,7 @@ def projection(section: Section) -> Any:
             label=f"{mode}, projection",
         )
 
+    # The axis has the ranks of both, and shows every error bar whole.
     rows = [row for rows in section.extra["measured"].values() for row in rows]
     worlds = {row["world"] for row in rows} | {row["ranks"] for row in section.rows}
     _ranks_axis(axes, sorted(worlds))

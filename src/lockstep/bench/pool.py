@@ -271,7 +271,9 @@ class Team:
 
 
 def _pipe(path: Path) -> BinaryIO:
+    """Open a pipe with a name; who comes first makes it."""
     if not path.exists():
         os.mkfifo(path, 0o600)
+
     # Unbuffered; reading returns None if nothing has come.
     return os.fdopen(os.open(path, os.O_RDWR | os.O_NONBLOCK), "r+b", buffering=0)

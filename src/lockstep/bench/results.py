@@ -1,4 +1,8 @@
-"""The result of a benchmark: sections with rows, as JSON, as CSV and as text. Nothing here imports torch."""
+"""The result of a benchmark: sections with rows, as JSON, as CSV and as text. Nothing here imports torch.
+
+A result is a list of sections; each kind of benchmark makes one or more. The JSON file is the whole result: the page,
+the plots, the CSV files and `bench compare` are made from it, and can be made again.
+"""
 
 from __future__ import annotations
 

@@ -30,7 +30,8 @@ from lockstep.checkpoint.manifest import (
     read_manifest,
     require,
 )
-from lockstep.checkpoint.storage import PAGE, Checkpoint
+from lockstep.checkpoint.storage import Checkpoint
+from lockstep.checkpoint.storage.protocol import PAGE
 
 # The tensors of a file by key: dtype, shape, and the position of the first byte in the file.
 Header = dict[str, tuple[str, tuple[int, ...], int]]
@@ -151,6 +152,7 @@ def read_header(checkpoint: Checkpoint, name: str) -> Header:
 
 
 def _header_entry(what: str, item: Any, data_start: int, file_size: int) -> tuple[str, tuple[int, ...], int]:
+    """Check an entry of a safetensors header. Return its dtype, its shape, and where its data begins in the file."""
     fields = check_fields(item, what, dtype=str, shape=list, data_offsets=list)
     dtype = fields["dtype"]
     shape = check_counts(fields["shape"], what, "shape")

@@ -17,23 +17,9 @@ from rich.filesize import decimal as size_text
 
 from lockstep.checkpoint.format import check_size
 from lockstep.checkpoint.format import verify as verify_checkpoint
-from lockstep.checkpoint.manifest import (
-    MANIFEST,
-    BestCheckpoint,
-    InvalidCheckpoint,
-    Manifest,
-    best_checkpoint,
-    read_manifest,
-)
-from lockstep.checkpoint.storage import (
-    Checkpoint,
-    CheckpointStorage,
-    Retention,
-    committed,
-    delete_checkpoint,
-    open_storage,
-    steps_to_delete,
-)
+from lockstep.checkpoint.manifest import MANIFEST, InvalidCheckpoint, Manifest, read_manifest
+from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint, steps_to_delete
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, delete_checkpoint, open_storage
 from lockstep.errors import UserError, plural
 from lockstep.launch.run_dir import step_in
 from lockstep.observe.formats import columns
@@ -255,6 +241,7 @@ def _retention_of(checkpoints: Sequence[Checkpoint]) -> Retention:
     """Return by which metric the newest valid checkpoint of a run was compared, as its settings say."""
     for checkpoint in checkpoints:
         with suppress(InvalidCheckpoint):
+            # The settings are as they were written: another version may have written something else.
             settings = read_manifest(checkpoint).values.get("config")
             settings = settings if isinstance(settings, dict) else {}
             metric = settings.get("checkpoint.best", "null")
@@ -265,10 +252,12 @@ def _retention_of(checkpoints: Sequence[Checkpoint]) -> Retention:
 
 
 def _storage(path: Path) -> CheckpointStorage:
+    """Return the storage of a run's checkpoints. Raises a UserError."""
     # `path` is the run's folder, or the folder of its checkpoints, which may be written as ".".
     for root in (path / "checkpoints", path):
         if _absolute(root).name == "checkpoints" and root.is_dir():
             return open_storage(root)
+
     why = "has no folder checkpoints" if path.is_dir() else "does not exist"
     raise UserError(f"{path} {why}", "", "give the folder of a run, such as runs/char_lm-...")
 
@@ -294,6 +283,7 @@ def _absolute(path: Path) -> Path:
 
 
 def _row(checkpoint: Checkpoint, best: BestCheckpoint | None) -> tuple[str, ...]:
+    """Return the row of a checkpoint. Only sizes are checked here: digests would need to read everything."""
     step = str(checkpoint.step)
     try:
         manifest = read_manifest(checkpoint)

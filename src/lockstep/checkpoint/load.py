@@ -109,6 +109,7 @@ def _invalid(checkpoint: Checkpoint, problems: Sequence[tuple[str, str, str]]) -
 
 
 def _none_valid(storage: CheckpointStorage, invalid: Sequence[InvalidCheckpoint], only: str | None) -> UserError:
+    """Return the error for a run without a valid checkpoint, or for one that was asked for and is not valid."""
     verdicts = sorted({problem.verdict for problem in invalid})
     what = f"the checkpoint {invalid[0].checkpoint.location}" if only else f"every checkpoint in {storage.address}"
 
@@ -124,6 +125,7 @@ def _none_valid(storage: CheckpointStorage, invalid: Sequence[InvalidCheckpoint]
 
 
 def _not_shared(found: str) -> UserError:
+    """Return the error for ranks that find different checkpoints."""
     return UserError(
         "run_dir is not on a file system that all ranks share",
         found,
@@ -213,6 +215,7 @@ class CheckpointReader:
         return locate(self.checkpoint, self._header(piece.file), piece, dtype)
 
     def _entry(self, name: str) -> TensorEntry:
+        """Return the entry of a tensor, under any of its names. Raises KeyError."""
         try:
             return self.manifest.tensors[self.original(name)]
         except KeyError:

@@ -26,15 +26,15 @@ from rich.filesize import decimal as size_text
 
 import lockstep
 from lockstep.checkpoint.load import CheckpointReader, find
-from lockstep.checkpoint.manifest import BestCheckpoint, Damaged, best_checkpoint
+from lockstep.checkpoint.manifest import Damaged
 from lockstep.checkpoint.reshard import replicated_sizes, shards_to_write
+from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint
 from lockstep.checkpoint.run_state import Change, RunState, merge_plain_state
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.checkpoint.storage import (
     Checkpoint,
     CheckpointStorage,
-    Retention,
     committed,
     folder_name,
     open_storage,
@@ -93,6 +93,7 @@ class CheckpointManager:
     def __init__(
         self,
         folder: RunFolder,
+        storage: CheckpointStorage,
         state: RunState,
         config: RunConfig,
         plan: Plan,
@@ -100,12 +101,13 @@ class CheckpointManager:
         log_event: EventLogger,
         before_next_update: Callable[[Callable[[], None]], None],
     ):
-        """Keep references to the objects of a run, and open the storage of its checkpoints.
+        """Keep references to the objects of a run. Nothing is read or written here.
 
         `log_event(event, **fields)` logs an event. `before_next_update(callback)` runs `callback` once, just before the
         next update.
         """
         self.folder = folder
+        self.storage = storage
         self.state = state
 
         self.config = config
@@ -114,14 +116,13 @@ class CheckpointManager:
 
         self.log_event = log_event
         self.before_next_update = before_next_update
-        self.storage = open_storage(folder.path / "checkpoints")
 
         # All ranks write. The token distinguishes their files from those of an earlier attempt.
         settings = config.checkpoint
         self.retention = Retention(settings.keep, settings.keep_every, settings.best, settings.best_mode)
         world = runtime.world
         context = SaveContext(
-            self.storage, world.rank, world.size, folder.token, self.retention, on_commit=folder.end_going_back
+            storage, world.rank, world.size, folder.token, self.retention, on_commit=folder.end_going_back
         )
         self.saver = Saver(context, settings.asynchronous)
 
@@ -173,6 +174,7 @@ class CheckpointManager:
         return None if reader is None else self._load(reader)
 
     def _claim(self) -> None:
+        """Make this attempt the only writer. Rank 0 calls it, before any checkpoint is written."""
         self.storage.claim(self.folder.token)
 
         # If this attempt fails before it has gone back, the launcher announces this checkpoint.

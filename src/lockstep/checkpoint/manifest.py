@@ -16,14 +16,14 @@ import json
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import xxhash
 
 from lockstep import garbage
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, Retention, best_step, committed, folder_name
+from lockstep.checkpoint.storage import Checkpoint
 from lockstep.launch.run_dir import MANIFEST, step_in
 
 # The version of the format of a checkpoint. Other versions are not read. CONTRIBUTING says when it changes.
@@ -251,32 +251,6 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
 
 
 # ---- JSON ----
-
-
-def metrics_of(checkpoint: Checkpoint) -> Mapping[str, float]:
-    """Return the metrics of a checkpoint. An invalid one has none, so only its age decides whether it is deleted."""
-    with suppress(InvalidCheckpoint):
-        return read_manifest(checkpoint).metrics
-    return {}
-
-
-class BestCheckpoint(NamedTuple):
-    checkpoint: Checkpoint
-    metric: str
-    value: float
-
-
-def best_checkpoint(storage: CheckpointStorage, retention: Retention) -> BestCheckpoint | None:
-    """Return the committed checkpoint that is best by `retention.best`; None if none can be compared."""
-    if retention.best is None:
-        return None
-
-    metrics = {checkpoint.step: metrics_of(checkpoint) for checkpoint in committed(storage)}
-    step = best_step(list(metrics.items()), retention)
-    if step is None:
-        return None
-
-    return BestCheckpoint(Checkpoint(storage, folder_name(step)), retention.best, metrics[step][retention.best])
 
 
 def float_of(value: Any) -> Any:

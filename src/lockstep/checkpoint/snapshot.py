@@ -16,7 +16,7 @@ import torch
 
 from lockstep.checkpoint.format import FileLayout, arrange
 from lockstep.checkpoint.manifest import DTYPES, Piece, TensorEntry
-from lockstep.checkpoint.storage import PAGE
+from lockstep.checkpoint.storage.protocol import PAGE
 from lockstep.errors import UserError
 from lockstep.runtime.layout import LocalShard
 

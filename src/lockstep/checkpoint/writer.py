@@ -43,21 +43,17 @@ from lockstep.checkpoint.manifest import (
     TensorEntry,
     decode,
     encode,
-    metrics_of,
     tensors_to_json,
 )
+from lockstep.checkpoint.retention import Retention, apply_retention
 from lockstep.checkpoint.storage import (
     Checkpoint,
     CheckpointStorage,
-    Retention,
-    committed,
-    delete_checkpoint,
     folder_name,
     set_aside,
-    split,
-    steps_to_delete,
     update_latest,
 )
+from lockstep.checkpoint.storage.protocol import split
 from lockstep.errors import listed_ranks
 
 
@@ -410,15 +406,6 @@ class Save:
 
 def _as_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def apply_retention(storage: CheckpointStorage, retention: Retention, token: str) -> None:
-    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(storage)}
-
-    # Manifests are read only if the best metric is kept.
-    metrics = [(step, metrics_of(checkpoint) if retention.best else {}) for step, checkpoint in checkpoints.items()]
-    for step in steps_to_delete(metrics, retention):
-        delete_checkpoint(storage, checkpoints[step].name, token)
 
 
 def _confirmation(rank: int) -> str:

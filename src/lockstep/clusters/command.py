@@ -1,4 +1,9 @@
-"""The verb `lockstep launch`: what all platforms have in common."""
+"""The verb `lockstep launch`: what all platforms have in common.
+
+A platform is a module with three functions (`Platform`): its options, the files that describe a job to it, and their
+submission. What was typed is checked here first, as `lockstep train` does it: a job that waits for hours in a queue
+must not fail in its first second because of a misspelt key.
+"""
 
 from __future__ import annotations
 

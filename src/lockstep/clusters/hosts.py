@@ -1,4 +1,8 @@
-"""The hosts of `lockstep launch nodes`: how they are written, and a login to one of them."""
+"""The hosts of `lockstep launch nodes`: how they are written, and a login to one of them.
+
+A login is a process of ssh that runs `clusters/tether.py` on the other side. Requests go to its standard input, one
+JSON object a line; lines and answers come back as events, from all hosts in one queue (`clusters/logins.py`).
+"""
 
 from __future__ import annotations
 
@@ -49,6 +53,7 @@ class Host:
 
     def is_here(self) -> bool:
         """Return whether this is the machine on which this process runs."""
+        # Names first: a name server may take seconds to answer, or know nothing.
         if self.name in (socket.gethostname(), socket.getfqdn()):
             return True
 
@@ -69,13 +74,19 @@ def parse_hosts(asked: str | None, hostfile: str | None) -> list[Host]:
             "use a list, as in host1,host2; or --hostfile FILE, with a host on each line",
         )
 
-    hosts = read_hostfile(Path(hostfile)) if hostfile else [Host(word.strip()) for word in (asked or "").split(",")]
+    if hostfile:
+        hosts = read_hostfile(Path(hostfile))
+    else:
+        hosts = [Host(word.strip()) for word in (asked or "").split(",")]
+
+    # A comma too many is not an error.
     hosts = [host for host in hosts if host.login]
     for host in hosts:
         # A login that begins with a dash would be an option of ssh.
         if host.login.startswith("-") or re.search(r"\s", host.login):
             raise UserError(f"{host.login!r} is not a host", "", "use names or addresses with commas between them")
 
+    # A host runs one launcher, so it can be there once.
     names = [host.name for host in hosts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice or not hosts:
@@ -107,6 +118,7 @@ def read_hostfile(path: Path) -> list[Host]:
             )
 
         if match is not None:
+            # MPI knows more options; only the number of processes matters here.
             options = dict(word.split("=", 1) for word in match["rest"].split())
             slots = match["count"] or options.get("slots")
             if slots is not None and not (slots.isdigit() and int(slots)):
@@ -133,13 +145,21 @@ class Event:
 
 
 class Login:
-    """One login: a process of ssh, or of Python if the host is this machine, whose standard input is the tether."""
+    """One login: a process of ssh, or of Python if the host is this machine, whose standard input is the tether.
+
+    place    of the host in the list
+    number   of this login to the host, from 1
+    words    the command that starts it
+    events   gets what comes from the other side
+    """
 
     def __init__(self, host: Host, place: int, number: int, words: list[str], events: Queue[Event]):
         self.host = host
         self.number = number
         self._place = place
         self._events = events
+
+        # The newest lines of standard error say best why a login fails.
         self.last_errors: deque[str] = deque(maxlen=3)
         self.process = subprocess.Popen(
             words,
@@ -148,12 +168,15 @@ class Login:
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches only the command that logs in, which passes it on in order
         )
+
         threading.Thread(target=self._read_all, daemon=True).start()
 
     def send(self, request: dict[str, Any]) -> None:
         """Send a request. If the other side is gone, its end is reported as an event."""
         assert self.process.stdin is not None
-        with suppress(OSError, ValueError):  # ValueError: it was closed by `hang_up`
+
+        # A ValueError says that `hang_up` has closed it.
+        with suppress(OSError, ValueError):
             self.process.stdin.write(json.dumps(request).encode() + b"\n")
             self.process.stdin.flush()
 
@@ -164,35 +187,47 @@ class Login:
             self.process.stdin.close()
 
     def kill(self) -> None:
+        """End our side at once, with everything that ssh has started for it."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     def _read_all(self) -> None:
+        """Read both streams to their ends, and report the login's exit code after the last line."""
         assert self.process.stdout is not None
         assert self.process.stderr is not None
+
         errors = threading.Thread(target=self._read, args=[self.process.stderr, True], daemon=True)
         errors.start()
+
         self._read(self.process.stdout, False)
+
+        # The end must be the last event.
         errors.join()
         self._events.put(Event(self._place, self.number, code=self.process.wait()))
 
     def _read(self, stream: IO[bytes], is_error: bool) -> None:
+        """Turn the lines of a stream into events. A line may hold text of the job, and then an answer."""
         for data in stream:
             line, mark, answer = data.decode(errors="replace").rstrip("\n").partition(MARK)
             if mark:
                 self._events.put(Event(self._place, self.number, answer=json.loads(answer)))
+
+            # An answer alone has no text before it; an empty line of the job is a line.
             if line or not mark:
                 if is_error:
                     self.last_errors.append(line)
+
                 self._events.put(Event(self._place, self.number, line, is_error))
 
 
 def split_ssh(ssh: str) -> list[str]:
     """Return the words of --ssh. Raises a UserError."""
     try:
-        words, found = shlex.split(ssh), "no words"
+        words = shlex.split(ssh)
+        found = "no words"
     except ValueError as error:
-        words, found = [], str(error)
+        words = []
+        found = str(error)
 
     if not words:
         raise UserError(f"--ssh {ssh!r} is not a command", found, 'use --ssh "ssh -p 2222", say, or leave it out')
@@ -202,10 +237,12 @@ def split_ssh(ssh: str) -> list[str]:
 
 def login_words(host: Host, ssh: str, folder: str, python: str) -> list[str]:
     """Return the command that starts the tether on a host."""
+    # -P: a folder in which the command was typed must not hide modules of Python.
     module = [python, "-P", "-m", "lockstep.clusters.tether"]
     if host.is_here():
         return module
 
+    # Another program than ssh, such as a script around it, has options of its own.
     program = split_ssh(ssh)
     if Path(program[0]).name == "ssh":
         program += [word for option in SSH_OPTIONS for word in ("-o", option)] + ["-T"]

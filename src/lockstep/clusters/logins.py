@@ -1,4 +1,9 @@
-"""The command that stays while a job runs on several hosts: it logs in, prints what they say, and passes signals on."""
+"""The command that stays while a job runs on several hosts: it logs in, prints what they say, and passes signals on.
+
+A job outlives a lost host if enough others are left: the host is tried again while the job runs. If this command is
+killed, or its machine is lost, the tethers break, and all hosts save and end by themselves. So no process is ever left
+behind that nothing watches.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +35,20 @@ PATIENT_SIGNALS = 2
 
 
 class Logins:
-    """The logins to all hosts of a job, as a context: when it ends, no login is left."""
+    """The logins to all hosts of a job, as a context: when it ends, no login is left.
+
+    A host is named by its place in the list of hosts. `ssh` is the command of --ssh, `folder` the working folder and
+    `python` the interpreter, both of them at the same path on every host.
+    """
 
     def __init__(self, hosts: Sequence[Host], ssh: str, folder: str, python: str):
+        split_ssh(ssh)  # raises a UserError now, before any login
         self.hosts = list(hosts)
-        split_ssh(ssh)
         self._ssh = ssh
         self._folder = folder
         self._python = python
+
+        # What comes from all logins, in one queue; and the newest login to each host.
         self._events: Queue[Event] = Queue()
         self._logins: list[Login] = []
 
@@ -47,6 +58,7 @@ class Logins:
         self._closed = threading.Event()
 
     def __enter__(self) -> Logins:
+        # A login that fails must not leave the earlier ones behind.
         try:
             for place in range(len(self.hosts)):
                 self._logins.append(self._log_in(place, 1))
@@ -61,16 +73,23 @@ class Logins:
         self._end()
 
     def _keep_beating(self) -> None:
+        """Send beats until the context ends. Runs on a thread of its own."""
         self._beat()
         while not self._closed.wait(BEAT_S):
             self._beat()
 
     def _beat(self) -> None:
+        """Tell every host which hosts are logged in to. A host that hears nothing for a while takes this machine for
+        lost.
+        """
         connected = sorted(self._connected)
+
+        # The main thread may replace a login meanwhile.
         for login in list(self._logins):
             login.send({"beat": connected})
 
     def _log_in(self, place: int, number: int) -> Login:
+        """Start a login, the host's `number`-th. Raises a UserError if the command of --ssh cannot be started."""
         host = self.hosts[place]
         words = login_words(host, self._ssh, self._folder, self._python)
         try:
@@ -83,6 +102,7 @@ class Logins:
             ) from None
 
     def _end(self) -> None:
+        """Hang up everywhere, and wait for the other sides to save."""
         self._closed.set()
         for login in self._logins:
             login.hang_up()
@@ -92,6 +112,7 @@ class Logins:
         for login in self._logins:
             while login.process.poll() is None and time.monotonic() < deadline:
                 time.sleep(0.02)
+
             login.kill()
 
     # ---- before the start ----
@@ -103,6 +124,7 @@ class Logins:
         for place in waiting:
             self._logins[place].send(request)
 
+        # A host may still be importing, so its answer is waited for; one whose login has ended never answers.
         deadline = time.monotonic() + ANSWER_S
         while missing := [place for place in waiting if place not in answers]:
             try:
@@ -118,9 +140,13 @@ class Logins:
         return [answers[place] for place in waiting]
 
     def _no_answer(self, place: int, what: str) -> UserError:
+        """Return the error for a host that cannot be used, with what its login has printed and a command to try by
+        hand.
+        """
         host, login = self.hosts[place], self._logins[place]
         words = " ".join(login.last_errors) or what
         test = f"cd {shlex.quote(self._folder)} && {shlex.quote(self._python)} -m lockstep --version"
+
         if host.is_here():
             return UserError(f"the launcher of {host.name} does not start", words, f"try: {test}")
 
@@ -139,8 +165,10 @@ class Logins:
         with collect_signals() as signals:
             return _Watch(self, jobs, least, signals).run()
 
-    # For `_Watch`, which replaces logins that were lost.
+    # ---- for `_Watch` ----
+
     def log_in_again(self, place: int) -> None:
+        """Replace the login to a host that was lost. Raises a UserError."""
         login = self._logins[place]
         self._logins[place] = self._log_in(place, login.number + 1)
 
@@ -151,9 +179,11 @@ class Logins:
         self._beat()
 
     def send(self, place: int, request: dict[str, Any]) -> None:
+        """Send a request to one host."""
         self._logins[place].send(request)
 
     def hang_up(self, *places: int) -> None:
+        """End the tethers of these hosts, or of all: their launchers save and end."""
         for place in places or range(len(self._logins)):
             self._logins[place].hang_up()
 
@@ -168,13 +198,19 @@ class Logins:
 
 
 class _Watch:
-    """Watches the hosts of one job while it runs."""
+    """Watches the hosts of one job while it runs.
+
+    `jobs` has what each host runs, by its place; `least` is the fewest hosts with which the job goes on; `signals` gets
+    the names of the signals that this process receives.
+    """
 
     def __init__(self, logins: Logins, jobs: Sequence[Training], least: int, signals: list[str]):
         self._logins = logins
         self._jobs = jobs
         self._least = least
         self._signals = signals
+
+        # Signals that the user has sent so far: the first two ask the job to save, another one does not wait.
         self._count_of_signals = 0
         self._first_signal: str | None = None
 
@@ -190,6 +226,7 @@ class _Watch:
         self._patience: float | None = None
 
     def run(self) -> int:
+        """Run the job until every host has ended or is given up. Returns the job's exit code."""
         for place, job in enumerate(self._jobs):
             self._logins.send(place, {"start": asdict(job)})
 
@@ -202,6 +239,7 @@ class _Watch:
 
             now = time.monotonic()
             self._try_again(now)
+
             if self._deadline is not None and now > self._deadline:
                 self._hang_up()
             if self._patience is not None and now > self._patience:
@@ -210,6 +248,7 @@ class _Watch:
         return self._code()
 
     def _handle(self, event: Event) -> None:
+        """Act on what came from a host: a line to show, an answer, or the end of its login."""
         place = event.host
         if event.line is not None:
             self._show(place, event.line, event.is_error)
@@ -217,10 +256,13 @@ class _Watch:
             self._handle_answer(place, event.answer)
         elif event.code is not None and place not in self._ended:
             self._lose(place, event.code)
+
+        # Another login to a lost host has failed: there will be another one.
         elif event.code is not None and place in self._again:
             self._again[place] = time.monotonic() + AGAIN_S
 
     def _show(self, place: int, line: str, is_error: bool) -> None:
+        """Print a line of a host, marked with its name. The first host speaks for the job, and has no mark."""
         # After a loss a host is tried again and again, and fails in the same words every time.
         if place in self._again:
             return
@@ -229,6 +271,7 @@ class _Watch:
         print(f"{mark}{line}", file=sys.stderr if is_error else sys.stdout, flush=True)
 
     def _handle_answer(self, place: int, answer: dict[str, Any]) -> None:
+        """Note that a launcher has ended, or start it again on a host that is back."""
         if "ended" in answer:
             self._ended[place] = answer["ended"]
             self._expect_the_end()
@@ -248,7 +291,8 @@ class _Watch:
 
     def _lose(self, place: int, code: int) -> None:
         """Note that a login has ended before its launcher did: the host is lost, or the way to it."""
-        self._ended[place] = ExitCode.FAILED if code == ExitCode.FAILED else None  # it has crashed, or is lost
+        # The other side exits with 1 if it has crashed; any other code says that the connection is gone.
+        self._ended[place] = ExitCode.FAILED if code == ExitCode.FAILED else None
         self._logins.note(place, connected=False)
 
         # The job goes on if enough hosts are left.
@@ -263,6 +307,7 @@ class _Watch:
                 self._expect_the_end()
 
     def _try_again(self, now: float) -> None:
+        """Log in again to the hosts that are due. What a host answers to `look` shows whether it is back."""
         for place, when in self._again.items():
             if now >= when and not self._ending:
                 try:
@@ -272,7 +317,8 @@ class _Watch:
                     self._again[place] = now + AGAIN_S
                     continue
 
-                self._again[place] = float("inf")  # until this login has ended, too
+                # Until this login has ended, too, no other one begins.
+                self._again[place] = float("inf")
                 self._logins.send(place, {"look": {"target": self._jobs[place].target, "hosts": [], "files": []}})
 
     def _expect_the_end(self) -> None:
@@ -304,14 +350,17 @@ class _Watch:
 
     def _code(self) -> int:
         """Return the job's exit code: all launchers of a job have the same one, unless some never knew its end."""
+        # The first of these that any launcher reports is the job's.
         known = set(self._ended.values())
         first = (ExitCode.FINISHED, ExitCode.REFUSED, ExitCode.INTERRUPTED, ExitCode.RESTART)
         code = next((code for code in first if code in known), None)
+
+        # No host could say how it ended: the machines or the network are lost, or the user did not wait for them.
         if code is None and ExitCode.FAILED not in known:
-            # No host could say how it ended: the machines or the network are lost, or the user did not wait for them.
             code = ExitCode(Preempted.code_of(self._first_signal))
 
         return ExitCode.FAILED if code is None else code
 
     def _say(self, text: str) -> None:
+        """Print a line about the hosts, for the user."""
         print(printable(f"lockstep: {text}"), file=sys.stderr, flush=True)

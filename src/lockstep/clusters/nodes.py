@@ -1,4 +1,8 @@
-"""Plain hosts: log in to each of them and start its launcher, or print what to type there."""
+"""Plain hosts: log in to each of them and start its launcher, or print what to type there.
+
+It needs ssh without a password, the same folder and the same Python on every host, and a run folder that all of them
+see. All of that is checked on all hosts before the first launcher starts, and what is missing is named by host.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Slurm: a batch script with one launcher on each node, which is requeued until the run has finished."""
+"""Slurm: a batch script with one launcher on each node, which is requeued until the run has finished.
+
+The script asks Slurm for a signal before the time limit. The launchers then save and exit with the code that means
+"start again", and the script puts the job back into the queue. So a run may last for weeks in a queue whose limit is
+hours.
+"""
 
 from __future__ import annotations
 

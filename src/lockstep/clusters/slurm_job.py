@@ -1,4 +1,8 @@
-"""What a Slurm job asks for, and what can be wrong with that before the cluster is asked."""
+"""What a Slurm job asks for, and what can be wrong with that before the cluster is asked.
+
+sbatch accepts many jobs that can never run, or not as meant: fewer CPUs than processes, a limit shorter than the time
+that saving takes, an option that contradicts another one. They are refused here, with the option to type instead.
+"""
 
 from __future__ import annotations
 

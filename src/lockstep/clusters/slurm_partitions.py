@@ -1,4 +1,8 @@
-"""What the partitions of a Slurm cluster offer, as `sinfo` says, and whether a job fits there."""
+"""What the partitions of a Slurm cluster offer, as `sinfo` says, and whether a job fits there.
+
+Where `sinfo` is not there or does not answer, nothing is known, and nothing is checked. Otherwise a job that asks for
+more than any node has is refused at once, instead of waiting in the queue forever.
+"""
 
 from __future__ import annotations
 

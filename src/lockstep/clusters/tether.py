@@ -114,6 +114,7 @@ def look(target: str, hosts: Iterable[str], files: Iterable[str]) -> Facts:
 
 
 def _addresses_of(host: str) -> list[str]:
+    """Return the addresses of a host as this machine knows it; none if it does not."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError:
@@ -126,9 +127,11 @@ def listen(address: str, port: int, mark: str) -> socket.socket:
     """Write the file `mark` into the run folder, and listen at `port`, or at a free one if it is 0. Raises OSError."""
     Path(mark).parent.mkdir(parents=True, exist_ok=True)
     Path(mark).touch()
+
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     asked = [port] if port else random.SystemRandom().sample(PORTS, 100)
 
+    # A random port may be taken. The error of the last one is raised.
     for candidate in asked[:-1]:
         try:
             return socket.create_server((address, candidate), family=family)
@@ -160,6 +163,7 @@ def train(job: Training) -> int:
     from lockstep import api
     from lockstep.config import read_layers
 
+    # Variables of the machine on which the command was typed.
     os.environ.update(job.env)
     try:
         layers = read_layers(job.config_files, job.overrides)
@@ -193,6 +197,7 @@ class Presence:
         self._file = -1
 
     def _path(self, place: int) -> Path:
+        """Return the file of a host."""
         return Path(self._job.run_dir) / f".tether-{place}"
 
     @contextmanager
@@ -200,6 +205,7 @@ class Presence:
         """Wait until no older launcher of this host is left. Raises a UserError if one stays."""
         path = self._path(self._job.place)
         path.parent.mkdir(parents=True, exist_ok=True)
+
         self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + PREDECESSOR_S
 
@@ -223,6 +229,7 @@ class Presence:
             os.close(self._file)
 
     def _lock(self) -> bool:
+        """Try to lock this host's file. The kernel frees the lock when the launcher ends, however it ends."""
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -231,11 +238,14 @@ class Presence:
         return True
 
     def say(self, word: str) -> None:
-        with suppress(OSError):  # then the others take it for a host that stays
+        """Write a word that says why this host leaves. Other hosts read it, so it must reach the disk."""
+        # If it cannot be written, the others take this for a host that stays.
+        with suppress(OSError):
             os.write(self._file, f"{word}\n".encode())
             os.fsync(self._file)
 
     def leaves(self, place: int) -> bool:
+        """Return whether a host has said that it leaves the job."""
         # The file is opened each time, because a network file system looks for news only then.
         try:
             return self._path(place).read_bytes() != b""
@@ -247,13 +257,18 @@ class Presence:
 
 
 class Tether:
-    """The requests that arrive, while the job runs and before."""
+    """The other end of a login: answers requests until the job starts, and then runs this host's launcher.
+
+    Requests are lines of JSON on standard input, answers are lines of standard output that begin with MARK. When the
+    input ends, or is silent for SILENCE_S, the tether is broken.
+    """
 
     def __init__(self) -> None:
         self._listener: socket.socket | None = None
         self._mark: Path | None = None  # the file that this host has written for the others to see
         self._made_folder = False  # whether the run folder was made for that file
         self._connected: list[int] = []  # the hosts to which the other side has logins
+
         self._input = os.dup(0)
         self._requests = self._read()
 
@@ -307,8 +322,10 @@ class Tether:
         return ExitCode.RESTART
 
     def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Carry out a request, and return the answer to send."""
         if "look" in request:
             return {"facts": asdict(look(**request["look"]))}
+
         if "listen" in request:
             self._mark = Path(request["listen"]["mark"])
             self._made_folder = not self._mark.parent.exists()
@@ -318,14 +335,17 @@ class Tether:
         return {"tried": try_out(**request["try"])}
 
     def _stop_listening(self) -> None:
+        """Close the listener, and remove the file that other hosts looked for."""
         # The launcher binds this port itself. Connections that were tried do not keep it from that.
         if self._listener is not None:
             self._listener.close()
+
         if self._mark is not None:
             with suppress(OSError):
                 self._mark.unlink(missing_ok=True)
 
     def _start(self, job: Training) -> int:
+        """Run the launcher of this host, while a thread watches the tether. Returns an exit code."""
         presence = Presence(job)
         try:
             with presence.hold(), signal_handler(_stop, PREEMPT_SIGNALS):
@@ -345,6 +365,7 @@ class Tether:
         return ExitCode.RESTART
 
     def _watch(self, presence: Presence, job: Training) -> None:
+        """Pass signals on to the launcher; when the tether breaks, leave the job. Runs on a thread of its own."""
         for request in self._requests:
             if "signal" in request:
                 os.kill(os.getpid(), signal.Signals[request["signal"]])
@@ -392,6 +413,7 @@ def others_go_on(presence: Presence, job: Training, connected: list[int]) -> boo
 
 
 def answer(values: dict[str, Any]) -> None:
+    """Send an answer to the other side of the login."""
     # The reader looks for the mark inside lines as well: the job may have printed half a line before.
     print(f"{MARK}{json.dumps(values)}", flush=True)
 

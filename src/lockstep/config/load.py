@@ -1,4 +1,9 @@
-"""Reads layers of values from files, from the command line and from the objects of a Python caller."""
+"""Reads layers of values from files, from the command line and from the objects of a Python caller.
+
+A layer is a pair of a source, such as a file or the command line, and the values that it gives. Nothing is merged here
+and nothing is checked against the schema: `resolve.py` does both, so that an error can name the layer that it comes
+from.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Every key of a configuration: its type, default and meaning. The table in docs/configuration.md is made from it."""
+"""Every key of a configuration: its type, default and meaning. The table in docs/configuration.md is made from it.
+
+A key is a field of a dataclass, with its default, its limits and one line of meaning. It has no other place: the
+checks, the command line, the table in the documentation and the resume check all read this schema.
+"""
 
 from __future__ import annotations
 

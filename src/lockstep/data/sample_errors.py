@@ -1,4 +1,8 @@
-"""Errors of a dataset or of collate: they name the samples and say what to do."""
+"""Errors of a dataset or of collate: they name the samples and say what to do.
+
+A traceback from a worker process names a line of the user's dataset, but not the sample. These errors do, and they say
+which batch it was in, so that the sample can be read again by hand.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""What worker processes copy of a dataset: what they must not share, and changes that they would not see."""
+"""What worker processes copy of a dataset: what they must not share, and changes that they would not see.
+
+A worker process has a copy of the dataset from the moment it was started. What the main process changes afterwards,
+such as the length of a crop, does not reach it. Training would go on with old values and say nothing; here it is
+noticed.
+"""
 
 from __future__ import annotations
 

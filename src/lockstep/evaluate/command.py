@@ -31,7 +31,6 @@ RESULT = "evaluation.json"
 # Settings of a run that its evaluation does not take over: where its weights came from, and where records went.
 NOT_TAKEN_OVER = ("init_from", "weights.", "log.", "profile.", "checkpoint.", "stop.", "goals")
 
-
 # The source of the settings that this command sets.
 SOURCE = "lockstep evaluate"
 
@@ -50,9 +49,11 @@ class Request:
 
 def main(request: Request, layers: list[Layer]) -> int:
     """Evaluate, print a table, and write the result as JSON. Return an exit code."""
+    # What was typed is checked before anything is read or started.
     targets.check(request.target)
     check(layers)
     check_names(layers)
+
     weights = _weights(request)
     run = run_of(request.path) if _is_of_run(request.path) else None
 
@@ -64,12 +65,18 @@ def main(request: Request, layers: list[Layer]) -> int:
     # A run is evaluated with its own settings, unless they are typed again.
     if run is not None:
         layers = [*api.stored_layer(str(request.path), layers, leave_out=NOT_TAKEN_OVER), *layers]
+
+    # The command has the last word about weights and folder.
     layers = [*layers, (SOURCE, {"init_from": str(weights), "run_dir": str(run_dir)})]
+
+    # The batch of the run, so that its evaluations divide the data as during training.
     global_batch = stored(run, "plan.json").get("global_batch") if run is not None else None
     spec = {"target": request.target, "layers": layers, "path": sys.path, "global_batch": global_batch}
+
     if request.nproc is None:
         work(spec)
     else:
+        # As for every launch, what the ranks get has crossed JSON.
         plain = json.loads(json.dumps(spec, default=str))
         ending, _ = supervise(Job(plain, run_dir, parse_nproc(request.nproc), entry="lockstep.evaluate.command:work"))
         if ending.code:
@@ -80,6 +87,7 @@ def main(request: Request, layers: list[Layer]) -> int:
 
 
 def _is_of_run(path: Path) -> bool:
+    """Return whether a path belongs to a run: the run itself, or one of its checkpoints."""
     return holds_a_run(path) or (is_checkpoint(path) and path.resolve().parent.name == "checkpoints")
 
 
@@ -89,10 +97,12 @@ def _weights(request: Request) -> Path:
     if not holds_a_run(path):
         if request.best or request.step is not None:
             raise UserError(f"{path} is not a run, so it has no steps to choose from", "", "leave --best or --step out")
+
         return path
 
-    # A run without checkpoints may still have its final weights.
-    final = path / "model.safetensors"
+    # A run without checkpoints may still have its final weights. Training has evaluated their averages, if it had any.
+    averages = path / "ema.safetensors"
+    final = averages if averages.exists() else path / "model.safetensors"
     if not request.best and request.step is None and not inspect.has_checkpoints(path) and final.exists():
         return final
 
@@ -106,6 +116,7 @@ def work(spec: dict[str, Any]) -> None:
 
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     task_class = targets.load_class(spec["target"])
+
     layers = [(source, values) for source, values in spec["layers"]]
     resolved = resolve_for(task_class.defaults, task_class.presets, layers)
     task = targets.make_task(task_class, resolved.config.task)
@@ -118,6 +129,7 @@ def work(spec: dict[str, Any]) -> None:
 
 
 def _record(evaluations: list[Evaluation], target: str, weights: str | None, world: int) -> dict[str, Any]:
+    """Return the result: by set, the loss, the metrics, and how many samples they are of."""
     sets = {
         evaluation.name or "eval": {
             "loss": evaluation.loss,
@@ -131,19 +143,23 @@ def _record(evaluations: list[Evaluation], target: str, weights: str | None, wor
 
 
 def _show(run_dir: Path, copy: Path | None) -> None:
+    """Print the table, and write the copy that was asked for."""
     text = (run_dir / RESULT).read_text()
     record = json.loads(text)
 
     # One row for each set, one column for each number that some set has.
     names = list(dict.fromkeys(name for results in record["sets"].values() for name in results))
     rows = [[name, *(_cell(results.get(key)) for key in names)] for name, results in record["sets"].items()]
+
     print(columns([["set", *names], *rows]))
     print(f"weights  {record['weights']}")
     print(f"result   {os.path.relpath(run_dir / RESULT)}")
+
     if copy is not None:
         copy.write_text(text)
 
 
 def _cell(value: Any) -> str:
+    """Return a number with six digits; whole ones without a point."""
     whole = isinstance(value, int | float) and float(value).is_integer()
     return f"{value:.0f}" if whole else figures(value, 6)

@@ -124,10 +124,12 @@ def _class_name(assets: Path) -> str:
             f"architectures: {names}",
             'add "architectures": ["LlamaForCausalLM"], or the class that was trained',
         )
+
     return names[0]
 
 
 def _check_names(model: nn.Module, state: Mapping[str, Tensor], location: str) -> None:
+    """Refuse weights that are not those of the model: a name too many, one too few, or another shape."""
     expected = model.state_dict()
     missing = sorted(expected.keys() - state.keys())
     extra = sorted(state.keys() - expected.keys())
@@ -152,6 +154,7 @@ def _frozen(weights: _Weights) -> dict[str, Tensor]:
 
 
 def _base_folder(weights: _Weights, recorded: str | None) -> Path:
+    """Return the folder of the base model: as typed, or as it was recorded. Raises a UserError."""
     folder = weights.base or (Path(recorded) if recorded else None)
     if folder is None or not folder.is_dir():
         raise UserError(
@@ -159,6 +162,7 @@ def _base_folder(weights: _Weights, recorded: str | None) -> Path:
             f"the base model was {folder}" if folder else "where they come from is not recorded",
             "name its folder: --base FOLDER",
         )
+
     return folder
 
 
@@ -197,11 +201,14 @@ def _write_adapter(draft: Path, weights: _Weights, max_shard_size: str) -> str:
 
 
 def _merged(weights: _Weights) -> Any:
+    """Return the base model with the adapters added to its weights."""
     peft = package("peft")
     config = peft.PeftConfig.from_pretrained(str(weights.assets))
     base = load_model(_class_name(weights.assets), _base_folder(weights, config.base_model_name_or_path))
     model = peft.PeftModel(base, config, autocast_adapter_dtype=False)
     _check_digests(weights, model.state_dict())
+
+    # The checkpoint holds the adapters alone; the rest is the base model, whose digests were checked.
     missing, extra = model.load_state_dict(weights.state, strict=False)
     assert not extra
     assert set(missing) <= set(weights.digests), "the digests cover what the checkpoint does not hold"
@@ -225,6 +232,7 @@ def _replace_folder(out: Path, write: Callable[[Path], str]) -> str:
         # Between the two renames there is no `out`; the old one is still there, under another name.
         if out.exists():
             out.rename(old)
+
         draft.rename(out)
         _sync(out.parent)
     except BaseException:
@@ -240,6 +248,7 @@ def _replace_folder(out: Path, write: Callable[[Path], str]) -> str:
 
 
 def _sync(path: Path) -> None:
+    """Write a file or a folder through to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

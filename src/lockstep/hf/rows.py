@@ -47,6 +47,7 @@ def open_rows(data: Any) -> Any:
 
 
 def _open_path(path: Path) -> Any:
+    """Open a file by its suffix, or a folder that `datasets` wrote."""
     if not path.exists():
         raise UserError(f"there is no file or folder {path} with data", "", "set task.data=FILE.jsonl")
 
@@ -71,6 +72,7 @@ def _open_path(path: Path) -> Any:
 
 
 def _arrow(path: Path) -> Any:
+    """Return the rows of a CSV or Parquet file."""
     # Not by load_dataset, which would write to a cache that all ranks share.
     datasets = package("datasets")
     if path.suffix == ".csv":
@@ -130,9 +132,11 @@ class Encoded(Dataset):
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.rows[index]
         features = self.encode(row if isinstance(row, Mapping) else {"text": row})
+
         # A row in which everything is masked would give NaN in attention.
         if "input_ids" in features and not len(features["input_ids"]):
             raise UserError(f"row {index} of the data has no tokens", f"{row!r:.100}", "leave such rows out")
+
         return features
 
 
@@ -140,6 +144,7 @@ class Packed(Dataset):
     """The tokens of all rows, one after another, cut into blocks of equal length. The last, short block is left out."""
 
     def __init__(self, rows: Dataset, block: int):
+        # 4 bytes for each token, where a list would hold a Python object for each.
         tokens = array("i")
         for index in range(len(rows)):  # pyrefly: ignore[bad-argument-type]
             tokens.extend(rows[index]["input_ids"])
@@ -168,6 +173,7 @@ def pad(samples: Sequence[Mapping[str, Any]], fill: Mapping[str, Any]) -> dict[s
     """
     import torch
 
+    # Names that some sample lacks are left out of the whole batch.
     names = [name for name in samples[0] if all(name in sample for sample in samples)]
     batch = {}
     for name in names:
@@ -176,9 +182,11 @@ def pad(samples: Sequence[Mapping[str, Any]], fill: Mapping[str, Any]) -> dict[s
             batch[name] = torch.tensor(values)
             continue
 
+        # Padded to the longest sample of this batch, not of the dataset.
         longest = max(map(len, values))
         batch[name] = torch.tensor([[*value, *[fill.get(name, 0)] * (longest - len(value))] for value in values])
 
+    # What is padding is not attended to.
     if "input_ids" in batch and "attention_mask" not in batch:
         lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
         batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()

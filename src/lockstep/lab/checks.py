@@ -1,4 +1,8 @@
-"""What a lab script has shown: each statement with its value and its bound, and an exit code that says if all hold."""
+"""What a lab script has shown: each statement with its value and its bound, and an exit code that says if all hold.
+
+A script calls the same checks on all ranks and then `finish`, which gathers them: a check that fails on one rank fails
+the script on all ranks, so a launcher sees one exit code.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`lockstep lab`: the contents of the course, the grader, the guesses and the page."""
+"""`lockstep lab`: the contents of the course, the grader, the guesses and the page.
+
+Nothing here imports torch before it must: the contents, the guesses and the calculators answer at once.
+"""
 
 from __future__ import annotations
 

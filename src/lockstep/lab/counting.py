@@ -1,4 +1,8 @@
-"""Counts the collectives that this rank calls, and their bytes."""
+"""Counts the collectives that this rank calls, and their bytes.
+
+It sees the calls below torch.distributed, so it also counts those that DDP and FSDP make by themselves. A grader can
+judge traffic instead of trusting what a learner's code says about itself.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Grades a learner's file: `lockstep lab check N FILE` calls its functions, and says what is wrong and why."""
+"""Grades a learner's file: `lockstep lab check N FILE` calls its functions, and says what is wrong and why.
+
+A grader is a module of `lab/graders`. It yields findings in the order in which the file is written and stops where a
+mistake would make everything after it wrong, too. Each finding that fails says what the mistake does to a training run.
+"""
 
 from __future__ import annotations
 

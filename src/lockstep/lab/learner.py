@@ -1,4 +1,8 @@
-"""Runs a learner's file for the grader: calls its functions on several ranks, and puts what goes wrong into words."""
+"""Runs a learner's file for the grader: calls its functions on several ranks, and puts what goes wrong into words.
+
+The learner's code may raise, hang, or die. Each call gets fresh processes with a limit, the first error that explains
+the others is reported, and a hang is reported with the line in which each rank waits.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Predict first: a learner commits a guess before an exercise shows a number, and then compares it."""
+"""Predict first: a learner commits a guess before an exercise shows a number, and then compares it.
+
+The guesses, what a formula says and what was measured are kept in one file of the lab's folder, and the page of the
+learner is made from it. A guess cannot be changed once the measurement has been shown.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The live display. This is the only module that imports rich."""
+"""The live display. This is the only module that imports rich.
+
+It needs a terminal. A run without one, or with `log.progress=plain`, does not import it.
+"""
 
 from __future__ import annotations
 

@@ -83,6 +83,7 @@ class Sums:
             self._folded[name] = (before[0] + total, before[1] + weight)
 
     def _take_terms(self) -> list[Term]:
+        """Return the terms that were collected since the last call, as (name, sum, weight)."""
         collected: list[Term] = [("loss", total, weight) for total, weight in self._losses]
         collected += self._metrics
         self._losses = []
@@ -135,14 +136,17 @@ class ExactSums(Sums):
         return [exact_to_text(total) for total in totals]
 
     def put(self, names: list[str], totals: Sequence[float | str]) -> None:
+        """Add what `take_global` returned, without rounding."""
         for name, total, weight in zip(names, totals[0::2], totals[1::2], strict=True):
             self._add(name, exact_from_text(total), exact_from_text(weight))
 
     def names(self) -> list[str]:
+        """Return the names of the metrics that were added since they were last taken."""
         self._fold()
         return sorted(self._exact)
 
     def _fold(self) -> None:
+        """Add the collected terms as integers. The host waits for the device."""
         collected = self._take_terms()
         values = [value for _, *pair in collected for value in pair]
 
@@ -150,10 +154,12 @@ class ExactSums(Sums):
         tensors = [value.double().reshape(()) for value in values if isinstance(value, Tensor)]
         fetched = iter(torch.stack(tensors).tolist() if tensors else [])
         numbers = [next(fetched) if isinstance(value, Tensor) else float(value) for value in values]
+
         for (name, *_), total, weight in zip(collected, numbers[0::2], numbers[1::2], strict=True):
             self._add(name, to_exact(total), to_exact(weight))
 
     def _add(self, name: str, total: Exact, weight: Exact) -> None:
+        """Add to the sum and to the weight of a name."""
         before = self._exact.get(name, [0, 0])
         self._exact[name] = [add_exact(before[0], total), add_exact(before[1], weight)]
 
@@ -166,6 +172,7 @@ def metric_terms(loss: Loss) -> Iterator[Term]:
                 "a metric is named 'loss', which is the name of the loss itself", "", "give the metric another name"
             )
 
+        # A pair is (sum, weight); a single number takes the weight of the loss.
         total, weight = value if isinstance(value, tuple) else (value, loss.weight)
         for number in (total, weight):
             if isinstance(number, Tensor) and number.numel() != 1:
@@ -193,6 +200,7 @@ def _add_up(values: list[Number]) -> Number:
 
 
 def to_exact(value: float) -> Exact:
+    """Return a float as a multiple of 2^-1074, which every finite float is."""
     if not math.isfinite(value):
         return value
 
@@ -212,6 +220,7 @@ def from_exact(value: Exact) -> float:
 
 
 def add_exact(a: Exact, b: Exact) -> Exact:
+    """Return the sum, without rounding."""
     # A finite number does not change one that is nan or infinite.
     if isinstance(a, int) != isinstance(b, int):
         return b if isinstance(a, int) else a

@@ -210,9 +210,11 @@ class Recorder:
         return slots.flatten().to(self.runtime.device, non_blocking=True)
 
     def _report_waiting(self, values: list[float], step: int) -> None:
+        """Write a warning if a rank waits for data, or if one is slower than the others."""
         rows = stragglers.unpack(values)
         if self.watch_data and (late := self._late_data.look(rows)):
             self.event("warning", step=step, reason=late)
+
         if slow := self._slow_ranks.look(rows):
             self.event("slow rank", step=step, rank=slow.rank, cause=slow.cause, reason=str(slow))
 
@@ -242,6 +244,7 @@ class Recorder:
         self._displays = self._displays[:1]
 
     def close(self) -> None:
+        """Close all outputs. A disk that is full does not keep the others from being closed."""
         for output in (*self._displays, self._jsonl, self._sinks, self._log):
             if output is not None:
                 with self._ignoring_disk_errors():
@@ -252,9 +255,11 @@ class Recorder:
         self._jsonl = None
 
     def _write(self, record: dict[str, Any]) -> None:
+        """Write a record to the run folder, and to the sinks. Only rank 0 has them."""
         with self._ignoring_disk_errors():
             if self._jsonl:
                 self._jsonl.write(record)
+
         self._sinks.write(record)
 
     @contextmanager

@@ -1,4 +1,8 @@
-"""The command `lockstep rm`: delete runs, or only their checkpoints, and nothing that Lockstep did not write."""
+"""The command `lockstep rm`: delete runs, or only their checkpoints, and nothing that Lockstep did not write.
+
+A folder counts as a run only if it has the files of one. Nothing is followed out of the folder, and a run that is still
+training is refused.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,19 @@ OURS = (
         "ema.safetensors",
     ),
     *("metrics.jsonl", "events.jsonl", "metrics.csv", "prometheus.url", "micro_batch.json", "resize"),
-    *("checkpoints", "logs", "samples", "export", "profile", "tensorboard", "wandb", "mlflow.db*", "launch"),
+    *(
+        "checkpoints",
+        "logs",
+        "samples",
+        "evaluations",
+        "assets",
+        "export",
+        "profile",
+        "tensorboard",
+        "wandb",
+        "mlflow.db*",
+        "launch",
+    ),
     *(".lock", ".launcher", ".going-back", ".seen-*", ".probe-*", ".secret*", ".sink-id", ".shared-*", ".coordinator*"),
     *(".cut-off-*", ".*.tmp"),
 )

@@ -1,4 +1,8 @@
-"""Parameter groups by the names of parameters (`optim.groups`): another rate or weight decay for some of them."""
+"""Parameter groups by the names of parameters (`optim.groups`): another rate or weight decay for some of them.
+
+The patterns of `optim.groups` are matched with full names of parameters, before they are sharded, so the groups do not
+depend on the strategy. A pattern that matches nothing is an error.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +31,10 @@ def apply_groups(rules: Sequence[Rule], optimizers: list[torch.optim.Optimizer],
     names = {id(p): name for name, p in model.named_parameters()}
     counts = [0] * len(rules)
     for optimizer in optimizers:
+        # Names that torch keeps beside the parameters would no longer fit. All groups must have them, or none.
+        for group in optimizer.param_groups:
+            group.pop("param_names", None)
+
         for group in list(optimizer.param_groups):
             _split(optimizer, group, rules, names, counts)
 
@@ -51,8 +59,6 @@ def _split(
         matching = [i for i, rule in enumerate(rules) if fnmatchcase(names.get(id(p), ""), rule["match"])]
         (chosen.setdefault(matching[0], []) if matching else kept).append(p)
 
-    # Names that torch keeps beside the parameters would no longer fit.
-    group.pop("param_names", None)
     group["params"] = kept
     for index, parameters in sorted(chosen.items()):
         counts[index] += len(parameters)

@@ -32,32 +32,40 @@ class AdamWScheduleFree(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ):
-        # A group counts its steps, and sums the squares of the largest rate so far: steps of the warm-up weigh less.
-        counters = {"steps": 0, "largest_lr": 0.0, "weight_sum": 0.0}
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, **counters})
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**options, "largest_lr": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # pyrefly: ignore[bad-override]
         """Update all parameters that have a gradient. The model must hold y (`train()`)."""
         assert closure is None
         for group in self.param_groups:
-            group["steps"] += 1
+            # The square of the largest rate so far is the weight of a step: those of the warm-up weigh less.
             group["largest_lr"] = max(group["largest_lr"], float(group["lr"]))
             weight = group["largest_lr"] ** 2
-            group["weight_sum"] += weight
-            share = weight / group["weight_sum"] if weight else 0.0
 
-            parameters = [p for p in group["params"] if p.grad is not None]
-            for p in parameters:
-                if not self.state[p]:
-                    copies = {name: p.detach().clone() for name in ("z", "x")}
-                    self.state[p].update(copies, exp_avg_sq=torch.zeros_like(p))
+            # A parameter that is unfrozen later, or that had no gradient in some steps, has counted fewer of them.
+            alike: dict[tuple[int, float], list[Tensor]] = {}
+            for p in group["params"]:
+                if p.grad is not None:
+                    alike.setdefault(self._count(p, weight), []).append(p)
 
-            if parameters:
-                self._update(parameters, group, share)
+            for (steps, weight_sum), parameters in alike.items():
+                self._update(parameters, group, steps, weight / weight_sum if weight else 0.0)
 
-    def _update(self, parameters: list[Tensor], group: dict[str, Any], share: float) -> None:
-        """Move z by a step of AdamW, and x towards z by `share`."""
+    def _count(self, p: Tensor, weight: float) -> tuple[int, float]:
+        """Count a step of a parameter. Return the number of its steps, and the sum of their weights."""
+        state = self.state[p]
+        if not state:
+            copies = {name: p.detach().clone() for name in ("z", "x")}
+            state.update(copies, exp_avg_sq=torch.zeros_like(p), steps=0, weight_sum=0.0)
+
+        state["steps"] += 1
+        state["weight_sum"] += weight
+        return state["steps"], state["weight_sum"]
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any], steps: int, share: float) -> None:
+        """Move z by AdamW's step number `steps`, and x towards z by `share`."""
         rate, beta2 = float(group["lr"]), group["betas"][1]
         grads = [local(p.grad) for p in parameters]  # pyrefly: ignore[bad-argument-type]
         squares, fast, average = (self._states(parameters, name) for name in ("exp_avg_sq", "z", "x"))
@@ -65,16 +73,16 @@ class AdamWScheduleFree(torch.optim.Optimizer):
         # Not `lerp` or `alpha`: they may use a fused multiply-add for some elements and not for others.
         torch._foreach_mul_(squares, beta2)
         torch._foreach_add_(squares, torch._foreach_mul(torch._foreach_mul(grads, grads), 1 - beta2))
-        divisors = torch._foreach_div(squares, 1 - beta2 ** group["steps"])
+        divisors = torch._foreach_div(squares, 1 - beta2**steps)
         torch._foreach_sqrt_(divisors)
         torch._foreach_add_(divisors, group["eps"])
-        steps = torch._foreach_div(grads, divisors)
+        moves = torch._foreach_div(grads, divisors)
         if group["weight_decay"]:
             weights = [local(p).detach() for p in parameters]
-            torch._foreach_add_(steps, torch._foreach_mul(weights, group["weight_decay"]))
+            torch._foreach_add_(moves, torch._foreach_mul(weights, group["weight_decay"]))
 
-        torch._foreach_mul_(steps, -rate)
-        torch._foreach_add_(fast, steps)
+        torch._foreach_mul_(moves, -rate)
+        torch._foreach_add_(fast, moves)
         torch._foreach_mul_(average, 1 - share)
         torch._foreach_add_(average, torch._foreach_mul(fast, share))
         self._put_training_weights(parameters, group)

@@ -1,4 +1,8 @@
-"""The state of a torch scheduler in a checkpoint, and its initial state, to detect changed settings on resume."""
+"""The state of a torch scheduler in a checkpoint, and its initial state, to detect changed settings on resume.
+
+A torch scheduler keeps its settings and its progress in the same dict. On resume the progress must come back, but a
+setting that was changed since must not be overwritten silently: both are told apart by the state at the beginning.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Blocks: the repeated parts of a model (transformer layers, say), each gathered, recomputed or staged as a unit."""
+"""Blocks: the repeated parts of a model (transformer layers, say), each gathered, recomputed or staged as a unit.
+
+They are named by their classes, or found: the members of every list whose members all have the same class. FSDP gathers
+a block at a time, rematerialisation drops the activations of a block at a time, and a pipeline is cut between blocks.
+"""
 
 from __future__ import annotations
 

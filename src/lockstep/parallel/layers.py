@@ -1,4 +1,7 @@
-"""Replace single layers of a model, for precision=fp8 and ddp.sync_batchnorm=true."""
+"""Replace single layers of a model, for precision=fp8 and ddp.sync_batchnorm=true.
+
+A replacement keeps the parameters of the layer that it replaces, and their names, so checkpoints do not change.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Counts what a rank holds in memory, from live tensors, and lists settings that would need less."""
+"""Counts what a rank holds in memory, from live tensors, and lists settings that would need less.
+
+So it sees what is there, and not what a formula expects. The advice names settings that would need less, each with the
+part of memory that it changes.
+"""
 
 from __future__ import annotations
 

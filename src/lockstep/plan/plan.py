@@ -1,4 +1,9 @@
-"""Derives the numbers of a run from its configuration, each with its reason, before training starts."""
+"""Derives the numbers of a run from its configuration, each with its reason, before training starts.
+
+Batches, micro-batches, steps, warm-up: whatever follows from settings is derived in one place and printed with its
+reason, so that a user can check it before hours of training. The plan is the same on all ranks, and no other module
+derives these numbers again.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Small collectives outside the gradient all-reduce. With a world size of 1 they return at once."""
+"""Small collectives outside the gradient all-reduce. With a world size of 1 they return at once.
+
+They carry decisions and small values, such as names, positions and digests, as JSON: never pickles, which could run
+code. They are called at the start, at evaluations and at saves. In a step there is only the control word.
+"""
 
 from __future__ import annotations
 

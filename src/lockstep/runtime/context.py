@@ -1,4 +1,9 @@
-"""The runtime of a process: its device, its process group, its heartbeat. It is an argument, never global."""
+"""The runtime of a process: its device, its process group, its heartbeat. It is an argument, never global.
+
+`start` makes it from the settings and the environment, joins the process group, and leaves everything in order at the
+end. It is passed to whatever needs it: two runtimes may exist one after the other in a process, as in tests and
+notebooks.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Seeds of named random streams. They depend on what is computed, never on the rank that computes it."""
+"""Seeds of named random streams. They depend on what is computed, never on the rank that computes it.
+
+A stream has a name and numbers, such as ("model", step, micro-batch), and its seed is a hash of them and the run's
+seed. Two ranks that compute the same micro-batch draw the same numbers, and a resumed run draws what it would have
+drawn.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`lockstep verify`: runs the trials, compares them, and explains the differences in a Report."""
+"""`lockstep verify`: runs the trials, compares them, and explains the differences in a Report.
+
+The layouts of a task are trained for a few steps and compared with one process. The first thing that differs names the
+cause, with the evidence and the fix: a loss that is a mean, a metric that is not summed, an untied weight.
+"""
 
 from __future__ import annotations
 

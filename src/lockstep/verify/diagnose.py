@@ -145,6 +145,7 @@ def _matched(record: Record, reference: Record, step: int) -> list[tuple[Micro, 
 
 
 def _of_world(case: Case, trial: Trial, first: Divergence) -> Cause:
+    """Return the cause of a difference between one rank and several."""
     comparison = case.compare(trial)
 
     # Settings, weights or samples that differ explain everything that follows.
@@ -174,6 +175,7 @@ def _of_world(case: Case, trial: Trial, first: Divergence) -> Cause:
 
 
 def _of_batchnorm(comparison: Comparison, step: int) -> Cause:
+    """Return BatchNorm as the cause, with the buffers that differ."""
     names = [d.name for d in comparison.divergences if d.kind == "buffer" and d.step == step]
     statistics = [name for name in names if name.endswith(("running_mean", "running_var"))] or names
     return named(
@@ -206,6 +208,7 @@ def _settings_differ(record: Record, reference: Record, step: int) -> Cause | No
 
 
 def _ranks_differ(record: Record, reference: Record, step: int) -> Cause | None:
+    """Return the cause if replicas differ from each other, which they must not do at any time."""
     # Ranks that hold shards differ by design.
     if not record.facts["replicated"]:
         return None
@@ -222,7 +225,9 @@ def _ranks_differ(record: Record, reference: Record, step: int) -> Cause | None:
 
 
 def _data_differs(record: Record, reference: Record, step: int) -> Cause | None:
+    """Return the cause if ranks have other samples than one process."""
     world = record.trial.world
+
     expected_samples = reference.facts["samples"]
     for rank, rank_record in enumerate(record.ranks):
         samples = rank_record["facts"]["samples"]
@@ -369,6 +374,7 @@ def _of_gradient(comparison: Comparison, first: Divergence) -> Cause:
 
 
 def _of_split(case: Case, trial: Trial, first: Divergence) -> Cause:
+    """Return the cause of a difference between two splits of one rank's batch into micro-batches."""
     record = case.compare(trial).record
     reference = case.compare(trial).reference
     step = first.step

@@ -1,4 +1,8 @@
-"""What the ranks of a trial recorded, read back without torch."""
+"""What the ranks of a trial recorded, read back without torch.
+
+A trial writes what its ranks did into files: the samples and the loss of every micro-batch, gradients, parameters and
+buffers after every step. Comparing needs no torch, so the command stays light while trials run.
+"""
 
 from __future__ import annotations
 
@@ -79,6 +83,7 @@ class Record:
         return [self._micros_of(step) for step in range(self.steps)]
 
     def _micros_of(self, step: int) -> list[Micro]:
+        """Return the micro-batches of a step, of all ranks, in the order of the global step."""
         micros = [
             Micro(rank=rank, **note)
             for rank, record in enumerate(self.ranks)

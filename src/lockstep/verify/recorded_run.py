@@ -26,7 +26,8 @@ from lockstep.checkpoint.manifest import float_of
 from lockstep.checkpoint.state_tree import digest, pack
 from lockstep.data.sources import MapSource
 from lockstep.engine import setup
-from lockstep.engine.run import ModelSetup, Run
+from lockstep.engine.model_setup import ModelSetup
+from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.engine.start_check import check as start_check
 from lockstep.errors import UserError
@@ -66,6 +67,7 @@ class RecordedBuilder(RunBuilder):
         data: Any = None,
         schedulers: Callable[[Any], Any] = lambda _: None,
     ) -> ModelSetup:
+        """Set up as usual, and note what wrapping might hide."""
         self._task = task
         tied = _tied(model)  # wrapping might untie them
         hooked = [name for name, p in model.named_parameters() if hook_ids(p)]  # and takes the hooks off
@@ -87,6 +89,7 @@ class RecordedBuilder(RunBuilder):
         return wrapped
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
+        """Set up a run that records."""
         self.run_class = RecordedRun
         run: Any = super().setup_run(data, collate)
         run.begin(self.orders, self._task, self._facts)
@@ -194,6 +197,7 @@ class RecordedRun(Run):
     # ---- around a micro-batch ----
 
     def _record_data(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches, each with a new note."""
         for micro in batches:
             self._micros.append(
                 {
@@ -221,8 +225,10 @@ class RecordedRun(Run):
         self._generators = _generators()
 
     def _record_loss(self, loss: Loss, progress: Any) -> None:
+        """Run the backward, and add the loss to the note of its micro-batch."""
         states = _generators()
         self._backward(loss, progress)
+
         note = self._note
         note["total"] += float(loss.total.detach())
         note["weight"] += float(loss.weight)
@@ -230,12 +236,15 @@ class RecordedRun(Run):
             before = note["metrics"].get(name, [0.0, 0.0])
             note["metrics"][name] = [before[0] + float(total), before[1] + float(weight)]
 
+        # A generator that has moved on was used by the loss.
         drawn = [name for name, state in states.items() if self._generators[name] != state]
         note["drawn"] = list(dict.fromkeys([*note["drawn"], *drawn]))
 
     # ---- between steps ----
 
     def _snapshot(self, step: int) -> None:
+        """Write parameters, buffers and extra state as they are before step `step`."""
+        # Full tensors, so that any two strategies can be compared. Collective, if they are sharded.
         parameters = {name: full_tensor(p.detach()) for name, p in self.driver.model.named_parameters()}
         self._put(f"parameters-{step}", parameters)
         self._put(f"buffers-{step}", dict(self.driver.model.named_buffers()))
@@ -318,6 +327,7 @@ def _tied(model: nn.Module) -> list[list[str]]:
 
 
 def _generators() -> dict[str, Any]:
+    """Return the state of each generator that a loss may draw from."""
     # Entries 1 and 2 are the words of numpy's generator, and the position in them.
     numpy_state: Any = np.random.get_state()
     states = {

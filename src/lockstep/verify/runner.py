@@ -1,4 +1,8 @@
-"""Runs trials: their ranks are forked from one process that has imported torch, and each writes a record."""
+"""Runs trials: their ranks are forked from one process that has imported torch, and each writes a record.
+
+A trial is a short training in one layout. Several run side by side if there are cores for them. One that hangs is given
+up after a limit that grows with what the trials before it have taken.
+"""
 
 from __future__ import annotations
 
@@ -126,6 +130,7 @@ class Runner:
     # ---- one trial ----
 
     def _start(self, target: str, layers: Sequence[Layer], steps: int, trial: Trial) -> RunningTrial:
+        """Start the ranks of a trial, each forked from the zygote."""
         self._trials += 1
         folder = self._folder / f"{self._trials:03}"
         (folder / "attempt").mkdir(parents=True)
@@ -179,11 +184,13 @@ class Runner:
                 started.lifeline.close()
 
     def _end(self, ended: RunningTrial) -> Record:
+        """Close a trial that has ended, and return its record."""
         ended.lifeline.close()
 
         # A slow model gets more time, as measured in the trials that went well.
         if not ended.failed:
             self._limit_s = max(self._limit_s, TIMES * (time.monotonic() - ended.began))
+
         return read_record(ended.folder, ended.trial, _failure(ended))
 
 

@@ -1,4 +1,9 @@
-"""Chooses the trials: several world sizes with one split of the batch, other splits on one process, a reference."""
+"""Chooses the trials: several world sizes with one split of the batch, other splits on one process, a reference.
+
+One of them is the reference: one process, with the micro-batches that all numbers of ranks have. A second run of it
+shows what differs without any reason, and runs with weights that are changed in the last place show how far rounding
+alone may spread.
+"""
 
 from __future__ import annotations
 
@@ -60,6 +65,7 @@ class VerifyOptions:
 
     @staticmethod
     def parse(worlds: str | None, strategies: str | None, splits: str | None, steps: int, exact: bool) -> VerifyOptions:
+        """Return the options that were typed."""
         return VerifyOptions(
             worlds=None if worlds is None else _numbers("--worlds", worlds),
             strategies=None if strategies is None else tuple(strategies.split(",")),
@@ -70,9 +76,11 @@ class VerifyOptions:
 
 
 def _numbers(option: str, text: str) -> tuple[int, ...]:
+    """Return the numbers of a list with commas. Raises a UserError."""
     parts = text.split(",")
     if not all(part.isascii() and part.isdigit() for part in parts):
         raise UserError(f"{option} {text} is not a list of whole numbers", "", f"use {option} 1,2")
+
     return tuple(map(int, parts))
 
 

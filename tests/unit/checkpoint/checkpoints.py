@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.load import CheckpointReader, Gather, find
+from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.state_tree import pack, unpack
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, Retention
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage
 from lockstep.checkpoint.writer import Committed, Save, SaveContext
 from lockstep.runtime.layout import LocalShard, shard_of
 

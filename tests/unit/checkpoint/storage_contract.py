@@ -9,10 +9,10 @@ import pytest
 from checkpoints import TOKEN, commit, load, same, savers, shard, state
 
 from lockstep.checkpoint.format import file_name
+from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.storage import (
     Checkpoint,
     CheckpointStorage,
-    Retention,
     committed,
     delete_leftovers,
     set_aside,

@@ -26,7 +26,8 @@ VICTIM = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from checkpoints import Retention, savers, shard, state
+from checkpoints import savers, shard, state
+from lockstep.checkpoint.retention import Retention
 
 root = Path(sys.argv[2])
 for line in sys.stdin:

@@ -13,7 +13,8 @@ import xxhash
 from lockstep.checkpoint import inspect, manifest
 from lockstep.checkpoint.format import FileLayout, arrange, file_name
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest, tensors_to_json
-from lockstep.checkpoint.storage import FileSystemStorage, Retention
+from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.storage import FileSystemStorage
 from lockstep.checkpoint.writer import Committed, Failed, Save, SaveContext
 
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint import manager
 from lockstep.checkpoint.manager import CheckpointManager, LoopState, config_changes
 from lockstep.checkpoint.snapshot import BackgroundCopy
 from lockstep.checkpoint.storage import FileSystemStorage, committed
@@ -45,7 +44,7 @@ def test_a_run_is_preempted_and_resumes_from_memory(tmp_path: Path, monkeypatch:
     undisturbed = lockstep.fit(Dropped(), run_dir=tmp_path / "undisturbed")
 
     storage = MemoryStorage()
-    monkeypatch.setattr(manager, "open_storage", lambda folder: storage)
+    monkeypatch.setattr(setup, "open_storage", lambda folder: storage)
     run_dir = tmp_path / "parts"
     with fail_at(how="term", step=4), pytest.raises(Preempted) as preempted:
         lockstep.fit(Dropped(), run_dir=run_dir)
@@ -137,7 +136,7 @@ def test_what_a_killed_attempt_has_written_does_not_count_as_used(
     """The disk has room for all checkpoints of the run once the uncommitted folder is deleted."""
     storage = MemoryStorage(capacity=200_000)
     storage.write("step-00000004.tmp-dead-1/rank-00000.safetensors", [memoryview(bytes(199_900))])
-    monkeypatch.setattr(manager, "open_storage", lambda folder: storage)
+    monkeypatch.setattr(setup, "open_storage", lambda folder: storage)
     lockstep.fit(Dropped(), run_dir=tmp_path / "run")
     assert storage.folders() == ["step-00000012"]
 

@@ -35,8 +35,9 @@ from lockstep.checkpoint.manifest import (
     encode,
     read_manifest,
 )
+from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.state_tree import pack, unpack
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, Retention, delete_leftovers
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, delete_leftovers
 from lockstep.errors import UserError
 from lockstep.runtime.layout import LocalShard, shard_of
 

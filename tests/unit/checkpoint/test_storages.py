@@ -15,19 +15,10 @@ from hypothesis import strategies as st
 from memory_storage import MemoryStorage
 from storage_contract import StorageContract, put
 
-from lockstep.checkpoint import storage
+from lockstep.checkpoint.retention import Retention, steps_to_delete
 from lockstep.checkpoint.state_tree import pack
-from lockstep.checkpoint.storage import (
-    CHUNK,
-    PAGE,
-    Checkpoint,
-    CheckpointStorage,
-    FileSystemStorage,
-    Retention,
-    committed,
-    split,
-    steps_to_delete,
-)
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, committed, file_system
+from lockstep.checkpoint.storage.protocol import CHUNK, PAGE, split
 from lockstep.errors import UserError
 from lockstep.launch.run_dir import latest_step
 
@@ -144,8 +135,8 @@ LARGE = {
 
 
 def test_large_files_are_written_directly_and_are_the_same(tmp_path, monkeypatch):
-    direct, written = [], storage._write_directly
-    monkeypatch.setattr(storage, "_write_directly", lambda *call: direct.append(written(*call)) or direct[-1])
+    direct, written = [], file_system._write_directly
+    monkeypatch.setattr(file_system, "_write_directly", lambda *call: direct.append(written(*call)) or direct[-1])
     commit(tmp_path, 1, tensors=LARGE)
     assert direct  # it was tried; whether it can be done depends on the disk
     assert same(load(tmp_path)[1], LARGE)

@@ -35,6 +35,8 @@ def test_what_lockstep_did_not_write_stays(tmp_path):
     run = make_run(tmp_path / "run")
     (run / "notes.md").write_text("mine")
     (run / ".git").mkdir()
+    (run / "evaluations").mkdir()  # of lockstep evaluate
+    (run / "assets").mkdir()  # of the task's write_assets()
     (run / "samples").symlink_to(outside)
     lines, _ = rm([run], False, False, yes)
     assert sorted(path.name for path in run.iterdir()) == [".git", "notes.md"]

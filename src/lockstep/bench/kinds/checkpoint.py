@@ -1,4 +1,9 @@
-"""Checkpoints: how long training waits, how fast they are written and read, against torch.save and plain DCP."""
+"""Checkpoints: how long training waits, how fast they are written and read, against torch.save and plain DCP.
+
+The ranks compute while a save is written, as they do in training. Two times matter: how long training waits, and after
+how long the checkpoint is safe. A way that copies to memory and writes later is good at the first, and may be bad at
+the second.
+"""
 
 from __future__ import annotations
 

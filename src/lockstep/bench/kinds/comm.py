@@ -1,4 +1,8 @@
-"""Communication: single collectives by size, and the communication of a real step with buckets and with hooks."""
+"""Communication: single collectives by size, and the communication of a real step with buckets and with hooks.
+
+The times of single collectives are fitted by latency + size / bandwidth; `projection.py` computes with that fit. A real
+step shows how much of its communication hides behind computation, which no table of single collectives can say.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +87,7 @@ def _collectives(world: int, pool: Pool, options: BenchOptions, report: Callable
     facts: dict[str, dict[str, Any]] = {}
     missing: dict[str, str] = {}
     try:
+        # A backend that does not work here must not keep the others from being measured.
         for backend in options.backends or ["auto"]:
             report(f"comm: starting {world} ranks, {backend}")
             try:
@@ -102,6 +107,7 @@ def _collectives(world: int, pool: Pool, options: BenchOptions, report: Callable
     if not teams:
         raise RanksEnded("no collective was measured", " ".join(notes), "name a backend of this machine with --backend")
 
+    # All backends of one table, one after the other.
     rows, fits = [], {}
     for backend, team in teams.items():
         name = facts[backend]["backend"]
@@ -119,8 +125,10 @@ def _collectives(world: int, pool: Pool, options: BenchOptions, report: Callable
         place = describe(team.placed(facts[backend]["device"]), pool.cores_per_rank)
         notes.insert(0, f"{world} ranks on {facts[backend]['device'].partition(':')[0]}, {name}; {place}.")
 
+    # How each operation's time grows with the size.
     notes += [*_fit_notes(rows), f"{plural(options.repeats, 'round')}, {spread_text(options.repeats)}."]
 
+    # All teams have the same ranks, so the first one speaks for all.
     refusal = next(iter(teams.values())).placed(next(iter(facts.values()))["device"]).shared
     return Section(
         "comm",
@@ -200,6 +208,7 @@ def _steps(world: int, pool: Pool, options: BenchOptions, report: Callable[[str]
     notes: list[str] = []
     facts: dict[str, Any] = {}
     try:
+        # A variant may be refused, by a model that a hook does not suit for example: it is left out.
         for name, values in VARIANTS.items():
             report(f"comm: starting a step with {name}")
             arguments = options.arguments(mode="weak", layers=[*options.layers, ("bench", values)])
@@ -227,6 +236,7 @@ def _steps(world: int, pool: Pool, options: BenchOptions, report: Callable[[str]
         "computation hides. Both come from the time stamps of a trace of one block. The time of a step is measured "
         f"without a trace, in {plural(options.repeats, 'round')}: {spread_text(options.repeats)}.",
     ]
+
     refusal = next(iter(teams.values())).placed(facts["device"]).shared
     return Section(
         "comm_step",
@@ -241,6 +251,11 @@ def _steps(world: int, pool: Pool, options: BenchOptions, report: Callable[[str]
 def _step_row(
     name: str, turns: Sequence[Sequence[dict[str, float]]], traced: Sequence[dict[str, Any]], block: int
 ) -> dict[str, Any]:
+    """Return the row of a variant.
+
+    Times of communication come from the trace, as averages over ranks and steps. The time of a step comes from rounds
+    without a trace.
+    """
     count = len(traced)
     steps = max(1, traced[0]["steps"])
     sizes = [size for _, size in traced[0]["collectives"]]

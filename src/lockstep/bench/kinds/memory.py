@@ -1,4 +1,8 @@
-"""Memory: what a rank holds by category, number of ranks and accumulation, and whether it grows over many steps."""
+"""Memory: what a rank holds by category, number of ranks and accumulation, and whether it grows over many steps.
+
+What a rank holds is counted from live tensors, not from a formula: a copy that nobody intended is seen. The leak check
+trains for hundreds of steps and looks at what grows after the first quarter of them.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +46,8 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
     """Measure the memory of each number of ranks, and check for leaks on the largest number."""
     teams: dict[tuple[int, int], Team] = {}
     held: dict[tuple[int, int], list[dict[str, Any]]] = {}
+
+    # All teams exist at once, so that their rounds can alternate.
     try:
         for world, parts in itertools.product(options.worlds, options.accumulation):
             report(f"memory: {world} rank(s), {parts} micro-batch(es)")
@@ -53,6 +59,7 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
         for team in teams.values():
             team.close()
 
+    # The facts are the same for all teams; whether ranks share cores is judged for the largest.
     rows = [_row(world, parts, held[world, parts], turns[world, parts], options.block) for world, parts in teams]
     facts = {key: next(iter(held.values()))[0][key] for key in ("torch", "strategy", "device")}
     refusal = list(teams.values())[-1].placed(facts["device"]).shared
@@ -95,6 +102,8 @@ def leak_check(pool: Pool, options: BenchOptions, report: Callable[[str], None])
     """Train `options.steps` on the largest number of ranks and judge whether what any of them holds grows."""
     world = max(options.worlds)
     block = max(1, options.steps // ROWS)
+
+    # A row for each block of steps.
     team = pool.start("memory:measure", world, options.arguments(accumulation=1, block=block))
     try:
         team.ready()
@@ -117,6 +126,7 @@ def leak_check(pool: Pool, options: BenchOptions, report: Callable[[str], None])
 
 
 def _leak_row(row: dict[str, float]) -> dict[str, float]:
+    """Return what a rank holds after a block, in MB."""
     return {
         "step": row["step"],
         "tensors": row["tensors"],

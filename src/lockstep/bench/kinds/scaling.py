@@ -1,4 +1,8 @@
-"""Weak and strong scaling: throughput against the number of ranks, in rounds in which all of them take turns."""
+"""Weak and strong scaling: throughput against the number of ranks, in rounds in which all of them take turns.
+
+Beside each team runs a control: as many ranks that compute the same and exchange nothing. What the control loses is
+lost to the machine, such as shared caches and clock rates; only the rest is lost to communication.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""One rank of `bench checkpoint`: ways to save and to load a state, while the rank computes."""
+"""One rank of `bench checkpoint`: ways to save and to load a state, while the rank computes.
+
+All ways save the same state: torch.save as most scripts use it, with and without fsync, DCP, DCP in the background, and
+Lockstep's saver. They take turns, and every turn changes the state first, so that none can skip what has not changed.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +22,9 @@ import torch.distributed.checkpoint as dcp
 
 from lockstep.bench.ranks.turns import in_turn
 from lockstep.checkpoint.load import find
+from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saver import Saver
-from lockstep.checkpoint.storage import FileSystemStorage, Retention
+from lockstep.checkpoint.storage import FileSystemStorage
 from lockstep.checkpoint.writer import Failed, SaveContext
 from lockstep.config import resolve
 from lockstep.runtime import context

@@ -39,6 +39,8 @@ def _prepare(sizes: Sequence[int], world: World, device: torch.device) -> tuple[
     """Return a call for each operation and size, and why an operation is missing, by its name."""
     calls: dict[str, Call] = {}
     missing: dict[str, str] = {}
+
+    # Some backends lack some operations, or some types: a first call finds out.
     for operation, make in OPERATIONS.items():
         for size in sizes:
             call = make(size, world, device)
@@ -91,6 +93,7 @@ def _all_reduce(size: int, world: World, device: torch.device) -> Call:
 
 
 def _reduce_scatter(size: int, world: World, device: torch.device) -> Call:
+    """Each rank gets its part of a sum; `size` are the bytes of the whole tensor."""
     part = _part(size, world)
     whole = torch.ones(part * world.size, device=device)
     out = torch.empty(part, device=device)
@@ -98,6 +101,7 @@ def _reduce_scatter(size: int, world: World, device: torch.device) -> Call:
 
 
 def _all_gather(size: int, world: World, device: torch.device) -> Call:
+    """Every rank gets the parts of all; `size` are the bytes of the whole tensor."""
     part = _part(size, world)
     whole = torch.empty(part * world.size, device=device)
     mine = torch.ones(part, device=device)

@@ -1,4 +1,8 @@
-"""One rank of `bench data`: how fast a loader gives samples, and how fast the model takes them."""
+"""One rank of `bench data`: how fast a loader gives samples, and how fast the model takes them.
+
+Training is measured with a batch that is already there, and loading without training, because together each of them
+would hide the other.
+"""
 
 from __future__ import annotations
 

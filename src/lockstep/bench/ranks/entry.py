@@ -28,6 +28,7 @@ def work(spec: dict[str, Any]) -> None:
     module, _, function = spec["measure"].partition(":")
     measure = getattr(importlib.import_module(f"lockstep.bench.ranks.{module}"), function)
 
+    # Opened for as long as the rank lives: one line is a command, one line its answer.
     folder = Path(spec["folder"])
     with (folder / f"command-{rank}").open() as commands, (folder / f"answer-{rank}").open("w") as answers:
         generator = measure(spec["arguments"])
@@ -40,6 +41,7 @@ def work(spec: dict[str, Any]) -> None:
             command = commands.readline().strip()
             if command in ("", STOP):
                 break
+
             value = generator.send(command)
 
         generator.close()

@@ -67,6 +67,7 @@ def _saved_bytes(task: Any) -> Iterator[list[int]]:
     loss = task.loss
 
     def counted(model: Any, batch: Any) -> Any:
+        # Parameters are saved for the backward as well, but are not activations.
         parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
         kept: dict[int, int] = {}  # bytes, by the address of the storage: two tensors may share one
 
@@ -74,6 +75,7 @@ def _saved_bytes(task: Any) -> Iterator[list[int]]:
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in parameters:
                 kept[storage.data_ptr()] = storage.nbytes()
+
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):

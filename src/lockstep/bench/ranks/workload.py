@@ -1,4 +1,8 @@
-"""What is trained if no target is named: a GPT of 2M parameters (`gpt`) and a small MLP (`mlp`), on random data."""
+"""What is trained if no target is named: a GPT of 2M parameters (`gpt`) and a small MLP (`mlp`), on random data.
+
+They are large enough to show communication and small enough for two CPU cores. `settings_of` makes the settings of a
+run that trains and does nothing else: no checkpoints, no evaluations, no end.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -67,11 +67,13 @@ def _match_names(tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> t
 
     Tied tensors are one tensor: the source may have it under any of its names, or under all of them.
     """
+    # All names of each tensor, by its first one.
     first_of = tied_names(tensors)
     names_of: dict[str, list[str]] = {name: [name] for name in tensors if name not in first_of}
     for other, first in first_of.items():
         names_of[first].append(other)
 
+    # Any of its names will do. The others must hold the same values, which is checked when they are read.
     taken: dict[str, str] = {}
     tied: dict[str, str] = {}
     for first, names in names_of.items():
@@ -84,6 +86,7 @@ def _match_names(tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> t
 
 
 def _check_kinds(tensors: Mapping[str, Tensor], taken: Mapping[str, str], source: WeightSource) -> None:
+    """Refuse to read whole numbers as floating point, or the other way round."""
     retyped = [name for name in taken if tensors[name].is_floating_point() != source.is_floating_point(taken[name])]
     if retyped:
         raise UserError(
@@ -97,10 +100,21 @@ def _renamed(source: WeightSource, settings: WeightsConfig) -> dict[str, str]:
     """Return {name after `weights.rename`: name in the source}."""
     renamed: dict[str, str] = {}
     used: set[str] = set()
+
     for original in source.names():
         name = original
+
+        # All patterns are applied, one after the other.
         for pattern, replacement in settings.rename.items():
-            name, count = re.subn(pattern, replacement, name)
+            try:
+                name, count = re.subn(pattern, replacement, name)
+            except re.error as error:
+                raise UserError(
+                    f"weights.rename has {pattern!r}: {replacement!r}, which is not a regular expression with its "
+                    "replacement",
+                    str(error),
+                    "write a backslash before characters that stand for themselves; see Python's re.sub",
+                ) from None
             used |= {pattern} if count else set()
 
         if name in renamed:
@@ -112,6 +126,7 @@ def _renamed(source: WeightSource, settings: WeightsConfig) -> dict[str, str]:
 
         renamed[name] = original
 
+    # A pattern without effect is a typing error, most likely.
     idle = [pattern for pattern in settings.rename if pattern not in used]
     if idle:
         raise UserError(
@@ -130,6 +145,7 @@ def _any_match(name: str, patterns: Sequence[str]) -> bool:
 def _mismatch(
     problems: Mapping[str, list[str]], tensors: Mapping[str, Tensor], taken: Mapping[str, str], source: WeightSource
 ) -> UserError:
+    """Return the error for weights that do not fit: what is wrong, and the settings that would accept it."""
     shapes = [
         f"{name} {list(source.shape(taken[name]))} -> {list(tensors[name].shape)}" for name in problems["allow_reshape"]
     ]
@@ -142,7 +158,14 @@ def _mismatch(
 
     # If names differ only by what comes first, a renaming is the better answer.
     rename = _prefix(problems["allow_missing"], problems["allow_extra"])
-    allowed = [f"'weights.{key}={json.dumps(_patterns(names))}'" for key, names in problems.items() if names]
+    others = {
+        "allow_missing": tensors.keys() - set(problems["allow_missing"]),
+        "allow_extra": set(source.names()) - set(problems["allow_extra"]),
+        "allow_reshape": tensors.keys() - set(problems["allow_reshape"]),
+    }
+    allowed = [
+        f"'weights.{key}={json.dumps(_patterns(names, others[key]))}'" for key, names in problems.items() if names
+    ]
     fixes = [f"'weights.rename={json.dumps(rename)}'"] if rename else allowed
     about = "the names differ only in their beginning" if rename else "if that is right"
     return UserError(
@@ -158,14 +181,23 @@ def _prefix(missing: Sequence[str], extra: Sequence[str]) -> dict[str, str] | No
                 return {f"^{re.escape(name.removesuffix(wanted))}": ""}
             if wanted.endswith(f".{name}"):
                 return {"^": wanted.removesuffix(name)}
+
     return None
 
 
-def _patterns(names: Sequence[str]) -> list[str]:
-    """Return patterns for these names: one for all names with the same first part, if there are many."""
+def _patterns(names: Sequence[str], others: Collection[str]) -> list[str]:
+    """Return patterns for these names, if there are many: as few as possible, none of which matches one of `others`."""
     if len(names) <= 3:
         return list(names)
-    return sorted({f"{name.partition('.')[0]}.*" if "." in name else name for name in names})
+
+    found: set[str] = set()
+    for name in names:
+        prefixes = [f"{name[:place]}." for place, letter in enumerate(name) if letter == "."]
+        alone = (prefix for prefix in prefixes if not any(other.startswith(prefix) for other in others))
+        prefix = next(alone, None)
+        found.add(f"{prefix}*" if prefix else name)
+
+    return sorted(found)
 
 
 def _listed(names: Sequence[str]) -> str:

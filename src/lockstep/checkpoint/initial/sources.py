@@ -88,6 +88,7 @@ def _newest_is_meant(path: Path) -> bool:
 
 
 def _open_checkpoint(path: Path, runtime: Runtime) -> CheckpointSource:
+    """Open one checkpoint, or the newest valid one of a run. Collective."""
     checkpoint = Checkpoint.at(path) if is_checkpoint(path) else None
     storage = checkpoint.storage if checkpoint else open_storage(path / "checkpoints")
     world = runtime.world
@@ -102,6 +103,7 @@ def _open_checkpoint(path: Path, runtime: Runtime) -> CheckpointSource:
 
 
 def _open_files(path: Path) -> WeightSource:
+    """Open a file of weights, or find one in a folder. Raises a UserError."""
     if not path.exists():
         raise UserError(
             f"init_from={path} does not exist",
@@ -120,6 +122,7 @@ def _open_files(path: Path) -> WeightSource:
 
         path = path / names[0]
 
+    # An index names the files of a model that was saved in several.
     files = _files_of_index(path) if path.suffix == ".json" else [path]
     if files[0].suffix == ".safetensors":
         return SafetensorsSource(path, files)
@@ -187,6 +190,8 @@ class _Files:
         self.files = files
 
     def digest(self, rank: int, world_size: int, gather: Callable[[Any], list[Any]]) -> str:
+        """Return a digest of the content, the same on all ranks. Collective."""
+        # Each rank reads some of the files.
         mine = {}
         for file in self.files[rank::world_size]:
             with file.open("rb") as stream:
@@ -231,6 +236,7 @@ class SafetensorsSource(_Files):
         return self._slice(name).get_dtype().startswith(("F", "BF"))
 
     def read_slice(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return a part of a tensor, without reading the rest of it."""
         name = self._aliases.get(name, name)
         if not shape:
             return self._file_of[name].get_tensor(name)
@@ -283,6 +289,7 @@ def _tensors_in(loaded: Any, file: Path) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _readable(file: Path) -> Iterator[None]:
+    """Turn the errors of reading a file into one for people."""
     try:
         yield
     except pickle.UnpicklingError:

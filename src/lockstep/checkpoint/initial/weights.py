@@ -89,6 +89,7 @@ def load_initial_weights(
 
 
 def _check_same(found: list[Any], path: str) -> None:
+    """Refuse ranks that find different weights, because their machines have different files."""
     for rank, names in enumerate(found):
         if names != found[0]:
             raise UserError(

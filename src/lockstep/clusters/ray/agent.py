@@ -110,6 +110,8 @@ class NodeAgent:
         self._environment = dict(environment)
         self._folder = folder
         self._marker = Path(marker)
+
+        # The launcher, what it has printed and not yet reported, and whether it coordinates.
         self._child: subprocess.Popen[bytes] | None = None
         self._lines: deque[str] = deque(maxlen=MOST_LINES)
         self._reader: threading.Thread | None = None
@@ -142,11 +144,13 @@ class NodeAgent:
             stderr=subprocess.STDOUT,
             start_new_session=True,  # a Ctrl-C at the terminal of `ray start` is not meant for the job
         )
+
         self._term = OwnTerm(self._marker.parent.parent, self._child.pid)
         self._reader = threading.Thread(target=self._read, args=(self._child,), daemon=True)
         self._reader.start()
 
     def _check_folders(self) -> None:
+        """Refuse a node that does not see the driver's files. Raises a UserError."""
         here = socket.gethostname()
         if self._folder is not None and not os.path.isdir(self._folder):
             raise UserError(
@@ -164,14 +168,17 @@ class NodeAgent:
             )
 
     def _read(self, child: subprocess.Popen[bytes]) -> None:
+        """Keep the lines that the launcher prints. Runs on a thread of its own."""
         assert child.stdout is not None
         for line in child.stdout:
             self._lines.append(line.decode(errors="replace").rstrip("\n"))
 
     def poll(self) -> Report:
+        """Return what has happened since the last call. `start` must have been called."""
         assert self._child is not None
         assert self._reader is not None
         assert self._term is not None
+
         coordinates = self._term.coordinates()
         code = self._child.poll()
 
@@ -179,6 +186,7 @@ class NodeAgent:
         if code is not None:
             self._reader.join(2.0)
 
+        # The reader appends while this loop takes lines: the end of the queue is the only safe sign.
         lines = []
         with suppress(IndexError):
             while True:
@@ -190,6 +198,7 @@ class NodeAgent:
         return Report(lines, code, coordinates, self._term.ended_job(), self._port_taken())
 
     def _port_taken(self) -> bool:
+        """Return whether another program listens where the nodes were to meet. Only for a launcher that has ended."""
         if self._join is None:
             return False
 

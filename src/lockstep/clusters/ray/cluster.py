@@ -1,4 +1,8 @@
-"""All that Lockstep asks of Ray: its nodes, placement groups, and actors."""
+"""All that Lockstep asks of Ray: its nodes, placement groups, and actors.
+
+Ray's control service may be restarting when it is asked. Whatever a call raises then, the driver sees it as `NoAnswer`,
+and goes on with what it knows: agents and launchers do not need that service.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A round of the driver: the launchers of a job, from their start until all have ended."""
+"""A round of the driver: the launchers of a job, from their start until all have ended.
+
+It only notes what was reported and answers questions about that; the driver acts. How a round has ended is not always
+known from one launcher: those that lose the others exit with codes of their own.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,10 @@ FAILURES = (ExitCode.FAILED, ExitCode.REFUSED)
 
 @dataclass
 class Round:
-    """What the launchers have reported. The slot of its agent identifies each."""
+    """What the launchers have reported. The slot of its agent identifies each.
+
+    `join` is the address at which the nodes meet. Times are those of the cluster's clock, in seconds.
+    """
 
     join: str
     codes: list[int] = field(default_factory=list)
@@ -45,9 +52,12 @@ class Round:
 
         self.codes.append(report.code)
         self.ended_at = self.ended_at or now
+
+        # The coordinator knows how the job has ended; the others only know how they have.
         if report.ended_job and self.job_code is None:
             self.job_code = report.code
 
+        # A stranger on the port matters only before the nodes have met there.
         self.port_taken |= report.port_taken and not self.begun
         self._forget(slot)
 
@@ -61,6 +71,7 @@ class Round:
         self._forget(slot)
 
     def _forget(self, slot: Any) -> None:
+        """Forget that a launcher coordinates: it has ended, or is lost."""
         if self.coordinator is slot:
             self.coordinator = None
 
@@ -82,12 +93,16 @@ class Round:
 
     @property
     def _shared_failure(self) -> int | None:
+        """The failure that several launchers report, if there is one."""
         return next((code for code in FAILURES if self.codes.count(code) > 1), None)
 
     def over(self, asked_to_end: bool) -> bool:
         """Return whether the job has ended, and not only launchers of it. `asked_to_end`: it was told to save."""
         # A launcher that has lost the others asks to be restarted, as all do once the job was asked to save and end.
-        ends = {ExitCode.FINISHED, ExitCode.INTERRUPTED} | ({ExitCode.RESTART} if asked_to_end else set())
+        ends = {ExitCode.FINISHED, ExitCode.INTERRUPTED}
+        if asked_to_end:
+            ends |= {ExitCode.RESTART}
+
         if self.job_code is not None or not ends.isdisjoint(self.codes):
             return True
 

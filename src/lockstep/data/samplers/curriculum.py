@@ -1,4 +1,8 @@
-"""Easy samples first."""
+"""Easy samples first.
+
+In the first epochs only a growing share of the samples is drawn, the easiest ones. After that every epoch is an
+ordinary shuffled one.
+"""
 
 from __future__ import annotations
 
@@ -41,6 +45,10 @@ class CurriculumSampler(SeededSampler):
         self._shuffled = ShuffledSampler(len(difficulty), self.seed or 0)
 
     def __len__(self) -> int:
+        return len(self._easiest_first)
+
+    @property
+    def samples(self) -> int:
         return len(self._easiest_first)
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:

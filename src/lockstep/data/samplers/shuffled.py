@@ -1,4 +1,8 @@
-"""Every sample once per epoch: in the dataset's order, or shuffled."""
+"""Every sample once per epoch: in the dataset's order, or shuffled.
+
+The shuffle is a permutation that is computed id by id (a Feistel network), not a list: an epoch of a billion samples
+needs no memory, and resuming in its middle takes no time.
+"""
 
 from __future__ import annotations
 

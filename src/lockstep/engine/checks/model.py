@@ -1,4 +1,8 @@
-"""Models that Lockstep refuses: wrapped ones, unsupported parameters, and layers that do not suit the plan."""
+"""Models that Lockstep refuses: wrapped ones, unsupported parameters, and layers that do not suit the plan.
+
+They are refused before any parameter is moved or wrapped, with the reason and what to do instead. Each of these models
+would train, and give wrong results on several ranks.
+"""
 
 from __future__ import annotations
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
+
+from torch import nn
 
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.manifest import read_manifest
@@ -11,7 +12,10 @@ from lockstep.checkpoint.reshard import read_into
 from lockstep.checkpoint.state_tree import unpack
 from lockstep.checkpoint.storage import Checkpoint
 from lockstep.engine.evaluation.evaluator import MAX_EVALUATION_BATCH, Evaluation, evaluation_batch, evaluation_sets
-from lockstep.engine.run import ModelSetup
+from lockstep.engine.hooks.calls import Hooks
+from lockstep.engine.hooks.view import BuiltRunView
+from lockstep.engine.model_setup import ModelSetup
+from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.errors import Preempted, UserError
 from lockstep.launch.run_dir import is_checkpoint
@@ -36,11 +40,14 @@ def evaluate(task: Task, builder: RunBuilder, global_batch: int | None) -> list[
     setup = builder.setup_model(model, task.optimizer, task, task.data)
     step = _restore_more(task, setup, builder)
 
+    # What it keeps may be needed by the loss.
+    Hooks(EvaluatedView(builder, setup, step), task).before_training()
+
     # For a file, that of a run with these settings.
     local_batch = config.local_batch and config.local_batch * setup.driver.role.data_size
     batch = evaluation_batch(config, global_batch or config.global_batch or local_batch or MAX_EVALUATION_BATCH)
     evaluations = []
-    with setup.average.applied(setup.driver.drop_gathered) if setup.average else nullcontext():
+    with setup.averaged_weights():
         for chosen in sets:
             evaluation = setup.evaluator.evaluate(chosen, batch, step, may_preempt=True)
             if evaluation is None:
@@ -51,6 +58,30 @@ def evaluate(task: Task, builder: RunBuilder, global_batch: int | None) -> list[
     runtime.collectives.final_barrier()
     builder.folder.release_lock()
     return evaluations
+
+
+class EvaluatedView(BuiltRunView):
+    """What a task's `before_training` gets: there is a model, and there are no steps."""
+
+    def __init__(self, builder: RunBuilder, setup: ModelSetup, step: int):
+        super().__init__(builder)
+        self._model = setup.driver.model
+        self._step = step
+
+    @property
+    def steps_done(self) -> int:
+        return self._step
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model
+
+    def _started(self, name: str) -> Run:
+        raise UserError(
+            f"run.{name} cannot be used in lockstep evaluate, which trains nothing",
+            "",
+            "use it in after_step(), which only training calls",
+        )
 
 
 def _restore_more(task: Task, setup: ModelSetup, builder: RunBuilder) -> int:

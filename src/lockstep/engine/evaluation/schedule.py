@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
+from fractions import Fraction
 
 from lockstep.config.schema import EvaluateConfig
 from lockstep.errors import UserError
@@ -36,9 +36,13 @@ class EvaluationSchedule:
         if every and step % every == 0:
             return True
 
-        # Half an epoch may end within a step: the evaluation comes after the first step that reaches its end.
-        period = epochs * self.steps_per_epoch if epochs and self.steps_per_epoch else math.inf
-        return math.floor(step / period) > math.floor((step - 1) / period)
+        if not epochs or not self.steps_per_epoch:
+            return False
+
+        # Half an epoch may end within a step: the evaluation comes after the first step that reaches its end. As a
+        # fraction, because 1.1 * 10 is more than 11 in floats, and step 11 would not reach it.
+        period = Fraction(str(epochs)) * self.steps_per_epoch
+        return step // period > (step - 1) // period
 
     def due_by_clock(self, seconds: float) -> bool:
         """Return whether a run that has taken this many seconds should evaluate. Only rank 0's answer counts."""

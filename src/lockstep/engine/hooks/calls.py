@@ -87,7 +87,15 @@ class Hooks:
     def before_backward(self, loss: Loss) -> Loss:
         for hook in self._before_backward:
             with self._named(hook):
-                loss = hook.call(self._view, loss) or loss
+                changed = hook.call(self._view, loss)
+
+            if changed is not None and not isinstance(changed, Loss):
+                raise UserError(
+                    f"{hook.name} must return a lockstep.Loss, or None; it returned a {type(changed).__name__}",
+                    "",
+                    "return lockstep.Loss(total, loss.weight, loss.metrics)",
+                )
+            loss = loss if changed is None else changed
         return loss
 
     def after_step(self, result: StepResult | None) -> None:
@@ -124,8 +132,19 @@ def find(owner: Any, name: str) -> Hook | None:
         return None
 
     full_name = f"{type(owner).__name__}.{name}"
+    _check_function(full_name, method)
     _check_arguments(full_name, method, name)
     return Hook(full_name, method)
+
+
+def _check_function(full_name: str, method: Any) -> None:
+    """Raise if calling a hook would not run its body."""
+    if not callable(method):
+        raise UserError(f"{full_name} is a {type(method).__name__}, and a hook is a function", "", "rename it")
+
+    if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
+        kind, word = ("an async function", "async") if inspect.iscoroutinefunction(method) else ("a generator", "yield")
+        raise UserError(f"{full_name} is {kind}, whose body a call does not run", "", f"write it without {word}")
 
 
 def _check_arguments(full_name: str, method: Callable[..., Any], name: str) -> None:

@@ -62,28 +62,33 @@ class BuiltRunView:
     def log(self, name: str, value: Number, weight: Weight = 1) -> None:
         """Add to a metric of the next log line: a sum of `weight` terms, or one value."""
         run = self._started("log()")
+        if not isinstance(name, str):
+            raise UserError(
+                f"run.log({name!r}, ...): the name of a metric is a text", "", f"run.log({str(name)!r}, ...)"
+            )
         if name == "loss":
             raise UserError(
                 "run.log('loss', ...) would overwrite the loss of the run", "", "give the metric another name"
             )
 
         for number in (value, weight):
-            if not isinstance(number, int | float) and not (isinstance(number, Tensor) and number.numel() == 1):
+            is_one = isinstance(number, Tensor) and number.numel() == 1 and not number.is_complex()
+            if not isinstance(number, int | float) and not is_one:
                 raise UserError(
                     f"run.log({name!r}, value, weight) takes two numbers; it got a {type(number).__name__}",
-                    f"of the shape {tuple(number.shape)}" if isinstance(number, Tensor) else "",
+                    f"of {number.dtype}, shape {tuple(number.shape)}" if isinstance(number, Tensor) else "",
                     f"run.log({name!r}, values.sum(), weight=len(values))",
                 )
 
-        run.log_metric(name, value.detach() if isinstance(value, Tensor) else value, weight)
+        run.log.add_metric(name, value.detach() if isinstance(value, Tensor) else value, weight)
 
     def stop(self, reason: str | None = None) -> None:
         """End the run after the next step, on all ranks, even if only this one calls it."""
-        self._started("stop()").request_stop(reason, by_user=True)
+        self._started("stop()").requests.request_stop(reason, by_user=True)
 
     def save(self) -> None:
         """Save a checkpoint after the next step, on all ranks, even if only this one calls it."""
-        self._started("save()").request_save()
+        self._started("save()").requests.request_save()
 
     def agree(self, value: bool) -> bool:
         """Return True on every rank if `value` is true on any. Collective: every rank must call it."""

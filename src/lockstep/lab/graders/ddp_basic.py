@@ -1,4 +1,8 @@
-"""Grades exercise 1: the group, OwnDDP, the samples of each rank, the loop, and the proof that replicas are equal."""
+"""Grades exercise 1: the group, OwnDDP, the samples of each rank, the loop, and the proof that replicas are equal.
+
+Each part of the file is called on its own, on two ranks or three, with a small model in float64. A wrong gradient is
+compared with the results of the usual mistakes, so that the answer names the mistake instead of a number.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Grades lab 9: one order of additions, so that 1, 2 and 4 ranks give the same bits."""
+"""Grades lab 9: one order of additions, so that 1, 2 and 4 ranks give the same bits.
+
+Bits are compared, not values: a gradient of thousands of random elements makes it impossible that a wrong order of
+additions agrees by chance.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Grades exercise 3: what is sharded, by what units, what the optimizer sees, and whether checkpoints are complete."""
+"""Grades exercise 3: what is sharded, by what units, what the optimizer sees, and whether checkpoints are complete.
+
+Whether a block is gathered by itself, and freed after its forward, is seen from the all-gathers that it causes. What
+trains like DDP, counts bytes of shards and saves whole tensors has understood the rest.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Grades exercise 2: the scale of the loss, no_sync, the partial window at the end of an epoch."""
+"""Grades exercise 2: the scale of the loss, no_sync, the partial window at the end of an epoch.
+
+Everything is compared with one large batch: equal micro-batches, unequal ones, the rest of an epoch, and several ranks.
+Under DDP the bytes of all-reduces show whether gradients were exchanged once per update.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Grades exercise 4: what a step in mixed precision does to weights, gradients and the scale."""
+"""Grades exercise 4: what a step in mixed precision does to weights, gradients and the scale.
+
+The gradients of its losses are known in advance, and some of them are made infinite or nan on purpose. What a step does
+to weights, momentum and scale then shows each mistake by itself.
+"""
 
 from __future__ import annotations
 

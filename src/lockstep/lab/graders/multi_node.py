@@ -1,4 +1,8 @@
-"""Grades exercise 5: samples, checkpoints and resuming on any number of ranks, and the fit of a link."""
+"""Grades exercise 5: samples, checkpoints and resuming on any number of ranks, and the fit of a link.
+
+A run must train the same on one rank, on two, and with an interruption. Where that fails, the reason is one of the
+parts that are judged before: which samples a step has, and what a checkpoint holds.
+"""
 
 from __future__ import annotations
 

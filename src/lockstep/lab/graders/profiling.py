@@ -1,4 +1,8 @@
-"""Grades exercise 6: buckets that are sent while the backward runs, and the arithmetic of exposed communication."""
+"""Grades exercise 6: buckets that are sent while the backward runs, and the arithmetic of exposed communication.
+
+The calls of torch.distributed are watched while a learner's BucketedDDP runs: how many there are, when they are made,
+and whether they are waited for. Times are not judged; they depend on the machine.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Grades lab 8: a run that is killed and goes on with another number of ranks trains every sample exactly once."""
+"""Grades lab 8: a run that is killed and goes on with another number of ranks trains every sample exactly once.
+
+A rank is killed in the middle of an epoch, and the run goes on with other numbers of ranks. Every step writes the ids
+of its samples to a file, and the ids of all attempts together must be each epoch once.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The models of the lab: small enough for two CPU cores, and standard sizes for a GPU."""
+"""The models of the lab: small enough for two CPU cores, and standard sizes for a GPU.
+
+The small ones train in seconds, so that an exercise can compare losses; the standard ones have the parameter counts
+that the course's tables name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The display in a notebook: one output of the cell, which is replaced a few times a second."""
+"""The display in a notebook: one output of the cell, which is replaced a few times a second.
+
+A notebook keeps every output in its file, so the display replaces one output instead of adding lines, and keeps a
+limited number of them.
+"""
 
 from __future__ import annotations
 
@@ -62,15 +66,18 @@ class NotebookDisplay(Display):
     # ---- drawing ----
 
     def _add_point(self, name: str, record: Record) -> None:
+        """Add a point to a curve. A record without a loss has none."""
         step, loss = number(record.get("step")), number(record.get("loss"))
         if step is not None and loss is not None:
             self._curves[name].append((step, loss))
 
     def _draw_if_due(self) -> None:
+        """Draw, unless the last picture is only a moment old."""
         if time.monotonic() - self._drawn >= REDRAW_S:
             self._draw()
 
     def _draw(self) -> None:
+        """Show text and picture; the front end takes the one that it can show. Later calls replace them in place."""
         # The kernel has imported it: see `kernel.shell`.
         from IPython.display import display
 
@@ -83,6 +90,7 @@ class NotebookDisplay(Display):
         self._drawn = time.monotonic()
 
     def _text(self) -> str:
+        """Return what a front end without HTML shows."""
         lines = ["  ".join(title_parts(self.start_event)), *self._lines]
         if self.last:
             lines.append(step_line(self))
@@ -92,6 +100,7 @@ class NotebookDisplay(Display):
         return printable("\n".join(lines))
 
     def _html(self) -> str:
+        """Return the picture: a bar, the newest numbers, the curves, and the lines of text."""
         step = number(self.last.get("step")) or 0
         numbers = step_line(self) if self.last else "waiting for the first step"
         return (

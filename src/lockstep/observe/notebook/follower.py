@@ -1,4 +1,8 @@
-"""Shows a run of other processes in the notebook that started it, by following the records in its folder."""
+"""Shows a run of other processes in the notebook that started it, by following the records in its folder.
+
+The ranks of `fit(nproc=2)` cannot write into the cell. What they write into the run folder is read a few times a second
+and shown as if this process had trained.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +47,15 @@ def following(run_dir: Path) -> Iterator[None]:
 
 
 class Follower:
-    """Reads what has been appended to the records of a run since the last look, and shows it."""
+    """Reads what has been appended to the records of a run since the last look, and shows it.
+
+    The ranks are other processes, so their records come to the notebook through the files of the run folder.
+    """
 
     def __init__(self, run_dir: Path):
         self._files = [run_dir / name for name in (EVENTS, "metrics.jsonl")]
+
+        # Where each file has been read to, in bytes.
         self._read = {path: path.stat().st_size if path.exists() else 0 for path in self._files}
         self._display: Display | None = None
 
@@ -57,17 +66,21 @@ class Follower:
             self._show(record)
 
     def close(self) -> None:
+        """Close the display, which draws its last picture."""
         if self._display is not None:
             self._display.close()
 
     def _new_records(self, path: Path) -> list[dict[str, Any]]:
+        """Return the records that were written to a file since the last look."""
         text = records.read(path, start=self._read[path])
+
         # The rest is a line that is being written.
         whole = text[: text.rfind("\n") + 1]
         self._read[path] += len(whole.encode())
         return parse_lines(whole)
 
     def _show(self, record: dict[str, Any]) -> None:
+        """Show one record. The start event opens the display."""
         # A restarted run begins once more, in the same place.
         if record.get("event") == "start" and self._display is None:
             steps = number(record.get("steps")) or 0
@@ -79,6 +92,7 @@ class Follower:
         if self._display is None:
             return
 
+        # Metrics have no key `event`.
         if "event" in record:
             self._display.event(record)
         else:

@@ -24,6 +24,7 @@ def result_text(run_dir: Path, summary: Mapping[str, Any]) -> str:
 
 
 def result_html(run_dir: Path, summary: Mapping[str, Any]) -> str:
+    """Return the headline and the picture of the curves, for a notebook."""
     head = f"<b>{escaped(run_dir)}</b>: {escaped(_headline(summary))}"
     return f"<div>{head}<br/>{curve_svg(_curves(run_dir))}</div>"
 
@@ -35,6 +36,7 @@ def _headline(summary: Mapping[str, Any]) -> str:
     numbers = {**losses, **(metrics if isinstance(metrics, Mapping) else {})}
     words = [f"{summary.get('step', '-')} steps"]
     words += [f"{name} {figures(value, 4)}" for name, value in numbers.items() if number(value) is not None]
+
     world = summary.get("world", 1)
     words += ["1 process" if world == 1 else f"{world} processes", duration(summary.get("seconds"))]
     return ", ".join(words)
@@ -50,6 +52,7 @@ def _curves(run_dir: Path) -> dict[str, list[Point]]:
 
 
 def _curves_of(history: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
+    """Return the curves from the rows of a history."""
     curves: dict[str, list[Point]] = {}
     for record in history:
         # The loss of a task's only evaluation set has no other name; that of several sets is `val/loss`.

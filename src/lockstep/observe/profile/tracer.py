@@ -32,7 +32,11 @@ KIND_OF_PHASE = {
 
 
 class StepTracer:
-    """Records what happens between `start` and `stop`."""
+    """Records what happens between `start` and `stop`.
+
+    Two sources are put together: torch's profiler, and marks of this module that say which kind of time begins. The
+    marks come from the heartbeat, which every phase of a step beats, and from the driver's backward.
+    """
 
     def __init__(self, runtime: Runtime, driver: Any, element_bytes: int = 4):
         self.steps = 0  # traced so far
@@ -49,7 +53,11 @@ class StepTracer:
 
     def start(self) -> None:
         """Begin to trace, before a step."""
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self.on_gpu else [])
+        activities = [ProfilerActivity.CPU]
+        if self.on_gpu:
+            activities.append(ProfilerActivity.CUDA)
+
+        # Shapes give the bytes of collectives.
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
         self._watch()
@@ -66,11 +74,14 @@ class StepTracer:
         self.mark("framework")
 
     def mark(self, kind: str) -> None:
+        """Note that another kind of time begins now."""
         self._marks.append((time.time_ns(), kind))
 
     def stop(self, file: Path) -> Breakdown:
         """End the trace, write it to `file` for Perfetto or Chrome, and return its breakdown."""
         assert self._profile is not None, "stop() before start()"
+
+        # Work that is still on the device belongs to the steps that are traced.
         self._wait()
         self.mark("end")
         self.active = False
@@ -88,6 +99,7 @@ class StepTracer:
         return breakdown(trace["traceEvents"], spans, self.steps, self.on_gpu, self._element_bytes)
 
     def _wait(self) -> None:
+        """Wait for the device. Host-device synchronisation, at both ends of a trace."""
         if self.on_gpu:
             torch.cuda.synchronize(self._runtime.device)
 
@@ -112,11 +124,13 @@ class StepTracer:
         driver.backward = backward
 
     def _unwatch(self) -> None:
+        """Take the marks away again."""
         self._runtime.heartbeat.hook = self._hook
         del self._driver.backward  # the method of the class is back
 
     def _spans(self, base: int) -> list[Span]:
         """Return the marks as spans, in microseconds of the trace's clock."""
+        # The profiler counts from a base of its own.
         times = [((moment - base) / 1e3, kind) for moment, kind in self._marks]
         pairs = itertools.pairwise(times)
         return [Span(start, end, kind) for (start, kind), (end, _) in pairs if end > start]

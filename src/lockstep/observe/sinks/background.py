@@ -1,4 +1,8 @@
-"""A sink on a thread of its own, so that a slow service never holds up training."""
+"""A sink on a thread of its own, so that a slow service never holds up training.
+
+A sink may wait for a service, or fail. Neither may cost a step: records wait in a queue, a failure is reported once on
+stderr, and the end of a run waits for a few seconds at most.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +40,7 @@ class BackgroundSink:
         """Queue one record. This never waits."""
         if self._dropped:
             return
+
         try:
             self._waiting.put_nowait(record)
         except queue.Full:
@@ -43,6 +48,7 @@ class BackgroundSink:
 
     def close(self) -> None:
         """Wait a moment for the records that are still waiting, and close the sink."""
+        # The sink is closed by its own thread, after the last record.
         deadline = time.monotonic() + LAST_S
         try:
             self._waiting.put(None, timeout=0 if self._dropped else LAST_S)
@@ -54,6 +60,7 @@ class BackgroundSink:
             self._drop(f"it did not take the last records within {LAST_S:.0f} s")
 
     def _pass_on(self) -> None:
+        """Pass records on until the end, or until the sink fails. Runs on a thread of its own."""
         while not self._dropped:
             record = self._waiting.get()
             try:
@@ -67,5 +74,6 @@ class BackgroundSink:
                 self._drop(f"{type(error).__name__}: {error}")
 
     def _drop(self, reason: str) -> None:
+        """Pass no more records on, and say why, once."""
         self._dropped = True
         self._report(f"the sink {self.name} failed and gets no more records: {reason}")

@@ -60,6 +60,7 @@ class KubeflowSink:
         self._thread.start()
 
     def write(self, record: Mapping[str, Any]) -> None:
+        """Take a record. Only those that change the progress lead to a new status."""
         match record.get("event"):
             case "start":
                 self._progress.total_steps = int(record["steps"])
@@ -82,15 +83,18 @@ class KubeflowSink:
         self._closing.set()
         with self._changed:
             self._changed.notify()
+
         self._thread.join(LAST_S)
 
     def _make_status(self) -> dict[str, Any]:
+        """Return a status in the words of Kubeflow's API: progress in per cent, seconds left, and metrics as text."""
         steps, left = self._progress.total_steps, self._progress.seconds_left
         status: dict[str, Any] = {}
         if steps:
             step = number(self._progress.last.get("step")) or 0
             status["progressPercentage"] = max(0, min(100, math.floor(100 * step / steps)))
 
+        # Nothing is said about the time as long as it is not known.
         if left is not None:
             status["estimatedRemainingSeconds"] = math.ceil(left)
 
@@ -100,11 +104,13 @@ class KubeflowSink:
     # ---- on the side thread ----
 
     def _send_all(self) -> None:
+        """Send the newest status, and wait. Runs on a thread of its own."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._status is not None or self._closing.is_set())
                 status, self._status = self._status, None
 
+            # Woken without a status: the sink is closed.
             if status is None:
                 return
 
@@ -133,6 +139,7 @@ def send(status: Mapping[str, Any]) -> None:
         json.dumps({"trainerStatus": status}).encode(),
         {"Content-Type": "application/json", "Authorization": f"Bearer {Path(os.environ[TOKEN]).read_text().strip()}"},
     )
+
     # Without a proxy: the address is inside the cluster.
     context = ssl.create_default_context(cafile=os.environ[CA_CERT])
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context))

@@ -16,7 +16,10 @@ TAG = "lockstep.run"
 
 
 class MlflowSink:
-    """Sends the numbers and the settings of a run to MLflow."""
+    """Sends the numbers and the settings of a run to MLflow.
+
+    Without MLFLOW_TRACKING_URI, they go to a database in the run folder.
+    """
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
@@ -24,6 +27,7 @@ class MlflowSink:
         self._id = ""
 
     def write(self, record: Mapping[str, Any]) -> None:
+        """Send the numbers of a record; an event at the end of a run sets its state."""
         numbers = scalars(record)
         if numbers:
             client = self._open()
@@ -43,6 +47,7 @@ class MlflowSink:
         """Do nothing: every record is sent at once."""
 
     def _open(self) -> Any:
+        """Return the client. The first call finds the run that is resumed, or creates one with the settings."""
         if self._client is not None:
             return self._client
 
@@ -51,6 +56,7 @@ class MlflowSink:
 
         here = f"sqlite:///{(self._run_dir / 'mlflow.db').resolve()}"
         client = self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", here))
+
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "lockstep")
         experiment = client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
@@ -63,8 +69,10 @@ class MlflowSink:
         else:
             run = client.create_run(experiment_id, tags={TAG: mine}, run_name=self._run_dir.resolve().name)
             self._id = run.info.run_id
+
             settings = flatten(settings_of(self._run_dir))
             params = [Param(key, str(value)) for key, value in settings.items()]
+
             # A server takes a hundred parameters at a time.
             for first in range(0, len(params), 100):
                 client.log_batch(self._id, params=params[first : first + 100])

@@ -1,4 +1,8 @@
-"""Clouds that run one command on each machine: SkyPilot, dstack, DGX Lepton, PAI-DLC."""
+"""Clouds that run one command on each machine: SkyPilot, dstack, DGX Lepton, PAI-DLC.
+
+Each sets variables with the number of machines, the place of this one and the address of the first. The launcher of
+each machine gets the same answers as from --nnodes and --join.
+"""
 
 from __future__ import annotations
 

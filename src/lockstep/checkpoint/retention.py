@@ -1,0 +1,103 @@
+"""Which checkpoints are kept: the newest, some in between, and the best. All others are deleted.
+
+This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from lockstep.checkpoint.manifest import InvalidCheckpoint, read_manifest
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, delete_checkpoint, folder_name
+from lockstep.errors import UserError
+
+
+@dataclass(frozen=True)
+class Retention:
+    """The rule by which checkpoints are kept. All others are deleted after the next commit."""
+
+    last: int = 3  # how many of the newest checkpoints to keep
+    every: int | None = None  # also keep checkpoints whose step is a multiple of this
+    best: str | None = None  # also keep the checkpoint with the best value of this metric
+    mode: Literal["min", "max"] = "min"  # whether the smallest or the largest value is best
+
+    def __post_init__(self) -> None:
+        # The configuration and `lockstep ckpt prune` check what users type.
+        for name, count in (("last", self.last), ("every", self.every)):
+            if count is not None and count < 1:
+                raise UserError(
+                    f"Retention({name}={count}) keeps no checkpoints: the count is less than 1", "", "use 1 or more"
+                )
+
+        if self.mode not in ("min", "max"):
+            raise UserError(
+                f"Retention(mode={self.mode!r}) does not say which checkpoint is best", "", 'use "min" or "max"'
+            )
+
+    def score(self, metrics: Mapping[str, Any]) -> float | None:
+        """Return a number that is larger for better metrics; None if there is none, or it is NaN."""
+        value = metrics.get(self.best) if self.best is not None else None
+        if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
+            return None
+        return value if self.mode == "max" else -value
+
+
+def steps_to_delete(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: Retention) -> list[int]:
+    """Return the steps to delete, oldest first, and never the newest. `checkpoints` are (step, metrics)."""
+    steps = sorted(step for step, _ in checkpoints)
+    keep = set(steps[-retention.last :])
+
+    if retention.every:
+        keep |= {step for step in steps if step % retention.every == 0}
+
+    best = best_step(checkpoints, retention)
+    return [step for step in steps if step not in keep and step != best]
+
+
+def best_step(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: Retention) -> int | None:
+    """Return the step that is best by `retention.best`, the newest of equals; None if no step can be compared."""
+    scores = [(score, step) for step, metrics in checkpoints if (score := retention.score(metrics)) is not None]
+    return max(scores)[1] if scores else None
+
+
+# ---- in a storage ----
+
+
+def apply_retention(storage: CheckpointStorage, retention: Retention, token: str) -> None:
+    """Delete the checkpoints that `retention` does not keep."""
+    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(storage)}
+
+    # Manifests are read only if the best metric is kept.
+    metrics = [(step, metrics_of(checkpoint) if retention.best else {}) for step, checkpoint in checkpoints.items()]
+    for step in steps_to_delete(metrics, retention):
+        delete_checkpoint(storage, checkpoints[step].name, token)
+
+
+class BestCheckpoint(NamedTuple):
+    checkpoint: Checkpoint
+    metric: str
+    value: float
+
+
+def best_checkpoint(storage: CheckpointStorage, retention: Retention) -> BestCheckpoint | None:
+    """Return the committed checkpoint that is best by `retention.best`; None if none can be compared."""
+    if retention.best is None:
+        return None
+
+    metrics = {checkpoint.step: metrics_of(checkpoint) for checkpoint in committed(storage)}
+    step = best_step(list(metrics.items()), retention)
+    if step is None:
+        return None
+
+    return BestCheckpoint(Checkpoint(storage, folder_name(step)), retention.best, metrics[step][retention.best])
+
+
+def metrics_of(checkpoint: Checkpoint) -> Mapping[str, float]:
+    """Return the metrics of a checkpoint. An invalid one has none, so only its age decides whether it is deleted."""
+    with suppress(InvalidCheckpoint):
+        return read_manifest(checkpoint).metrics
+    return {}

@@ -1,0 +1,140 @@
+"""Where checkpoints are kept: one module for each kind of storage, and the rules that hold for all of them.
+
+A storage holds folders of files, whatever their contents (`protocol.CheckpointStorage`). The rest of the package gets
+one from `open_storage`, and reads, writes, lists, renames and deletes checkpoints only through it. CONTRIBUTING says
+what another kind of storage needs, and which code looks at the folder itself. Nothing here imports torch, so that
+`lockstep ckpt ls` starts fast.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import re
+import secrets
+from collections.abc import Container
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from lockstep.checkpoint.storage.file_system import FileSystemStorage
+from lockstep.checkpoint.storage.protocol import CheckpointStorage
+from lockstep.launch.run_dir import LATEST, step_in
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointStorage",
+    "FileSystemStorage",
+    "committed",
+    "delete_checkpoint",
+    "delete_leftovers",
+    "folder_name",
+    "open_storage",
+    "set_aside",
+    "set_aside_after",
+    "update_latest",
+]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One folder of a storage: a checkpoint that is committed, not yet committed, or set aside."""
+
+    storage: CheckpointStorage
+    name: str
+
+    @classmethod
+    def at(cls, path: Path) -> Checkpoint:
+        """Return the checkpoint in the folder `path` of a file system."""
+        # "." and ".." are not the name that the folder has in its parent.
+        path = path.resolve() if path.name in ("", "..") else path
+        return cls(open_storage(path.parent), path.name)
+
+    @property
+    def location(self) -> str:
+        """The location, for messages. It is not always a path: a storage may be anywhere."""
+        return f"{self.storage.address}/{self.name}"
+
+    @property
+    def step(self) -> int:
+        """The step of a committed checkpoint; no other has one."""
+        step = step_in(self.name)
+        assert step is not None, self.name
+        return step
+
+    def open(self, file: str) -> io.BufferedIOBase:
+        return self.storage.open(f"{self.name}/{file}")
+
+
+def open_storage(folder: Path) -> CheckpointStorage:
+    """Return the storage of the checkpoints in `folder`. This is the only place that chooses a kind of storage."""
+    return FileSystemStorage(folder)
+
+
+# ---- the rules for every kind of storage ----
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def committed(storage: CheckpointStorage) -> list[Checkpoint]:
+    """Return the committed checkpoints, newest first. Their contents are not verified; `load.find` does that."""
+    checkpoints = [Checkpoint(storage, name) for name in storage.folders() if step_in(name) is not None]
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
+
+
+def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
+    """Delete the uncommitted files that other attempts left half written or half deleted."""
+    for name in storage.folders():
+        uncommitted = re.fullmatch(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?", name)
+        if uncommitted and uncommitted[1] != token:
+            # If another attempt still writes into the folder, the next start will delete it.
+            with suppress(OSError):
+                storage.delete(name)
+
+
+def update_latest(storage: CheckpointStorage) -> None:
+    # Only people and the launcher read this file; `load.find` lists the checkpoints themselves.
+    newest = committed(storage)[:1]
+    if newest:
+        storage.replace(LATEST, newest[0].name.encode() + b"\n")
+    else:
+        storage.delete(LATEST)
+
+
+def set_aside(storage: CheckpointStorage, name: str, suffix: Literal["damaged", "undone"]) -> str:
+    """Rename a checkpoint to `step-N.damaged` or `step-N.undone`, so that it is ignored, but not lost.
+
+    Return its new name.
+    """
+    target = _free_name(name, suffix, storage.folders())
+    storage.rename(name, target)
+    update_latest(storage)
+    return target
+
+
+def _free_name(name: str, suffix: str, taken: Container[str]) -> str:
+    # The same step may have been set aside before.
+    candidates = (f"{name}.{suffix}{number or ''}" for number in itertools.count())
+    return next(candidate for candidate in candidates if candidate not in taken)
+
+
+def set_aside_after(storage: CheckpointStorage, step: int) -> None:
+    """Set aside all checkpoints after `step`, to which the run goes back."""
+    # List the folder only once, however many checkpoints there are.
+    taken = set(storage.folders())
+    undone = [checkpoint.name for checkpoint in committed(storage) if checkpoint.step > step]
+    for name in undone:
+        storage.rename(name, _free_name(name, "undone", taken))
+
+    if undone:
+        update_latest(storage)
+
+
+def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None:
+    """Delete a committed checkpoint. The folder is renamed first, so that no reader finds half of it."""
+    temporary = f"{name}.tmp-{token}-gone{secrets.token_hex(4)}"
+    storage.rename(name, temporary)
+    storage.delete(temporary)
