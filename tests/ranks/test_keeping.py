@@ -128,7 +128,8 @@ def test_the_best_weights_of_checkpoints_without_frozen_ones(pool: Pool, tmp_pat
 
     result = RunResult(tmp_path, trace.summary, PartlyFrozen())
     frozen = next(name for name, p in PartlyFrozen().model().named_parameters() if not p.requires_grad)
-    assert result.best and result.best.step == 8
+    assert result.best
+    assert result.best.step == 8
     assert result.weights.keys() == trace.steps[7].weights.keys() - {frozen}
     assert all(torch.equal(weight, trace.steps[7].weights[name]) for name, weight in result.weights.items())
 
