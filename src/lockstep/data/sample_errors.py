@@ -126,6 +126,7 @@ def batch_to_send(read: Callable[[], Any], ids: Sequence[int], where: str, check
 
 
 def _on_device(found: str) -> UserError:
+    """Return the error for tensors on a GPU in a worker process."""
     return UserError(
         "a worker process can neither compute on a GPU nor send tensors that are on one",
         found,

@@ -1,4 +1,8 @@
-"""Reads one virtual shard in one epoch, from its beginning or from a saved state."""
+"""Reads one virtual shard in one epoch, from its beginning or from a saved state.
+
+It gives one sample after another, and after each of them the state from which the next one follows. A dataset that has
+a state of its own is asked for it; otherwise the samples before the position are read again and dropped.
+"""
 
 from __future__ import annotations
 

@@ -57,7 +57,11 @@ class _StepRead(NamedTuple):
 
 
 class ExactStreamSource(EpochSource):
-    """A stream whose position is a part of the checkpoint."""
+    """A stream whose position is a part of the checkpoint.
+
+    The dataset is divided into virtual shards, whose number does not depend on the ranks. A step takes the same number
+    of samples from each of them, and any number of ranks can share them out: so a run can resume on other ranks.
+    """
 
     def __init__(self, shards: Shards, collate: Callable[[list[Any]], Any], options: SourceOptions):
         if options.global_batch % shards.shards:
