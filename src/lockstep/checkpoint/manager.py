@@ -86,7 +86,12 @@ class Resumed:
 
 
 class CheckpointManager:
-    """Saves and restores one run. `writer.py` has the outcomes of a save."""
+    """Saves and restores one run. `writer.py` has the outcomes of a save.
+
+    A save has three parts: copies are made while the next step computes, files are written on a thread, and at a step
+    on which all ranks agree its outcome is settled. A checkpoint counts only then. Every method that the loop calls is
+    called by all ranks at the same step.
+    """
 
     def __init__(
         self,
