@@ -101,7 +101,7 @@ class Slot:
     """A place for one agent: a bundle of a placement group.
 
     It outlives its agent: after a failure another agent is made in the same bundle, after a pause that grows. Ray may
-    move the bundle to another node meanwhile, so where it is now (`placed`) may not be where the last agent was (`node`).
+    move the bundle to another node meanwhile: `placed` is where it is now, `node` where the last agent was.
     """
 
     group: Any
