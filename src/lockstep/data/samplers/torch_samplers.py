@@ -101,7 +101,7 @@ def from_torch(sampler: Any, samples: int, seed: int) -> Sampler:
 
 def covers(sampler: Any, samples: int) -> bool:
     """Return whether a sampler of torch chooses from `samples` samples: RandomSampler(range(50)) chooses from 50."""
-    chosen_from = sampler.dataset if type(sampler) is DistributedSampler else getattr(sampler, "data_source", None)
+    chosen_from: Any = sampler.dataset if type(sampler) is DistributedSampler else getattr(sampler, "data_source", None)
     return chosen_from is None or len(chosen_from) == samples
 
 
