@@ -181,9 +181,6 @@ class Run:
         if self.tracer:
             self.tracer.end_step()
 
-        if self.model_setup.average:
-            self.model_setup.average.update()
-
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)
         steps_done = self.stepper.counters.steps_done
@@ -237,6 +234,10 @@ class Run:
             self.runtime.heartbeat.beat("user code", steps_done)
             self.hooks.after_step(result)
             self.runtime.heartbeat.beat("data")
+
+        # After the hooks, which may change the weights: clip them, for example.
+        if self.model_setup.average:
+            self.model_setup.average.update()
 
     def log_metric(self, name: str, total: Number, weight: Weight) -> None:
         """Add to a metric of the next log line."""
