@@ -9,6 +9,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep.config import resolve
 from lockstep.engine import loop
+from lockstep.engine.end import close, end_training
 from lockstep.engine.setup import open_run
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -102,8 +103,8 @@ def test_no_step_makes_the_host_wait(tmp_path, tensor_weights):
                 if run.stepper.counters.steps_done == 55:
                     torch.cuda.set_sync_debug_mode("default")
                 run.end_step(batches, run.stepper.step(batches, task.loss))
-                run.write_line_if_due()
+                run.log.write_if_due()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        run.end_training()
-        run.close()
+        end_training(run)
+        close(run)

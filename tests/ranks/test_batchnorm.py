@@ -91,10 +91,10 @@ def trained(world: World, store: Any, network: Any, values: dict[str, Any]) -> t
     with open_watched(world, store, VALUES | values) as builder:
         loop.fit(Pictures(network), builder)
         assert builder.run is not None
-        assert builder.run.evaluation is not None
+        assert builder.run.evaluations.newest is not None
         return {
             name: b.cpu().clone() for name, b in builder.run.driver.model.named_buffers()
-        }, builder.run.evaluation.loss
+        }, builder.run.evaluations.newest.loss
 
 
 def by_hand(

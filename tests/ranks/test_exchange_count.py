@@ -26,7 +26,7 @@ def collectives(world: World, store: Any, task: ReferenceTask, values: dict[str,
             if number == WARM:
                 recorder.start()
             run.end_step(batches, run.stepper.step(batches, task.loss))
-            run.write_line_if_due()
+            run.log.write_if_due()
             if number + 1 == WARM + MEASURED:
                 recorder.stop()
                 break

@@ -165,7 +165,7 @@ def _outcome(run: Run | None, summary: dict[str, Any]) -> dict[str, Any]:
     return {
         "weights": {name: tensor.clone() for name, tensor in weights.items()},
         "summary": summary,
-        "evaluated": run.evaluation and run.evaluation.samples,
+        "evaluated": run.evaluations.newest and run.evaluations.newest.samples,
         "lines": [json.loads(line) for line in lines],
         "used": getattr(run.driver.model, "used", []),
         "bytes": {name: (p.to_local() if isinstance(p, DTensor) else p).nbytes for name, p in parameters.items()},

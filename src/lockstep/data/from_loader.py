@@ -19,6 +19,7 @@ from torch.utils.data import (
 from lockstep.config.schema import typed
 from lockstep.data.loader import is_default_collate
 from lockstep.data.samplers import Sampled
+from lockstep.data.samplers.torch_samplers import covers
 from lockstep.data.streams.cursor import has_state
 from lockstep.errors import UserError
 
@@ -70,9 +71,9 @@ def is_stateful_stream(data: Any) -> bool:
 def _settings(loader: DataLoader, shuffle: bool | None) -> dict[str, Any]:
     """Return the loader's options as settings. An option at torch's default decides nothing."""
     # A DistributedSampler divides the dataset among the ranks, and then a batch is that of one rank.
-    per_rank = isinstance(loader.sampler, DistributedSampler)
     batches = loader.batch_sampler
     assert isinstance(batches, BatchSampler)
+    per_rank = isinstance(batches.sampler, DistributedSampler)
     settings: dict[str, Any] = {"local_batch" if per_rank else "global_batch": batches.batch_size}
     if shuffle is not None:
         settings["data.shuffle"] = shuffle
@@ -90,9 +91,13 @@ def _take_sampler(loader: DataLoader) -> tuple[Any, bool | None]:
     """Return (sampler, None), or (None, whether to shuffle) for a plain order."""
     assert isinstance(loader.batch_sampler, BatchSampler)
     sampler: Any = loader.batch_sampler.sampler
+    dataset: Any = loader.dataset
+    if not covers(sampler, len(dataset)):
+        return sampler, None
+
     if type(sampler) is SequentialSampler:
         return None, False
-    if type(sampler) is DistributedSampler:
+    if type(sampler) is DistributedSampler and covers(sampler, len(dataset)):
         return None, sampler.shuffle
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         return None, True

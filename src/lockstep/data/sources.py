@@ -29,7 +29,7 @@ from lockstep.data.loader import (
     to_device,
 )
 from lockstep.data.samplers import Sampled, Sampler, make_sampler
-from lockstep.data.samplers.sampler import OrderCache
+from lockstep.data.samplers.sampler import OrderCache, checked_ids
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.streams.cursor import has_state
@@ -77,6 +77,12 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
         reader = SampleReader(dataset, collate, options.seed, options.config.seed_samples)
         if sampler is None:
             sampler = make_sampler(len(dataset), options.seed, options.config.shuffle)
+        elif not options.config.shuffle:
+            raise UserError(
+                f"data.shuffle=false has no effect: the training data has a sampler, {type(sampler).__name__}",
+                "the order is the sampler's",
+                "leave data.shuffle out; or return the dataset without the sampler",
+            )
 
         lengths = None
         if options.config.balance == "length":
@@ -158,6 +164,7 @@ class MapSource(BatchSource):
     ):
         self.reader = reader
         self.sampler = sampler
+        self.samples = len(reader.dataset)
         self.lengths = lengths  # (samples,) of the dataset, for data.balance=length
         self.options = options
         self.data_world = options.data_world
@@ -266,7 +273,7 @@ class MapSource(BatchSource):
         """
         window = self._window(self.position)
         stop = min(window.start + count, self.length if beyond_step else window.stop)
-        return Request(window.epoch, self.sampler.ids(window.epoch, window.start, stop).tolist())
+        return Request(window.epoch, self._ids(window.epoch, window.start, stop).tolist())
 
     def start_workers(self) -> None:
         """Start the worker processes, if there are any.
@@ -327,6 +334,9 @@ class MapSource(BatchSource):
 
         return window
 
+    def _ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        return checked_ids(self.sampler, epoch, start, stop, self.samples)
+
     def _end_position(self, window: Window) -> int:
         return window.epoch * self.length + window.stop
 
@@ -366,13 +376,13 @@ class MapSource(BatchSource):
             return MicroBatch(None, index, len(ids), window.epoch, ids, padding, first)
 
         start, stop = micro_slice(window, self.options.micro_batch, index)
-        ids = self.sampler.ids(window.epoch, start, stop)
+        ids = self._ids(window.epoch, start, stop)
         return MicroBatch(None, index, stop - start, window.epoch, ids, padding, start - window.start)
 
     def _divide(self, window: Window) -> list[np.ndarray]:
         """Return the ids of each micro-batch of a window, divided by length."""
         assert self.lengths is not None
-        ids = self.sampler.ids(window.epoch, window.start, window.stop)
+        ids = self._ids(window.epoch, window.start, window.stop)
         return [ids[places] for places in divide_by_length(self.lengths[ids], self._count(window))]
 
     # ---- reading samples ----

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lockstep.engine.evaluation.evaluator import evaluation_batch
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch import records
 from lockstep.optim.optimizers import is_torchs
@@ -157,7 +158,7 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
         what = "the model"
         advice = options(footprint, config, world.size, micro_batch=1, blocks=1, on_host=on_host)
     elif builder.runtime.heartbeat.phase == "evaluate":
-        batch = run.evaluation_batch()
+        batch = evaluation_batch(run.config, run.plan.global_batch)
         what = f"an evaluation in batches of {batch}"
         if batch > 1:
             first.append(Option(f"evaluate.batch={batch // 2}", None))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from lockstep.engine.checks.guards import GradientGuard
+from lockstep.engine.end import close, end_training
 from lockstep.engine.evaluation.evaluator import EvaluationSet
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.hooks.view import BuiltRunView
@@ -252,8 +253,8 @@ class OwnRun(BuiltRunView):
         if isinstance(rate, SchedulerRate) and rate.needs_evaluations and not rate.evaluations:
             run.recorder.event("warning", reason="ReduceLROnPlateau never moved: run.evaluate was not called")
 
-        run.end_training()
-        run.close()
+        end_training(run)
+        close(run)
 
     def _left_alone(self, step: int, left_by: str) -> UserError:
         return UserError(
@@ -409,7 +410,7 @@ class OwnStep:
             )
 
         # On a GPU the host may not have read the result of the previous update yet.
-        self._run.end_pass(self._run.stepper.wait_for_outcome())
+        self._run.requests.accept_last()
         self.result = self._run.stepper.measure(self._progress, self._reduced())
         self._end_pass()
         return self.result
@@ -427,7 +428,7 @@ class OwnStep:
     def _end_pass(self) -> None:
         self.passes_done += 1
         if self.passes_done < self._passes:
-            self._run.end_pass(self.result)
+            self._run.requests.accept(self.result)
         else:
             # End the step here, not after the body of the loop, so that the rest of the body sees the new step count.
             self.ended = True

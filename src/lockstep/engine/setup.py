@@ -33,7 +33,6 @@ from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import open_source
 from lockstep.data.windows import rank_range
-from lockstep.engine.banner import describe_resume, describe_run
 from lockstep.engine.checks.guards import LateHooks, TrainableGuard, check_replicas
 from lockstep.engine.checks.model import (
     check_equal_work,
@@ -50,22 +49,26 @@ from lockstep.engine.checks.settings import (
 )
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.diagnose import recorded_micro_batch
-from lockstep.engine.evaluation.early_stop import EarlyStop
+from lockstep.engine.evaluation.evaluations import Evaluations
 from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, Evaluator
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
 from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.load_balance import LoadBalancer, open_load_balancer, plan_by_speed
+from lockstep.engine.log.banner import describe_resume, describe_run
+from lockstep.engine.log.step_log import SampleLog, StepLog
+from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.profile.steps import ProfiledSteps
-from lockstep.engine.run import ModelSetup, Run
+from lockstep.engine.requests import Requests
+from lockstep.engine.run import Run
 from lockstep.engine.step import Stepper
 from lockstep.errors import Preempted, UserError
 from lockstep.launch import records
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, open_run_dir, write_head
-from lockstep.observe.sinks import JsonlSink, read_jsonl
+from lockstep.observe.sinks import read_jsonl
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.groups import apply_groups
 from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, as_list, check_kind, rebind
@@ -281,33 +284,23 @@ class RunBuilder:
             runtime.suit_threads(driver.model, plan.micro_batch, source.largest_input)
 
         _attach_source(source, driver, plan, config, runtime)
-        sample_log = self._open_sample_log()
+        samples = self._open_sample_log()
 
         load_balancer = open_load_balancer(config.load_balance, plan, source, driver, runtime, self.recorder.event)
         stepper = self._make_stepper(setup, plan, load_balancer)
+        log = StepLog(config.log.every, plan.steps_per_epoch, stepper, self.recorder, samples)
 
-        # Banner lines. The driver, the optimizers and the source may add some.
-        facts = describe_run(driver.model, config, plan, stepper.learning_rate, self.precision, runtime)
-        facts |= driver.facts
-        facts |= setup.optimizers.facts
-        if source.about:
-            facts["data"] = source.about
-        if loader_line:
-            facts["DataLoader"] = loader_line
+        facts = self._describe(setup, plan, source, stepper, loader_line)
 
         # Resuming restores the state of all parts, so all of them must exist by now.
         checkpoints = self._open_checkpoints(setup, stepper, source, plan)
         resumed = checkpoints.resume()
         if resumed:
-            facts["resumed"] = self._continue_records(resumed, stepper, plan)
-        initial = self.parts.get("init_from")
-        if isinstance(initial, InitialWeights):
-            facts["init_from"] = initial.describe(resumed is not None)
-        if setup.exactness:
-            facts["exact"] = setup.exactness.begin(source, plan, resumed.changed_settings if resumed else [])
-
+            facts["resumed"] = self._continue_records(resumed, log, stepper, plan)
+        facts |= self._describe_weights(setup, plan, source, resumed)
         self._write_start(facts, plan, driver)
 
+        requests = Requests(stepper, checkpoints)
         run = self.run_class(
             config=config,
             runtime=runtime,
@@ -318,27 +311,23 @@ class RunBuilder:
             model_setup=setup,
             plan=plan,
             source=source,
-            sample_log=sample_log,
             stepper=stepper,
             load_balancer=load_balancer,
             checkpoints=checkpoints,
             resumed=resumed,
-            evaluation=self.evaluation,
-            evaluation_schedule=EvaluationSchedule(
-                config.evaluate, plan.steps_per_epoch, resumed.loop.seconds if resumed else 0.0
-            ),
-            early_stop=EarlyStop(config.stop),
+            requests=requests,
+            log=log,
+            evaluations=self._make_evaluations(plan, stepper, requests, resumed),
             hooks=self.hooks or Hooks(BuiltRunView(self)),
             _keep_alive=self,
         )
-        if resumed and resumed.loop.early_stop:
-            run.early_stop.load_state_dict(resumed.loop.early_stop)
-            run.stop_if_no_improvement()
+
         if resumed:
-            run.resume_stop(resumed)
+            run.restore(resumed)
         elif setup.average:
             # A custom loop may have loaded weights since `run.setup`.
             setup.average.restart(setup.average.averages)
+
         checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
         if config.profile.count:
             run.profiled = ProfiledSteps(run)
@@ -439,15 +428,14 @@ class RunBuilder:
         check_sample_log(config, source)
         return plan, source
 
-    def _open_sample_log(self) -> JsonlSink | None:
+    def _open_sample_log(self) -> SampleLog | None:
         if not self.config.log.samples:
             return None
 
         path = self.folder.path / "samples" / f"rank-{self.runtime.world.rank}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        sample_log = JsonlSink(path)
-        self._on_failure.callback(sample_log.close)
-        return sample_log
+        samples = SampleLog(path, self.folder.attempt)
+        self._on_failure.callback(samples.close)
+        return samples
 
     def _make_stepper(self, setup: ModelSetup, plan: Plan, load_balancer: LoadBalancer | None) -> Stepper:
         rate = make_learning_rate(
@@ -480,6 +468,51 @@ class RunBuilder:
             stepper.trained_parameters = TrainedParameters(setup.driver, delaying)
 
         return stepper
+
+    def _describe(
+        self, setup: ModelSetup, plan: Plan, source: BatchSource, stepper: Stepper, loader_line: str | None
+    ) -> dict[str, str]:
+        """Return the lines of the banner that are known before a resume. Collective."""
+        model = setup.driver.model
+        facts = describe_run(model, self.config, plan, stepper.learning_rate, self.precision, self.runtime)
+
+        # The driver, the optimizers and the source may add some.
+        facts |= setup.driver.facts
+        facts |= setup.optimizers.facts
+        if source.about:
+            facts["data"] = source.about
+        if loader_line:
+            facts["DataLoader"] = loader_line
+
+        return facts
+
+    def _describe_weights(
+        self, setup: ModelSetup, plan: Plan, source: BatchSource, resumed: Resumed | None
+    ) -> dict[str, str]:
+        """Return the lines of the banner about weights that were loaded, and about their exactness."""
+        facts = {}
+        initial = self.parts.get("init_from")
+        if isinstance(initial, InitialWeights):
+            facts["init_from"] = initial.describe(resumed is not None)
+
+        if setup.exactness:
+            facts["exact"] = setup.exactness.begin(source, plan, resumed.changed_settings if resumed else [])
+
+        return facts
+
+    def _make_evaluations(
+        self, plan: Plan, stepper: Stepper, requests: Requests, resumed: Resumed | None
+    ) -> Evaluations:
+        seconds_before = resumed.loop.seconds if resumed else 0.0
+        return Evaluations(
+            config=self.config,
+            schedule=EvaluationSchedule(self.config.evaluate, plan.steps_per_epoch, seconds_before),
+            requests=requests,
+            checkpoints=requests.checkpoints,
+            learning_rate=stepper.learning_rate,
+            recorder=self.recorder,
+            newest=self.evaluation,
+        )
 
     def _open_checkpoints(
         self, setup: ModelSetup, stepper: Stepper, source: BatchSource, plan: Plan
@@ -518,13 +551,13 @@ class RunBuilder:
         checkpoints.check_space()
         return checkpoints
 
-    def _continue_records(self, resumed: Resumed, stepper: Stepper, plan: Plan) -> str:
+    def _continue_records(self, resumed: Resumed, log: StepLog, stepper: Stepper, plan: Plan) -> str:
         """Continue the clock and the log of a resumed run. Return a line for the banner."""
         steps_done = stepper.counters.steps_done
         check_steps_left(plan.steps, steps_done)
         self.started -= resumed.loop.seconds
-        self.recorder.resume_interval(stepper.sums, resumed.loop.interval)
-        stepper.context.metric_names.known = set(self.recorder.names)
+        log.restore(resumed.loop.interval)
+
         # If no step follows, no new log line will be written, but the summary needs the last one.
         may_be_stopped = resumed.loop.stop or (self.config.stop.patience and resumed.loop.early_stop)
         if steps_done == plan.steps or may_be_stopped:

@@ -26,7 +26,8 @@ from lockstep.checkpoint.manifest import float_of
 from lockstep.checkpoint.state_tree import digest, pack
 from lockstep.data.sources import MapSource
 from lockstep.engine import setup
-from lockstep.engine.run import ModelSetup, Run
+from lockstep.engine.model_setup import ModelSetup
+from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.engine.start_check import check as start_check
 from lockstep.errors import UserError

@@ -9,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.config import resolve
-from lockstep.engine.banner import judge
+from lockstep.engine.log.summary import judge
 from lockstep.errors import ConfigError
 from lockstep.task import Loss, Task
 

@@ -99,7 +99,6 @@ def a_builder(folder: Path, phase: str = "compute", **values: Any) -> Any:
         runtime=runtime,
         stepper=SimpleNamespace(counters=SimpleNamespace(steps_done=3)),
         folder=SimpleNamespace(path=folder),
-        evaluation_batch=lambda: 8,
     )
     return SimpleNamespace(
         config=config,

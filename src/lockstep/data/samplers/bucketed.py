@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.samplers.sampler import OrderCache, SeededSampler, as_numbers
+from lockstep.data.samplers.sampler import OrderCache, SeededSampler, as_numbers, check_whole
 from lockstep.data.samplers.shuffled import ShuffledSampler
-from lockstep.errors import UserError
 
 
 @dataclass(eq=False)
@@ -30,15 +29,18 @@ class BucketedSampler(SeededSampler):
     seed: int | None = None  # None: the run's
 
     def __post_init__(self) -> None:
-        for name in ("batch", "pool"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1", "", f"set {name}=64")
+        check_whole(self.batch, "batch")
+        check_whole(self.pool, "pool")
 
         self.lengths = as_numbers(self.lengths, "lengths")
         self._shuffled = ShuffledSampler(len(self), self.seed or 0)
         self._pools = OrderCache()
 
     def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def samples(self) -> int:
         return len(self.lengths)
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:

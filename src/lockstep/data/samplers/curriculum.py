@@ -47,6 +47,10 @@ class CurriculumSampler(SeededSampler):
     def __len__(self) -> int:
         return len(self._easiest_first)
 
+    @property
+    def samples(self) -> int:
+        return len(self._easiest_first)
+
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         assert 0 <= start <= stop <= len(self)
         key = self.key("curriculum", epoch)

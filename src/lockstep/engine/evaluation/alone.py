@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 from torch import nn
@@ -15,7 +14,8 @@ from lockstep.checkpoint.storage import Checkpoint
 from lockstep.engine.evaluation.evaluator import MAX_EVALUATION_BATCH, Evaluation, evaluation_batch, evaluation_sets
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.hooks.view import BuiltRunView
-from lockstep.engine.run import ModelSetup, Run
+from lockstep.engine.model_setup import ModelSetup
+from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.errors import Preempted, UserError
 from lockstep.launch.run_dir import is_checkpoint
@@ -47,7 +47,7 @@ def evaluate(task: Task, builder: RunBuilder, global_batch: int | None) -> list[
     local_batch = config.local_batch and config.local_batch * setup.driver.role.data_size
     batch = evaluation_batch(config, global_batch or config.global_batch or local_batch or MAX_EVALUATION_BATCH)
     evaluations = []
-    with setup.average.applied(setup.driver.drop_gathered) if setup.average else nullcontext():
+    with setup.averaged_weights():
         for chosen in sets:
             evaluation = setup.evaluator.evaluate(chosen, batch, step, may_preempt=True)
             if evaluation is None:

@@ -80,15 +80,15 @@ class BuiltRunView:
                     f"run.log({name!r}, values.sum(), weight=len(values))",
                 )
 
-        run.log_metric(name, value.detach() if isinstance(value, Tensor) else value, weight)
+        run.log.add_metric(name, value.detach() if isinstance(value, Tensor) else value, weight)
 
     def stop(self, reason: str | None = None) -> None:
         """End the run after the next step, on all ranks, even if only this one calls it."""
-        self._started("stop()").request_stop(reason, by_user=True)
+        self._started("stop()").requests.request_stop(reason, by_user=True)
 
     def save(self) -> None:
         """Save a checkpoint after the next step, on all ranks, even if only this one calls it."""
-        self._started("save()").request_save()
+        self._started("save()").requests.request_save()
 
     def agree(self, value: bool) -> bool:
         """Return True on every rank if `value` is true on any. Collective: every rank must call it."""

@@ -48,7 +48,7 @@ class ProfiledSteps:
     def end_step(self) -> None:
         """End the trace if it is complete, and write everything. Collective in that step."""
         run = self._run
-        last = run.stepper.counters.steps_done >= run.plan.steps or run.is_stopping
+        last = run.stepper.counters.steps_done >= run.plan.steps or run.requests.is_stopping
         if run.tracer is None or not (run.tracer.steps == self._steps or last):
             return
 

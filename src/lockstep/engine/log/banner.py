@@ -1,18 +1,11 @@
-"""The banner that is printed before the first step, and the summary after the last one.
-
-Each line of the banner (a "fact") is a derived value with its reason.
-"""
+"""The banner that is printed before the first step. Each line of it (a "fact") is a derived value with its reason."""
 
 from __future__ import annotations
 
-import math
-import operator
 import os
 import socket
-import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -39,15 +32,9 @@ from lockstep.runtime.world import World
 
 if TYPE_CHECKING:
     from lockstep.checkpoint.manager import Resumed
-    from lockstep.engine.run import Run
     from lockstep.observe.run_folder import RunFolder
 
 MAX_PIDS = 16  # at most this many are listed
-
-COMPARE = {">=": operator.ge, "<=": operator.le}
-
-
-# ---- before the first step ----
 
 
 def describe_run(
@@ -262,56 +249,3 @@ def _count_blocks(blocks: list[nn.Module]) -> str:
     """`4 blocks of Layer, 2 of Encoder`"""
     (first, number), *rest = Counter(class_name(block) for block in blocks).items()
     return ", ".join([f"{plural(number, 'block')} of {first}", *(f"{count} of {name}" for name, count in rest)])
-
-
-# ---- after the last step ----
-
-
-def summary_of(run: Run) -> dict[str, Any]:
-    """Return the content of `summary.json`: counts, losses, and the goals with their verdicts."""
-    counters = run.stepper.counters
-
-    # The loss of the last log line, and the newest evaluation, even if steps came after it.
-    metrics = run.evaluation.metrics if run.evaluation else {}
-    losses = {
-        "loss": run.recorder.last.get("loss"),
-        "eval_loss": run.evaluation.loss if run.evaluation else None,
-    }
-
-    summary = {
-        "task": run.name,
-        "step": counters.steps_done,
-        "applied": counters.applied,
-        "skipped": run.stepper.outcomes.skipped,
-        "seconds": time.time() - run.started,
-        **losses,
-        "eval_metrics": metrics,
-        "world": run.runtime.world.size,
-    }
-    if run.evaluations_by_set:
-        summary["evaluations"] = {name: other.named() for name, other in run.evaluations_by_set.items()}
-    if run.best:
-        summary["best"] = run.best
-    if run.stop_reason:
-        summary["stopped"] = run.stop_reason
-    if run.config.init_from:
-        summary["init_from"] = run.checkpoints.state.parts["init_from"].state_dict()
-
-    # The losses come last, so that a metric named "loss" cannot replace them.
-    goals = judge(run.config.goals, run.results() | metrics | losses)
-    if goals:
-        summary["goals"] = goals
-        summary["pass"] = all(goal["pass"] for goal in goals)
-
-    return summary
-
-
-def judge(goals: Sequence[str], values: Mapping[str, float | None]) -> list[dict[str, Any]]:
-    """Return each goal (`accuracy >= 0.9`) with its value and whether it passes. A missing value or NaN fails."""
-    verdicts = []
-    for goal in goals:
-        name, sign, bound = goal.split()
-        value = values.get(name)
-        reached = value is not None and not math.isnan(value) and COMPARE[sign](value, float(bound))
-        verdicts.append({"target": goal, "value": value, "pass": reached})
-    return verdicts

@@ -1,0 +1,171 @@
+"""The end of a run: `end_training` saves its state and its weights, `close` writes the summary and the report.
+
+A run that is preempted ends with `end_preempted` instead. All functions are collective.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor
+
+from lockstep.checkpoint.inspect import read_weights
+from lockstep.engine.log.summary import summary_of
+from lockstep.errors import Preempted
+from lockstep.observe.report import write_report
+from lockstep.observe.run_folder import save_weights, write_summary
+from lockstep.parallel.cudagraph.graphs import release_captures
+from lockstep.parallel.driver import full_state
+
+if TYPE_CHECKING:
+    from lockstep.engine.run import Run  # which calls `end_preempted`
+
+
+def end_training(run: Run) -> None:
+    """Log the last step, write the last checkpoint, then the weights. Raise if no step was applied."""
+    run.close_source()
+
+    # After a `break` in a custom loop, the last steps are not logged yet.
+    last = run.requests.accept_last()
+    run.log.write_rest(last)
+    _log_stop(run)
+
+    counters = run.stepper.counters
+    run.stepper.outcomes.check_something_learned(counters.steps_done, counters.applied)
+    run.check_replicas()
+
+    # The last evaluation may be the best one.
+    at_end = run.config.checkpoint.at_end or run.requests.save_agreed
+    if at_end and run.checkpoints.due(counters.steps_done, requested=True):
+        run.save_checkpoint()
+
+    run.checkpoints.settle()
+    run.recorder.poll(wait=True)
+    _save_final_weights(run)
+
+
+def _log_stop(run: Run) -> None:
+    """Log why the run ends before its last step, if it does."""
+    # Only the rank that requested a stop knows why.
+    reasons = run.runtime.collectives.gather_json(run.requests.stop_reason)
+    reason = next(filter(None, reasons), None)
+    run.requests.stop_reason = reason
+    if reason:
+        run.recorder.event("stop", step=run.stepper.counters.steps_done, reason=reason)
+
+
+# ---- the weights ----
+
+
+def _save_final_weights(run: Run) -> None:
+    """Write `model.safetensors` and, with `ema.decay`, `ema.safetensors`."""
+    setup = run.model_setup
+    setup.driver.sync_buffers()
+    with setup.evaluation_weights():
+        _save_weights(run, "model.safetensors")
+
+    if setup.average:
+        with setup.averaged_weights():
+            _save_weights(run, "ema.safetensors", ema=True)
+
+
+def _save_weights(run: Run, file: str, ema: bool = False) -> None:
+    # Gathering sharded parameters is collective: all ranks take part, and only rank 0 gets the result.
+    weights, aliases = full_state(run.driver, run.runtime.is_main, run.config.checkpoint.frozen)
+    run.runtime.collectives.run_on_rank0(lambda: _write_weights(run, file, weights, aliases, ema))
+
+
+def _write_weights(run: Run, file: str, weights: dict[str, Tensor], aliases: dict[str, str], ema: bool) -> None:
+    """Write the weights, or those of the best checkpoint, as `checkpoint.final` says, on rank 0."""
+    if run.config.checkpoint.final == "best":
+        best = run.checkpoints.best()
+        if best is None:
+            reason = f"checkpoint.final=best: no checkpoint has a finite value, so {file} is of the last step"
+            run.recorder.event("warning", reason=reason)
+        else:
+            # A checkpoint may hold float32 masters of weights that the model stores in another format.
+            saved, aliases = read_weights(best.checkpoint, ema)
+            weights = {name: tensor.to(weights[name].dtype) for name, tensor in saved.items()}
+
+    save_weights(run.folder.path / file, weights, aliases)
+
+
+# ---- the summary ----
+
+
+def close(run: Run, text: str | None = None) -> dict[str, Any]:
+    """Write the summary and the report, and return the summary. `text` is what the task's `show` returned."""
+    run.runtime.heartbeat.beat("end")
+    run.recorder.write_rest(run.stepper.sums, run.stepper.counters.steps_done)
+    best = run.runtime.collectives.run_on_rank0(lambda: _describe_best(run))
+    _release(run)
+
+    summary = summary_of(run, best)
+    if text:
+        run.recorder.event("sample", text=text)
+    for goal in summary.get("goals", ()):
+        run.recorder.event("goal", **goal)
+    run.recorder.event("end", **summary)
+    run.recorder.close()
+
+    if run.runtime.is_main:
+        _write_report(run, summary)
+
+    # No rank ends before the folder is complete.
+    run.runtime.collectives.final_barrier()
+    run.folder.release_lock()
+    return summary
+
+
+def _describe_best(run: Run) -> dict[str, Any] | None:
+    best = run.checkpoints.best()
+    if best is None:
+        return None
+
+    path = run.folder.as_shown(best.checkpoint.location)
+    return {"step": best.checkpoint.step, "metric": best.metric, "value": best.value, "checkpoint": path}
+
+
+def _release(run: Run) -> None:
+    """Return the model and the optimizers to the user without our hooks, with the weights to use from now on."""
+    setup = run.model_setup
+    setup.optimizers.use_evaluation_weights(setup.driver.drop_gathered)
+    setup.optimizers.release()
+    run.stepper.learning_rate.release()
+    release_captures(setup.driver.model)
+    run.checkpoints.close()
+
+
+def _write_report(run: Run, summary: dict[str, Any]) -> None:
+    # The weights are saved, so a failure only prints a message.
+    try:
+        write_summary(run.folder.path, summary)
+        report = write_report(run.folder.path)
+    except OSError as error:
+        print(f"lockstep: the summary and the report cannot be written: {error}", file=sys.stderr)
+    else:
+        if run.config.log.progress != "off":
+            print(f"report   {Path(run.folder.shown) / report.name}")
+
+
+# ---- a preemption ----
+
+
+def end_preempted(run: Run) -> NoReturn:
+    """Raise `Preempted`, which ends this process. All ranks have saved at the same step."""
+    steps_done = run.stepper.counters.steps_done
+    run.close_source()
+
+    # If the save failed, there is no checkpoint of this step to report.
+    saved = run.checkpoints.saved_location() if run.checkpoints.settle() else None
+    path = run.folder.as_shown(saved) if saved else None
+
+    # Only some ranks may have received the signal.
+    notice = run.runtime.notice
+    received = run.runtime.collectives.gather_json([notice.signal, notice.original])
+    signal, original = next((both for both in received if both[0]), ("SIGTERM", "SIGTERM"))
+    run.recorder.event("leave", step=steps_done, signal=original, checkpoint=path)
+    run.runtime.collectives.final_barrier()
+    raise Preempted(steps_done, signal, path)

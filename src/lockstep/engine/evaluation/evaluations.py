@@ -1,0 +1,125 @@
+"""The evaluations of a run: when they are due, their newest results, and what follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.config import RunConfig
+from lockstep.engine.evaluation.early_stop import EarlyStop, check_metric
+from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet
+from lockstep.engine.evaluation.schedule import EvaluationSchedule
+from lockstep.engine.requests import Requests
+from lockstep.observe.recorder import Recorder
+from lockstep.optim.schedule import LearningRate
+from lockstep.optim.user_scheduler import SchedulerRate
+
+
+class Evaluations:
+    """Lets early stopping, the best checkpoint and ReduceLROnPlateau follow the evaluations that decide.
+
+    All ranks have the same results, so each of them decides alike without asking the others.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        schedule: EvaluationSchedule,
+        requests: Requests,
+        checkpoints: CheckpointManager,
+        learning_rate: LearningRate | SchedulerRate,
+        recorder: Recorder,
+        newest: Evaluation | None = None,
+    ):
+        """`newest` was made before the first step."""
+        self.schedule = schedule
+        self.early_stop = EarlyStop(config.stop)
+        self._best_metric = config.checkpoint.best
+
+        # What follows an evaluation.
+        self._requests = requests
+        self._checkpoints = checkpoints
+        self._learning_rate = learning_rate
+        self._recorder = recorder
+
+        # The results.
+        self.newest = newest  # of those that decide
+        self.by_set: dict[str, Evaluation] = {}  # the newest of each named set
+        self._warned_of_second = False
+
+    def are_due(self, steps_done: int) -> bool:
+        """Return whether to evaluate after this step. All ranks get the same answer."""
+        due = self.schedule.due_after(steps_done)
+        if due or self._requests.evaluate_agreed:
+            # On a GPU the request for this evaluation may still be part of a result that is not read yet.
+            self._requests.accept_last()
+
+        return due or self._requests.evaluate_agreed
+
+    def follow(self, sets: Sequence[EvaluationSet], evaluations: Sequence[Evaluation], seconds: float) -> None:
+        """Keep new results, and decide what follows from them. `seconds` is how long the run has taken. Collective."""
+        self._requests.evaluated()
+        self.schedule.seconds = seconds
+        self.by_set |= {evaluation.name: evaluation for evaluation in evaluations if evaluation.name}
+        for chosen, evaluation in zip(sets, evaluations, strict=True):
+            if chosen.decides:
+                self._decide(evaluation)
+
+    def _decide(self, evaluation: Evaluation) -> None:
+        self.newest = evaluation
+        results = self.results()
+        self.early_stop.observe(results, evaluation.step)
+        self.stop_if_no_improvement()
+
+        # The best checkpoint is that of the best evaluation, so it is saved now and not when the next save is due.
+        if self._best_metric:
+            check_metric("checkpoint.best", self._best_metric, results)
+            self._requests.save_agreed |= self._checkpoints.is_new_best(results)
+
+        if not self._learning_rate.observe(evaluation.loss, evaluation.step):
+            self._warn_of_second(evaluation.step)
+
+    def stop_if_no_improvement(self) -> None:
+        """End the loop if the evaluations no longer improve."""
+        if self.early_stop.reason:
+            self._requests.stop_now(self.early_stop.reason)
+
+    def _warn_of_second(self, step: int) -> None:
+        if self._warned_of_second:
+            return
+
+        self._warned_of_second = True
+        reason = (
+            f"ReduceLROnPlateau follows the first evaluation of a step, and run.evaluate was called a second time at "
+            f"step {step}: pass decides=False for every dataset except the one that it should follow"
+        )
+        self._recorder.event("warning", reason=reason)
+
+    # ---- results ----
+
+    def is_current(self, steps_done: int) -> bool:
+        """Return whether the newest evaluation used the weights after so many steps."""
+        return self.newest is not None and self.newest.step == steps_done
+
+    def results(self) -> dict[str, float]:
+        """Return the newest results by the names that settings use: `eval_loss`, `accuracy`, `val/accuracy`.
+
+        Names without a set are those of the evaluation that decides.
+        """
+        if self.newest is None:
+            return {}
+
+        # Results of another step do not belong to these weights.
+        current = [other for other in self.by_set.values() if other.step == self.newest.step]
+        return {"eval_loss": self.newest.loss, **self.newest.metrics, **_named(current)}
+
+
+def results_for_hooks(sets: Sequence[EvaluationSet], evaluations: Sequence[Evaluation]) -> dict[str, float]:
+    """Return the results of an evaluation: "loss" and metrics of the set that decides, and "SET/loss" of named sets."""
+    deciding = [evaluation for chosen, evaluation in zip(sets, evaluations, strict=True) if chosen.decides]
+    main = (deciding or list(evaluations))[0]
+    return {"loss": main.loss, **main.metrics, **_named(evaluations)}
+
+
+def _named(evaluations: Sequence[Evaluation]) -> dict[str, float]:
+    return {name: value for evaluation in evaluations for name, value in evaluation.named().items()}

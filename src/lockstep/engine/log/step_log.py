@@ -1,0 +1,133 @@
+"""The log of the steps: a line of metrics every few steps and, with `log.samples`, the samples of each step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lockstep.engine.step import Stepper
+from lockstep.observe.recorder import Recorder
+from lockstep.observe.sinks import JsonlSink
+from lockstep.task import MicroBatch, Number, StepResult, Weight
+
+
+class SampleLog:
+    """Writes which samples this rank trained in each step."""
+
+    def __init__(self, path: Path, attempt: int):
+        path.parent.mkdir(exist_ok=True)
+        self._sink = JsonlSink(path)
+        self._attempt = attempt
+        self.close = self._sink.close
+
+    def write(self, step: int, trained: Sequence[MicroBatch]) -> None:
+        """Write the line of a step. A step that is repeated has one line per attempt, of which the last counts."""
+        ids = [[batch.epoch, *map(int, batch.ids)] for batch in trained]
+        self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
+
+
+class StepLog:
+    """Writes log lines. It owns the interval: the steps since the last line.
+
+    A line is due after every `log.every` steps and after the last one. It is written later, when the user's code has
+    logged what belongs to the step.
+    """
+
+    def __init__(
+        self,
+        every: int,
+        steps_per_epoch: int | None,
+        stepper: Stepper,
+        recorder: Recorder,
+        samples: SampleLog | None,
+    ):
+        """`steps_per_epoch` is None for a stream."""
+        # Fixed for the run.
+        self._every = every
+        self._steps_per_epoch = steps_per_epoch
+        self._stepper = stepper
+        self._recorder = recorder
+        self.samples = samples
+
+        # Of the interval. The sums of losses and metrics are `Stepper.sums`.
+        self._steps = 0
+        self._samples = 0
+        self._newest: StepResult | None = None  # the newest known result
+        self.line_due = False  # the line of this step is not written yet
+
+    def add_metric(self, name: str, total: Number, weight: Weight) -> None:
+        """Add to a metric of the next line."""
+        self._stepper.context.metric_names.seen.add(name)
+        self._stepper.sums.add([], [(name, total, weight)])
+
+    def end_step(self, samples: int, result: StepResult | None, is_last: bool) -> None:
+        """Count a step. `result` is the newest known result, which is that of the step itself if it is the last."""
+        self._steps += 1
+        self._samples += samples
+        self._newest = result
+        if is_last or self._stepper.counters.steps_done % self._every == 0:
+            self.line_due = True
+        else:
+            self._recorder.poll()
+
+    def write_if_due(self) -> None:
+        """Write the line of this step, unless it is written or not due. Collective if it is due."""
+        if self.line_due:
+            self._write(self._newest)
+
+    def write_rest(self, last: StepResult | None) -> None:
+        """Write the line of steps that have none yet: those before a `break` in a custom loop. Collective."""
+        if self._steps:
+            self._write(last or self._newest)
+
+    def _write(self, result: StepResult | None) -> None:
+        self.line_due = False
+        stepper, outcomes = self._stepper, self._stepper.outcomes
+        steps_done = stepper.counters.steps_done
+        numbers: dict[str, Any] = {"step": steps_done, "lr": float(stepper.lr), "skipped": outcomes.skipped}
+
+        # Numbers that not every run has.
+        if result is not None:
+            numbers["grad_norm"] = result.grad_norm
+        if self._steps_per_epoch:
+            numbers["epoch"] = steps_done / self._steps_per_epoch
+        if stepper.scaler:
+            numbers["scale"] = stepper.scaler.value
+
+        # `new` comes from the control word, so all ranks enter this collective together. It is set for the first line
+        # of a process: a hook may have logged its first values after the control word of this step.
+        if stepper.context.metric_names.new:
+            self.agree_on_names()
+
+        # The sums stay on the device. The recorder reduces them over the ranks and reads them later, without waiting.
+        self._recorder.end_interval(stepper.sums, self._steps, self._samples, outcomes.skipped_since_log, numbers)
+        self._begin_interval()
+        outcomes.skipped_since_log = 0
+
+    def _begin_interval(self) -> None:
+        self._steps = 0
+        self._samples = 0
+
+    # ---- the names of metrics, which all ranks must know ----
+
+    def names_to_share(self) -> list[str]:
+        """Return the metrics that this rank has seen, and that other ranks may not know."""
+        names = self._stepper.context.metric_names
+        return sorted(names.seen - names.known)
+
+    def agree_on_names(self) -> None:
+        """Make all ranks know the metrics of each of them. Collective."""
+        names = self._stepper.context.metric_names
+        self._recorder.agree_on_names(names.seen | names.known)
+        names.known = set(self._recorder.names)
+        names.new = False
+
+    # ---- checkpoints ----
+
+    def restore(self, interval: dict[str, Any] | None) -> None:
+        """Return to the interval in a checkpoint, as `Recorder.interval_state` describes it."""
+        self._recorder.resume_interval(self._stepper.sums, interval)
+        self._stepper.context.metric_names.known = set(self._recorder.names)
+        self._begin_interval()

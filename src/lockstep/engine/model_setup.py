@@ -1,0 +1,35 @@
+"""The model of a run, as its set-up leaves it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.callbacks.weight_average import WeightAverage
+from lockstep.engine.checks.guards import TrainableGuard
+from lockstep.engine.determinism import Exactness
+from lockstep.engine.evaluation.evaluator import Evaluator
+from lockstep.optim.optimizers import Optimizers
+from lockstep.parallel.driver import Driver
+
+
+@dataclass(frozen=True)
+class ModelSetup:
+    """The model under its driver, with its optimizers, evaluator and guards."""
+
+    driver: Driver
+    optimizers: Optimizers
+    evaluator: Evaluator
+    guard: TrainableGuard
+    exactness: Exactness | None  # with `exact`
+    schedulers: Any = None  # the user's, as `make_learning_rate` takes them
+    average: WeightAverage | None = None  # with `ema.decay`
+
+    def evaluation_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the weights that its optimizers evaluate and save."""
+        return self.optimizers.evaluation_weights(self.driver.drop_gathered)
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has its averages as weights, if there are any."""
+        return self.average.applied(self.driver.drop_gathered) if self.average else nullcontext()

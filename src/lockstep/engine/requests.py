@@ -1,0 +1,127 @@
+"""Requests that travel in the control word: stop, save, evaluate, preempt.
+
+A rank requests something by setting a flag. The flags of all ranks are summed with the gradients of the next step, so
+every rank receives a request with the result of the same step. A rank acts on what was received, never on a request of
+its own: the ranks then do the same after the same step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lockstep.checkpoint.manager import CheckpointManager, Resumed
+from lockstep.engine.step import Stepper
+from lockstep.task import StepResult
+
+
+@dataclass(eq=False)
+class Requests:
+    """What this rank requests, and what all ranks have agreed on and not carried out yet."""
+
+    stepper: Stepper
+    checkpoints: CheckpointManager
+
+    # Agreed: the same on every rank.
+    stop_agreed: bool = False
+    save_agreed: bool = False
+    evaluate_agreed: bool = False
+    preempt_agreed: bool = False
+
+    stop_reason: str | None = None  # why the run ends before its last step; other ranks may not know it
+
+    # Requested by the user's code on this rank, for the next control word.
+    save_requested: bool = False
+    stop_requested: str | None = None  # the reason, "" if none was given
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether all ranks have agreed that this step is the last one."""
+        return self.stop_agreed or self.preempt_agreed
+
+    def accept(self, result: StepResult | None) -> None:
+        """Record what any rank requested with the flags of a step's control word."""
+        if result is None:
+            return
+
+        flags = result.flags
+        self.stop_agreed |= flags.stop > 0
+        self.preempt_agreed |= flags.preempt > 0
+        self.save_agreed |= flags.save > 0
+        self.evaluate_agreed |= flags.evaluate > 0
+        self.stepper.context.metric_names.new |= flags.new_metrics > 0
+
+        # All ranks abandon the save in the same step, because they read the same control word.
+        if flags.save_failed:
+            self.checkpoints.abandon_if_failed()
+
+    def accept_last(self) -> StepResult | None:
+        """Wait for the result of the last step, if the host has not read it yet, accept its flags and return it."""
+        last = self.stepper.wait_for_outcome()
+        self.accept(last)
+        return last
+
+    # ---- a save, an evaluation ----
+
+    def request_save(self) -> None:
+        """Ask all ranks to save, after the step whose control word carries the request."""
+        self.save_requested = True
+        self.stepper.set_flags(save=True)
+
+    def saved(self) -> None:
+        """Mark all requests for a save as carried out."""
+        self.save_agreed = False
+        self.save_requested = False
+        self.stepper.set_flags(save=False)
+
+    def evaluated(self) -> None:
+        """Mark a request for an evaluation as carried out: the next control word must not ask for it again."""
+        self.evaluate_agreed = False
+        self.stepper.set_flags(evaluate=False)
+
+    # ---- a stop ----
+
+    def request_stop(self, reason: str | None = None, by_user: bool = False) -> None:
+        """Ask all ranks to stop: they do so together, after the step whose control word carries the request.
+
+        `by_user`: the user's code asked for it, so a run that is killed before that step stops there as well.
+        """
+        self.stop_reason = self.stop_reason or reason
+        self.stepper.set_flags(stop=True)
+        if by_user and self.stop_requested is None:
+            self.stop_requested = reason or ""
+
+    def stop_now(self, reason: str) -> None:
+        """End the loop after this step, for a reason that all ranks know. Every rank must call it."""
+        self.stop_reason = reason
+        self.stop_agreed = True
+
+    def resume_stop(self, resumed: Resumed) -> None:
+        """Carry out a stop that the user's code had requested before the checkpoint, or stay stopped.
+
+        A run that has stopped trains on if the user sets another number of steps.
+        """
+        stop = resumed.loop.stop
+        if stop is None:
+            return
+
+        if not stop["done"]:
+            self.request_stop(stop["reason"] or None, by_user=True)
+        elif not {"steps", "epochs"} & {change.key for change in resumed.changed_settings}:
+            self.stop_reason = stop["reason"] or None
+            self.stop_requested = stop["reason"]
+            self.stop_agreed = True
+
+    def stop_state(self, requested: Sequence[str | None], total_steps: int) -> dict[str, Any] | None:
+        """Return the stop that the user's code requested, as a checkpoint holds it, or None.
+
+        `requested` holds `stop_requested` of every rank.
+        """
+        reasons = [reason for reason in requested if reason is not None]
+        if not reasons:
+            return None
+
+        # A request in the last step has nothing left to stop: with more steps, the run goes on.
+        done = self.stop_agreed or self.stepper.counters.steps_done >= total_steps
+        return {"reason": reasons[0], "done": done}
