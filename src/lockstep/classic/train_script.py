@@ -1,4 +1,8 @@
-"""The main program of `train.py`: it trains a recipe on the ranks of a launcher, or on as many as the GPUs allow."""
+"""The main program of `train.py`: it trains a recipe on the ranks of a launcher, or on as many as the GPUs allow.
+
+It starts the ranks itself unless a launcher already has, and passes its arguments on as settings of the recipe. Options
+that contradict each other are refused before the first process starts.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What `check_gpu_setup.py` runs: can this machine train what the script trains, how long would it take, what to do."""
+"""What `check_gpu_setup.py` runs: can this machine train what the script trains, how long would it take, what to do.
+
+Each check is a function that returns findings: what was found, whether it is a problem, and what to do about it. None
+of them needs a GPU to answer that there is none.
+"""
 
 from __future__ import annotations
 
