@@ -98,6 +98,14 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
         )
 
     _refuse_balance(data, options.config)
+    if options.config.workers and getattr(dataset, "num_workers", 0):
+        raise UserError(
+            f"data.workers={options.config.workers} and num_workers={dataset.num_workers} of the "
+            f"{type(dataset).__name__} would nest worker processes",
+            "a worker process cannot start worker processes of its own",
+            "set data.workers=0, or leave num_workers out of the loader",
+        )
+
     if options.config.resume == "reread":
         _check_not_own(options.config)
         return ExactStreamSource(Shards([dataset]), collate, options)
