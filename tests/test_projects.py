@@ -23,7 +23,8 @@ TARGETS = {
     "packed_stream": "packed_stream.py:PackedStream",
 }
 PACKAGES = {"classifier": ["tensorboard"], "finetune": ["transformers", "peft", "wandb"]}
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src"), "WANDB_MODE": "offline"}
+PATH = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": PATH, "WANDB_MODE": "offline"}
 
 sys.path.insert(0, str(ROOT / "examples" / "ports"))
 lines_of_code = __import__("compare").lines_of_code

@@ -310,13 +310,6 @@ CONFIGURATION = {
         "checkpoint.best=",
         Asked(held_out=ROWS),
     ),
-    "the best weights without the frozen ones": Row(
-        {"checkpoint.final": "best", "checkpoint.best": "eval_loss", "checkpoint.frozen": False, "evaluate.every": 1},
-        "checkpoint.frozen",
-        "without the frozen weights",
-        "leave checkpoint.frozen out",
-        Asked(held_out=ROWS),
-    ),
     "two kinds of clipping": Row({"clip.norm": 1.0, "clip.value": 1.0}, "clip.value", "at most one", "keep one"),
     "speeds with fsdp": Row(
         {"load_balance": "auto", "strategy": "fsdp", "micro_batch": 1},

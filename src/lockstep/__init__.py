@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lockstep.task import BatchSource as BatchSource
     from lockstep.task import Loss as Loss
     from lockstep.task import MicroBatch as MicroBatch
+    from lockstep.task import RunView as RunView
     from lockstep.task import SourceContext as SourceContext
     from lockstep.task import StepBatches as StepBatches
     from lockstep.task import StepResult as StepResult
@@ -54,6 +55,7 @@ _HOMES = {
     "BatchSource": "task",
     "Loss": "task",
     "MicroBatch": "task",
+    "RunView": "task",
     "StepBatches": "task",
     "StepResult": "task",
     "SourceContext": "task",

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from lockstep.checkpoint.initial.match import _patterns
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.support import assert_user_errors, fit
@@ -135,7 +136,8 @@ def test_what_does_not_fit_is_listed_and_decided_by_patterns(pool: Pool, tmp_pat
 
     def refused(**values: Any) -> list[BaseException | None]:
         settings = {f"weights.{key}": value for key, value in values.items()}
-        run = {"run_dir": str(tmp_path / f"refused-{len(list(tmp_path.iterdir()))}"), "init_from": str(file)}
+        # A run that was refused leaves a folder that the next one can use.
+        run = {"run_dir": str(tmp_path / "run"), "init_from": str(file)}
         return pool.errors(fit, Still(), BASE | run | settings, world=2)
 
     assert_user_errors(refused(), "10 missing in the file: 0.up.weight", "9 extra in the file", "'weights.rename=")
@@ -144,6 +146,8 @@ def test_what_does_not_fit_is_listed_and_decided_by_patterns(pool: Pool, tmp_pat
     assert_user_errors(refused(rename=rename), *wanted, "1.up.weight [3, 4] -> [6, 4]", "'weights.allow_missing=")
     assert_user_errors(refused(rename={"^moduel[.]": ""}), "matches no name", "moduel")
     assert_user_errors(refused(rename={"[.]weight$": ".bias"}), "gives two tensors", "the name")
+    assert_user_errors(refused(rename={"(": ""}), "is not a regular expression", "unterminated subpattern")
+    assert_user_errors(refused(rename={"^module": "\\2"}), "is not a regular expression", "invalid group reference")
 
     allowed = {
         "rename": rename,
@@ -230,3 +234,10 @@ def test_tied_weights_may_come_under_any_of_their_names_but_must_agree(pool: Poo
     values |= {"run_dir": str(tmp_path / "other"), "init_from": str(tmp_path / "both.safetensors")}
     errors = pool.errors(fit, Tied(), values, world=1)
     assert_user_errors(errors, "is tied to another parameter in this model, but has its own values")
+
+
+def test_patterns_that_are_advised_match_nothing_else() -> None:
+    """With blocks.* a tensor of another shape in any block would keep its initial values."""
+    missing = [f"blocks.2.{name}.weight" for name in ("up", "down", "norm", "qkv")]
+    assert _patterns(missing, ["blocks.0.up.weight", "blocks.20.up.weight"]) == ["blocks.2.*"]
+    assert _patterns(["a.b", "a.c", "a.d", "e"], ["a.z"]) == ["a.b", "a.c", "a.d", "e"]

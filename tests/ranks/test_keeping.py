@@ -114,6 +114,26 @@ def test_the_best_evaluation_is_saved_at_once_and_named_everywhere(pool: Pool, t
     assert last.endswith("not verified")
 
 
+class PartlyFrozen(Scored):
+    def model(self) -> nn.Module:
+        model = super().model()
+        next(model.parameters()).requires_grad_(False)
+        return model
+
+
+def test_the_best_weights_of_checkpoints_without_frozen_ones(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "evaluate.every": 4, "evaluate.batch": 4, "checkpoint.frozen": False}
+    values |= {"checkpoint.best": "eval_loss", "checkpoint.final": "best"}
+    (trace,) = pool.run(fit, PartlyFrozen(), values, world=1)
+
+    result = RunResult(tmp_path, trace.summary, PartlyFrozen())
+    frozen = next(name for name, p in PartlyFrozen().model().named_parameters() if not p.requires_grad)
+    assert result.best
+    assert result.best.step == 8
+    assert result.weights.keys() == trace.steps[7].weights.keys() - {frozen}
+    assert all(torch.equal(weight, trace.steps[7].weights[name]) for name, weight in result.weights.items())
+
+
 @pytest.mark.long
 def test_the_best_survives_kills_and_another_number_of_ranks(pool: Pool, tmp_path: Path) -> None:
     """A run that leaves after every second step, on 1, 2 and 3 ranks in turn, keeps what an undisturbed one keeps."""

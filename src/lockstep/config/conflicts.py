@@ -234,14 +234,6 @@ PAIRS = (
         "micro-batches that depend on the memory that is free at the time",
         "set micro_batch=4, the same on every number of ranks",
     ),
-    (
-        "checkpoint.final",
-        "best",
-        "checkpoint.frozen",
-        False,
-        "checkpoints without the frozen weights, which model.safetensors needs",
-        "leave checkpoint.frozen out, or checkpoint.final",
-    ),
 )
 
 

@@ -1,4 +1,8 @@
-"""A torch DataLoader as training data: a run takes its parts, and decides the order and the batches itself."""
+"""A torch DataLoader as training data: a run takes its parts, and decides the order and the batches itself.
+
+The loader itself is never iterated over: its order would depend on the number of ranks, and its position could not be
+saved. An option that Lockstep cannot honour is refused, not dropped.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,7 @@ from torch.utils.data import (
 from lockstep.config.schema import typed
 from lockstep.data.loader import is_default_collate
 from lockstep.data.samplers import Sampled
+from lockstep.data.samplers.torch_samplers import covers
 from lockstep.data.streams.cursor import has_state
 from lockstep.errors import UserError
 
@@ -70,10 +75,12 @@ def is_stateful_stream(data: Any) -> bool:
 def _settings(loader: DataLoader, shuffle: bool | None) -> dict[str, Any]:
     """Return the loader's options as settings. An option at torch's default decides nothing."""
     # A DistributedSampler divides the dataset among the ranks, and then a batch is that of one rank.
-    per_rank = isinstance(loader.sampler, DistributedSampler)
     batches = loader.batch_sampler
     assert isinstance(batches, BatchSampler)
+    per_rank = isinstance(batches.sampler, DistributedSampler)
     settings: dict[str, Any] = {"local_batch" if per_rank else "global_batch": batches.batch_size}
+
+    # Only what the loader was asked for: the settings may say the rest.
     if shuffle is not None:
         settings["data.shuffle"] = shuffle
     if batches.drop_last:
@@ -90,9 +97,14 @@ def _take_sampler(loader: DataLoader) -> tuple[Any, bool | None]:
     """Return (sampler, None), or (None, whether to shuffle) for a plain order."""
     assert isinstance(loader.batch_sampler, BatchSampler)
     sampler: Any = loader.batch_sampler.sampler
+    dataset: Any = loader.dataset
+    if not covers(sampler, len(dataset)):
+        return sampler, None
+
+    # Plain orders are Lockstep's own, which can be resumed anywhere.
     if type(sampler) is SequentialSampler:
         return None, False
-    if type(sampler) is DistributedSampler:
+    if type(sampler) is DistributedSampler and covers(sampler, len(dataset)):
         return None, sampler.shuffle
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         return None, True
@@ -101,6 +113,7 @@ def _take_sampler(loader: DataLoader) -> tuple[Any, bool | None]:
 
 
 def _take_collate(loader: DataLoader, collate: Collate) -> Collate:
+    """Return the loader's collate_fn, unless the run has a collate of its own: that must be an error."""
     if not is_default_collate(collate):
         raise UserError(
             "the DataLoader has a collate_fn, and the run has a collate of its own",

@@ -46,6 +46,7 @@ class RowPacker:
                 f"set row_length={size} or more, or shorten or split the document" if size else "leave it out",
             )
 
+        # Best fit: the row with the least room. Without one, the fullest row is closed for a new one.
         fitting = [index for index, room in enumerate(self._room) if room >= size]
         completed = []
         if not fitting:
@@ -58,6 +59,7 @@ class RowPacker:
         best = min(fitting, key=self._room.__getitem__)
         self._rows[best].append(item)
         self._room[best] -= size
+
         if not self._room[best]:
             completed.append(self._complete(best))
 
@@ -113,6 +115,12 @@ class PackedDataset:
         # Without `lengths`, every document is read once, now.
         if lengths is None:
             lengths = [len(as_document(dataset[index])["input_ids"]) for index in range(len(dataset))]
+        if len(lengths) != len(dataset):
+            raise UserError(
+                f"there are {len(lengths)} lengths for {len(dataset)} documents",
+                "",
+                "pass one length for each document",
+            )
         self.rows = pack_all(lengths, row_length)
 
     def __len__(self) -> int:
@@ -165,6 +173,12 @@ def _fill(row: list[dict[str, Tensor]], row_length: int, pad: int, shifted: bool
     """Return the tensors (row_length,) of one row."""
     lengths = [len(document["input_ids"]) for document in row]
     rest = row_length - sum(lengths)
+    if rest < 0:
+        raise UserError(
+            f"the documents of a row have {sum(lengths)} tokens, and a row has {row_length}",
+            f"their lengths are {lengths}; PackedDataset was given others, or another row_length",
+            "give PackedDataset the lengths of the documents, and both the same row_length",
+        )
 
     # Padding is no longer than the longest document, so that its positions are among those that the model knows.
     pieces = [min(max(lengths), rest - start) for start in range(0, rest, max(lengths))]

@@ -29,7 +29,7 @@ from lockstep.data.loader import (
     to_device,
 )
 from lockstep.data.samplers import Sampled, Sampler, make_sampler
-from lockstep.data.samplers.sampler import OrderCache
+from lockstep.data.samplers.sampler import OrderCache, checked_ids
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.streams.cursor import has_state
@@ -77,6 +77,12 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
         reader = SampleReader(dataset, collate, options.seed, options.config.seed_samples)
         if sampler is None:
             sampler = make_sampler(len(dataset), options.seed, options.config.shuffle)
+        elif not options.config.shuffle:
+            raise UserError(
+                f"data.shuffle=false has no effect: the training data has a sampler, {type(sampler).__name__}",
+                "the order is the sampler's",
+                "leave data.shuffle out; or return the dataset without the sampler",
+            )
 
         lengths = None
         if options.config.balance == "length":
@@ -92,6 +98,14 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
         )
 
     _refuse_balance(data, options.config)
+    if options.config.workers and getattr(dataset, "num_workers", 0):
+        raise UserError(
+            f"data.workers={options.config.workers} and num_workers={dataset.num_workers} of the "
+            f"{type(dataset).__name__} would nest worker processes",
+            "a worker process cannot start worker processes of its own",
+            "set data.workers=0, or leave num_workers out of the loader",
+        )
+
     if options.config.resume == "reread":
         _check_not_own(options.config)
         return ExactStreamSource(Shards([dataset]), collate, options)
@@ -103,6 +117,7 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
 
 
 def _check_not_own(config: DataConfig) -> None:
+    """Refuse a stream that resumes exactly and assigns its samples to ranks itself."""
     if config.sharding == "own":
         raise UserError(
             "data.sharding=own cannot be used with a stream that resumes exactly",
@@ -112,6 +127,7 @@ def _check_not_own(config: DataConfig) -> None:
 
 
 def _refuse_balance(data: Any, config: DataConfig) -> None:
+    """Refuse to balance the lengths of a stream, which are not known in advance."""
     if config.balance != "none":
         raise UserError(
             f"data.balance={config.balance} needs a dataset with __getitem__; the training data is a "
@@ -122,6 +138,7 @@ def _refuse_balance(data: Any, config: DataConfig) -> None:
 
 
 def _check_readable(data: Any, is_stream: bool, config: DataConfig) -> None:
+    """Refuse data that cannot be read, and settings that are for other kinds of data."""
     if not hasattr(data, "__iter__" if is_stream else "__len__"):
         problem = "can neither be indexed nor iterated over" if is_stream else "has no __len__"
         raise UserError(
@@ -149,7 +166,12 @@ def _check_readable(data: Any, is_stream: bool, config: DataConfig) -> None:
 
 
 class MapSource(BatchSource):
-    """A map-style dataset in the order of its sampler, which depends neither on the rank nor on the world size."""
+    """A map-style dataset in the order of its sampler, which depends neither on the rank nor on the world size.
+
+    A step is a window of consecutive positions. Its micro-batches are numbered over all ranks, and `take` gives this
+    rank the ones that are its own. The position moves on in `commit` alone, so a step that was not applied is taken
+    again.
+    """
 
     can_skip = True
 
@@ -158,6 +180,7 @@ class MapSource(BatchSource):
     ):
         self.reader = reader
         self.sampler = sampler
+        self.samples = len(reader.dataset)
         self.lengths = lengths  # (samples,) of the dataset, for data.balance=length
         self.options = options
         self.data_world = options.data_world
@@ -207,6 +230,7 @@ class MapSource(BatchSource):
         self._assigned.pop(self.position, None)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position, for all ranks: it does not depend on them."""
         return {
             "position": self.position,
             "length": self.length,
@@ -214,6 +238,7 @@ class MapSource(BatchSource):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position, on any number of ranks."""
         if state["length"] != self.length:
             raise UserError(
                 f"the dataset has {self.length} samples, but had {state['length']} when the position was saved",
@@ -266,7 +291,7 @@ class MapSource(BatchSource):
         """
         window = self._window(self.position)
         stop = min(window.start + count, self.length if beyond_step else window.stop)
-        return Request(window.epoch, self.sampler.ids(window.epoch, window.start, stop).tolist())
+        return Request(window.epoch, self._ids(window.epoch, window.start, stop).tolist())
 
     def start_workers(self) -> None:
         """Start the worker processes, if there are any.
@@ -327,6 +352,9 @@ class MapSource(BatchSource):
 
         return window
 
+    def _ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        return checked_ids(self.sampler, epoch, start, stop, self.samples)
+
     def _end_position(self, window: Window) -> int:
         return window.epoch * self.length + window.stop
 
@@ -360,19 +388,20 @@ class MapSource(BatchSource):
         return assigned
 
     def _micro_batch(self, window: Window, index: int, padding: bool) -> MicroBatch:
+        """Return a micro-batch of a window without its data: which samples it has, and its place in the step."""
         if self.lengths is not None:
             parts = self._divisions.get(window, lambda: self._divide(window))
             ids, first = parts[index], sum(map(len, parts[:index]))
             return MicroBatch(None, index, len(ids), window.epoch, ids, padding, first)
 
         start, stop = micro_slice(window, self.options.micro_batch, index)
-        ids = self.sampler.ids(window.epoch, start, stop)
+        ids = self._ids(window.epoch, start, stop)
         return MicroBatch(None, index, stop - start, window.epoch, ids, padding, start - window.start)
 
     def _divide(self, window: Window) -> list[np.ndarray]:
         """Return the ids of each micro-batch of a window, divided by length."""
         assert self.lengths is not None
-        ids = self.sampler.ids(window.epoch, window.start, window.stop)
+        ids = self._ids(window.epoch, window.start, window.stop)
         return [ids[places] for places in divide_by_length(self.lengths[ids], self._count(window))]
 
     # ---- reading samples ----
@@ -385,6 +414,8 @@ class MapSource(BatchSource):
         for index, padding in assigned:
             micro = self._micro_batch(window, index, padding)
             micro.data = self.reader(Request(window.epoch, micro.ids)) if batches is None else next(batches)
+
+            # A batch that collate has emptied still takes part in the step, with weight 0.
             if is_empty(micro.data):
                 self._make_padding(micro)
 
@@ -415,6 +446,7 @@ class MapSource(BatchSource):
         return self._prefetched
 
     def _start_reading(self) -> Iterator[Any]:
+        """Start to read ahead from the current position."""
         config = self.options.config
         if self._copies:
             self._copies.record()

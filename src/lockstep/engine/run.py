@@ -182,8 +182,6 @@ class Run:
         steps_done = self.stepper.counters.steps_done
         if self.tracer:
             self.tracer.end_step()
-        if self.model_setup.average:
-            self.model_setup.average.update()
 
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)
@@ -214,6 +212,10 @@ class Run:
             self.runtime.heartbeat.beat("user code", steps_done)
             self.hooks.after_step(result)
             self.runtime.heartbeat.beat("data")
+
+        # After the hooks, which may change the weights: clip them, for example.
+        if self.model_setup.average:
+            self.model_setup.average.update()
 
     def _request_what_is_due(self) -> None:
         """Request what this rank finds due by its clock, and report a failed save, with the next control word."""

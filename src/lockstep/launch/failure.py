@@ -167,9 +167,12 @@ def note_end(folder: Path, rank: int, exit_line: str = "") -> None:
 
 
 def raising_line(error: BaseException) -> str:
-    """Return FILE:LINE of the line that raised an error; "" if that is unknown."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    """Return FILE:LINE of the line that raised an error, in the user's code if it went through any; "" if unknown."""
+    frames = [stacks.Frame(f.filename, str(f.lineno), f.name) for f in traceback.extract_tb(error.__traceback__)]
+
+    # wandb, for example, replaces sys.exit by a function of its own.
+    users = [frame for frame in frames if frame.in_user_code]
+    return next((f"{frame.file}:{frame.line}" for frame in reversed(users or frames)), "")
 
 
 def _end_note(folder: Path, rank: int) -> Path:

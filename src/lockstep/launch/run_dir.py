@@ -132,7 +132,10 @@ def newest_unfinished(name: str) -> Path | None:
 
 
 def holds_a_run(path: Path) -> bool:
-    return (path / "metrics.jsonl").exists() or (path / "checkpoints").exists()
+    """Return whether a run has left something there. One that was refused before its first step leaves nothing."""
+    metrics, checkpoints = path / "metrics.jsonl", path / "checkpoints"
+    has_metrics = metrics.exists() and (not metrics.is_file() or metrics.stat().st_size > 0)
+    return has_metrics or (checkpoints.exists() and (not checkpoints.is_dir() or any(checkpoints.iterdir())))
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -73,7 +73,11 @@ class View:
 
 
 class Heartbeat:
-    """Writes the heartbeat, on the rank's side. `spent` adds up the seconds of every phase, which shows slow ranks."""
+    """Writes the heartbeat, on the rank's side. `spent` adds up the seconds of every phase, which shows slow ranks.
+
+    `beat` marks the beginning of a phase; `visit` is a phase inside another one. The launcher's watchdog compares the
+    time in a phase with the longest stay in it so far.
+    """
 
     def __init__(self, path: Path | None = None):
         self._memory: mmap.mmap | bytearray = bytearray(SIZE)

@@ -55,7 +55,11 @@ def ray_train_notice() -> object | None:
 
 
 class PreemptionNotice:
-    """Holds the signal that asked this process to save and exit, if one did."""
+    """Holds the signal that asked this process to save and exit, if one did.
+
+    The handler only notes the signal: it may arrive in the middle of anything. The step reads the note and carries it
+    to all ranks. A second Ctrl-C does not wait for that.
+    """
 
     def __init__(self, waits: bool = True) -> None:
         """`waits`: the process continues until its state is saved. False until there is something to save."""

@@ -82,7 +82,11 @@ class RunningTrial:
 
 
 class Runner:
-    """Runs trials: `with Runner() as runner: records = runner.run(target, trials)`."""
+    """Runs trials: `with Runner() as runner: records = runner.run(target, trials)`.
+
+    Ranks are forked from a process that has imported torch, so that a trial of a few steps takes about as long as the
+    steps.
+    """
 
     def __init__(self, preload: Sequence[str] = (), limit: timedelta = LIMIT) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="lockstep-verify-"))

@@ -52,6 +52,10 @@ def own_collate(samples):
             DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 5, drop_last=True)),
             {"global_batch": 5, "data.shuffle": True, "tail": "drop"},
         ),
+        (
+            DataLoader(DATA, batch_sampler=BatchSampler(DistributedSampler(DATA, num_replicas=2, rank=0), 5, False)),
+            {"local_batch": 5, "data.shuffle": True},
+        ),
         (DataLoader(Stream(), 4), {"global_batch": 4}),
     ],
 )
@@ -130,3 +134,9 @@ def test_a_task_and_a_loop_of_ones_own_train_from_a_loader(tmp_path):
                 step.backward(model(x).sum(), weight=len(x))
             step.apply()
     assert seen == expected
+
+
+def test_a_sampler_of_the_first_samples_is_no_order_of_all():
+    taken = take_loader(DataLoader(DATA, 4, sampler=RandomSampler(range(5))), default_collate)
+    assert taken.settings == {"global_batch": 4}
+    assert isinstance(taken.data, Sampled)

@@ -230,3 +230,11 @@ def test_a_llama_of_transformers_needs_the_mask():
     assert gradient(Called(True), rows)[1] == weight
     assert (gradient(Called(True), rows)[2] - alone).norm() <= 1e-12 * alone.norm()
     assert (gradient(Called(False), rows)[2] - alone).norm() > 1e-2 * alone.norm()
+
+
+def test_lengths_that_are_not_those_of_the_documents_are_refused():
+    with pytest.raises(UserError, match="there are 2 lengths for 3 documents"):
+        PackedDataset([[1], [2], [3]], row_length=4, lengths=[1, 1])
+    rows = PackedDataset([[1, 2, 3]] * 2, row_length=4, lengths=[2, 2])
+    with pytest.raises(UserError, match="the documents of a row have 6 tokens, and a row has 4"):
+        packed_batch([rows[0]], row_length=4)

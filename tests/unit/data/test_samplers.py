@@ -159,3 +159,43 @@ def test_changing_ids_changes_no_order():
     order = make_sampler(10, 0)
     order.ids(0, 0, 10)[:] = 0
     assert order.ids(0, 0, 10).tolist() == FROZEN
+
+
+class Own:
+    """A sampler of a user, whose ids are those of `make`."""
+
+    def __init__(self, make):
+        self.make = make
+
+    def __len__(self):
+        return 6
+
+    def ids(self, epoch, start, stop):
+        return self.make(start, stop)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda start, stop: np.arange(start, stop)[1:], r"must give 3 whole numbers.*shape \(2,\)"),
+        (lambda start, stop: np.arange(start, stop)[:, None], r"must give 3 whole numbers.*shape \(3, 1\)"),
+        (lambda start, stop: np.arange(start, stop) / 1.0, "must give 3 whole numbers.*type float64"),
+        (lambda start, stop: np.arange(start, stop) - 1, "gave sample -1 of a dataset of 6 samples"),
+        (lambda start, stop: np.arange(start, stop) + 4, "gave sample 6 of a dataset of 6 samples"),
+    ],
+)
+def test_ids_that_are_not_samples_are_refused(make, says):
+    """A list would take -1 for its last sample, and fewer ids would be trained with the weight of all."""
+    with pytest.raises(UserError, match=f"(?s){says}"):
+        list(source(Own(make), 0, 1, list("abcdef"), micro_batch=3).take())
+
+
+def test_ids_may_be_a_list():
+    listed = Own(lambda start, stop: [*range(start, stop)])
+    assert [micro.data for micro in source(listed, 0, 1, list("abcdef"), micro_batch=3).take()] == [[*"abc"], [*"def"]]
+
+
+def test_a_sampler_and_data_shuffle_are_refused_together():
+    options = SourceOptions(2, 2, "short", DataConfig(shuffle=False), 0, World(0, 1), torch.device("cpu"))
+    with pytest.raises(UserError, match=r"data\.shuffle=false has no effect: the training data has a sampler"):
+        open_source(Sampled([1, 2], SequentialSampler(2)), default_collate, options)

@@ -4,6 +4,7 @@ import json
 import re
 import runpy
 import signal
+import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -296,6 +297,19 @@ def test_the_line_that_raised_is_named(tmp_path):
         runpy.run_path(str(script))
     assert failure.raising_line(left.value) == f"{script}:3"
     assert failure.raising_line(SystemExit(0)) == ""
+
+
+def test_the_line_that_raised_is_the_users(tmp_path, monkeypatch):
+    """A library may put a function of its own in place of sys.exit: wandb does."""
+    library = tmp_path / "site-packages" / "library.py"
+    library.parent.mkdir()
+    library.write_text("def leave(code):\n    raise SystemExit(code)\n")
+    monkeypatch.setattr(sys, "exit", runpy.run_path(str(library))["leave"])
+    script = tmp_path / "leaves.py"
+    script.write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(script))
+    assert failure.raising_line(left.value) == f"{script}:2"
 
 
 def test_a_rank_whose_script_ended_is_not_said_to_have_called_exit():

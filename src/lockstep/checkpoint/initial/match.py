@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -106,7 +106,15 @@ def _renamed(source: WeightSource, settings: WeightsConfig) -> dict[str, str]:
 
         # All patterns are applied, one after the other.
         for pattern, replacement in settings.rename.items():
-            name, count = re.subn(pattern, replacement, name)
+            try:
+                name, count = re.subn(pattern, replacement, name)
+            except re.error as error:
+                raise UserError(
+                    f"weights.rename has {pattern!r}: {replacement!r}, which is not a regular expression with its "
+                    "replacement",
+                    str(error),
+                    "write a backslash before characters that stand for themselves; see Python's re.sub",
+                ) from None
             used |= {pattern} if count else set()
 
         if name in renamed:
@@ -150,7 +158,14 @@ def _mismatch(
 
     # If names differ only by what comes first, a renaming is the better answer.
     rename = _prefix(problems["allow_missing"], problems["allow_extra"])
-    allowed = [f"'weights.{key}={json.dumps(_patterns(names))}'" for key, names in problems.items() if names]
+    others = {
+        "allow_missing": tensors.keys() - set(problems["allow_missing"]),
+        "allow_extra": set(source.names()) - set(problems["allow_extra"]),
+        "allow_reshape": tensors.keys() - set(problems["allow_reshape"]),
+    }
+    allowed = [
+        f"'weights.{key}={json.dumps(_patterns(names, others[key]))}'" for key, names in problems.items() if names
+    ]
     fixes = [f"'weights.rename={json.dumps(rename)}'"] if rename else allowed
     about = "the names differ only in their beginning" if rename else "if that is right"
     return UserError(
@@ -170,11 +185,19 @@ def _prefix(missing: Sequence[str], extra: Sequence[str]) -> dict[str, str] | No
     return None
 
 
-def _patterns(names: Sequence[str]) -> list[str]:
-    """Return patterns for these names: one for all names with the same first part, if there are many."""
+def _patterns(names: Sequence[str], others: Collection[str]) -> list[str]:
+    """Return patterns for these names, if there are many: as few as possible, none of which matches one of `others`."""
     if len(names) <= 3:
         return list(names)
-    return sorted({f"{name.partition('.')[0]}.*" if "." in name else name for name in names})
+
+    found: set[str] = set()
+    for name in names:
+        prefixes = [f"{name[:place]}." for place, letter in enumerate(name) if letter == "."]
+        alone = (prefix for prefix in prefixes if not any(other.startswith(prefix) for other in others))
+        prefix = next(alone, None)
+        found.add(f"{prefix}*" if prefix else name)
+
+    return sorted(found)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.samplers.sampler import OrderCache, SeededSampler, as_numbers
+from lockstep.data.samplers.sampler import OrderCache, SeededSampler, as_numbers, check_whole
 from lockstep.data.samplers.shuffled import ShuffledSampler
-from lockstep.errors import UserError
 
 
 @dataclass(eq=False)
@@ -30,15 +29,18 @@ class BucketedSampler(SeededSampler):
     seed: int | None = None  # None: the run's
 
     def __post_init__(self) -> None:
-        for name in ("batch", "pool"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1", "", f"set {name}=64")
+        check_whole(self.batch, "batch")
+        check_whole(self.pool, "pool")
 
         self.lengths = as_numbers(self.lengths, "lengths")
         self._shuffled = ShuffledSampler(len(self), self.seed or 0)
         self._pools = OrderCache()
 
     def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def samples(self) -> int:
         return len(self.lengths)
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
@@ -56,6 +58,7 @@ class BucketedSampler(SeededSampler):
         return self._pools.get((epoch, index), lambda: self._make_pool(epoch, index))
 
     def _make_pool(self, epoch: int, index: int) -> np.ndarray:
+        """Return the ids of one pool: in groups of similar length, which come in random order."""
         # This raises without a seed, on which the shuffled order depends as well.
         key = self.key("buckets", epoch, index)
 

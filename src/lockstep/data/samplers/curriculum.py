@@ -47,12 +47,17 @@ class CurriculumSampler(SeededSampler):
     def __len__(self) -> int:
         return len(self._easiest_first)
 
+    @property
+    def samples(self) -> int:
+        return len(self._easiest_first)
+
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         assert 0 <= start <= stop <= len(self)
         key = self.key("curriculum", epoch)
         if epoch >= self.ramp:
             return self._shuffled.ids(epoch, start, stop)
 
+        # Each offset may draw from the easiest samples, up to its own share.
         shares = np.array([self.share(epoch + offset / len(self)) for offset in range(start, stop)])
         allowed = np.maximum(1, np.ceil(shares * len(self)))
         return self._easiest_first[(uniforms(key, start, stop) * allowed).astype(np.int64)]

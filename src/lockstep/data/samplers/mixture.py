@@ -35,8 +35,12 @@ class Mixture(Sampled):
     """
 
     def __init__(self, parts: Sequence[tuple[Any, float]], length: int | None = None, seed: int | None = None):
-        if not parts:
-            raise UserError("a mixture has no datasets", "", "pass a list of (dataset, weight)")
+        if not parts or not all(isinstance(pair, Sequence) and len(pair) == 2 for pair in parts):
+            raise UserError(
+                "a mixture needs datasets, each with a weight",
+                "" if parts else "it has no datasets",
+                "pass a list of (dataset, weight)",
+            )
 
         weights = as_numbers([weight for _, weight in parts], "weights", each="dataset")
         if not weights.all():
@@ -59,7 +63,11 @@ class Mixture(Sampled):
 
 @dataclass(eq=False)
 class MixtureSampler(SeededSampler):
-    """Ids in the concatenation of several datasets, each with its sampler. See `Mixture`."""
+    """Ids in the concatenation of several datasets, each with its sampler. See `Mixture`.
+
+    The pattern of a period says whose turn each offset is, and how many draws of the same dataset come before it in the
+    period. So the id at any offset is found by arithmetic, without reading the offsets before it.
+    """
 
     samplers: list[Any]  # None: shuffled
     samples: list[int]  # of each dataset
@@ -131,7 +139,15 @@ def _counts_in_period(weights: np.ndarray) -> np.ndarray:
     if period <= MAX_PERIOD:
         return np.array([int(share * period) for share in shares])
 
-    return np.array([max(1, round(share * MAX_PERIOD)) for share in shares])
+    # Such a part would be drawn far more often than its weight says.
+    smallest = min(shares)
+    if smallest * MAX_PERIOD < 1:
+        raise UserError(
+            f"dataset {shares.index(smallest)} of a mixture has a share of {float(smallest):.3g}, which is too small",
+            f"the pattern of a mixture has {MAX_PERIOD:,} places at most",
+            "leave it out of the list, or give it a larger weight",
+        )
+    return np.array([round(share * MAX_PERIOD) for share in shares])
 
 
 def _check_datasets(datasets: list[Any]) -> None:

@@ -24,7 +24,8 @@ CACHED = 2  # orders that a sampler keeps: of the epoch in progress, and of the 
 class Sampler(Protocol):
     """Chooses samples. An id may occur several times in an epoch, or never; every *offset* occurs once.
 
-    A sampler may also have `with_seed(seed)`, which returns the sampler that the run uses.
+    A sampler may also have `with_seed(seed)`, which returns the sampler that the run uses, and `samples`, the length of
+    the dataset that it is made for.
     """
 
     def __len__(self) -> int:
@@ -81,6 +82,30 @@ class SeededSampler:
         return derive(self.seed, stream, *keys)
 
 
+def checked_ids(sampler: Sampler, epoch: int, start: int, stop: int, samples: int) -> np.ndarray:
+    """Return the ids at these offsets (int64), or raise unless each is a sample of a dataset of `samples` samples.
+
+    Anyone may write a sampler. Fewer ids would be trained with the wrong weight, and a list takes -1 for its last item.
+    """
+    ids = np.asarray(sampler.ids(epoch, start, stop))
+    if ids.shape != (stop - start,) or ids.dtype.kind not in "iu":
+        raise UserError(
+            f"{type(sampler).__name__}.ids(epoch={epoch}, start={start}, stop={stop}) must give {stop - start} whole "
+            "numbers, one for each offset",
+            f"an array of shape {ids.shape} and type {ids.dtype}",
+            "return np.array([...], dtype=np.int64), with stop - start ids",
+        )
+
+    if len(ids) and not 0 <= ids.min() <= ids.max() < samples:
+        raise UserError(
+            f"{type(sampler).__name__} gave sample {ids.max() if ids.min() >= 0 else ids.min()} of a dataset of "
+            f"{samples} samples",
+            f"in epoch {epoch}, at offsets {start} to {stop}",
+            "make the sampler for this dataset",
+        )
+    return ids.astype(np.int64, copy=False)
+
+
 class OrderCache:
     """Keeps the last few results of a pure function, such as the order of an epoch."""
 
@@ -115,7 +140,11 @@ def uniforms(key: int, start: int, stop: int) -> np.ndarray:
 
 def as_numbers(values: Any, what: str, minimum: float = 0.0, each: str = "sample") -> np.ndarray:
     """Return `values` as float64 (n,), or raise if they are not finite numbers of at least `minimum`."""
-    numbers = np.asarray(values, dtype=np.float64)
+    try:
+        numbers = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{what} must be numbers, one for each {each}", str(error), f"pass {what} as numbers") from None
+
     if numbers.ndim != 1 or len(numbers) == 0:
         raise UserError(
             f"{what} must be a list with one number for each {each}",
@@ -132,3 +161,9 @@ def as_numbers(values: Any, what: str, minimum: float = 0.0, each: str = "sample
         )
 
     return numbers
+
+
+def check_whole(value: Any, name: str) -> None:
+    """Raise unless an option of a sampler is a whole number of at least 1."""
+    if not isinstance(value, int | np.integer) or value < 1:
+        raise UserError(f"{name}={value} must be a whole number of at least 1", "", f"set {name}=64")

@@ -6,6 +6,8 @@ whole, so its order depends on seed and epoch alone. Samplers that have an equiv
 
 from __future__ import annotations
 
+from itertools import islice
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -14,11 +16,14 @@ from torch.utils.data import DistributedSampler, RandomSampler, WeightedRandomSa
 from torch.utils.data import Sampler as TorchSampler
 from torch.utils.data import SequentialSampler as TorchSequentialSampler
 
-from lockstep.data.samplers.sampler import OrderCache, Sampled, Sampler
+from lockstep.data.samplers.sampler import OrderCache, Sampled, Sampler, SeededSampler
 from lockstep.data.samplers.shuffled import SequentialSampler, ShuffledSampler
 from lockstep.data.samplers.weighted import WeightedSampler
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, preserve_rng, seed_everything
+
+COMPARED = 64  # ids of a sampler that are asked for twice
+LONGEST = 10_000_000  # samples that an epoch of a listed sampler may have, whatever the length of the dataset
 
 
 def as_sampler(sampler: Any, samples: int, seed: int) -> Sampler:
@@ -29,6 +34,7 @@ def as_sampler(sampler: Any, samples: int, seed: int) -> Sampler:
     if sampler is None:
         return ShuffledSampler(samples, seed)
     if isinstance(sampler, Sampler):
+        _check_fits(sampler, samples)
         return sampler.with_seed(seed) if hasattr(sampler, "with_seed") else sampler
     if isinstance(sampler, TorchSampler):
         return from_torch(sampler, samples, seed)
@@ -48,10 +54,35 @@ def bind_sampler(data: Any, seed: int) -> Any:
     return Sampled(data.dataset, as_sampler(data.sampler, len(data.dataset), seed), data.known_lengths)
 
 
+def _check_fits(sampler: Any, samples: int) -> None:
+    """Raise if a sampler is made for a dataset of another length, or is no pure function."""
+    name = type(sampler).__name__
+    made_for = getattr(sampler, "samples", samples)
+    if isinstance(made_for, int) and made_for != samples:
+        raise UserError(
+            f"{name} is made for {made_for} samples, and the dataset has {samples}",
+            "it would leave samples out, or ask for some that are not there",
+            "give it one number for each sample of the dataset",
+        )
+
+    # Those with a key are pure by construction; a sampler that draws from a global generator is not.
+    count = 0 if isinstance(sampler, SeededSampler) else min(len(sampler), COMPARED)
+    if count and not np.array_equal(sampler.ids(0, 0, count), sampler.ids(0, 0, count)):
+        raise UserError(
+            f"{name}.ids gives other ids each time for the same arguments",
+            "ranks would train different samples, and a resumed run could not repeat the order",
+            "draw from a generator that is seeded in ids, by the epoch: np.random.default_rng([seed, epoch])",
+        )
+
+
 def from_torch(sampler: Any, samples: int, seed: int) -> Sampler:
     """Return our sampler that draws as this one of torch does: the distribution is the same, the order is not."""
     # Subclasses may do anything, so only the exact types are known.
     kind = type(sampler)
+    _refuse_part(sampler, samples)
+    if not covers(sampler, samples):
+        return ListedSampler(sampler, samples, seed)
+
     if kind is TorchSequentialSampler:
         return SequentialSampler(samples)
     if kind is WeightedRandomSampler:
@@ -66,6 +97,30 @@ def from_torch(sampler: Any, samples: int, seed: int) -> Sampler:
         return ShuffledSampler(samples, seed)
 
     return ListedSampler(sampler, samples, seed)
+
+
+def covers(sampler: Any, samples: int) -> bool:
+    """Return whether a sampler of torch chooses from `samples` samples: RandomSampler(range(50)) chooses from 50."""
+    chosen_from: Any = sampler.dataset if type(sampler) is DistributedSampler else getattr(sampler, "data_source", None)
+    return chosen_from is None or len(chosen_from) == samples
+
+
+def _refuse_part(sampler: Any, samples: int) -> None:
+    """Raise if a sampler gives one rank's part of the dataset: a run divides the samples itself."""
+    name = type(sampler).__name__
+    advice = "use the sampler without ranks, or write ids(epoch, start, stop): see 'A custom sampler' in docs/data.md"
+    if type(sampler) is not DistributedSampler:
+        if getattr(sampler, "num_replicas", 1) != 1:
+            raise UserError(f"{name} gives the samples of one rank, and a run divides them itself", "", advice)
+        return
+
+    if not covers(sampler, samples):
+        dataset: Any = sampler.dataset
+        raise UserError(
+            f"{name} is made for {len(dataset)} samples, and the dataset has {samples}",
+            "",
+            "make it for the same dataset, or leave it out",
+        )
 
 
 class ListedSampler:
@@ -111,26 +166,41 @@ class ListedSampler:
         set_epoch = getattr(self._sampler, "set_epoch", None)
         generator = getattr(self._sampler, "generator", None)
         value = derive(self._seed, "sampler", epoch)
+
+        # Whatever the sampler draws from is seeded: torch's generator, its own one, or the epoch that it is told.
         with preserve_rng(torch.device("cpu")):
             seed_everything(value)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(value)
             if set_epoch is not None:
                 set_epoch(epoch)
-            listed = list(self._sampler)
+            # One that never ends would fill the memory.
+            most = max(LONGEST, 100 * self._samples)
+            listed = list(islice(iter(self._sampler), most + 1))
 
+        if len(listed) > most:
+            raise UserError(
+                f"{type(self._sampler).__name__} does not end: it gave more than {most:,} samples for one epoch",
+                f"the dataset has {self._samples:,}",
+                "let each epoch end, and set epochs or steps",
+            )
         return self._checked(listed)
 
     def _checked(self, listed: list[Any]) -> np.ndarray:
+        """Return the list as an array. Raises a UserError unless it has ids of the dataset."""
         name = type(self._sampler).__name__
-        if not listed or not all(isinstance(index, int | np.integer) for index in listed):
+        try:
+            # Numbers of numpy, and tensors of one number, are taken too.
+            ids = np.fromiter(map(index, listed), dtype=np.int64, count=len(listed))
+        except TypeError:
+            ids = None
+        if ids is None or not len(ids):
             raise UserError(
                 f"{name} must give whole numbers, the ids of samples",
                 f"it gave {listed[0]!r}" if listed else "it gave nothing",
                 "a sampler of batches cannot be used: Lockstep makes the batches, from global_batch and micro_batch",
             )
 
-        ids = np.array(listed, dtype=np.int64)
         if ids.min() < 0 or ids.max() >= self._samples:
             raise UserError(
                 f"{name} gave sample {ids.max() if ids.max() >= self._samples else ids.min()} of a dataset of "

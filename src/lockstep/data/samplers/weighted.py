@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from lockstep.data.samplers.sampler import OrderCache, SeededSampler, as_numbers, uniforms
+from lockstep.data.samplers.sampler import OrderCache, SeededSampler, as_numbers, check_whole, uniforms
 from lockstep.errors import UserError
 
 
@@ -31,12 +31,17 @@ class WeightedSampler(SeededSampler):
 
     def __post_init__(self) -> None:
         weights = as_numbers(self.weights, "weights")
+        self.samples = len(weights)
         self.length = len(weights) if self.length is None else self.length
         self._drawable = np.flatnonzero(weights)
         self._check(weights)
 
-        # Only samples that can be drawn: the upper bound of each one's interval of [0, total).
-        self._weights = weights[self._drawable]
+        # Only samples that can be drawn. Their weights are divided by a power of 2, which rounds nothing: sums of huge
+        # weights and quotients of tiny ones stay finite.
+        weights = weights[self._drawable]
+        self._weights = np.ldexp(weights, -np.frexp(weights.max())[1])
+
+        # The upper bound of each one's interval of [0, total).
         self._bounds = np.cumsum(self._weights)
         self._orders = OrderCache()
 
@@ -49,6 +54,7 @@ class WeightedSampler(SeededSampler):
         if not self.replacement:
             return self._orders.get(epoch, lambda: self._make_order(epoch))[start:stop].copy()
 
+        # A draw is the place of a uniform number among the cumulated weights.
         draws = uniforms(self.key("weighted", epoch), start, stop) * self._bounds[-1]
         places = np.searchsorted(self._bounds, draws, side="right")
 
@@ -66,13 +72,12 @@ class WeightedSampler(SeededSampler):
         return self._drawable[np.argsort(clocks, kind="stable")[: self.length]]
 
     def _check(self, weights: np.ndarray) -> None:
+        """Refuse draws that are not possible."""
         if not len(self._drawable):
             raise UserError("all weights are 0, so no sample can be drawn", "", "give some samples a weight above 0")
 
         assert self.length is not None
-        if self.length < 1:
-            raise UserError(f"length={self.length} draws no sample", "", "set length=1 or more")
-
+        check_whole(self.length, "length")
         if not self.replacement and self.length > len(self._drawable):
             raise UserError(
                 f"{self.length} draws without replacement need as many samples with a weight above 0",

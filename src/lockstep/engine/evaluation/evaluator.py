@@ -73,7 +73,13 @@ def evaluation_sets(task: Task, decides: str | None) -> list[EvaluationSet]:
     """
     data = task.eval_data()
     # A task need not subclass Task.
-    metrics = task.eval_metrics() if data is not None and hasattr(task, "eval_metrics") else {}
+    metrics = (task.eval_metrics() if data is not None and hasattr(task, "eval_metrics") else None) or {}
+    if not isinstance(metrics, Mapping) and not hasattr(metrics, "items"):
+        raise UserError(
+            f"eval_metrics() must return metrics by name; it returned a {type(metrics).__name__}",
+            "",
+            'return {"accuracy": torchmetrics.classification.MulticlassAccuracy(10)}',
+        )
     make = partial(EvaluationSet, loss_fn=task.eval_loss, collate=task.collate, metrics=metrics)
     if not isinstance(data, Mapping):
         if decides is not None:
@@ -109,11 +115,15 @@ def evaluation_batch(config: RunConfig, global_batch: int) -> int:
     return config.evaluate.batch or micro or min(global_batch, MAX_EVALUATION_BATCH)
 
 
-def check_data(data: Any) -> None:
-    """Check that `data` is a map-style dataset with samples, so that every sample can be counted once."""
+def check_data(data: Any, name: str | None = None) -> None:
+    """Check that `data` is a map-style dataset with samples, so that every sample can be counted once.
+
+    `name` is that of its set, if there are several.
+    """
+    called = f" {name!r}" if name else ""
     if isinstance(data, DataLoader):
         raise UserError(
-            "the data to evaluate on must be a dataset; it is a torch DataLoader",
+            f"the data{called} to evaluate on must be a dataset; it is a torch DataLoader",
             "",
             "return its dataset; set evaluate.batch for its batch_size, and Task.collate for its collate_fn",
         )
@@ -121,13 +131,17 @@ def check_data(data: Any) -> None:
     if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         kind = "a stream" if hasattr(data, "__iter__") else f"a {type(data).__name__}"
         raise UserError(
-            f"a dataset to evaluate on must have __getitem__ and __len__; this one is {kind}",
+            f"a dataset to evaluate on must have __getitem__ and __len__; this one{called} is {kind}",
             "every sample counts once, on any number of ranks",
             "return a list of its samples, list(stream), or None for no evaluation at all",
         )
 
     if len(data) == 0:
-        raise UserError("the dataset to evaluate on has no samples", "", "return None for no evaluation at all")
+        raise UserError(
+            f"the dataset{called} to evaluate on has no samples",
+            "",
+            "leave it out of eval_data()" if name else "return None for no evaluation at all",
+        )
 
 
 @dataclass(frozen=True)
@@ -149,7 +163,7 @@ class Evaluator:
 
         # The launcher allows an evaluation more time than a step.
         self.runtime.heartbeat.beat("evaluate", step)
-        check_data(chosen.data)
+        check_data(chosen.data, chosen.name)
 
         # Buffers differ between ranks. Evaluate with those that a checkpoint would save.
         self.placed.sync_buffers()

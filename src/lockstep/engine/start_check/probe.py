@@ -34,7 +34,11 @@ class Inconclusive(Exception):
 
 @dataclass
 class Probe:
-    """Calls the loss of one task on samples."""
+    """Calls the loss of one task on samples.
+
+    The loss is called as in the first step: the same seed, the same number format, on the same device. What it changes,
+    such as BatchNorm statistics, is restored by the caller.
+    """
 
     run: Run
     loss_fn: Callable[[nn.Module, Any], Loss]

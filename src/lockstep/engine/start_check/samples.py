@@ -19,7 +19,11 @@ Array = Tensor | np.ndarray
 
 
 class Samples:
-    """A few samples: a list, or one batch if they come from a stream or from a `__getitems__` that makes batches."""
+    """A few samples: a list, or one batch if they come from a stream or from a `__getitems__` that makes batches.
+
+    Each call of `batch` collates anew, because a loss may change what it gets. A batch that comes whole can be cut only
+    if every array in it has one row for each sample.
+    """
 
     def __init__(self, samples: Any, count: int, collate: Callable[[Any], Any] | None):
         """`collate` is None if `samples` is a collated batch."""

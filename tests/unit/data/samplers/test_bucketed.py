@@ -42,7 +42,7 @@ def test_fewer_samples_than_a_group():
 
 
 def test_what_is_refused():
-    with pytest.raises(UserError, match="batch=0 must be at least 1"):
+    with pytest.raises(UserError, match="batch=0 must be a whole number of at least 1"):
         BucketedSampler([1, 2], batch=0)
     with pytest.raises(UserError, match="lengths must be a list with one number for each sample"):
         BucketedSampler([], batch=4)

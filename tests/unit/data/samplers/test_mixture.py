@@ -81,7 +81,7 @@ def test_lengths_of_the_parts():
 @pytest.mark.parametrize(
     ("parts", "says"),
     [
-        ([], "a mixture has no datasets"),
+        ([], "it has no datasets"),
         ([([1], 1), ([2], 0)], "dataset 1 of a mixture has the weight 0"),
         ([([1], 1), ([], 1)], "dataset 1 of a mixture is empty"),
         ([(iter([1]), 1)], "dataset 0 of a mixture must have __getitem__ and __len__"),

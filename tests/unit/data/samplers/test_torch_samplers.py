@@ -1,3 +1,4 @@
+import itertools
 import random
 
 import numpy as np
@@ -13,7 +14,14 @@ from torch.utils.data import (
 from torch.utils.data import Sampler as TorchSampler
 from torch.utils.data import SequentialSampler as TorchSequentialSampler
 
-from lockstep.data.samplers import SequentialSampler, ShuffledSampler, WeightedSampler
+from lockstep.data.samplers import (
+    BucketedSampler,
+    CurriculumSampler,
+    SequentialSampler,
+    ShuffledSampler,
+    WeightedSampler,
+    torch_samplers,
+)
 from lockstep.data.samplers.torch_samplers import ListedSampler, as_sampler
 from lockstep.errors import UserError
 
@@ -33,6 +41,11 @@ DATA = range(20)
         (WeightedRandomSampler([1.0] * 20, 5, replacement=False), WeightedSampler, 5),
         (RandomSampler(DATA, num_samples=7), ListedSampler, 7),
         (SubsetRandomSampler([1, 4, 9]), ListedSampler, 3),
+        (SubsetRandomSampler(torch.tensor([1, 4, 9])), ListedSampler, 3),
+        # Made for the first samples alone.
+        (RandomSampler(range(5)), ListedSampler, 5),
+        (RandomSampler(range(5), replacement=True), ListedSampler, 5),
+        (TorchSequentialSampler(range(5)), ListedSampler, 5),
     ],
 )
 def test_what_becomes_of_a_sampler_of_torch(sampler, kind, length):
@@ -40,6 +53,15 @@ def test_what_becomes_of_a_sampler_of_torch(sampler, kind, length):
     assert type(taken) is kind
     assert len(taken) == length
     assert np.array_equal(taken.ids(4, 1, 3), as_sampler(sampler, 20, seed=3).ids(4, 0, length)[1:3])
+
+
+def test_a_sampler_of_some_samples_never_gives_others():
+    for sampler in (
+        RandomSampler(range(5)),
+        RandomSampler(range(5), replacement=True),
+        TorchSequentialSampler(range(5)),
+    ):
+        assert max(as_sampler(sampler, 20, seed=3).ids(1, 0, 5)) < 5
 
 
 def test_weights_and_replacement_are_taken():
@@ -100,6 +122,29 @@ class Stateful(TorchSampler):
         return 20
 
 
+class PartOfRank(DistributedSampler):
+    """A subclass may do anything, so it is listed; but the list of a rank is a part of the dataset."""
+
+
+class Unseeded:
+    def __len__(self):
+        return 20
+
+    def ids(self, epoch, start, stop):
+        return np.random.permutation(20)[start:stop]
+
+
+class Endless(TorchSampler):
+    def __iter__(self):
+        return itertools.cycle(range(20))
+
+
+def test_a_sampler_that_never_ends_is_refused(monkeypatch):
+    monkeypatch.setattr(torch_samplers, "LONGEST", 1000)
+    with pytest.raises(UserError, match="Endless does not end: it gave more than 2,000 samples"):
+        as_sampler(Endless(), 20, seed=0)
+
+
 @pytest.mark.parametrize(
     ("sampler", "says"),
     [
@@ -108,6 +153,12 @@ class Stateful(TorchSampler):
         (SubsetRandomSampler([1, 20]), "gave sample 20 of a dataset of 20 samples"),
         (SubsetRandomSampler([]), "it gave nothing"),
         ([1, 2, 3], "a sampler must have ids"),
+        (DistributedSampler(range(5), num_replicas=2, rank=0), "is made for 5 samples, and the dataset has 20"),
+        (PartOfRank(DATA, num_replicas=2, rank=0), "gives the samples of one rank"),
+        (WeightedSampler([1] * 19), "is made for 19 samples, and the dataset has 20"),
+        (BucketedSampler([1] * 21, batch=4), "is made for 21 samples, and the dataset has 20"),
+        (CurriculumSampler([1] * 19), "is made for 19 samples, and the dataset has 20"),
+        (Unseeded(), "Unseeded.ids gives other ids each time"),
     ],
 )
 def test_what_is_refused(sampler, says):

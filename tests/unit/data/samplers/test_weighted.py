@@ -51,10 +51,20 @@ def test_without_replacement_all_samples_with_a_weight_come_once():
         ({"weights": [1, -1]}, "weights of sample 1 must be a finite number of at least 0; it is -1.0"),
         ({"weights": [1, float("nan")]}, "it is nan"),
         ({"weights": [[1, 2]]}, "must be a list with one number for each sample"),
-        ({"weights": [1, 1], "length": 0}, "length=0 draws no sample"),
+        ({"weights": [1, 1], "length": 0}, "length=0 must be a whole number of at least 1"),
+        ({"weights": ["a", "b"]}, "weights must be numbers"),
         ({"weights": [1, 0, 1], "replacement": False}, "3 draws without replacement need as many"),
     ],
 )
 def test_what_is_refused(arguments, says):
     with pytest.raises(UserError, match=says):
         WeightedSampler(**arguments)
+
+
+@pytest.mark.parametrize("scale", [5e-324, 1e-300, 1e300])
+@pytest.mark.parametrize("replacement", [True, False])
+def test_the_size_of_the_weights_does_not_matter(scale, replacement):
+    """Sums of huge weights, and quotients of tiny ones, are not finite."""
+    weights = np.ones(50)
+    plain = WeightedSampler(weights, replacement=replacement, seed=0).ids(0, 0, 50)
+    assert np.array_equal(WeightedSampler(weights * scale * 2, replacement=replacement, seed=0).ids(0, 0, 50), plain)
