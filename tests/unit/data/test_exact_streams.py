@@ -308,7 +308,7 @@ def test_files_of_lines_json_and_tar(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n\n{"x": 2}\n')
     write_tar(tmp_path / "a.tar", [0, 1])
-    assert list(Shards([tmp_path / "a.txt"], read_lines)) == ["one", "two"]
+    assert list(Shards([tmp_path / "a.txt"] * 2, read_lines)) == ["one", "two"] * 2
     assert list(Shards([tmp_path / "a.jsonl"], read_jsonl)) == [{"x": 1}, {"x": 2}]
     assert list(Shards([tmp_path / "a.tar"], read_tar))[1] == {"__key__": "in/1", "json": b"1", "seg.txt": b"one"}
 

@@ -151,15 +151,19 @@ class ExactStreamSource(EpochSource):
     # ---- reading ----
 
     def _pull(self) -> list[MicroBatch]:
-        if self._reads is None:
-            self._reads = self._start_reading()
+        begins = self._reads is None
+        self._reads = self._reads or self._start_reading()
 
         # One part of the step from each worker process, in turn.
         parts = [next(self._reads) for _ in range(max(1, self.options.config.workers))]
         self._ended = all(part.ended for part in parts)
         for part in parts:
             self._states_taken |= part.states
-        self._note_start(parts)
+
+        # Now, and not when the first checkpoint is saved, which may be hours later.
+        if begins:
+            self.options.check_state(self._states_taken)
+            self._note_start(parts)
 
         micros = [self._micro_batch(read) for part in parts for read in part.micro_batches]
         if not micros and self._last is None:
