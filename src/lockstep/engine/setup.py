@@ -419,6 +419,7 @@ class RunBuilder:
             watches_dataset=config.checks.first_batch,
             gather=self.runtime.collectives.gather_json,
             log_event=self.recorder.event,
+            beat=self.runtime.heartbeat.again,
             check_state=_check_stream_state,
         )
         source = open_source(data, collate, options)

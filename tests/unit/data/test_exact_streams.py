@@ -22,6 +22,7 @@ from lockstep.config import DataConfig
 from lockstep.data.from_loader import is_stateful_stream
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import open_source
+from lockstep.data.streams import cursor
 from lockstep.data.streams.exact import ExactStreamSource
 from lockstep.data.streams.strided import StreamSource
 from lockstep.errors import UserError
@@ -70,6 +71,7 @@ class Job:
                 World(rank, self.ranks),
                 torch.device("cpu"),
                 gather=gather,
+                beat=lambda: self.events.append("beat"),
                 log_event=lambda event, **fields: self.events.append(f"{event}: {fields['reason']}"),
             ),
         )
@@ -510,3 +512,16 @@ def test_files_in_another_order_are_refused(tmp_path: Path) -> None:
 def test_arguments_that_would_train_on_something_else(make: Callable[[], Any]) -> None:
     with pytest.raises(UserError):
         make()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_long_reread_beats(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Worker processes are forked, so they have this clock, too: two samples take more than a second.
+    clock = iter(range(10**6))
+    monkeypatch.setattr(cursor.time, "perf_counter", lambda: 0.3 * next(clock))
+    job = Job(Plain, 1, workers, resume="reread")
+    job.load(_trained_again(2).state())
+    assert flat(job.train(1)) == [16, 17, 18, 19, 20]
+    job.close()
+    assert job.events.count("beat") >= 4
+    assert any(f"{16 * max(1, workers)} samples" in event for event in job.events), job.events

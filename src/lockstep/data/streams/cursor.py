@@ -58,7 +58,8 @@ class Cursor:
         self.ended = False
         self._peeked: list[Any] = []  # at most one sample: the next one
 
-        # How many samples were read again to restore the position, and how long that took.
+        # To restore the position: samples still to be read again, how many there were, and how long that took.
+        self._behind = 0
         self.reread_samples, self.reread_s = 0, 0.0
 
         if state is not None:
@@ -66,7 +67,8 @@ class Cursor:
         self.state = self._state()
 
     def take(self, count: int) -> list[Any]:
-        """Return the next samples: `count`, or fewer if the shard ends."""
+        """Return the next samples: `count`, or fewer if the shard ends. `catch_up` must have returned True."""
+        assert not self._behind, "the position is not restored yet"
         samples, self._peeked = self._peeked, []
         while len(samples) < count and (sample := self._next()) is not _END:
             samples.append(sample)
@@ -113,13 +115,19 @@ class Cursor:
         if state["inner"] is not None and not self._reread:
             self._open(state["inner"])
             self._in_file = in_file
-        elif in_file:
-            began = time.perf_counter()
+        else:
             self._read_so_far -= in_file
-            self.reread_samples = in_file
-            for _ in range(in_file):
-                self._read_or_refuse()
-            self.reread_s = time.perf_counter() - began
+            self.reread_samples = self._behind = in_file
+
+    def catch_up(self, seconds: float = 1.0) -> bool:
+        """Read samples again for some time, until the position is restored. Return whether it is."""
+        began = time.perf_counter()
+        while self._behind and time.perf_counter() < began + seconds:
+            self._read_or_refuse()
+            self._behind -= 1
+
+        self.reread_s += time.perf_counter() - began
+        return not self._behind
 
     def _read_or_refuse(self) -> None:
         """Read a sample that was trained before the resume."""
