@@ -399,7 +399,11 @@ class Seq2SeqLM(HuggingFaceTask):
 
 
 class SequenceClassification(HuggingFaceTask):
-    """A class for each text, several classes, or a number: as the labels and `problem_type` of the config say."""
+    """A class for each text, several classes, or a number: as the labels and `problem_type` of the config say.
+
+    `label` is the column with the labels, `num_labels` their number; 1 means a number to predict (regression). Logits
+    have the shape [batch, num_labels].
+    """
 
     auto = "AutoModelForSequenceClassification"
     task_type = "SEQ_CLS"
