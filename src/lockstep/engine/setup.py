@@ -81,7 +81,7 @@ from lockstep.parallel.inner_gradients import stop_watching
 from lockstep.plan.plan import Plan, make_plan
 from lockstep.precision import Precision, check_batchnorm, check_storage, choose_precision, for_model
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.environments.launcher import FOLDER, from_launcher
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 from lockstep.runtime.seeds import derive, preserve_rng, seed_everything, seed_torch
 from lockstep.runtime.world import World
 from lockstep.task import BatchSource, SourceContext
@@ -194,7 +194,7 @@ class RunBuilder:
 
         def will_resume() -> bool:
             storage = open_storage(folder.path / "checkpoints")
-            return folder.origin is not None or (folder.continues and bool(committed(storage)))
+            return folder.resume_from is not None or (folder.resume_newest and bool(committed(storage)))
 
         only = None
         if runtime.collectives.run_on_rank0(will_resume):
@@ -614,7 +614,7 @@ def open_run(
     )
 
     # Write the launcher's settings where it reads them: it has no access to the task's defaults.
-    launcher_folder = from_launcher(FOLDER)
+    launcher_folder = from_launcher(ATTEMPT_FOLDER)
     if launcher_folder and os.environ.get("RANK") == "0":
         limits = {"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}
         records.write(Path(launcher_folder) / "settings.json", json.dumps(limits))
