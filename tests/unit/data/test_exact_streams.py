@@ -464,6 +464,15 @@ def test_a_loader_of_torchdata_over_several_epochs() -> None:
         Job(lambda: loader(list(range(18)), batch_size=None, num_workers=1), 1, workers=1)
 
 
+def test_a_state_that_needs_arguments_is_refused() -> None:
+    class Told(Counter):
+        def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:  # pyrefly: ignore
+            return {"position": num_samples}
+
+    with pytest.raises(UserError, match=r"state_dict\(\) of Told cannot be called without arguments"):
+        Job(Told, 1).train(1)
+
+
 def test_errors_name_the_file_and_the_sample(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": \n')
 

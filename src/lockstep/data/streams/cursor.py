@@ -7,6 +7,7 @@ a state of its own is asked for it; otherwise the samples before the position ar
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from pathlib import PurePath
@@ -221,6 +222,7 @@ class Cursor:
         self._set_epoch(opened)
         if not self._reread:
             _check_state_is_whole(opened)
+            _check_state_needs_no_arguments(opened)
 
         # The iterable has the state, or else its iterator may have it.
         self._opened = opened if has_state(opened) else iter(opened)
@@ -278,3 +280,21 @@ def _check_state_is_whole(iterable: Any) -> None:
 
         inner = [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]
         stages += [part for part in inner if part is not None]
+
+
+def _check_state_needs_no_arguments(iterable: Any) -> None:
+    """Refuse a stream that wants to be told how many samples were trained, such as mosaicml's StreamingDataset."""
+    if not has_state(iterable):
+        return
+
+    try:
+        inspect.signature(iterable.state_dict).bind()
+    except TypeError as error:
+        raise UserError(
+            f"state_dict() of {type(iterable).__name__} cannot be called without arguments",
+            f"{error}; a run asks a stream for its position and passes nothing",
+            "return a class of your own around it, with state_dict() and load_state_dict(state); or "
+            "lockstep.Shards(files, read) over its files",
+        ) from error
+    except ValueError:  # a method written in C has no signature
+        return
