@@ -371,18 +371,10 @@ class Run:
         setup = self.model_setup
         batch = evaluation_batch(self.config, self.plan.global_batch)
         steps_done = self.stepper.counters.steps_done
-        evaluations = []
 
         # The data may be the training dataset, which worker processes read too.
         with self.source.reading_here(), setup.evaluation_weights(), setup.averaged_weights(), self.whole_batches():
-            for chosen in sets:
-                evaluation = setup.evaluator.evaluate(chosen, batch, steps_done, may_preempt)
-                if evaluation is None:
-                    return None
-
-                evaluations.append(evaluation)
-
-        return evaluations
+            return setup.evaluator.evaluate_all(sets, batch, steps_done, may_preempt)
 
     @contextmanager
     def whole_batches(self) -> Iterator[None]:
