@@ -121,6 +121,10 @@ class Heartbeat:
         if self.hook is not None:
             self.hook(self.step, phase)
 
+    def again(self) -> None:
+        """Enter the current phase again: it is long, and it advances."""
+        self.beat(self.phase)
+
     @contextmanager
     def visit(self, phase: str, step: int | None = None) -> Iterator[None]:
         """Enter `phase` for the duration of a block, and then return to the phase before it."""
