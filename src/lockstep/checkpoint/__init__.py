@@ -7,6 +7,6 @@
 `manager` decides when to save and how to resume. `run_state` captures and restores the state of a run, with
 `optimizer_state` for its optimizers; `reshard` chooses which rank writes and reads which tensors. The other modules do
 not depend on models: `saver` and `writer` write, `load` and `inspect` read, `retention` deletes, and all of them go
-through the protocol `CheckpointStorage` (`storage`), never to the disk itself. The shard of a tensor that a rank writes is a `LocalShard` in memory and a
-`Piece` in a file.
+through the protocol `CheckpointStorage` (`storage`), never to the disk itself. The shard of a tensor that a rank writes
+is a `LocalShard` in memory and a `Piece` in a file.
 """
