@@ -77,7 +77,11 @@ class Best:
 
 @dataclass(repr=False)
 class RunResult:
-    """What a finished run leaves behind. Printed, or as the last line of a notebook's cell, it shows its curve."""
+    """What a finished run leaves behind. Printed, or as the last line of a notebook's cell, it shows its curve.
+
+    It holds paths and numbers, no tensors: weights and history are read from the run folder when they are asked for, so
+    a result can be kept for as long as its folder.
+    """
 
     run_dir: Path
     summary: dict[str, Any]

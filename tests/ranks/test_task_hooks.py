@@ -181,6 +181,16 @@ def test_what_is_wrong_with_a_hook_is_said_in_words(pool: Pool) -> None:
     assert_user_errors(pool.errors(hooked, BASE, object(), world=1), "has none of the hooks", "after_step")
 
 
+class AgreesAlone(Hooked):
+    def after_step(self, run: Any, result: Any) -> None:
+        if run.is_main:
+            run.agree(True)
+
+
+def test_a_collective_of_one_rank_is_not_mixed_up_with_another(pool: Pool) -> None:
+    assert_user_errors(pool.errors(fit, AgreesAlone(), BASE, world=2), "run.agree() was called on rank 0, and not")
+
+
 class Misnamed(Hooked):
     def __init__(self, name: Any) -> None:
         super().__init__()

@@ -194,7 +194,7 @@ class RunBuilder:
 
         def will_resume() -> bool:
             storage = open_storage(folder.path / "checkpoints")
-            return folder.origin is not None or (folder.continues and bool(committed(storage)))
+            return folder.resume_from is not None or (folder.resume_newest and bool(committed(storage)))
 
         only = None
         if runtime.collectives.run_on_rank0(will_resume):

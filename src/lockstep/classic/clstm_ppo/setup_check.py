@@ -47,6 +47,7 @@ class Finding:
 
 
 def cuda() -> Finding:
+    """Return whether torch can use a GPU here, and why not."""
     if torch.cuda.is_available():
         return Finding("CUDA", "ok", f"{torch.cuda.device_count()} GPUs, CUDA {torch.version.cuda}")
     # A torch that was built for GPUs, on a machine where none is visible.
@@ -58,6 +59,7 @@ def cuda() -> Finding:
 
 
 def nccl() -> Finding:
+    """Return whether GPUs can exchange gradients."""
     if not torch.cuda.is_available():
         return Finding("NCCL", "note", "not needed: processes on CPUs talk over gloo")
     if torch.distributed.is_nccl_available():
@@ -67,6 +69,7 @@ def nccl() -> Finding:
 
 
 def gpu_memory() -> Finding:
+    """Return how much of each GPU's memory is free."""
     gpus = get_gpu_info()
     if not gpus:
         return Finding("GPU memory", "note", "no GPU")
