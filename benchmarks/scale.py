@@ -320,7 +320,7 @@ def staged(root: Path, parts: int) -> tuple[Save, FileLayout, memoryview]:
             confirmation = {"file": vars(file), "tensors": tensors_to_json(layout.tensors)}
             (root / save.folder / file.name).write_bytes(layout.header + data)
             (root / save.folder / f"rank-{rank:05d}.json").write_text(json.dumps(confirmation))
-    save.bytes = layout.file_size
+    save.file_size = layout.file_size
     return save, layout, memoryview(data)
 
 

@@ -37,7 +37,11 @@ ONLY_AT = {"inf": "loss", "nan": "loss", "disk full": "write", "corrupt": "commi
 
 @dataclass
 class Fault:
-    """A fault and the moment at which it happens. `None` for rank, step or phase means any."""
+    """A fault and the moment at which it happens. `None` for rank, step or phase means any.
+
+    Tests and users inject faults through LOCKSTEP_FAULTS. A fault happens at a beat of the heartbeat, so its rank, step
+    and phase say exactly when.
+    """
 
     how: str
     rank: int | None = None

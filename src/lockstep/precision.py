@@ -27,19 +27,26 @@ class Precision:
 
     # The dtype of matrix products under autocast; float32 means that there is no autocast.
     compute: torch.dtype = torch.float32
+
     # How updates of parameters that are stored in bfloat16 are rounded: `master`, `stochastic` or `compensated` (see
     # optim/bf16_masters.py). None: parameters are stored, and gradients reduced, in the model's own dtype.
     rounding: str | None = None
+
     # Whether the loss is multiplied by a dynamic scale.
     needs_scaler: bool = False
+
     # Whether linear layers inside blocks are converted to float8.
     float8: bool = False
+
     # Whether float32 matrix products and convolutions may use TF32 on a GPU.
     allows_tf32: bool = True
+
     # For the banner: the compute dtype, if `compute` alone does not describe it.
     compute_text: str = ""
+
     # For the banner: the optimizer's dtypes, if parameters are stored in bfloat16.
     optimizer_text: str = "float32"
+
     # Raises a UserError if this precision cannot be used. None: it can always be used.
     check: Callable[[RunConfig, torch.device], None] | None = None
 

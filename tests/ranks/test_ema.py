@@ -17,7 +17,7 @@ from lockstep.errors import Preempted, UserError
 from lockstep.runtime import context
 from pool import Pool
 from ranks.support import ALL_PAIRS, configured, preempted_run
-from ranks.test_strategies import BASE, STRATEGIES, assert_close, kind, worlds
+from ranks.test_strategies import BASE, STRATEGIES, Ragged, assert_close, kind, worlds
 
 DECAY = 0.75
 EMA = {"ema.decay": DECAY, "evaluate.every": 2}
@@ -51,6 +51,32 @@ def averaged(world: Any, store: Any, name: str, values: dict[str, Any], leave_at
             return loop.fit(kind(name)(), builder), reference.averages
         except Preempted:
             return None
+
+
+class Clipped(Ragged):
+    """Its hook changes the weights."""
+
+    def after_step(self, run: Any, result: Any) -> None:
+        with torch.no_grad():
+            for p in run.model.parameters():
+                p.clamp_(-0.05, 0.05)
+
+
+def clipped(world: Any, store: Any, values: dict[str, Any]) -> dict[str, Tensor]:
+    """A job: train with an average and a hook. Return what was averaged by hand, after that hook."""
+    reference = Reference()
+    resolved = configured(BASE | EMA | values)
+    with context.start(world, resolved.config, store=store) as runtime:
+        builder = open_run(resolved, runtime, "test")
+        builder.callbacks.append(reference)
+        loop.fit(Clipped(), builder)
+        return reference.averages
+
+
+def test_weights_are_averaged_as_hooks_leave_them(pool: Pool, tmp_path: Path) -> None:
+    (expected,) = pool.run(clipped, {"run_dir": str(tmp_path)}, world=1)
+    found = load_file(tmp_path / "ema.safetensors")
+    assert all(torch.equal(found[name], average) for name, average in expected.items())
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from lockstep.config.schema import EvaluateConfig
-from lockstep.engine.evaluation.evaluator import evaluation_sets
+from lockstep.engine.evaluation.evaluator import check_data, evaluation_sets
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
 from lockstep.errors import UserError
 from lockstep.observe.report import write_report
@@ -103,3 +103,12 @@ def test_which_sets_there_are() -> None:
         evaluation_sets(Evaluated([1]), "a")
     with pytest.raises(UserError, match="an evaluation set is called 'a/b'"):
         evaluation_sets(Evaluated({"a/b": [1]}), None)
+    with pytest.raises(UserError, match="the dataset 'b' to evaluate on has no samples"):
+        check_data([], "b")
+
+    task = Evaluated([1])
+    task.eval_metrics = lambda: None  # pyrefly: ignore[bad-assignment]
+    assert evaluation_sets(task, None)[0].metrics == {}
+    task.eval_metrics = lambda: [torch.nn.Linear(1, 1)]
+    with pytest.raises(UserError, match="must return metrics by name; it returned a list"):
+        evaluation_sets(task, None)

@@ -243,6 +243,16 @@ def test_an_export_opens_with_the_same_logits(pool: Pool, tmp_path: Path, capsys
     assert [path.name for path in out.glob("model*")] == ["model.safetensors"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run", "tiny"]
 
+    # But what the export needs, and what is no model, is never deleted.
+    for folder, says in ((run, "--overwrite would delete"), (tmp_path, "--overwrite would delete")):
+        assert main([*command[:-1], str(folder), "--overwrite"]) == 2
+        assert says in capsys.readouterr().err
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("kept")
+    assert main([*command[:-1], str(tmp_path / "notes"), "--overwrite"]) == 2
+    assert "is something else" in capsys.readouterr().err
+    assert (tmp_path / "notes" / "mine.txt").read_text() == "kept"
+
     # What does not fit leaves nothing behind.
     other = save_tiny(tmp_path / "other", tie_word_embeddings=False)
     (other / "config.json").write_text((other / "config.json").read_text().replace("24", "32"))
@@ -278,6 +288,10 @@ def labelled(kind: str) -> list[dict[str, Any]]:
         return [{"input_ids": row, "label": number % 3} for number, row in enumerate(tokens)]
     if kind == "a number":
         return [{"input_ids": row, "label": number / 3} for number, row in enumerate(tokens)]
+    if kind == "a list":
+        return [{"input_ids": row, "label": [number / 3]} for number, row in enumerate(tokens)]
+    if kind == "numbers":
+        return [{"input_ids": row, "label": [number / 3, 1.0, 0.5]} for number, row in enumerate(tokens)]
     if kind == "several":
         return [{"input_ids": row, "label": [float(number % 2), 1.0, 0.0]} for number, row in enumerate(tokens)]
     if kind == "a class a token":
@@ -288,9 +302,12 @@ def labelled(kind: str) -> list[dict[str, Any]]:
 OTHERS: dict[str, tuple[type[HuggingFaceTask], Any, str]] = {
     "classes": (SequenceClassification, lambda: bert(num_labels=3), "classes"),
     "a number": (SequenceClassification, lambda: bert(num_labels=1), "a number"),
+    "a number in a list": (SequenceClassification, lambda: bert(num_labels=1), "a list"),
+    "numbers": (SequenceClassification, lambda: bert(num_labels=3, problem_type="regression"), "numbers"),
+    "classes by the last token": (SequenceClassification, lambda: llama(num_labels=3), "classes"),
     "several classes": (SequenceClassification, lambda: bert(num_labels=3), "several"),
     "tokens": (TokenClassification, lambda: bert(num_labels=3), "a class a token"),
-    "masked": (MaskedLM, bert, "reversed"),
+    "masked": (MaskedLM, bert, "a class a token"),
     "seq2seq": (Seq2SeqLM, t5, "reversed"),
 }
 
@@ -306,8 +323,6 @@ def test_every_loss_is_that_of_the_model(tmp_path: Path, kind: str) -> None:
     torch.manual_seed(0)
     model = task.model()
     samples = [task.data()[index] for index in range(4)]
-    if kind == "masked":  # labels as long as the inputs
-        samples = [{**s, "labels": (s["labels"] + [-100] * 9)[: len(s["input_ids"])]} for s in samples]
     batch = task.collate(samples)
 
     own = model(**batch).loss
@@ -348,6 +363,10 @@ def test_rows_become_tokens(tmp_path: Path) -> None:
     assert batch["labels"].tolist() == [[4, 5, 6, -100], [-100, -100, 11, 2]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
 
+    # A mask that only one row has is kept.
+    batch = task.collate([{"input_ids": [4, 5]}, {"input_ids": [4, 5, 6], "attention_mask": [1, 0, 1]}])
+    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 0, 1]]
+
     # A mask is the same whenever a sample is read with the same seed, and never on labels.
     masked = MaskedLM(bert(), ["the cat sat on a mat and saw one more dog"] * 2, tokenizer=tokenizer())
     reads = []
@@ -372,7 +391,63 @@ def test_rows_become_tokens(tmp_path: Path) -> None:
         assert [rows[index]["input_ids"] for index in range(len(rows))] == [[4, 5], [8, 14, 11]]
 
     packed = CausalLM(llama(), [{"input_ids": [2, 3, 4]}, {"input_ids": [5, 6]}, {"input_ids": [7]}], pack=4)
-    assert [packed.data()[i] for i in range(len(packed.data()))] == [{"input_ids": [2, 3, 4, 5]}]
+    tokens = [2, 3, 4, 5]
+    assert [packed.data()[i] for i in range(len(packed.data()))] == [{"input_ids": tokens, "labels": tokens}]
+
+    # Tokens of a prompt do not count in a block either.
+    rows = [{"prompt": "a dog", "completion": "saw"}]
+    assert CausalLM(llama(), rows, pack=4, tokenizer=tokenizer()).data()[0]["labels"] == [-100, -100, 11, 2]
+
+
+def refused(says: str, task: HuggingFaceTask) -> None:
+    """Expect this error from the loss of a batch of all samples."""
+
+    def loss() -> None:
+        rows = task.data()
+        task.loss(task.model(), task.collate([rows[index] for index in range(len(rows))]))
+
+    with pytest.raises(UserError, match=says):
+        loss()
+
+
+def test_padding_is_what_the_model_takes_for_padding() -> None:
+    """A decoder finds the last token of a text by it, and would classify the padding."""
+    rows = [{"input_ids": [3, 4, 5], "label": 1}, {"input_ids": [3], "label": 0}]
+    task = SequenceClassification(llama(num_labels=2), rows)
+    assert task.collate([task.data()[0], task.data()[1]])["input_ids"].tolist() == [[3, 4, 5], [3, 1, 1]]
+
+
+def test_rows_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    words = tokenizer()
+    refused("the tokenizer has no chat template", CausalLM(llama(), [{"messages": []}], tokenizer=words))
+    words.chat_template = "{{ messages[0]['content'] }}"
+    refused("does not take the messages", CausalLM(llama(), [{"messages": "hello"}], tokenizer=words))
+    refused("'text' of a row of the data is not a text", CausalLM(llama(), [{"text": None}], tokenizer=words))
+    refused("has no text 'target'", Seq2SeqLM(t5(), [{"text": "the cat"}], tokenizer=words))
+    refused("not as many labels as tokens", CausalLM(llama(), [{"input_ids": [3, 4], "labels": [3]}]))
+    some = [{"input_ids": [3, 4], "labels": [0, 1]}, {"input_ids": [3]}]
+    refused("rows of the data have different names", TokenClassification(bert(), some))
+    refused("a batch has no labels", TokenClassification(bert(), some[1:]))
+    refused("has no model for the config LlamaConfig", MaskedLM(llama(), [{"input_ids": [3], "labels": [3]}]))
+
+    for label, says in [
+        ("good", "'good' of a row is not a number"),
+        (3, "the label 3 of a row is no class"),
+        ([0, 1, 0], "single_label_classification needs"),
+        (1.0, "multi_label_classification needs"),
+    ]:
+        refused(says, SequenceClassification(bert(num_labels=3), [{"input_ids": [3, 4], "label": label}]))
+
+    for name, content, says in [
+        ("a.json", '{"a": 1}', "holds a dict, not a list"),
+        ("b.json", "{", "cannot be read"),
+        ("c.csv", "", "Empty CSV file"),
+        ("d.parquet", "xx", "cannot be read"),
+        ("e.jsonl", "3", "row 0 of the data is a int"),
+        ("f.txt", b"caf\xe9", "row 0 of .* is not UTF-8"),
+    ]:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        refused(says, CausalLM(llama(), tmp_path / name, tokenizer=words))
 
 
 def test_what_is_not_there_is_explained_and_never_looked_for_elsewhere(

@@ -65,6 +65,8 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings of the target")
     parser.add_argument("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
+
+    # Ranks, and how long each of them is measured.
     parser.add_argument("--worlds", metavar="1,2,4,8", help="numbers of ranks (default: what this machine has)")
     parser.add_argument("--backend", metavar="nccl,gloo", help="backends to compare (comm)")
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds in which everything takes a turn")
@@ -73,12 +75,15 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
         "--batch", type=int, metavar="B", help="samples per step; weak: of a rank, strong: of all ranks"
     )
     parser.add_argument("--cores-per-rank", type=int, default=0, metavar="N", help="(default: cores / largest world)")
+
+    # Options of single kinds, which are named in their help.
     parser.add_argument("--accumulation", metavar="1,4", help="micro-batches per step (step)")
     parser.add_argument("--max-mb", type=float, metavar="MB", help="largest message (comm)")
     parser.add_argument("--megabytes", type=int, metavar="MB", help="size of the state (checkpoint)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of the leak check (memory)")
     parser.add_argument("--way", action="append", default=[], metavar="WORDS", help="settings to compare (settings)")
     parser.add_argument("--no-peers", action="store_true", help="leave other libraries out (step)")
+
     parser.add_argument("--out", type=Path, metavar="D", help="folder of the result (default: bench/KIND-TIME)")
 
 

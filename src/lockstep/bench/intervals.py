@@ -1,6 +1,6 @@
 """Medians with confidence intervals, of turns that were measured in alternation.
 
-Noise on a machine is not normal: most of it are outliers to one side. So no formula here assumes a distribution, and a
+Noise on a machine is not normal: most of it is outliers to one side. So no formula here assumes a distribution, and a
 mean is never taken.
 """
 

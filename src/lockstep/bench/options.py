@@ -24,7 +24,11 @@ BUILT_IN_TARGETS = ("gpt", "mlp")  # see `ranks/workload.py`
 
 @dataclass
 class BenchOptions:
-    """What to measure, and how long."""
+    """What to measure, and how long.
+
+    Made from the command line, or by a caller in Python; both are checked alike when it is made. Sizes and counts that
+    are not named have the defaults of the command.
+    """
 
     target: str = "gpt"
     layers: list[Any] = field(default_factory=list)  # (source, values), as for `lockstep train`

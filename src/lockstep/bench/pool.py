@@ -25,7 +25,7 @@ from lockstep.launch.failure import Failure
 from lockstep.launch.job import PRELOAD
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.zygote import Zygote
-from lockstep.runtime.environments.launcher import FOLDER, OF_ONE_JOB, STORE_FILE
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, OF_ONE_JOB, STORE_FILE
 from lockstep.runtime.machine import visible_gpus
 from lockstep.runtime.threads import wait_asleep
 
@@ -41,7 +41,11 @@ class RanksEnded(UserError):
 
 
 class Pool:
-    """Starts teams: `with Pool() as pool: team = pool.start(...)`."""
+    """Starts teams: `with Pool() as pool: team = pool.start(...)`.
+
+    All teams of a pool may be alive at the same time, so that they can take turns; those that wait use no CPU. The pool
+    ends all of them with itself, and its temporary folder is removed.
+    """
 
     def __init__(self, cores_per_rank: int = 1, preload: Sequence[str] = ()) -> None:
         self.cores_per_rank = cores_per_rank
@@ -122,7 +126,7 @@ class Pool:
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
             STORE_FILE: str(folder / "store"),
-            FOLDER: str(folder / "attempt"),
+            ATTEMPT_FOLDER: str(folder / "attempt"),
         }
 
     def _as_one(self, rank: int, store: str) -> dict[str, str]:
@@ -169,7 +173,11 @@ def rounds_of(teams: Mapping[Any, Team], repeats: int, report: Callable[[str], N
 
 
 class Team:
-    """Ranks that wait for commands."""
+    """Ranks that wait for commands.
+
+    Every rank has two pipes: one for commands, one for answers, a line each. `numbers` are the ranks' numbers in the
+    zygote, and `lifeline` is the pipe whose end tells the ranks to exit.
+    """
 
     def __init__(self, pool: Pool, folder: Path, numbers: range, lifeline: BinaryIO, placement: Placement):
         self.placement = placement

@@ -16,7 +16,11 @@ from lockstep.runtime.layout import local
 
 
 class WeightAverage:
-    """Averages of the trainable parameters. Each is sharded like its parameter, and at least float32."""
+    """Averages of the trainable parameters. Each is sharded like its parameter, and at least float32.
+
+    It keeps one more tensor for each parameter, on the device of the parameter. `update` adds no collective: every rank
+    averages what it holds.
+    """
 
     def __init__(self, model: nn.Module, decay: float, held_elsewhere: Collection[str] = ()):
         """Begin with the current weights. In a pipeline, other ranks hold and average `held_elsewhere`."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -33,8 +33,17 @@ from lockstep.checkpoint.manifest import (
 from lockstep.checkpoint.storage import Checkpoint
 from lockstep.checkpoint.storage.protocol import PAGE
 
-# The tensors of a file by key: dtype, shape, and the position of the first byte in the file.
-Header = dict[str, tuple[str, tuple[int, ...], int]]
+
+class HeaderEntry(NamedTuple):
+    """One tensor of a file, as the file's header describes it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    position: int  # of its first byte in the file
+
+
+# The tensors of a file, by key.
+Header = dict[str, HeaderEntry]
 
 
 @dataclass(frozen=True)
@@ -151,8 +160,8 @@ def read_header(checkpoint: Checkpoint, name: str) -> Header:
         raise Damaged(checkpoint, name, f"not a safetensors file: {error}"[:300]) from None
 
 
-def _header_entry(what: str, item: Any, data_start: int, file_size: int) -> tuple[str, tuple[int, ...], int]:
-    """Check an entry of a safetensors header. Return its dtype, its shape, and where its data begins in the file."""
+def _header_entry(what: str, item: Any, data_start: int, file_size: int) -> HeaderEntry:
+    """Check an entry of a safetensors header, and return it with its position in the file."""
     fields = check_fields(item, what, dtype=str, shape=list, data_offsets=list)
     dtype = fields["dtype"]
     shape = check_counts(fields["shape"], what, "shape")
@@ -163,11 +172,12 @@ def _header_entry(what: str, item: Any, data_start: int, file_size: int) -> tupl
     start, end = offsets
     fits = start + byte_count(shape, dtype) == end <= file_size - data_start
     require(fits, f"{what} does not lie in the file")
-    return dtype, shape, data_start + start
+    return HeaderEntry(dtype, shape, data_start + start)
 
 
 def locate(checkpoint: Checkpoint, header: Header, piece: Piece, dtype: str) -> int:
     """Return the position of `piece` in its file. Raise Damaged if the file does not contain it."""
-    if piece.key not in header or header[piece.key][:2] != (dtype, piece.shape):
+    entry = header.get(piece.key)
+    if entry is None or (entry.dtype, entry.shape) != (dtype, piece.shape):
         raise Damaged(checkpoint, piece.file, f"does not hold the piece {piece.key!r} that the manifest expects there")
-    return header[piece.key][2]
+    return entry.position

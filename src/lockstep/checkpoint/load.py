@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +34,14 @@ MAX_INVALID = 50
 Gather = Callable[[Any], list[Any]]
 
 
+class Problem(NamedTuple):
+    """An `InvalidCheckpoint`, as ranks send it to each other."""
+
+    label: str  # of its class
+    file: str
+    why: str
+
+
 def find(
     storage: CheckpointStorage, rank: int, world_size: int, gather: Gather, only: str | None = None
 ) -> CheckpointReader | None:
@@ -54,16 +62,16 @@ def find(
         manifest, problems = verify(checkpoint, rank, world_size)
 
         # A problem on one rank is a problem on all. The digest shows whether all ranks read the same manifest.
-        found = [[problem.label, problem.file, problem.why] for problem in problems]
+        found = [Problem(problem.label, problem.file, problem.why) for problem in problems]
         results = gather([found, manifest.digest if manifest else None])
-        bad = sorted({tuple(problem) for rank_problems, _ in results for problem in rank_problems})
+        found_by_any = sorted({Problem(*fields) for rank_problems, _ in results for fields in rank_problems})
 
-        if manifest is not None and not bad:
+        if manifest is not None and not found_by_any:
             if len({rank_digest for _, rank_digest in results}) > 1:
                 raise _not_shared("the ranks read different manifests there")
             return CheckpointReader(checkpoint, manifest, skipped)
 
-        skipped.append(_invalid(checkpoint, bad))
+        skipped.append(_invalid(checkpoint, found_by_any))
 
         # A bad disk damages a few checkpoints. Examining thousands of them would take too long.
         if len(skipped) >= MAX_INVALID and len(names) > MAX_INVALID:
@@ -96,15 +104,15 @@ def _check_shared(storage: CheckpointStorage, listed: list[str], names: list[str
             raise _not_shared(f"rank {rank} finds different files there than rank 0")
 
 
-def _invalid(checkpoint: Checkpoint, problems: Sequence[tuple[str, str, str]]) -> InvalidCheckpoint:
-    """Return the error for a checkpoint with these problems, as (label, file, why)."""
+def _invalid(checkpoint: Checkpoint, problems: Sequence[Problem]) -> InvalidCheckpoint:
+    """Return one error for all problems of a checkpoint."""
     # The first of these kinds that any rank found counts.
-    labels = {label for label, _, _ in problems}
+    labels = {problem.label for problem in problems}
     kind = next(kind for kind in (Damaged, Unreadable, WrongFormat) if kind.label in labels)
 
     # The error names the first file, and its reason lists the rest.
-    first = problems[0][1]
-    reasons = "; ".join(f"{file}: {why}" for _, file, why in problems)
+    first = problems[0].file
+    reasons = "; ".join(f"{problem.file}: {problem.why}" for problem in problems)
     return kind(checkpoint, first, reasons.removeprefix(f"{first}: "))
 
 

@@ -19,6 +19,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from lockstep.checkpoint.load import CheckpointReader, find
 from lockstep.checkpoint.manifest import Damaged
 from lockstep.checkpoint.reshard import replicated_sizes, shards_to_write
 from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint
-from lockstep.checkpoint.run_state import Change, RunState, merge_plain_state
+from lockstep.checkpoint.run_state import RunState, merge_plain_state
 from lockstep.checkpoint.saver import Saver
 from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.checkpoint.storage import (
@@ -43,8 +44,8 @@ from lockstep.checkpoint.storage import (
     update_latest,
 )
 from lockstep.checkpoint.writer import Committed, Save, SaveContext
-from lockstep.config import RunConfig, flatten
-from lockstep.config.schema import KEYS, RENAMED, typed
+from lockstep.config import RunConfig
+from lockstep.config.changes import Change, config_changes, settings_as_text
 from lockstep.errors import UserError, plural
 from lockstep.launch.run_dir import LATEST, is_checkpoint, run_of, step_in
 from lockstep.observe.run_folder import RunFolder
@@ -53,9 +54,6 @@ from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.layout import LocalShard
 from lockstep.runtime.seeds import derive, seed_host
 from lockstep.task import StepResult
-
-# Settings that may change on resume without being reported.
-NOT_COMPARED = ("run_dir", "resume", "log.progress")
 
 MIB = 2**20
 
@@ -88,7 +86,12 @@ class Resumed:
 
 
 class CheckpointManager:
-    """Saves and restores one run. `writer.py` has the outcomes of a save."""
+    """Saves and restores one run. `writer.py` has the outcomes of a save.
+
+    A save has three parts: copies are made while the next step computes, files are written on a thread, and at a step
+    on which all ranks agree its outcome is settled. A checkpoint counts only then. Every method that the loop calls is
+    called by all ranks at the same step.
+    """
 
     def __init__(
         self,
@@ -154,31 +157,35 @@ class CheckpointManager:
 
         # After a restart, the run's own checkpoints are newer than the one that --resume named; unless the run has not
         # gone back to that one yet (`RunFolder.goes_back`).
-        reader = self._find(self.storage) if self.folder.continues else None
-        origin = self.folder.origin
-        if reader is None and origin is not None:
-            # The origin is either a checkpoint, or a run, whose newest valid checkpoint is used.
-            if is_checkpoint(origin):
-                checkpoint = Checkpoint.at(origin)
-                reader = self._find(checkpoint.storage, checkpoint.name)
-            else:
-                reader = self._find(open_storage(run_of(origin) / "checkpoints"))
-
-            if reader is None:
-                raise UserError(
-                    f"--resume {origin} cannot be used: that run has no checkpoint",
-                    "",
-                    "leave --resume out to start from the beginning",
-                )
+        reader = self._find(self.storage) if self.folder.resume_newest else None
+        if reader is None and self.folder.resume_from is not None:
+            reader = self._find_named(self.folder.resume_from)
 
         return None if reader is None else self._load(reader)
+
+    def _find_named(self, path: Path) -> CheckpointReader:
+        """Find what --resume names: a checkpoint, or a run, whose newest valid checkpoint is used."""
+        if is_checkpoint(path):
+            checkpoint = Checkpoint.at(path)
+            reader = self._find(checkpoint.storage, checkpoint.name)
+        else:
+            reader = self._find(open_storage(run_of(path) / "checkpoints"))
+
+        if reader is None:
+            raise UserError(
+                f"--resume {path} cannot be used: that run has no checkpoint",
+                "",
+                "leave --resume out to start from the beginning",
+            )
+
+        return reader
 
     def _claim(self) -> None:
         """Make this attempt the only writer. Rank 0 calls it, before any checkpoint is written."""
         self.storage.claim(self.folder.token)
 
         # If this attempt fails before it has gone back, the launcher announces this checkpoint.
-        name = self.folder.origin.resolve().name if self.folder.origin else ""
+        name = self.folder.resume_from.resolve().name if self.folder.resume_from else ""
         if self.folder.goes_back and step_in(name) is not None:
             self.storage.replace(LATEST, f"{name}\n".encode())
         elif self.folder.attempt == 0:
@@ -250,6 +257,7 @@ class CheckpointManager:
         return reader
 
     def _load(self, reader: CheckpointReader) -> Resumed:
+        """Check the settings, restore the state, and set aside later checkpoints of this run. Collective."""
         values = reader.manifest.values
         missing = {"state", "config", "world"} - values.keys()
         if missing:
@@ -259,17 +267,9 @@ class CheckpointManager:
                 "resume with the version of Lockstep that wrote it (lockstep ckpt show)",
             )
 
-        # The task's saved state may depend on some settings (`Task.lasting`). Check them before anything is changed.
+        # Check the settings before anything is changed.
         changed_settings = config_changes(values["config"], self.config)
-        lasting = [key for part in self.state.parts.values() for key in getattr(part, "lasting", ())]
-        for key, before, now in changed_settings:
-            if key in lasting:
-                raise UserError(
-                    f"{key}={now} does not fit the checkpoint: the task saved its state with {key}={before}",
-                    "",
-                    f"set {key}={before}, or start a new run from the exported weights",
-                )
-
+        self._check_lasting(changed_settings)
         other_changes = self.state.restore(reader, values["state"], changed_settings)
         steps_done = reader.manifest.step
 
@@ -298,6 +298,17 @@ class CheckpointManager:
             changes=[*map(str, changed_settings), *other_changes],
             loop=LoopState.from_saved(unpack(values.get("loop", {}), reader.read, self.runtime.device)),
         )
+
+    def _check_lasting(self, changed_settings: list[Change]) -> None:
+        """Refuse a changed setting on which the task's saved state depends (`Task.lasting`)."""
+        lasting = [key for part in self.state.parts.values() for key in getattr(part, "lasting", ())]
+        for key, before, now in changed_settings:
+            if key in lasting:
+                raise UserError(
+                    f"{key}={now} does not fit the checkpoint: the task saved its state with {key}={before}",
+                    "",
+                    f"set {key}={before}, or start a new run from the exported weights",
+                )
 
     # ---- before the first step ----
 
@@ -403,7 +414,7 @@ class CheckpointManager:
 
         # The keys are part of the file format (see CONTRIBUTING).
         other_values = {
-            "config": _settings_as_text(self.config),
+            "config": settings_as_text(self.config),
             "plan": self.plan.as_record(),
             "world": self.runtime.world.size,
             "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
@@ -442,7 +453,7 @@ class CheckpointManager:
 
     def poll(self) -> bool:
         """Log committed saves. Return whether the last save failed on this rank, for the control word."""
-        self._log(self.saver.take_ended(0))
+        self._log_committed(self.saver.take_ended(0))
         return self.saver.failure is not None
 
     def settle(self) -> bool:
@@ -460,7 +471,7 @@ class CheckpointManager:
 
             # If all files are written, wait for the commit, which may still fail on rank 0.
             if not abandoned:
-                self._log(self.saver.take_ended())
+                self._log_committed(self.saver.take_ended())
                 abandoned = self.abandon_if_failed()
 
         # Only a committed checkpoint lets the run rewind as often again.
@@ -519,6 +530,7 @@ class CheckpointManager:
         return None if self._saved_step is None else Checkpoint(self.storage, folder_name(self._saved_step)).location
 
     def _shards(self, tensors: dict[str, torch.Tensor]) -> dict[str, LocalShard]:
+        """Return what this rank writes of these tensors. Collective if the ranks hold different ones."""
         world = self.runtime.world
         sizes = replicated_sizes(tensors)
 
@@ -534,7 +546,7 @@ class CheckpointManager:
             if len({by_name[name] for by_name in digests}) > 1:
                 self.log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
-    def _log(self, saves: list[Save]) -> None:
+    def _log_committed(self, saves: list[Save]) -> None:
         """Log the committed saves. `abandon_if_failed` logs failures, after all ranks have compared them."""
         for save in saves:
             outcome = save.outcome
@@ -553,24 +565,3 @@ class CheckpointManager:
                 stall_s=save.stall_s,
                 write_s=save.write_s,
             )
-
-
-def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:
-    """Return the settings that differ between a checkpoint and this run. `saved`: the settings as text, by key."""
-    # An older version may have saved a key under a former name.
-    saved = {RENAMED.get(key, key): value for key, value in saved.items()}
-    now = _settings_as_text(config)
-    changes = []
-
-    for key in {**saved, **now}:
-        # A key that the older version did not have counts as its default.
-        before = saved.get(key, typed(KEYS[key].default) if key in KEYS else "not set")
-        after = now.get(key, "not set")
-        if key not in NOT_COMPARED and before != after:
-            changes.append(Change(key, before, after))
-
-    return changes
-
-
-def _settings_as_text(config: RunConfig) -> dict[str, str]:
-    return {key: typed(value) for key, value in flatten(config).items()}

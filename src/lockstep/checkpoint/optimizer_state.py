@@ -26,7 +26,11 @@ JsonDict = dict[str, Any]
 
 
 class OptimizerStates:
-    """Captures and restores the state of all optimizers of a run."""
+    """Captures and restores the state of all optimizers of a run.
+
+    State is saved by the names of parameters, not by their positions in groups. So it can be restored on another number
+    of ranks, with another strategy, or by an optimizer whose groups were put in another order.
+    """
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, held_elsewhere: Collection[str]):
         """`held_elsewhere`: the names of parameters that the model of this rank has, but that other ranks hold."""

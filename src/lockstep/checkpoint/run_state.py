@@ -32,6 +32,7 @@ from lockstep.checkpoint.state_tree import (
     tied_names,
     unpack,
 )
+from lockstep.config.changes import Change
 from lockstep.errors import UserError, plural
 from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.layout import full_tensor
@@ -54,17 +55,6 @@ class Part(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any: ...
-
-
-class Change(NamedTuple):
-    """A setting that differs from the one in the checkpoint."""
-
-    key: str
-    before: str
-    now: str
-
-    def __str__(self) -> str:
-        return f"{self.key}: {self.before} -> {self.now}"
 
 
 class CapturedState(NamedTuple):
@@ -229,16 +219,24 @@ class RunState:
 
         Return descriptions of changes since the save that are not in `changed_settings`.
         """
+        # The model first: it checks that the checkpoint is of this model before anything is changed.
         self._restore_model(reader, plain_state["model"])
-        changed = self._optimizer_states.restore(plain_state["optimizers"], reader)
+
+        # Some optimizers train other weights than they evaluate. A checkpoint holds those to evaluate, and the
+        # optimizers' state has the others.
+        changes = self._optimizer_states.restore(plain_state["optimizers"], reader)
         self.optimizers.use_training_weights()
         self.stepper.load_state_dict(unpack(plain_state["stepper"], reader.read, self._device))
-        states = {name: self._read_part(name, state, reader) for name, state in plain_state["parts"].items()}
-        self.source.load_state_dict(states.pop("data"))
 
         # The data source must continue with the samples that the saved run would have taken next.
+        parts = {name: self._read_part(name, state, reader) for name, state in plain_state["parts"].items()}
+        self.source.load_state_dict(parts.pop("data"))
         _check_next_samples(plain_state["next_samples"], next_samples(self.source), changed_settings)
-        return changed + self._restore_average(reader) + self._restore_parts(states)
+
+        # The task and other parts come last: their `load_state_dict` may read what was restored above.
+        changes += self._restore_average(reader)
+        changes += self._restore_parts(parts)
+        return changes
 
     def _restore_average(self, reader: CheckpointReader) -> list[str]:
         """Restore the averages of the parameters. Return a line if the checkpoint has none, or they are not in use."""
@@ -316,20 +314,9 @@ class RunState:
     ) -> None:
         """Check names, shapes and the digests of frozen parameters before anything is changed."""
         names = {name for name in state if not is_extra(name)}
+        self._check_frozen({name: saved_digest for name, saved_digest in digests.items() if name in names})
 
-        # Frozen parameters of which the checkpoint holds only a digest must have the same bits now.
-        for name, saved_digest in digests.items():
-            if name not in names or name in self._held_elsewhere:
-                continue
-
-            if digest(full_tensor(self.model.get_parameter(name))) != saved_digest:
-                advice = [getattr(part, "frozen_advice", None) for part in self.parts.values()]
-                raise UserError(
-                    f"the values of the frozen parameter {name!r} differ from those when the checkpoint was written",
-                    "the checkpoint holds only its digest (checkpoint.frozen=false)",
-                    next(filter(None, advice), Task.frozen_advice),
-                )
-
+        # Each tensor of the model is in the checkpoint, at least as a digest, and vice versa.
         differences = {
             "missing in the checkpoint": sorted(names - set(saved) - digests.keys()),
             "missing in this model": sorted(set(saved) - names),
@@ -348,6 +335,19 @@ class RunState:
                 raise different_model(
                     f"{name!r} has shape {shape} in the checkpoint and {tuple(state[name].shape)} in this model"
                 )
+
+    def _check_frozen(self, saved_digests: dict[str, str]) -> None:
+        """Check that frozen parameters of which the checkpoint holds only a digest have the same bits now."""
+        for name, saved_digest in saved_digests.items():
+            if name in self._held_elsewhere or digest(full_tensor(self.model.get_parameter(name))) == saved_digest:
+                continue
+
+            advice = [getattr(part, "frozen_advice", None) for part in self.parts.values()]
+            raise UserError(
+                f"the values of the frozen parameter {name!r} differ from those when the checkpoint was written",
+                "the checkpoint holds only its digest (checkpoint.frozen=false)",
+                next(filter(None, advice), Task.frozen_advice),
+            )
 
     # ---- parameters ----
 

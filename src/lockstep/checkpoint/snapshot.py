@@ -20,7 +20,8 @@ from lockstep.checkpoint.storage.protocol import PAGE
 from lockstep.errors import UserError
 from lockstep.runtime.layout import LocalShard
 
-_NAMES = {getattr(torch, dtype.in_torch): name for name, dtype in DTYPES.items()}
+# torch's dtype -> its name in a file.
+_DTYPE_NAMES = {getattr(torch, dtype.in_torch): name for name, dtype in DTYPES.items()}
 
 # (view of the buffer, tensor to copy there), with equal shapes.
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
@@ -95,13 +96,13 @@ class BackgroundCopy:
 
         # One event for each GPU, recorded after its copies.
         devices = {source.device for _, source in self._pairs if source.is_cuda}
-        self._on_device = [self._enqueue(device) for device in devices]
+        self._gpu_copies = [self._enqueue(device) for device in devices]
 
     def run(self) -> None:
         """Complete the copy, or raise. Called in the writing thread."""
         try:
             _copy([(view, source) for view, source in self._pairs if not source.is_cuda])
-            for event in self._on_device:
+            for event in self._gpu_copies:
                 event.synchronize()
         finally:
             # Also after an error, so that the training thread does not wait forever.
@@ -123,7 +124,7 @@ class BackgroundCopy:
             self._torn = self._versions_now() != self._versions
 
         # The device's current stream waits for the copies; the host does not.
-        for event in self._on_device:
+        for event in self._gpu_copies:
             event.wait()
 
         # The writing thread copies the tensors on the CPU.
@@ -153,13 +154,13 @@ def _entry(name: str, shard: LocalShard, file: str) -> TensorEntry:
 
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:
-    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.dtype not in _NAMES:
+    if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.dtype not in _DTYPE_NAMES:
         raise UserError(
             f"the tensor {name!r} cannot be saved in a checkpoint",
             f"{tensor.dtype}, {tensor.layout}, on {tensor.device}",
             "keep it as a dense tensor of bool, integers or floats (a complex one with torch.view_as_real)",
         )
-    return _NAMES[tensor.dtype]
+    return _DTYPE_NAMES[tensor.dtype]
 
 
 def _allocate(size: int, pinned: bool) -> torch.Tensor:

@@ -119,7 +119,7 @@ class Save:
     def __init__(self, context: SaveContext, step: int, number: int, file_size: int):
         self.context = context
         self.step = step
-        self.bytes = file_size  # of this rank's file
+        self.file_size = file_size  # of this rank's file, in bytes
 
         # The files are in this folder until the commit renames it. The token keeps writers of an earlier attempt out of
         # it, and the number keeps out writers of an earlier save of the same step.
@@ -186,9 +186,9 @@ class Save:
     def check_room(self) -> bool:
         """Return whether this rank's file fits on the disk. If not, the save fails before anything is written."""
         try:
-            missing = self.bytes - self.context.storage.free_bytes()
+            missing = self.file_size - self.context.storage.free_bytes()
             if missing > 0:
-                sizes = f"{size_text(self.bytes)} to write, {size_text(missing)} too little"
+                sizes = f"{size_text(self.file_size)} to write, {size_text(missing)} too little"
                 raise SaveFailed(f"{self._no_room()}: {sizes}")
         except (OSError, SaveFailed) as error:
             self.fail(error)
@@ -210,7 +210,7 @@ class Save:
     def _delete_uncommitted(self) -> None:
         """Delete this rank's uncommitted files; rank 0 deletes the folder. After the commit, this does nothing."""
         rank = self.context.rank
-        keys = [self._key(file_name(rank)), self._key(_confirmation(rank))] if rank else [self.folder]
+        keys = [self._key(file_name(rank)), self._confirmation_key(rank)] if rank else [self.folder]
 
         # The next start deletes files that cannot be deleted now.
         for key in keys:
@@ -225,7 +225,7 @@ class Save:
         self.context.storage.write(self._key(name), self._chunks(layout, data, digest))
 
         # What the manifest will say of this file: rank 0 builds it from the confirmations of all ranks.
-        file = File(name, self.bytes, digest.hexdigest())
+        file = File(name, self.file_size, digest.hexdigest())
         self._confirm({"file": vars(file), "tensors": tensors_to_json(layout.tensors)})
 
     def _chunks(self, layout: FileLayout, data: memoryview, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
@@ -241,7 +241,7 @@ class Save:
             yield chunk
 
     def _confirm(self, confirmation: dict[str, Any]) -> None:
-        self.context.storage.replace(self._key(_confirmation(self.context.rank)), json.dumps(confirmation).encode())
+        self.context.storage.replace(self._confirmation_key(self.context.rank), json.dumps(confirmation).encode())
 
     def _check_abandoned(self) -> None:
         if self.abandoned.is_set():
@@ -250,11 +250,14 @@ class Save:
     def _key(self, file: str) -> str:
         return f"{self.folder}/{file}"
 
+    def _confirmation_key(self, rank: int) -> str:
+        return self._key(f"rank-{rank:05d}.json")
+
     # ---- rank 0 ----
 
     def _commit(self, aliases: dict[str, str], values: dict[str, Any]) -> Committed:
         storage = self.context.storage
-        confirmations = self._confirmations()
+        confirmations = self._wait_for_confirmations()
         manifest = encode(self._manifest(confirmations, aliases, values))
 
         # Check that the manifest can be loaded.
@@ -262,7 +265,7 @@ class Save:
 
         # The manifest comes last: when it is durable, the folder has its final contents.
         for rank in range(self.context.world_size):
-            storage.delete(self._key(_confirmation(rank)))
+            storage.delete(self._confirmation_key(rank))
 
         storage.write(self._key(MANIFEST), [memoryview(manifest)])
         faults.fire("rename", self.step)
@@ -300,7 +303,7 @@ class Save:
 
         return ""
 
-    def _confirmations(self) -> list[dict[str, Any]]:
+    def _wait_for_confirmations(self) -> list[dict[str, Any]]:
         """Wait for the confirmations of all ranks, and return them by rank.
 
         Raise SaveFailed if a rank reports an error, or after a timeout: a rank may have died.
@@ -315,7 +318,7 @@ class Save:
         while True:
             # A confirmation that exists is complete, since `replace` is atomic.
             for rank in ranks - confirmations.keys():
-                with suppress(FileNotFoundError), self.context.storage.open(self._key(_confirmation(rank))) as file:
+                with suppress(FileNotFoundError), self.context.storage.open(self._confirmation_key(rank)) as file:
                     confirmations[rank] = json.loads(file.read())
                 if rank in confirmations:
                     self._check_confirmation(rank, confirmations[rank])
@@ -389,7 +392,7 @@ class Save:
                 return Failed(why, caused_elsewhere=True)
             case OSError(errno=errno.ENOSPC | errno.EDQUOT):
                 # The disk is full, or the user's quota is exhausted.
-                return Failed(f"{self._no_room()} while writing {size_text(self.bytes)}")
+                return Failed(f"{self._no_room()} while writing {size_text(self.file_size)}")
             case _:
                 return Failed(_as_text(error))
 
@@ -406,7 +409,3 @@ class Save:
 
 def _as_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
-
-
-def _confirmation(rank: int) -> str:
-    return f"rank-{rank:05d}.json"

@@ -1,4 +1,8 @@
-"""Mixed-precision training as an object: `training_step(batch)` in your loop."""
+"""Mixed-precision training as an object: `training_step(batch)` in your loop.
+
+The loop stays yours; the step is the engine's. So accumulation, clipping, the loss scale, checkpoints and the check of
+the gradients are those of `lockstep train`, under the names of this class.
+"""
 
 from __future__ import annotations
 

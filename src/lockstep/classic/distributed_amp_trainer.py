@@ -107,6 +107,7 @@ class DistributedAMPTrainer(AMPTrainer):
         return module if wrapped else ReducedByTheStep(module)
 
     def wrap_other(self, model: nn.Module) -> nn.Module:
+        """Wrap a second model, which the step of this trainer does not reduce, in torch's DDP."""
         if self.runtime.world.alone:
             return model
         options = self.distributed

@@ -194,6 +194,7 @@ class DistributedConfig:
         )
 
     def _wrong_types(self) -> Iterator[UserError]:
+        """Yield the fields whose values have another type than their defaults."""
         # The types of the defaults: annotations are only strings in this module.
         defaults = DistributedConfig()
         for field in fields(self):
@@ -215,6 +216,7 @@ class DistributedConfig:
                 )
 
     def _wrong_ranks(self) -> Iterator[UserError]:
+        """Yield what is wrong with the numbers of ranks and nodes: they must describe one job."""
         processes = self.num_nodes * self.num_gpus_per_node
         last = self._first_rank + self.num_gpus_per_node - 1
         if self.first_rank is not None:
@@ -249,6 +251,7 @@ class DistributedConfig:
             )
 
     def _wrong_values(self) -> Iterator[UserError]:
+        """Yield values that no job can have."""
         if not 1 <= self.master_port <= 65535:
             yield UserError(f"master_port={self.master_port} is not a port", "", "choose 1024 to 65535")
 

@@ -1,4 +1,8 @@
-"""The fp16 loss scale, for a loop of plain PyTorch: `scale`, backward, `step`, `update`."""
+"""The fp16 loss scale, for a loop of plain PyTorch: `scale`, backward, `step`, `update`.
+
+It behaves like torch's GradScaler in a single process, and decides the same on all ranks: an overflow on one rank skips
+the step everywhere.
+"""
 
 from __future__ import annotations
 

@@ -205,6 +205,7 @@ def uneven(batch: int, processes: int) -> UserError:
 
 
 def detected() -> list[GPU]:
+    """Return the GPUs that torch can use."""
     # If the driver is too old, torch counts GPUs that it cannot use.
     if not torch.cuda.is_available():
         return []

@@ -1,4 +1,8 @@
-"""What one rank did in each optimizer step, as lines of JSON in a separate file."""
+"""What one rank did in each optimizer step, as lines of JSON in a separate file.
+
+Each rank writes a file of its own, so no line of one rank waits for another, and the last lines of a killed rank are
+there.
+"""
 
 from __future__ import annotations
 

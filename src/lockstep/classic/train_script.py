@@ -1,4 +1,8 @@
-"""The main program of `train.py`: it trains a recipe on the ranks of a launcher, or on as many as the GPUs allow."""
+"""The main program of `train.py`: it trains a recipe on the ranks of a launcher, or on as many as the GPUs allow.
+
+It starts the ranks itself unless a launcher already has, and passes its arguments on as settings of the recipe. Options
+that contradict each other are refused before the first process starts.
+"""
 
 from __future__ import annotations
 
@@ -52,6 +56,7 @@ def main(target: str, arguments: Sequence[str] | None = None, readers: int = 0, 
 
 
 def _parser(target: str, readers: int) -> argparse.ArgumentParser:
+    """Return the parser of `train.py`. `readers` is the number of frozen models that the recipe has."""
     parser = argparse.ArgumentParser(
         prog="train.py",
         description=f"Train the recipe {target}.",
@@ -129,6 +134,7 @@ def check_rivals(options: argparse.Namespace, typed: Mapping[str, Any]) -> None:
 
 
 def _train(target: str, options: argparse.Namespace, settings: Sequence[str], typed: Sequence[str]) -> int:
+    """Put the layers together and train."""
     layers = read_layers(options.config, settings)
     check_rivals(options, flatten(layers[-1][1]))
 

@@ -66,6 +66,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_common_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that all platforms have."""
     parser.add_argument("target", metavar="TARGET", help="a recipe's name, FILE.py:CLASS, MODULE:CLASS, or SCRIPT.py")
     parser.add_argument("overrides", nargs="*", default=[], metavar="key=value", help="settings, such as steps=100")
     parser.add_argument("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")

@@ -59,6 +59,7 @@ def add_host_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _port(text: str) -> int:
+    """Return a port, for argparse."""
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
         raise argparse.ArgumentTypeError(f"{text} is not a port: use 1 to 65535, or leave it out")
 

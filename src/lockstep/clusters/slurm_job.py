@@ -98,15 +98,20 @@ class SlurmJob:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that only Slurm has."""
     add = parser.add_argument
     add("--time", metavar="H:M:S", help="time limit, as sbatch takes it; the job is requeued when it is over")
     add("--partition", metavar="NAME", help="partition (default: the cluster's)")
     add("--account", metavar="NAME", help="account to charge")
     add("--qos", metavar="NAME", help="quality of service")
     add("--constraint", metavar="FEATURES", help="features that the nodes must have")
+
+    # What each node must have.
     add("--cpus-per-task", type=int, metavar="N", help="CPUs that the ranks of a node share (default: one each)")
     add("--mem", metavar="SIZE", help="memory of each node, such as 64G")
     add("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each node, one for each process")
+
+    # Several runs, and nodes of several kinds.
     add("--array", metavar="0-3", help="one run for each index, in run_dir/task-INDEX")
     add(
         "--vary",
@@ -118,6 +123,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--component", action="append", default=[], metavar="'nproc=8 nnodes=1 ...'", help="further nodes, unlike these"
     )
+
+    # How the job ends, and starts again.
     add("--signal-before", type=int, default=120, metavar="S", help="seconds left to save in (default 120)")
     add("--max-requeues", type=int, default=100, metavar="N", help="how often the job may start again (default 100)")
     add(
@@ -126,6 +133,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default="agent",
         help="agent: a launcher on each node, which restarts its ranks (default); srun: the tasks are the ranks",
     )
+
+    # Lines of the script that only its user knows.
     add("--setup", action="append", default=[], metavar="LINE", help="a line to run first, such as 'module load cuda'")
     add("--sbatch", action="append", default=[], metavar="'exclusive ...'", help="further options for sbatch")
 
@@ -142,6 +151,8 @@ def read_job(request: Request, options: argparse.Namespace, env: Mapping[str, st
         options.mem,
         options.gpus_per_node,
     )
+
+    # The values of --vary decide how many tasks the array has.
     varied = _combinations(options.vary)
     job = SlurmJob(
         request=request,
@@ -172,6 +183,7 @@ def _parse_component(text: str, partition: str | None) -> Component:
             raise unknown_name("--component", word, [f"{name}=..." for name in known])
         values[name] = value
 
+    # What is left are words, as they stand in the fields.
     cpus = values.pop("cpus_per_task", None)
     return Component(
         nnodes=parse_nnodes(values.pop("nnodes", None)),
@@ -227,6 +239,7 @@ def _combinations(vary: Sequence[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def check(job: SlurmJob) -> None:
+    """Refuse a job that can work on no cluster, before any cluster is asked."""
     _check_words(job)
     _check_time(job)
     _check_array(job)
@@ -286,6 +299,7 @@ def _own_option(word: str) -> str | None:
 
 
 def _check_time(job: SlurmJob) -> None:
+    """Refuse times that leave no room to train and to save."""
     if job.signal_before < 1 or job.signal_before > 65535:
         raise UserError(
             f"--signal-before {job.signal_before} is not a number of seconds",
@@ -314,6 +328,7 @@ def seconds_of(text: str) -> float | None:
     if not match:
         raise UserError(f"--time {text} is not a time limit", "", "use HOURS:MINUTES:SECONDS, as in --time 4:00:00")
 
+    # The forms differ in what their first number counts.
     days, *parts = (int(part) if part else None for part in match.groups())
     first, second, third = parts
     if days is not None:  # D-H[:M[:S]]
@@ -325,6 +340,7 @@ def seconds_of(text: str) -> float | None:
 
 
 def _check_array(job: SlurmJob) -> None:
+    """Refuse indexes that are not a list, or that do not fit the combinations of --vary."""
     if not job.array:
         return
 
@@ -385,6 +401,7 @@ def _processes_and_gpus(component: Component, ranks: Bounds, gpus: int) -> UserE
 
 
 def _check_plain_ranks(job: SlurmJob, component: Component) -> None:
+    """Refuse numbers that are not fixed: without a launcher nothing can change them."""
     auto = component.nproc == "auto" and not component.gpus
     if auto or component.ranks.least != component.ranks.most or job.nnodes.least != job.nnodes.most:
         raise UserError(
@@ -395,6 +412,7 @@ def _check_plain_ranks(job: SlurmJob, component: Component) -> None:
 
 
 def _whole(name: str, text: str) -> int:
+    """Return a whole number. Raises a UserError."""
     if not (text.isascii() and text.isdigit()):
         raise UserError(f"{name}={text} is not a whole number", "", f"use {name}=8")
 

@@ -190,7 +190,11 @@ def _stop(number: int, frame: FrameType | None) -> None:
 
 
 class Presence:
-    """A file in the run folder for each host: locked by its launcher, with a word in it when it leaves the job."""
+    """A file in the run folder for each host: locked by its launcher, with a word in it when it leaves the job.
+
+    Hosts whose tethers break at the same time must find out whether enough others stay. They have no connection to each
+    other, but they see the same run folder.
+    """
 
     def __init__(self, job: Training):
         self._job = job

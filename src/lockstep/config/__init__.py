@@ -9,6 +9,7 @@ strategies    what a configuration must know about each strategy
 conflicts     settings that do not work together
 yaml_dialect  the YAML that we read and write
 resolve       layers -> RunConfig with sources, or every problem at once
+changes       settings that differ between a saved run and this one
 load          files, command line, Python objects -> layers
 """
 

@@ -1,4 +1,8 @@
-"""A torch DataLoader as training data: a run takes its parts, and decides the order and the batches itself."""
+"""A torch DataLoader as training data: a run takes its parts, and decides the order and the batches itself.
+
+The loader itself is never iterated over: its order would depend on the number of ranks, and its position could not be
+saved. An option that Lockstep cannot honour is refused, not dropped.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +79,8 @@ def _settings(loader: DataLoader, shuffle: bool | None) -> dict[str, Any]:
     assert isinstance(batches, BatchSampler)
     per_rank = isinstance(batches.sampler, DistributedSampler)
     settings: dict[str, Any] = {"local_batch" if per_rank else "global_batch": batches.batch_size}
+
+    # Only what the loader was asked for: the settings may say the rest.
     if shuffle is not None:
         settings["data.shuffle"] = shuffle
     if batches.drop_last:
@@ -95,6 +101,7 @@ def _take_sampler(loader: DataLoader) -> tuple[Any, bool | None]:
     if not covers(sampler, len(dataset)):
         return sampler, None
 
+    # Plain orders are Lockstep's own, which can be resumed anywhere.
     if type(sampler) is SequentialSampler:
         return None, False
     if type(sampler) is DistributedSampler and covers(sampler, len(dataset)):
@@ -106,6 +113,7 @@ def _take_sampler(loader: DataLoader) -> tuple[Any, bool | None]:
 
 
 def _take_collate(loader: DataLoader, collate: Collate) -> Collate:
+    """Return the loader's collate_fn, unless the run has a collate of its own: that must be an error."""
     if not is_default_collate(collate):
         raise UserError(
             "the DataLoader has a collate_fn, and the run has a collate of its own",

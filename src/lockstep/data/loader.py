@@ -41,7 +41,12 @@ class Request(NamedTuple):
 
 @dataclass
 class SampleReader:
-    """Turns a request into a collated batch."""
+    """Turns a request into a collated batch.
+
+    It is used in the main process and in worker processes alike, and gives the same batch in both: random numbers that
+    a dataset or a transform draws are seeded for each sample, by its id and the epoch. `seed_samples=False` leaves them
+    alone.
+    """
 
     dataset: Any
     collate: Callable[[list[Any]], Any]
@@ -112,6 +117,7 @@ class SampleReader:
         )
 
     def _read(self, read: Callable[[Any], Any], key: Any, ids: list[int], where: str) -> Any:
+        """Call a function of the dataset or collate; an error gets the ids of the samples."""
         try:
             return read(key)
         except Exception as error:

@@ -46,6 +46,7 @@ class RowPacker:
                 f"set row_length={size} or more, or shorten or split the document" if size else "leave it out",
             )
 
+        # Best fit: the row with the least room. Without one, the fullest row is closed for a new one.
         fitting = [index for index, room in enumerate(self._room) if room >= size]
         completed = []
         if not fitting:
@@ -58,6 +59,7 @@ class RowPacker:
         best = min(fitting, key=self._room.__getitem__)
         self._rows[best].append(item)
         self._room[best] -= size
+
         if not self._room[best]:
             completed.append(self._complete(best))
 

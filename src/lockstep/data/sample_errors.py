@@ -33,10 +33,12 @@ class WorkerError:
         return WorkerError((error.problem, error.found, error.fix))
 
 
-def name_samples(error: Exception, ids: Sequence[int], where: str) -> None:
+LEAVE_OUT = "fix it in the dataset, or leave it out: torch.utils.data.Subset(dataset, ids)"
+
+
+def name_samples(error: Exception, ids: Sequence[int], where: str, fix: str = LEAVE_OUT) -> None:
     """Add a note to an error of the user's code that names the samples. Its type and traceback stay the same."""
     which = f"sample {ids[0]}" if len(ids) == 1 else f"samples {some_names([str(i) for i in ids])}"
-    fix = "fix it in the dataset, or leave it out: torch.utils.data.Subset(dataset, ids)"
     error.add_note(f"lockstep: this is {which} {where}; {fix}")
 
 
@@ -124,6 +126,7 @@ def batch_to_send(read: Callable[[], Any], ids: Sequence[int], where: str, check
 
 
 def _on_device(found: str) -> UserError:
+    """Return the error for tensors on a GPU in a worker process."""
     return UserError(
         "a worker process can neither compute on a GPU nor send tensors that are on one",
         found,

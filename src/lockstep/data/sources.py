@@ -98,6 +98,14 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
         )
 
     _refuse_balance(data, options.config)
+    if options.config.workers and getattr(dataset, "num_workers", 0):
+        raise UserError(
+            f"data.workers={options.config.workers} and num_workers={dataset.num_workers} of the "
+            f"{type(dataset).__name__} would nest worker processes",
+            "a worker process cannot start worker processes of its own",
+            "set data.workers=0, or leave num_workers out of the loader",
+        )
+
     if options.config.resume == "reread":
         _check_not_own(options.config)
         return ExactStreamSource(Shards([dataset]), collate, options)
@@ -109,6 +117,7 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
 
 
 def _check_not_own(config: DataConfig) -> None:
+    """Refuse a stream that resumes exactly and assigns its samples to ranks itself."""
     if config.sharding == "own":
         raise UserError(
             "data.sharding=own cannot be used with a stream that resumes exactly",
@@ -118,6 +127,7 @@ def _check_not_own(config: DataConfig) -> None:
 
 
 def _refuse_balance(data: Any, config: DataConfig) -> None:
+    """Refuse to balance the lengths of a stream, which are not known in advance."""
     if config.balance != "none":
         raise UserError(
             f"data.balance={config.balance} needs a dataset with __getitem__; the training data is a "
@@ -128,6 +138,7 @@ def _refuse_balance(data: Any, config: DataConfig) -> None:
 
 
 def _check_readable(data: Any, is_stream: bool, config: DataConfig) -> None:
+    """Refuse data that cannot be read, and settings that are for other kinds of data."""
     if not hasattr(data, "__iter__" if is_stream else "__len__"):
         problem = "can neither be indexed nor iterated over" if is_stream else "has no __len__"
         raise UserError(
@@ -155,7 +166,12 @@ def _check_readable(data: Any, is_stream: bool, config: DataConfig) -> None:
 
 
 class MapSource(BatchSource):
-    """A map-style dataset in the order of its sampler, which depends neither on the rank nor on the world size."""
+    """A map-style dataset in the order of its sampler, which depends neither on the rank nor on the world size.
+
+    A step is a window of consecutive positions. Its micro-batches are numbered over all ranks, and `take` gives this
+    rank the ones that are its own. The position moves on in `commit` alone, so a step that was not applied is taken
+    again.
+    """
 
     can_skip = True
 
@@ -214,6 +230,7 @@ class MapSource(BatchSource):
         self._assigned.pop(self.position, None)
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position, for all ranks: it does not depend on them."""
         return {
             "position": self.position,
             "length": self.length,
@@ -221,6 +238,7 @@ class MapSource(BatchSource):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position, on any number of ranks."""
         if state["length"] != self.length:
             raise UserError(
                 f"the dataset has {self.length} samples, but had {state['length']} when the position was saved",
@@ -370,6 +388,7 @@ class MapSource(BatchSource):
         return assigned
 
     def _micro_batch(self, window: Window, index: int, padding: bool) -> MicroBatch:
+        """Return a micro-batch of a window without its data: which samples it has, and its place in the step."""
         if self.lengths is not None:
             parts = self._divisions.get(window, lambda: self._divide(window))
             ids, first = parts[index], sum(map(len, parts[:index]))
@@ -395,6 +414,8 @@ class MapSource(BatchSource):
         for index, padding in assigned:
             micro = self._micro_batch(window, index, padding)
             micro.data = self.reader(Request(window.epoch, micro.ids)) if batches is None else next(batches)
+
+            # A batch that collate has emptied still takes part in the step, with weight 0.
             if is_empty(micro.data):
                 self._make_padding(micro)
 
@@ -425,6 +446,7 @@ class MapSource(BatchSource):
         return self._prefetched
 
     def _start_reading(self) -> Iterator[Any]:
+        """Start to read ahead from the current position."""
         config = self.options.config
         if self._copies:
             self._copies.record()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.checkpoint.run_state import Change
+from lockstep.config.changes import Change
 from lockstep.data.sources import MapSource
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers

@@ -182,8 +182,6 @@ class Run:
         steps_done = self.stepper.counters.steps_done
         if self.tracer:
             self.tracer.end_step()
-        if self.model_setup.average:
-            self.model_setup.average.update()
 
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)
@@ -214,6 +212,10 @@ class Run:
             self.runtime.heartbeat.beat("user code", steps_done)
             self.hooks.after_step(result)
             self.runtime.heartbeat.beat("data")
+
+        # After the hooks, which may change the weights: clip them, for example.
+        if self.model_setup.average:
+            self.model_setup.average.update()
 
     def _request_what_is_due(self) -> None:
         """Request what this rank finds due by its clock, and report a failed save, with the next control word."""
@@ -369,18 +371,10 @@ class Run:
         setup = self.model_setup
         batch = evaluation_batch(self.config, self.plan.global_batch)
         steps_done = self.stepper.counters.steps_done
-        evaluations = []
 
         # The data may be the training dataset, which worker processes read too.
         with self.source.reading_here(), setup.evaluation_weights(), setup.averaged_weights(), self.whole_batches():
-            for chosen in sets:
-                evaluation = setup.evaluator.evaluate(chosen, batch, steps_done, may_preempt)
-                if evaluation is None:
-                    return None
-
-                evaluations.append(evaluation)
-
-        return evaluations
+            return setup.evaluator.evaluate_all(sets, batch, steps_done, may_preempt)
 
     @contextmanager
     def whole_batches(self) -> Iterator[None]:

@@ -48,6 +48,7 @@ def export(path: Path, checkpoint: Checkpoint, options: ExportOptions) -> str:
     if out.exists() and not options.overwrite:
         raise UserError(f"{out} already exists", "", "name another folder with --out, or add --overwrite")
 
+    _check_replaceable(out, [run, options.assets, options.base])
     assets = options.assets or run / "assets"
     if not (assets / CONFIG).exists():
         raise UserError(
@@ -65,6 +66,30 @@ def export(path: Path, checkpoint: Checkpoint, options: ExportOptions) -> str:
     weights = _Weights.read(checkpoint, assets, options)
     write = _write_adapter if has_adapter and not options.merge else _write_model
     return _replace_folder(out, lambda draft: write(draft, weights, options.max_shard_size))
+
+
+def _check_replaceable(out: Path, needed: list[Path | None]) -> None:
+    """Raise if replacing `out` would delete what the export reads, or anything that is no model."""
+    if not out.exists():
+        return
+
+    for path in needed:
+        if path is not None and path.resolve().is_relative_to(out.resolve()):
+            raise UserError(
+                f"--overwrite would delete {path}, which the export needs",
+                f"it is {out}, or in it",
+                "set another --out",
+            )
+
+    # An export has files alone, and a config of a model or of adapters.
+    names = [entry.name for entry in out.iterdir()] if out.is_dir() and not out.is_symlink() else None
+    is_model = names is not None and (not names or CONFIG in names or adapters.CONFIG in names)
+    if not is_model or any(entry.is_dir() for entry in out.iterdir()):
+        raise UserError(
+            f"--overwrite replaces a folder with a model, and {out} is something else",
+            "a file, a link, or a folder with other contents",
+            "set another --out, or delete it yourself",
+        )
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,8 @@ def load_model(auto: str, path: Any, **changes: Any) -> nn.Module:
     """
     transformers = package("transformers")
     kind = getattr(transformers, auto)
+    if auto.startswith("Auto"):
+        architecture(auto, load_config(path))
     if starts_random(path):
         config = load_config(path, **changes)
         return kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
@@ -144,4 +146,13 @@ def _explained(folder: Path) -> Iterator[None]:
             f"{folder} cannot be read as a Hugging Face model",
             str(error).partition("\n")[0],
             "give a folder that from_pretrained opens",
+        ) from None
+    except RuntimeError as error:
+        # transformers lists the tensors in its log.
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
+        raise UserError(
+            f"the weights in {folder} have other shapes than the model",
+            "the lines above list them; a head with another number of labels is one reason",
+            "leave task.num_labels out; or give a folder without the head",
         ) from None

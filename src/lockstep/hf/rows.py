@@ -51,6 +51,16 @@ def _open_path(path: Path) -> Any:
     if not path.exists():
         raise UserError(f"there is no file or folder {path} with data", "", "set task.data=FILE.jsonl")
 
+    # A folder, JSON and tables are read by others, whose errors name no file.
+    try:
+        return _read(path)
+    except (ValueError, OSError) as error:
+        raise UserError(
+            f"the data {path} cannot be read", f"{error}".partition("\n")[0], "give a file with at least one row"
+        ) from None
+
+
+def _read(path: Path) -> Any:
     if path.is_dir():
         return open_rows(package("datasets").load_from_disk(str(path)))
 
@@ -60,7 +70,10 @@ def _open_path(path: Path) -> Any:
         case ".txt":
             return Lines(path, _as_text)
         case ".json":
-            return json.loads(path.read_text())
+            rows = json.loads(path.read_text())
+            if not isinstance(rows, list):
+                raise ValueError(f"it holds a {type(rows).__name__}, not a list of objects")
+            return rows
         case ".csv" | ".parquet":
             return _arrow(path)
 
@@ -109,10 +122,12 @@ class Lines(Dataset):
         # Opened for each row: workers must not share the position in one file.
         with self.path.open("rb") as file:
             file.seek(self._starts[index])
-            line = file.readline().decode()
+            line = file.readline()
 
         try:
-            return self.parse(line.rstrip("\n"))
+            return self.parse(line.decode().rstrip("\r\n"))
+        except UnicodeDecodeError as error:
+            raise UserError(f"row {index} of {self.path} is not UTF-8", str(error), "convert the file") from None
         except ValueError as error:
             raise UserError(
                 f"row {index} of {self.path} is not JSON", f"{error}: {line[:80]!r}", "write one JSON object a line"
@@ -131,6 +146,10 @@ class Encoded(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         row = self.rows[index]
+        if not isinstance(row, Mapping | str):
+            problem = f"row {index} of the data is a {type(row).__name__}; a row is a mapping, or a text"
+            raise UserError(problem, f"{row!r:.100}", 'give rows such as {"text": "..."}')
+
         features = self.encode(row if isinstance(row, Mapping) else {"text": row})
 
         # A row in which everything is masked would give NaN in attention.
@@ -145,9 +164,11 @@ class Packed(Dataset):
 
     def __init__(self, rows: Dataset, block: int):
         # 4 bytes for each token, where a list would hold a Python object for each.
-        tokens = array("i")
+        tokens, labels = array("i"), array("i")
         for index in range(len(rows)):  # pyrefly: ignore[bad-argument-type]
-            tokens.extend(rows[index]["input_ids"])
+            features = rows[index]
+            tokens.extend(features["input_ids"])
+            labels.extend(features.get("labels", features["input_ids"]))
 
         count = len(tokens) // block
         if not count:
@@ -157,13 +178,15 @@ class Packed(Dataset):
                 f"set task.pack={max(len(tokens), 1)}, or less",
             )
 
-        self.blocks = np.frombuffer(tokens, dtype=np.int32)[: count * block].reshape(count, block)
+        self.blocks, self.labels = (
+            np.frombuffer(values, dtype=np.int32)[: count * block].reshape(count, block) for values in (tokens, labels)
+        )
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"input_ids": self.blocks[index].tolist()}
+        return {"input_ids": self.blocks[index].tolist(), "labels": self.labels[index].tolist()}
 
 
 def pad(samples: Sequence[Mapping[str, Any]], fill: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,10 +196,9 @@ def pad(samples: Sequence[Mapping[str, Any]], fill: Mapping[str, Any]) -> dict[s
     """
     import torch
 
-    # Names that some sample lacks are left out of the whole batch.
-    names = [name for name in samples[0] if all(name in sample for sample in samples)]
+    samples = _alike(samples)
     batch = {}
-    for name in names:
+    for name in samples[0]:
         values = [sample[name] for sample in samples]
         if not isinstance(values[0], Sequence):
             batch[name] = torch.tensor(values)
@@ -186,9 +208,22 @@ def pad(samples: Sequence[Mapping[str, Any]], fill: Mapping[str, Any]) -> dict[s
         longest = max(map(len, values))
         batch[name] = torch.tensor([[*value, *[fill.get(name, 0)] * (longest - len(value))] for value in values])
 
-    # What is padding is not attended to.
-    if "input_ids" in batch and "attention_mask" not in batch:
-        lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
-        batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
-
     return batch
+
+
+def _alike(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return samples with the same names. A mask or token types that a sample lacks are those of one whole text."""
+    names = {name for sample in samples for name in sample}
+    implied = {"attention_mask": 1, "token_type_ids": 0} if "input_ids" in names else {}
+    implied = {name: value for name, value in implied.items() if name in names or name == "attention_mask"}
+
+    # To leave out what only some samples have would change what is trained.
+    lacking = next((sample for sample in samples if names - set(sample) - implied.keys()), None)
+    if lacking is not None:
+        raise UserError(
+            "rows of the data have different names, and cannot be in one batch",
+            f"one has {', '.join(lacking)}; another one also has {', '.join(sorted(names - set(lacking)))}",
+            "give all rows the same names",
+        )
+
+    return [{name: [value] * len(s["input_ids"]) for name, value in implied.items()} | dict(s) for s in samples]

@@ -22,7 +22,7 @@ from lockstep.task import Loss, Task
 IGNORED = -100  # the label of tokens that do not count, as everywhere in transformers
 
 # Names of features that a row may already have.
-FEATURES = ("input_ids", "attention_mask", "token_type_ids", "labels")
+FEATURES = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "labels")
 
 
 class HuggingFaceTask(Task):
@@ -124,6 +124,11 @@ class HuggingFaceTask(Task):
     # ---- the data ----
 
     @cached_property
+    def config(self) -> Any:
+        """The model's config."""
+        return local.load_config(self.path, **self.config_changes())
+
+    @cached_property
     def tokenizer(self) -> Any:
         """The tokenizer, or None if there is none: rows must then have tokens."""
         given = self.tokenizer_path
@@ -153,13 +158,19 @@ class HuggingFaceTask(Task):
 
     def tokens(self, row: Row, name: str, **options: Any) -> dict[str, Any]:
         """Tokenize the text `name` of a row."""
+        return dict(self._needed_tokenizer()(self._text(row, name), **self._limit(), **options))
+
+    def _text(self, row: Row, name: str) -> str:
         if name not in row:
             raise UserError(
                 f"a row of the data has no text {name!r} and no input_ids",
                 f"its names are {', '.join(map(str, row))}",
                 f"set task.text={next(iter(row), 'text')}",
             )
-        return dict(self._needed_tokenizer()(row[name], **self._limit(), **options))
+        if not isinstance(row[name], str):
+            # A list of words would become a list of token lists.
+            raise UserError(f"{name!r} of a row of the data is not a text", f"{row!r:.200}", "leave such rows out")
+        return row[name]
 
     def _limit(self) -> dict[str, Any]:
         return {"truncation": True, "max_length": self.max_length} if self.max_length else {}
@@ -174,14 +185,26 @@ class HuggingFaceTask(Task):
         return self.tokenizer
 
     def collate(self, samples: list[Any]) -> Any:
-        if self.collator is not None:
-            return dict(self.collator(samples))
-        return pad(samples, {"input_ids": self._pad_token(), "labels": IGNORED})
+        if self.collator is None:
+            return pad(samples, {"input_ids": self._pad_token(), "labels": IGNORED})
+        return dict(self.collator(samples))
 
     def _pad_token(self) -> int:
-        # Which token it is does not matter: attention leaves it out, and it has no label.
-        token = getattr(self.tokenizer, "pad_token_id", None)
-        return 0 if token is None else token
+        # The model's own comes first: some models find the last token of a text by it. For others it does not matter
+        # which token it is, since attention leaves it out, and it has no label.
+        tokens = [getattr(owner, "pad_token_id", None) for owner in (self.config, self.tokenizer)]
+        return next((token for token in tokens if token is not None), 0)
+
+
+def _labels_of_tokens(features: dict[str, Any]) -> dict[str, Any]:
+    """Return features with as many labels as tokens, or raise."""
+    if len(features.get("labels", features["input_ids"])) != len(features["input_ids"]):
+        raise UserError(
+            "a row of the data has not as many labels as tokens",
+            f"{len(features['labels'])} labels, {len(features['input_ids'])} input_ids",
+            f"give each token a label, {IGNORED} if it does not count",
+        )
+    return features
 
 
 def _plain(value: Any) -> Any:
@@ -195,6 +218,17 @@ def call(model: nn.Module, batch: Mapping[str, Any], leave_out: Sequence[str] = 
     if getattr(getattr(model, "config", None), "use_cache", None):
         more["use_cache"] = False
     return model(**inputs, **more).logits
+
+
+def labels_of(batch: Mapping[str, Any]) -> Tensor:
+    """Return the labels of a batch."""
+    if "labels" not in batch:
+        raise UserError(
+            "a batch has no labels",
+            f"its names are {', '.join(map(str, batch))}",
+            "give rows with labels, and leave the collator out or use one that makes labels",
+        )
+    return batch["labels"]
 
 
 def sum_over_labels(logits: Tensor, labels: Tensor) -> Loss:
@@ -241,14 +275,32 @@ class CausalLM(HuggingFaceTask):
         if "prompt" in row and "completion" in row:
             return self._completed(row)
         if "messages" in row and "input_ids" not in row:
-            chat = self._needed_tokenizer().apply_chat_template(row["messages"], return_dict=True, **self._limit())
-            return {"input_ids": chat["input_ids"]}
-        return super().encode(row)
+            return self._chat(row["messages"])
+        return _labels_of_tokens(super().encode(row))
+
+    def _chat(self, messages: Any) -> dict[str, Any]:
+        tokenizer = self._needed_tokenizer()
+        if not tokenizer.chat_template:
+            raise UserError(
+                "a row of the data has messages, and the tokenizer has no chat template",
+                "",
+                "set task.tokenizer to the folder of one that has; or write the chat as one text in each row",
+            )
+        try:
+            return {
+                "input_ids": tokenizer.apply_chat_template(messages, return_dict=True, **self._limit())["input_ids"]
+            }
+        except Exception as error:  # a template may raise anything
+            raise UserError(
+                "the tokenizer's chat template does not take the messages of a row",
+                f"{type(error).__name__}: {error}; {messages!r:.200}",
+                'give each message as {"role": "user", "content": "..."}',
+            ) from None
 
     def _completed(self, row: Row) -> dict[str, Any]:
         tokenizer = self._needed_tokenizer()
-        prompt = tokenizer(row["prompt"])["input_ids"]
-        completion = tokenizer(row["completion"], add_special_tokens=False)["input_ids"]
+        prompt = tokenizer(self._text(row, "prompt"))["input_ids"]
+        completion = tokenizer(self._text(row, "completion"), add_special_tokens=False)["input_ids"]
         if tokenizer.eos_token_id is not None:
             completion = [*completion, tokenizer.eos_token_id]
 
@@ -264,7 +316,7 @@ class CausalLM(HuggingFaceTask):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         # The logits at a token predict the next one.
         logits = call(model, batch)
-        return sum_over_labels(logits[:, :-1], batch["labels"][:, 1:])
+        return sum_over_labels(logits[:, :-1], labels_of(batch)[:, 1:])
 
 
 class MaskedLM(HuggingFaceTask):
@@ -278,8 +330,16 @@ class MaskedLM(HuggingFaceTask):
     share = 0.15  # of the tokens
 
     def encoded(self, rows: Any, training: bool) -> Any:
+        # Twice would be too much, and a collator draws other masks on other numbers of ranks.
+        if getattr(self.collator, "mlm", False):
+            raise UserError(
+                "MaskedLM masks tokens itself, and the collator would mask them again",
+                f"{type(self.collator).__name__}(mlm=True)",
+                "leave the collator out; the share of masked tokens is the attribute `share` of the task",
+            )
+
         encode = self.encode
-        return Encoded(open_rows(rows), lambda row: self._masked(encode(row), training))
+        return Encoded(open_rows(rows), lambda row: self._masked(_labels_of_tokens(encode(row)), training))
 
     def _masked(self, features: dict[str, Any], training: bool) -> dict[str, Any]:
         if "labels" in features:
@@ -302,7 +362,7 @@ class MaskedLM(HuggingFaceTask):
         return {**features, "input_ids": inputs, "labels": labels}
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        return sum_over_labels(call(model, batch), batch["labels"])
+        return sum_over_labels(call(model, batch), labels_of(batch))
 
 
 class TokenClassification(HuggingFaceTask):
@@ -311,8 +371,11 @@ class TokenClassification(HuggingFaceTask):
     auto = "AutoModelForTokenClassification"
     task_type = "TOKEN_CLS"
 
+    def encode(self, row: Row) -> dict[str, Any]:
+        return _labels_of_tokens(super().encode(row))
+
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        return sum_over_labels(call(model, batch), batch["labels"])
+        return sum_over_labels(call(model, batch), labels_of(batch))
 
 
 class Seq2SeqLM(HuggingFaceTask):
@@ -326,16 +389,21 @@ class Seq2SeqLM(HuggingFaceTask):
         features = super().encode(row)
         if "labels" not in features:
             limit = self._limit()
-            features["labels"] = self._needed_tokenizer()(text_target=row[self.target], **limit)["input_ids"]
+            target = self._text(row, self.target)
+            features["labels"] = self._needed_tokenizer()(text_target=target, **limit)["input_ids"]
         return features
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         # The model shifts the labels to get the decoder's inputs. Its own loss is a mean, and not used.
-        return sum_over_labels(call(model, batch, leave_out=()), batch["labels"])
+        return sum_over_labels(call(model, batch, leave_out=()), labels_of(batch))
 
 
 class SequenceClassification(HuggingFaceTask):
-    """A class for each text, several classes, or a number: as the labels and `problem_type` of the config say."""
+    """A class for each text, several classes, or a number: as the labels and `problem_type` of the config say.
+
+    `label` is the column with the labels, `num_labels` their number; 1 means a number to predict (regression). Logits
+    have the shape [batch, num_labels].
+    """
 
     auto = "AutoModelForSequenceClassification"
     task_type = "SEQ_CLS"
@@ -369,21 +437,51 @@ class SequenceClassification(HuggingFaceTask):
             if self.label not in row:
                 names = ", ".join(map(str, row))
                 raise UserError(f"a row of the data has no {self.label!r}", f"its names are {names}", "set task.label")
-            features["labels"] = _plain(row[self.label])
+            features["labels"] = self._label(_plain(row[self.label]))
         return features
 
+    def _label(self, label: Any) -> Any:
+        """Return the label of a row, or raise if it is no class of the model and no number."""
+        classes = self.config.num_labels
+        numbers = label if isinstance(label, list) else [label]
+        if not all(isinstance(number, int | float) for number in numbers):
+            raise UserError(f"the label {label!r} of a row is not a number", "", "give classes as numbers, from 0 on")
+        if isinstance(label, int) and classes > 1 and label != IGNORED and not 0 <= label < classes:
+            raise UserError(
+                f"the label {label} of a row is no class of the model",
+                f"it has {classes} classes, from 0 on",
+                f"set task.num_labels={max(label, 0) + 1} or more",
+            )
+        return label
+
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        logits, labels = call(model, batch), batch["labels"]
+        logits, labels = call(model, batch), labels_of(batch)
 
         # The same three losses that transformers chooses from, as sums.
-        if logits.shape[-1] == 1:
-            errors = (logits.squeeze(-1).float() - labels.float()) ** 2
-            return Loss(errors.sum(), errors.numel())
+        problem = getattr(self.config, "problem_type", None)
+        if problem is None:
+            several = "multi_label_classification" if labels.is_floating_point() else "single_label_classification"
+            problem = "regression" if logits.shape[-1] == 1 else several
 
-        if labels.is_floating_point():
-            total = F.binary_cross_entropy_with_logits(logits.float(), labels, reduction="sum")
-            return Loss(total, labels.numel())
+        if problem != "single_label_classification":
+            # One number may also come as a list.
+            targets = labels.float().reshape(logits.shape) if labels.numel() == logits.numel() else labels.float()
+            _check_shape(targets, logits.shape, labels, problem)
+            if problem == "regression":
+                return Loss(((logits.float() - targets) ** 2).sum(), targets.numel())
+            return Loss(F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="sum"), targets.numel())
 
+        _check_shape(labels, logits.shape[:-1], labels, problem)
         loss = sum_over_labels(logits, labels)
         loss.metrics["accuracy"] = (logits.argmax(dim=-1) == labels).sum()
         return loss
+
+
+def _check_shape(targets: Tensor, shape: torch.Size, labels: Tensor, problem: str) -> None:
+    if targets.shape != shape:
+        raise UserError(
+            f"labels of shape {tuple(labels.shape)} do not fit the model: problem_type {problem} needs {tuple(shape)}",
+            f"the labels are {labels.dtype}",
+            "give a whole number for a class, a list of floats with one for each class for several of them, and set "
+            "task.num_labels",
+        )

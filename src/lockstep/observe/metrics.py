@@ -27,7 +27,11 @@ Exact = int | float  # a multiple of 2^-1074, as an integer; a float only if it 
 
 
 class Sums:
-    """One rank's sums of the loss and of the task's own metrics, by name."""
+    """One rank's sums of the loss and of the task's own metrics, by name.
+
+    Values stay on the device until a log line or a checkpoint needs them. Adding to the sums never makes the host wait,
+    and sums of all ranks are added before the one division by the weight.
+    """
 
     def __init__(self) -> None:
         self._losses: list[tuple[Number, Weight]] = []

@@ -25,7 +25,11 @@ from lockstep.runtime.context import Runtime
 
 
 class Recorder:
-    """Keeps the log of a rank. On rank 0 it also writes metrics and events and shows progress."""
+    """Keeps the log of a rank. On rank 0 it also writes metrics and events and shows progress.
+
+    An interval is what one line of metrics covers. Its sums are reduced over the ranks when it ends, and arrive on the
+    host later, while training goes on. Events are written at once.
+    """
 
     def __init__(self, run_dir: Path, runtime: Runtime, slow_rank: float = 1.3, sinks: Sequence[str] = ()):
         """Open the files of this rank.

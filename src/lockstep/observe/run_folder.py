@@ -42,11 +42,11 @@ class RunFolder:
 
     path: Path
     shown: str  # the path as the user typed it
-    origin: Path | None  # a checkpoint, or another run, to start from
-    continues: bool  # whether to start from the newest checkpoint in this folder, if it has one
+    resume_from: Path | None  # a checkpoint, or another run
+    resume_newest: bool  # whether to resume from the newest checkpoint in this folder, if it has one
     attempt: int  # how often the launcher restarted this run
     token: str  # distinguishes this attempt from an earlier one that may still be writing
-    goes_back: bool = False  # whether `origin` is a checkpoint of this folder to which the run has not gone back yet
+    goes_back: bool = False  # whether `resume_from` is a checkpoint of this folder that the run has not loaded yet
     lock: Any = None  # held open by rank 0
 
     def as_shown(self, location: str) -> str:
@@ -56,7 +56,7 @@ class RunFolder:
         return str(Path(self.shown) / path.relative_to(self.path)) if inside else location
 
     def end_going_back(self) -> None:
-        """Let later attempts start from the newest checkpoint, which is `origin` by now, or was saved after it."""
+        """Let later attempts start from the newest checkpoint, which is `resume_from` by now, or was saved after it."""
         # A disk that is out of reach must not end the run. The next save tries again.
         with suppress(OSError):
             _going_back(self.path).unlink(missing_ok=True)
@@ -74,12 +74,14 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
     def open_on_rank0() -> dict[str, Any]:
         nonlocal folder
         folder = _open(config, name)
-        return vars(folder) | {"path": str(folder.path), "origin": folder.origin and str(folder.origin), "lock": None}
+        # As JSON: paths as text, and no lock, which rank 0 keeps.
+        resume_from = folder.resume_from and str(folder.resume_from)
+        return vars(folder) | {"path": str(folder.path), "resume_from": resume_from, "lock": None}
 
     agreed = runtime.collectives.run_on_rank0(open_on_rank0)
     if folder is None:
-        origin = Path(agreed["origin"]) if agreed["origin"] else None
-        folder = RunFolder(**agreed | {"path": Path(agreed["path"]), "origin": origin})
+        resume_from = Path(agreed["resume_from"]) if agreed["resume_from"] else None
+        folder = RunFolder(**agreed | {"path": Path(agreed["path"]), "resume_from": resume_from})
 
     # Rank 0 put a mark into the folder, which a rank on another file system does not see.
     blind = runtime.collectives.gather_json(not _mark(folder).exists())
@@ -107,27 +109,27 @@ def _open(config: RunConfig, name: str) -> RunFolder:
     if attempt == 0:
         refuse_another_run(shown, config.resume)
 
-    origin = None if config.resume in ("auto", "never") else Path(config.resume)
+    resume_from = None if config.resume in ("auto", "never") else Path(config.resume)
 
     # `run_of` raises if there is no run or checkpoint.
-    resumes_here = origin is not None and run_of(origin).resolve() == path.resolve()
-    if attempt == 0 and origin is not None and not resumes_here and holds_a_run(path):
+    resumes_here = resume_from is not None and run_of(resume_from).resolve() == path.resolve()
+    if attempt == 0 and resume_from is not None and not resumes_here and holds_a_run(path):
         raise UserError(
-            f"--resume {origin} cannot be used with run_dir={shown}: that folder already holds another run",
+            f"--resume {resume_from} cannot be used with run_dir={shown}: that folder already holds another run",
             "",
             f"set another run_dir; or --resume {shown} to resume the run that is there",
         )
 
     # Resuming a run in its own folder starts from its newest checkpoint, unless one is named. A restart starts from the
     # named one again only if the attempt before it died too early to set the later ones aside.
-    names_checkpoint = origin is not None and is_checkpoint(origin)
+    names_checkpoint = resume_from is not None and is_checkpoint(resume_from)
     newest = resumes_here and not names_checkpoint
     goes_back = resumes_here and names_checkpoint and (attempt == 0 or _going_back(path).exists())
     folder = RunFolder(
         path,
         str(shown),
-        origin=None if newest else origin,
-        continues=(attempt > 0 and not goes_back) or newest or config.resume == "auto",
+        resume_from=None if newest else resume_from,
+        resume_newest=(attempt > 0 and not goes_back) or newest or config.resume == "auto",
         attempt=attempt,
         token=secrets.token_hex(4),
         goes_back=goes_back,

@@ -27,7 +27,11 @@ CLIP_THRESHOLD = 1.0
 
 
 class Adafactor(torch.optim.Optimizer):
-    """Adafactor for plain parameters and for parameters that FSDP shards by rows."""
+    """Adafactor for plain parameters and for parameters that FSDP shards by rows.
+
+    It keeps the means of rows and columns in place of all squared gradients. A mean over rows that are on several ranks
+    needs a collective, so `step` is one then.
+    """
 
     def __init__(self, params: Any, lr: float = 1e-3, weight_decay: float = 0.0, decay: float = 0.8):
         """In step t, the moving means take the new squared gradient with weight t ** -decay."""

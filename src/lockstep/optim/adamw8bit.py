@@ -47,6 +47,7 @@ class AdamW8bit(torch.optim.Optimizer):
                     self._update(p, p.grad, group)
 
     def _update(self, p: Tensor, grad: Tensor, group: dict[str, Any]) -> None:
+        """Update one parameter, or this rank's shard of it."""
         state = self.state[p]
         if not state:
             state.update(_first_state(p))

@@ -26,7 +26,11 @@ LOW_BITS = 0xFFFF  # the lower half of a float32, which a bfloat16 lacks
 
 
 class MasterWeights:
-    """Replaces bfloat16 parameters in the optimizers' groups by float32 masters, and rounds the updated values."""
+    """Replaces bfloat16 parameters in the optimizers' groups by float32 masters, and rounds the updated values.
+
+    The optimizer steps the masters as if they were the parameters, and keeps its state for them. After the step the
+    parameters get the rounded values. Checkpoints hold the masters' values under the names of the parameters.
+    """
 
     def __init__(self, optimizers: list[torch.optim.Optimizer], model: nn.Module, rounding: str, seed: int):
         """`rounding` is one of the three kinds above; `seed` is the run's, for stochastic rounding."""

@@ -57,6 +57,8 @@ def _split(
     kept = []
     for p in group["params"]:
         matching = [i for i, rule in enumerate(rules) if fnmatchcase(names.get(id(p), ""), rule["match"])]
+
+        # The first rule that matches a name decides.
         (chosen.setdefault(matching[0], []) if matching else kept).append(p)
 
     group["params"] = kept
@@ -64,6 +66,8 @@ def _split(
         counts[index] += len(parameters)
         rule = rules[index]
         _check(rule, group, type(optimizer).__name__)
+
+        # Whatever the rule does not name stays as it is in the group.
         options = {key: value for key, value in rule.items() if key not in GROUP_KEYS}
         rate = rule.get("lr", group["lr"] * rule.get("lr_scale", 1.0))
         optimizer.add_param_group({**group, **options, "lr": rate, "params": parameters})

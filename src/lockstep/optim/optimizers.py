@@ -1,4 +1,8 @@
-"""The user's optimizers, checked against the model and stepped in one place."""
+"""The user's optimizers, checked against the model and stepped in one place.
+
+The user makes them, with any class of torch or of their own. They are checked for what would go wrong silently: a
+parameter that no optimizer updates, or that two of them update. Nothing else may step them during a run.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +59,12 @@ GroupPart = tuple[dict[str, Any], list[Tensor]]  # a parameter group, and some o
 
 
 class Optimizers:
-    """One or several torch optimizers that together update every trainable parameter of the model."""
+    """One or several torch optimizers that together update every trainable parameter of the model.
+
+    They come from the user and are not changed, apart from their groups. What the engine must know about them is found
+    out once, here: whether their kernels can divide gradients or skip a step on the device, and which need full
+    parameters.
+    """
 
     sharded = False  # whether each rank holds the state of only some parameters
 
@@ -123,6 +132,7 @@ class Optimizers:
         self._switch("train", before_change)
 
     def _switch(self, mode: str, before_change: Callable[[], None]) -> None:
+        """Switch optimizers that keep two points, such as schedule-free ones, to training or to evaluation."""
         if self._switching:
             before_change()
             for optimizer in self._switching:
@@ -210,6 +220,7 @@ class Optimizers:
         """Do nothing: every rank has stepped all of its parameters."""
 
     def _step_one(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step an optimizer, or the stand-ins of its parameters if it cannot step sharded ones."""
         if id(optimizer) in self._stand_ins:
             step_with_stand_ins(optimizer, self._stand_ins[id(optimizer)])
         else:
@@ -246,6 +257,7 @@ class Optimizers:
         return True
 
     def _refuse(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Refuse a step from the user's code. It is a hook of every optimizer."""
         if not self._updating:
             raise UserError(
                 "optimizer.step() was called directly in a Lockstep loop",
@@ -292,6 +304,7 @@ class ShardedOptimizers(Optimizers):
                     self._broadcast([p for p in parameters if p.dtype == dtype], owner)
 
     def _broadcast(self, parameters: list[nn.Parameter], owner: int) -> None:
+        """Send updated parameters from the rank that has updated them to the others, as one tensor."""
         flat = torch.cat([p.detach().flatten() for p in parameters])
         self._runtime.collectives.broadcast_([flat], owner)
         if owner != self._runtime.world.rank:
@@ -331,6 +344,7 @@ def rebind(optimizers: Any, before: dict[str, nn.Parameter], now: dict[str, nn.P
 
 
 def check_kind(optimizer: Any) -> None:
+    """Refuse what is not an optimizer, and one that does not take one gradient per step."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
             f"optimizer() must return an optimizer; it returned a {type(optimizer).__name__}",

@@ -79,7 +79,11 @@ def batch_scaling(config: LrConfig, global_batch: int) -> float:
 
 
 class GuardedRates:
-    """The learning rates of all parameter groups. Raises if other code sets them, which would be lost silently."""
+    """The learning rates of all parameter groups. Raises if other code sets them, which would be lost silently.
+
+    A rate that a user's code sets directly would be overwritten in the next step. A rate that is a tensor on the device
+    is compared by its identity and version, so that the host does not wait for its value.
+    """
 
     advice = (
         "pass the scheduler to Lockstep: run.setup(model, optimizer, scheduler) in a custom loop, "
@@ -133,6 +137,7 @@ class GuardedRates:
 
 
 def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the rate of a group."""
     # A captured or compiled optimizer reads its rate from a tensor, which must stay the same object.
     if hasattr(group["lr"], "fill_"):
         group["lr"].fill_(rate)

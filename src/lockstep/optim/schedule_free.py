@@ -22,7 +22,11 @@ from lockstep.runtime.layout import local
 
 
 class AdamWScheduleFree(torch.optim.Optimizer):
-    """Schedule-free AdamW. Give it a constant rate, with a warm-up if you like."""
+    """Schedule-free AdamW. Give it a constant rate, with a warm-up if you like.
+
+    The model holds one of two points: y, at which gradients are computed (`train`), or x, the average that is evaluated
+    and saved (`eval`). The caller switches between them.
+    """
 
     def __init__(
         self,
@@ -73,6 +77,8 @@ class AdamWScheduleFree(torch.optim.Optimizer):
         # Not `lerp` or `alpha`: they may use a fused multiply-add for some elements and not for others.
         torch._foreach_mul_(squares, beta2)
         torch._foreach_add_(squares, torch._foreach_mul(torch._foreach_mul(grads, grads), 1 - beta2))
+
+        # AdamW's own step, without momentum: y takes its place.
         divisors = torch._foreach_div(squares, 1 - beta2**steps)
         torch._foreach_sqrt_(divisors)
         torch._foreach_add_(divisors, group["eps"])
@@ -81,6 +87,7 @@ class AdamWScheduleFree(torch.optim.Optimizer):
             weights = [local(p).detach() for p in parameters]
             torch._foreach_add_(moves, torch._foreach_mul(weights, group["weight_decay"]))
 
+        # z takes the step, and x follows it by its share.
         torch._foreach_mul_(moves, -rate)
         torch._foreach_add_(fast, moves)
         torch._foreach_mul_(average, 1 - share)
@@ -91,6 +98,7 @@ class AdamWScheduleFree(torch.optim.Optimizer):
         return [local(self.state[p][name]) for p in parameters]
 
     def _put_training_weights(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        """Put y into the model: x and z, mixed by beta1."""
         beta1 = group["betas"][0]
         weights = torch._foreach_mul(self._states(parameters, "x"), beta1)
         torch._foreach_add_(weights, torch._foreach_mul(self._states(parameters, "z"), 1 - beta1))

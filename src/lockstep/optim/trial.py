@@ -79,6 +79,8 @@ def _step_copy(
 
 
 def _differ(first: list[Tensor], second: list[Tensor]) -> bool:
+    """Return whether two lists of tensors differ by more than rounding."""
+
     def close(a: Tensor, b: Tensor) -> bool:
         return torch.allclose(a, b, rtol=TOLERANCES[a.dtype], atol=TOLERANCES[a.dtype])
 

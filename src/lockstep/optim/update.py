@@ -24,12 +24,17 @@ Norms = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Update:
-    """Multiplies gradients by the step's factor, clips elements if configured, and steps the optimizers."""
+    """Multiplies gradients by the step's factor, clips elements if configured, and steps the optimizers.
+
+    The factor contains everything that divides: the weight of the step, the loss scale and the clipping by norm. It is
+    applied once, inside the optimizer's kernel if that can do it.
+    """
 
     def __init__(self, optimizers: Optimizers, clip: ClipConfig, replicated: bool, norms: Norms, device: torch.device):
         """`replicated`: gradients are full tensors on every rank, not shards."""
         self._before_next: Callable[[], None] | None = None
         self.optimizer_indices = range(len(optimizers.all))
+
         self._optimizers = optimizers
         self._clip = clip
         self._replicated = replicated

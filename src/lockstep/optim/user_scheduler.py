@@ -228,6 +228,7 @@ def _follows_evaluations(scheduler: Any) -> bool:
 
 
 def _refuse_direct_step(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse a step from the user's code, which would be one too many."""
     raise UserError(
         "scheduler.step() was called, and Lockstep steps this scheduler itself",
         "once for every applied step of its optimizer; ReduceLROnPlateau after the first evaluation of a step",
@@ -236,6 +237,7 @@ def _refuse_direct_step(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _make_entry(scheduler: LRScheduler, optimizers: list[torch.optim.Optimizer]) -> _Entry:
+    """Find the optimizer of a scheduler, and whether evaluations step it. Raises a UserError."""
     number = next((i for i, optimizer in enumerate(optimizers) if optimizer is scheduler.optimizer), None)
     if number is None:
         raise UserError(
@@ -259,6 +261,7 @@ def _make_entry(scheduler: LRScheduler, optimizers: list[torch.optim.Optimizer])
 
 
 def _check_kind(scheduler: Any, alone: bool) -> None:
+    """Refuse what is not a scheduler, and a function together with other schedulers."""
     if not is_scheduler(scheduler):
         raise UserError(
             f"a {type(scheduler).__name__} is not a scheduler that Lockstep can step",
@@ -275,6 +278,7 @@ def _check_kind(scheduler: Any, alone: bool) -> None:
 
 
 def _check_settings(scheduler: Any, config: LrConfig, sources: Mapping[str, str]) -> None:
+    """Refuse settings of the rate that a scheduler would ignore."""
     # Default values are no conflict: the config.yaml of a run sets every key.
     defaults = LrConfig().model_dump()
     keys = [f"lr.{name}" for name, value in config.model_dump().items() if value != defaults[name]]

@@ -123,6 +123,7 @@ def _make_driver(
     compiled: bool,
     data: Callable[[], Any] | None,
 ) -> Driver:
+    """Return the driver for the strategy's attributes."""
     # config/conflicts.py has already refused exact mode with tp or pp.
     if runtime.world.alone:
         single = OrderedSingleDriver if config.exact else SingleDriver

@@ -87,6 +87,7 @@ def suggest_block_class(model: nn.Module, typed: str = "") -> str | None:
 
 
 def _no_such_blocks(name: str, model: nn.Module) -> UserError:
+    """Return the error for a class that names no blocks, with the nearest that does."""
     of_class = [module for module in model.modules() if name in _class_names(module)]
 
     if model in of_class:

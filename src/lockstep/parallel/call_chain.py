@@ -34,7 +34,11 @@ class Link(Protocol):
 
 
 class CallChain:
-    """The links around one module's call. The chain is the module's `_compiled_call_impl` as long as it has links."""
+    """The links around one module's call. The chain is the module's `_compiled_call_impl` as long as it has links.
+
+    `install` puts a link at its place in the fixed order, `remove` takes it out again. A module without links calls its
+    forward as torch would.
+    """
 
     def __init__(self, module: nn.Module):
         self._module = module

@@ -143,7 +143,11 @@ def _member_ids(container: Any) -> list[int]:
 
 
 class TrialCall:
-    """One forward and backward of a model on copies of its inputs. It leaves no gradient on any parameter."""
+    """One forward and backward of a model on copies of its inputs. It leaves no gradient on any parameter.
+
+    It is used to find out what a call does before it is trusted: which outputs get gradients, whether two runs agree,
+    whether its backward can be captured. The model's state must be restored by the caller (`StateSnapshot`).
+    """
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,14 +49,18 @@ class Collectives:
             yield
             self.heartbeat.set_detail("")
 
-    def gather_json(self, value: Any) -> list[Any]:
-        """Return every rank's `value`, by rank. As JSON, not as a pickle: received data can never run code."""
+    def gather_json(self, value: Any, caller: str = "") -> list[Any]:
+        """Return every rank's `value`, by rank. As JSON, not as a pickle: received data can never run code.
+
+        `caller`: the function of the user's code that needs it. If only some ranks have called it, all raise an error.
+        """
         if self.world.alone:
             return [value]
 
         with self._waiting_in("gather_json"):
             # Lengths first, because they differ between ranks.
-            data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(self.device)
+            message = f"{caller}\n{json.dumps(value)}".encode()
+            data = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device)
             lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world.size)]
             dist.all_gather(lengths, torch.tensor([data.numel()], device=self.device), group=self.group)
 
@@ -67,7 +71,11 @@ class Collectives:
             texts = [torch.empty_like(padded) for _ in range(self.world.size)]
             dist.all_gather(texts, padded, group=self.group)
 
-            return [json.loads(bytes(text[:size].cpu().tolist())) for text, size in zip(texts, sizes, strict=True)]
+            messages = [bytes(text[:size].cpu().tolist()).decode() for text, size in zip(texts, sizes, strict=True)]
+
+        callers, values = zip(*(message.split("\n", 1) for message in messages), strict=True)
+        _check_callers(callers)
+        return [json.loads(value) for value in values]
 
     def all_reduce_(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` (any shape) over all ranks, in place and on their device: no host synchronization."""
@@ -172,3 +180,17 @@ def _batches(tensors: list[torch.Tensor]) -> list[list[torch.Tensor]]:
 
     # Wide dtypes first, so that each tensor begins at a multiple of its element size and can be viewed in place.
     return [sorted(small, key=lambda tensor: -tensor.element_size()), *large]
+
+
+def _check_callers(callers: Sequence[str]) -> None:
+    """Raise if the user's code called a collective function on some ranks only: the others are in another one."""
+    if len(set(callers)) == 1:
+        return
+
+    caller = next(filter(None, callers))
+    ranks = [str(rank) for rank, other in enumerate(callers) if other == caller]
+    raise UserError(
+        f"{caller} was called on rank {', '.join(ranks)}, and not on the others",
+        "it is collective: all ranks wait for each other in it",
+        f"call {caller} on every rank, outside of conditions such as `if run.is_main`",
+    )

@@ -34,7 +34,10 @@ LEAST_WORK = 2**24
 
 @dataclass
 class Threads:
-    """The number of this rank's CPU threads, and the reason for it."""
+    """The number of this rank's CPU threads, and the reason for it.
+
+    It is decided before torch is imported, as far as the environment can say it, and again when the model is known.
+    """
 
     count: int
     reason: str

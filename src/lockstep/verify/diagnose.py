@@ -24,7 +24,11 @@ SAME = 1e-5
 
 @dataclass
 class Case:
-    """All trials that ran, and a way to run more. Records and comparisons are cached: several questions need them."""
+    """All trials that ran, and a way to run more. Records and comparisons are cached: several questions need them.
+
+    A diagnosis asks one question after another, and some answers need further trials, in eval mode for example. A trial
+    runs at most once.
+    """
 
     matrix: Matrix
     run: Callable[[list[Trial]], dict[Trial, Record]]

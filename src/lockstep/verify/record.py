@@ -38,7 +38,11 @@ class Micro:
 
 @dataclass(eq=False)
 class Record:
-    """The record of one trial. Steps count from 0; snapshot `step` is the state before that step."""
+    """The record of one trial. Steps count from 0; snapshot `step` is the state before that step.
+
+    All numbers of a step are read from files, one for each rank. A trial that failed has a `failure`, and the steps
+    that all ranks have completed.
+    """
 
     folder: Path
     trial: Trial

@@ -55,7 +55,10 @@ def work(spec: dict[str, Any]) -> None:
 
 
 class RecordedBuilder(RunBuilder):
-    """Builds a RecordedRun and records the structure of the model before and after it is wrapped."""
+    """Builds a RecordedRun and records the structure of the model before and after it is wrapped.
+
+    Wrapping a model may untie weights and take hooks off; what was there before is a fact that a diagnosis needs.
+    """
 
     orders: dict[str, Any]  # a Trial as plain values, with `steps` and `folder`
 
@@ -102,7 +105,11 @@ class RecordedBuilder(RunBuilder):
 
 
 class RecordedRun(Run):
-    """A Run that records what every step reads and computes and that ends after a few steps."""
+    """A Run that records what every step reads and computes and that ends after a few steps.
+
+    It trains as every other run does, through the same step. The recording sits around the parts of a step: the micro-
+    batches that it takes, the loss, the gradients before the update, and the state after it.
+    """
 
     def begin(self, orders: dict[str, Any], task: Any, facts: dict[str, Any]) -> None:
         """Collect the facts from which the trials are chosen and prepare to record the steps."""

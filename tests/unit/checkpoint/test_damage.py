@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.checkpoint.format import file_name, find_problems
-from lockstep.checkpoint.load import CheckpointReader, find
+from lockstep.checkpoint.load import CheckpointReader, Problem, find
 from lockstep.checkpoint.manifest import (
     Damaged,
     File,
@@ -205,7 +205,7 @@ def test_damage_on_one_rank_is_damage_whatever_the_format(root):
             gather_all = gather
 
             def gather(value):
-                if value and isinstance(value[0], list) and value[0] and isinstance(value[0][0], list):
+                if value and isinstance(value[0], list) and value[0] and isinstance(value[0][0], Problem):
                     value = [[["damaged", "manifest.json", "cannot be read"]], value[1]]
                 return gather_all(value)
 

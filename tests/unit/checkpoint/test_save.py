@@ -220,7 +220,7 @@ def test_a_second_save_waits_for_the_first_and_reuses_its_buffer(storage):
         saver.start(step, shard(state(step), 0, 1), {}, {})
     reports = saver.take_ended()
     assert [report.outcome.checkpoint.step for report in reports] == [1, 2, 3]
-    assert saver._last.bytes == size
+    assert saver._last.file_size == size
     assert saver._snapshot._buffer.data_ptr() == buffer
     more = {**state(4), "model.new": torch.ones(1000)}
     saver.start(4, shard(more, 0, 1), {}, {})  # the layout may change

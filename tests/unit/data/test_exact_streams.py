@@ -22,6 +22,7 @@ from lockstep.config import DataConfig
 from lockstep.data.from_loader import is_stateful_stream
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import open_source
+from lockstep.data.streams import cursor
 from lockstep.data.streams.exact import ExactStreamSource
 from lockstep.data.streams.strided import StreamSource
 from lockstep.errors import UserError
@@ -70,6 +71,7 @@ class Job:
                 World(rank, self.ranks),
                 torch.device("cpu"),
                 gather=gather,
+                beat=lambda: self.events.append("beat"),
                 log_event=lambda event, **fields: self.events.append(f"{event}: {fields['reason']}"),
             ),
         )
@@ -308,7 +310,7 @@ def test_files_of_lines_json_and_tar(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n\n{"x": 2}\n')
     write_tar(tmp_path / "a.tar", [0, 1])
-    assert list(Shards([tmp_path / "a.txt"], read_lines)) == ["one", "two"]
+    assert list(Shards([tmp_path / "a.txt"] * 2, read_lines)) == ["one", "two"] * 2
     assert list(Shards([tmp_path / "a.jsonl"], read_jsonl)) == [{"x": 1}, {"x": 2}]
     assert list(Shards([tmp_path / "a.tar"], read_tar))[1] == {"__key__": "in/1", "json": b"1", "seg.txt": b"one"}
 
@@ -348,8 +350,9 @@ def test_datasets_of_hugging_face() -> None:
     def shuffled() -> Any:
         return whole().shuffle(seed=1, buffer_size=10)
 
-    with pytest.raises(UserError, match="shuffles in a buffer"):
-        Job(shuffled, 1).train(1)
+    for make in (shuffled, lambda: datasets.interleave_datasets([whole(), shuffled()])):
+        with pytest.raises(UserError, match="shuffles in a buffer"):
+            Job(make, 1).train(1)
     expected = Job(shuffled, 1, resume="reread").train(8)
     assert sorted(row["number"] for row in flat(expected[:7])) == list(range(50))
     assert resumed(shuffled, ROUTE, resume="reread") == expected
@@ -414,3 +417,120 @@ def test_the_banner_names_the_kind_of_resume() -> None:
     assert source.about == "a stream in 4 virtual shards; a resumed run continues exactly"
     assert "there are 6 readers" in (Job(shards, 3, workers=2).sources[0].about or "")
     assert "read again" in (Job(Plain, 1, resume="reread").sources[0].about or "")
+
+
+# ---- states and errors that surprise ----
+
+
+class Live(Counter):
+    """A stream whose state is the object that its next sample changes."""
+
+    def __init__(self) -> None:
+        self.state = {"position": 0}
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.state["position"] < 21:
+            self.state["position"] += 1
+            yield self.state["position"]
+        self.state["position"] = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_a_state_that_the_next_sample_changes() -> None:
+    assert resumed(Live, [(1, 0, 1), (2, 0, 1), (1, 0, 3)]) == Job(Live, 1).train(5)
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_loader_of_torchdata_over_several_epochs() -> None:
+    loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+
+    def make() -> Any:
+        return loader(list(range(18)), batch_size=None, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    # Every epoch has an order of its own, and a resume at its end or in its last, small step finds it again.
+    expected = Job(make, 1).train(7)
+    first, second = flat(expected[:3]), flat(expected[3:6])
+    assert sorted(first) == sorted(second) == list(range(18))
+    assert first != second
+    for cut in (2, 3, 4):
+        assert resumed(make, [(1, 0, cut), (2, 0, 7 - cut)]) == expected, cut
+
+    with pytest.raises(UserError, match="would nest worker processes"):
+        Job(lambda: loader(list(range(18)), batch_size=None, num_workers=1), 1, workers=1)
+
+
+def test_a_state_that_needs_arguments_is_refused() -> None:
+    class Told(Counter):
+        def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:  # pyrefly: ignore
+            return {"position": num_samples}
+
+    with pytest.raises(UserError, match=r"state_dict\(\) of Told cannot be called without arguments"):
+        Job(Told, 1).train(1)
+
+
+def test_errors_name_the_file_and_the_sample(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": \n')
+
+    def stream() -> Shards:
+        return Shards([tmp_path / "a.jsonl"], read_jsonl)
+
+    with pytest.raises(json.JSONDecodeError) as broken:
+        Job(stream, 1).train(1)
+    assert f"sample 1 of the file {tmp_path / 'a.jsonl'}, counted from 0, in epoch 0" in broken.value.__notes__[0]
+    with pytest.raises(KeyError) as missing:
+        Job(lambda: stream().map(lambda sample: sample["y"]), 1).train(1)
+    assert f"sample 0 of the file {tmp_path / 'a.jsonl'}" in missing.value.__notes__[0]
+    with pytest.raises(UserError, match=r"(?s)chunk\(\) needs token lists.*sample 0 of the file"):
+        Job(lambda: stream().map(str).chunk(4), 1).train(1)
+    with pytest.raises(TypeError) as nothing:
+        Job(lambda: Shards([tmp_path / "a.jsonl"], lambda path: None), 1).train(1)  # pyrefly: ignore
+    assert str(tmp_path) in nothing.value.__notes__[0]
+
+
+def test_files_in_another_order_are_refused(tmp_path: Path) -> None:
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+        for name in "ab":
+            (tmp_path / folder / name).write_text("\n".join(map(str, range(20))))
+
+    def files(folder: str, names: str) -> Shards:
+        return Shards([tmp_path / folder / name for name in names], read_lines, shards=2)
+
+    before = Job(lambda: files("here", "ab"), 1)
+    before.train(1)
+    Job(lambda: files("there", "ab"), 1).load(before.state())
+    with pytest.raises(UserError, match="other names, or another order"):
+        Job(lambda: files("here", "ba"), 1).load(before.state())
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Shards("corpus.jsonl", read_jsonl),
+        lambda: Shards(path for path in ["a"]),  # pyrefly: ignore
+        lambda: documents().chunk(0),
+        lambda: documents().pack(0),
+        lambda: Job(lambda: Shards([[[0.5, 1.5]]]).chunk(2), 1).train(1),
+    ],
+)
+def test_arguments_that_would_train_on_something_else(make: Callable[[], Any]) -> None:
+    with pytest.raises(UserError):
+        make()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_long_reread_beats(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Worker processes are forked, so they have this clock, too: two samples take more than a second.
+    clock = iter(range(10**6))
+    monkeypatch.setattr(cursor.time, "perf_counter", lambda: 0.3 * next(clock))
+    job = Job(Plain, 1, workers, resume="reread")
+    job.load(_trained_again(2).state())
+    assert flat(job.train(1)) == [16, 17, 18, 19, 20]
+    job.close()
+    assert job.events.count("beat") >= 4
+    assert any(f"{16 * max(1, workers)} samples" in event for event in job.events), job.events

@@ -91,6 +91,16 @@ def test_the_best_evaluation_follows_the_settings(tmp_path):
     assert (again.best, again.best_step) == (0.45, 15)
 
 
+def test_settings_are_read_only_if_they_matter(tmp_path, monkeypatch):
+    """Reading YAML takes most of the time of a long list."""
+    run = make_run(tmp_path / "run", event("eval", step=20, loss=0.4), config="checkpoint: {best: accuracy}\n")
+    (run / "config.sources.json").write_text('{"checkpoint.best": "argument", "stop.patience": "default"}')
+    assert facts_of(run).best_metric == "accuracy"
+    (run / "config.sources.json").write_text('{"checkpoint.best": "default", "stop.patience": "default"}')
+    monkeypatch.delattr("lockstep.config.yaml_dialect.load")
+    assert facts_of(run).best == 0.4
+
+
 def test_the_best_evaluation_of_several_sets(tmp_path):
     evaluations = [
         event("eval", step=step, loss=loss, set=name, **({} if name == "val" else {"decides": False}))

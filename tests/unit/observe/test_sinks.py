@@ -265,6 +265,10 @@ def test_scalars_are_numbers_by_name():
     assert scalars(evaluation) == {"eval/loss": math.inf, "eval/accuracy": 0.5}
     assert scalars({"event": "checkpoint", "step": 3, "mb": 1.0}) == {}
 
+    # A metric does not take the place of a number of the run.
+    clash = {"step": 3, "loss": 2.0, "lr": 0.5, "metrics": {"lr": 7.0, "accuracy": 0.5}}
+    assert scalars(clash) == {"loss": 2.0, "lr": 0.5, "metrics.lr": 7.0, "accuracy": 0.5}
+
 
 def test_prometheus_serves_the_newest_numbers_on_this_machine_only(tmp_path):
     sink = PrometheusSink(tmp_path / "")

@@ -41,7 +41,11 @@ PEAK = 1e-3
 
 @dataclass(frozen=True)
 class Case:
-    """What all loops have in common."""
+    """What all loops have in common.
+
+    The model begins with the same weights, and the batches come in the same order, whatever the loop. So the loops do
+    the same work, and only what a library adds to it differs.
+    """
 
     task: Task
     runtime: Runtime

@@ -34,9 +34,8 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    """Map [batch, time, width] to the same shape."""
-
-    def forward(self, x: Tensor) -> Tensor:  # [batch, time, width]
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [batch, time, width] to the same shape."""
         # Queries, keys and values: [batch, heads, time, width / heads] each.
         b, t, w = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4)
@@ -55,7 +54,7 @@ class GPT(nn.Module):
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.head = nn.Linear(width, vocabulary)
 
-    def forward(self, ids: Tensor) -> Tensor:  # [batch, time] -> [batch, time, vocabulary]
+    def forward(self, ids: Tensor) -> Tensor:
         """Return logits of every next token: [batch, time] ids -> [batch, time, vocabulary]."""
         return self.head(self.blocks(self.token(ids) + self.position.weight[: ids.shape[1]]))
 

@@ -20,7 +20,11 @@ OWNER = "owner"
 
 
 class FileSystemStorage:
-    """Keeps checkpoints in a folder. They survive a power cut: contents are written to the disk before names."""
+    """Keeps checkpoints in a folder. They survive a power cut: contents are written to the disk before names.
+
+    Keys are relative paths. A rename of a folder is the commit of a checkpoint: before it, the folder has another name,
+    and no reader takes it for a checkpoint.
+    """
 
     def __init__(self, root: Path):
         self.root = Path(root)

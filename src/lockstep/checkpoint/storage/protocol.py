@@ -59,7 +59,10 @@ class CheckpointStorage(Protocol):
         """
 
     def owner(self) -> str | None:
-        """Return the token of the last claim; None before the first. An error must raise: it is no answer."""
+        """Return the token of the last claim; None before the first.
+
+        If the token cannot be read, raise OSError: None would mean that no attempt has claimed the storage.
+        """
 
     def free_bytes(self) -> int:
         """Return how many bytes can still be written."""

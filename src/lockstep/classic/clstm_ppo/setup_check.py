@@ -1,4 +1,8 @@
-"""What `check_gpu_setup.py` runs: can this machine train what the script trains, how long would it take, what to do."""
+"""What `check_gpu_setup.py` runs: can this machine train what the script trains, how long would it take, what to do.
+
+Each check is a function that returns findings: what was found, whether it is a problem, and what to do about it. None
+of them needs a GPU to answer that there is none.
+"""
 
 from __future__ import annotations
 
@@ -43,6 +47,7 @@ class Finding:
 
 
 def cuda() -> Finding:
+    """Return whether torch can use a GPU here, and why not."""
     if torch.cuda.is_available():
         return Finding("CUDA", "ok", f"{torch.cuda.device_count()} GPUs, CUDA {torch.version.cuda}")
     # A torch that was built for GPUs, on a machine where none is visible.
@@ -54,6 +59,7 @@ def cuda() -> Finding:
 
 
 def nccl() -> Finding:
+    """Return whether GPUs can exchange gradients."""
     if not torch.cuda.is_available():
         return Finding("NCCL", "note", "not needed: processes on CPUs talk over gloo")
     if torch.distributed.is_nccl_available():
@@ -63,6 +69,7 @@ def nccl() -> Finding:
 
 
 def gpu_memory() -> Finding:
+    """Return how much of each GPU's memory is free."""
     gpus = get_gpu_info()
     if not gpus:
         return Finding("GPU memory", "note", "no GPU")

@@ -85,6 +85,7 @@ class PuzzleDataset(IterableDataset):
             yield collate(samples)
 
     def _iter_test(self) -> Iterator[dict[str, Tensor]]:
+        """Yield this rank's slices of all examples, in their order."""
         examples = PuzzleExamples(self.puzzles)
         for start in range(0, len(examples), self.config.global_batch_size):
             # The last global batch may be so short that this rank has no part of it.

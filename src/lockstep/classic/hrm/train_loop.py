@@ -145,6 +145,7 @@ def save_train_state(config: PretrainConfig, train_state: TrainState) -> Path:
 
 
 def _add(sums: Sums, more: Mapping[str, Any], factor: int) -> Sums:
+    """Return sums with others added to them, `factor` times."""
     added = {}
     for name, (total, weight) in more.items():
         old_total, old_weight = sums.get(name, (0, 0))

@@ -102,7 +102,11 @@ def state_of(node: RayNode, need: Need) -> str:
 
 
 class RemoteAgent:
-    """The driver's side of an actor. No call waits for the node: it returns None until the answer is there."""
+    """The driver's side of an actor. No call waits for the node: it returns None until the answer is there.
+
+    It keeps at most one question under way. The driver asks all agents in turn, several times a second, and must not
+    wait for one of them.
+    """
 
     def __init__(self, actor: Any):
         self._actor = actor

@@ -98,7 +98,11 @@ class Cluster(Protocol):
 
 @dataclass(eq=False)
 class Slot:
-    """A place for one agent: a bundle of a placement group."""
+    """A place for one agent: a bundle of a placement group.
+
+    It outlives its agent: after a failure another agent is made in the same bundle, after a pause that grows. Ray may
+    move the bundle to another node meanwhile: `placed` is where it is now, `node` where the last agent was.
+    """
 
     group: Any
     bundle: int
@@ -298,6 +302,7 @@ class Driver:
             self._reserve()
 
     def _what_is_missing(self) -> str:
+        """Return how many nodes are ready, and what each node of the cluster has, for a message."""
         usable = len(self._usable())
         least = self._request.nnodes.least
         rest = "; ".join(state_of(node, self._need) for node in self._nodes.values())
@@ -373,6 +378,7 @@ class Driver:
         if waiting or self._silent_since is not None or len(self._slots) >= self._request.nnodes.most:
             return
 
+        # One node at a time: the next look shows whether Ray has given it.
         taken = {slot.placed for slot in self._slots}
         for node in self._nodes.values():
             if node.id not in taken and node.drained_at is None and node.has_free(self._need):
@@ -449,6 +455,7 @@ class Driver:
         return join
 
     def _start_agents(self, join: str) -> None:
+        """Start an agent in each slot that is free and due, as far as the job may have more nodes."""
         room = self._request.nnodes.most - len(self._active)
         now = self._cluster.now()
         for slot in [slot for slot in self._usable() if now >= slot.not_before][: max(0, room)]:
@@ -469,6 +476,7 @@ class Driver:
         return True
 
     def _start(self, slot: Slot, join: str) -> None:
+        """Have the agent of a slot start its launcher, which joins the others."""
         assert slot.agent is not None
         slot.agent.start(self._request.train_command("--join", join, program=()))
 
@@ -500,6 +508,7 @@ class Driver:
             self._drop(slot, "", retry=report.code in FAILURES)
 
     def _lose(self, slot: Slot, current: Round, why: str) -> None:
+        """Note that an agent is lost, with its node or without it. Another one follows."""
         current.lose(slot, self._cluster.now())
         self._drop(slot, f"is lost: {why}", retry=True)
 
@@ -572,6 +581,7 @@ class Driver:
             self._signal_all("SIGTERM")
 
     def _drained_node(self, node_id: str) -> RayNode | None:
+        """Return a node if Ray is about to take it away."""
         node = self._nodes.get(node_id)
         return node if node and node.drained_at is not None else None
 
@@ -618,6 +628,8 @@ class Driver:
         now = self._cluster.now()
         recent = [when for when in self._lost_rounds if now - when < HOUR_S]
         self._lost_rounds = [*recent, now]
+
+        # A job that loses nodes again and again does not get anywhere: its user must look.
         if len(self._lost_rounds) > MOST_ROUNDS:
             say(f"lockstep: nodes were lost {MOST_ROUNDS} times in an hour; to resume: {self._resume_command}")
             return ExitCode.RESTART
@@ -628,6 +640,7 @@ class Driver:
     # ---- signals, and the end ----
 
     def _take_signals(self) -> list[str]:
+        """Return the signals that came since the last look, and remember the first of all."""
         taken = []
         while self._signals:
             taken.append(self._signals.pop(0))
@@ -667,9 +680,11 @@ class Driver:
             slot.agent.signal(name)
 
     def _give_back(self) -> None:
+        """End all agents, and give all nodes back to Ray."""
         for slot in self._active:
             assert slot.agent is not None
             slot.agent.kill()
+
         # What Ray does not hear of now it gives back itself, when this process ends.
         with suppress(NoAnswer):
             for slot in list(self._slots):

@@ -58,6 +58,7 @@ class BucketedSampler(SeededSampler):
         return self._pools.get((epoch, index), lambda: self._make_pool(epoch, index))
 
     def _make_pool(self, epoch: int, index: int) -> np.ndarray:
+        """Return the ids of one pool: in groups of similar length, which come in random order."""
         # This raises without a seed, on which the shuffled order depends as well.
         key = self.key("buckets", epoch, index)
 

@@ -57,6 +57,7 @@ class CurriculumSampler(SeededSampler):
         if epoch >= self.ramp:
             return self._shuffled.ids(epoch, start, stop)
 
+        # Each offset may draw from the easiest samples, up to its own share.
         shares = np.array([self.share(epoch + offset / len(self)) for offset in range(start, stop)])
         allowed = np.maximum(1, np.ceil(shares * len(self)))
         return self._easiest_first[(uniforms(key, start, stop) * allowed).astype(np.int64)]

@@ -63,7 +63,11 @@ class Mixture(Sampled):
 
 @dataclass(eq=False)
 class MixtureSampler(SeededSampler):
-    """Ids in the concatenation of several datasets, each with its sampler. See `Mixture`."""
+    """Ids in the concatenation of several datasets, each with its sampler. See `Mixture`.
+
+    The pattern of a period says whose turn each offset is, and how many draws of the same dataset come before it in the
+    period. So the id at any offset is found by arithmetic, without reading the offsets before it.
+    """
 
     samplers: list[Any]  # None: shuffled
     samples: list[int]  # of each dataset

@@ -69,6 +69,7 @@ class ShuffledSampler:
         return self._blocks.get((epoch, index), lambda: self._make_block(epoch, index))
 
     def _make_block(self, epoch: int, index: int) -> np.ndarray:
+        """Return one block of the permutation. Ids outside the dataset are permuted again until they are inside."""
         offsets = np.arange(index * BLOCK, min((index + 1) * BLOCK, self.length), dtype=np.uint64)
         keys = [np.uint64(derive(self.seed, "order", epoch, r)) for r in range(ROUNDS)]
         ids = self._feistel(offsets, keys)

@@ -166,6 +166,8 @@ class ListedSampler:
         set_epoch = getattr(self._sampler, "set_epoch", None)
         generator = getattr(self._sampler, "generator", None)
         value = derive(self._seed, "sampler", epoch)
+
+        # Whatever the sampler draws from is seeded: torch's generator, its own one, or the epoch that it is told.
         with preserve_rng(torch.device("cpu")):
             seed_everything(value)
             if isinstance(generator, torch.Generator):
@@ -185,6 +187,7 @@ class ListedSampler:
         return self._checked(listed)
 
     def _checked(self, listed: list[Any]) -> np.ndarray:
+        """Return the list as an array. Raises a UserError unless it has ids of the dataset."""
         name = type(self._sampler).__name__
         try:
             # Numbers of numpy, and tensors of one number, are taken too.

@@ -54,6 +54,7 @@ class WeightedSampler(SeededSampler):
         if not self.replacement:
             return self._orders.get(epoch, lambda: self._make_order(epoch))[start:stop].copy()
 
+        # A draw is the place of a uniform number among the cumulated weights.
         draws = uniforms(self.key("weighted", epoch), start, stop) * self._bounds[-1]
         places = np.searchsorted(self._bounds, draws, side="right")
 
@@ -71,6 +72,7 @@ class WeightedSampler(SeededSampler):
         return self._drawable[np.argsort(clocks, kind="stable")[: self.length]]
 
     def _check(self, weights: np.ndarray) -> None:
+        """Refuse draws that are not possible."""
         if not len(self._drawable):
             raise UserError("all weights are 0, so no sample can be drawn", "", "give some samples a weight above 0")
 

@@ -1,9 +1,16 @@
-"""Reads one virtual shard in one epoch, from its beginning or from a saved state."""
+"""Reads one virtual shard in one epoch, from its beginning or from a saved state.
+
+It gives one sample after another, and after each of them the state from which the next one follows. A dataset that has
+a state of its own is asked for it; otherwise the samples before the position are read again and dropped.
+"""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import PurePath
 from typing import Any
 
 from lockstep.data.sample_errors import name_samples
@@ -52,7 +59,8 @@ class Cursor:
         self.ended = False
         self._peeked: list[Any] = []  # at most one sample: the next one
 
-        # How many samples were read again to restore the position, and how long that took.
+        # To restore the position: samples still to be read again, how many there were, and how long that took.
+        self._behind = 0
         self.reread_samples, self.reread_s = 0, 0.0
 
         if state is not None:
@@ -60,7 +68,8 @@ class Cursor:
         self.state = self._state()
 
     def take(self, count: int) -> list[Any]:
-        """Return the next samples: `count`, or fewer if the shard ends."""
+        """Return the next samples: `count`, or fewer if the shard ends. `catch_up` must have returned True."""
+        assert not self._behind, "the position is not restored yet"
         samples, self._peeked = self._peeked, []
         while len(samples) < count and (sample := self._next()) is not _END:
             samples.append(sample)
@@ -84,7 +93,8 @@ class Cursor:
             "in_file": self._in_file,
             "read": self._read_so_far,
             "taken": self.taken,
-            "inner": self._opened.state_dict() if by_state else None,
+            # A copy: some streams return the object that their next sample changes.
+            "inner": copy.deepcopy(self._opened.state_dict()) if by_state else None,
             "packer": self._packer.state_dict() if self._packer else None,
             "flushed": self._flushed,
             "ended": self.ended,
@@ -106,13 +116,19 @@ class Cursor:
         if state["inner"] is not None and not self._reread:
             self._open(state["inner"])
             self._in_file = in_file
-        elif in_file:
-            began = time.perf_counter()
+        else:
             self._read_so_far -= in_file
-            self.reread_samples = in_file
-            for _ in range(in_file):
-                self._read_or_refuse()
-            self.reread_s = time.perf_counter() - began
+            self.reread_samples = self._behind = in_file
+
+    def catch_up(self, seconds: float = 1.0) -> bool:
+        """Read samples again for some time, until the position is restored. Return whether it is."""
+        began = time.perf_counter()
+        while self._behind and time.perf_counter() < began + seconds:
+            self._read_or_refuse()
+            self._behind -= 1
+
+        self.reread_s += time.perf_counter() - began
+        return not self._behind
 
     def _read_or_refuse(self) -> None:
         """Read a sample that was trained before the resume."""
@@ -120,7 +136,7 @@ class Cursor:
         if self._read_raw() is _END or self._file != file:
             raise UserError(
                 f"virtual shard {self._shard} has fewer samples than when its position was saved",
-                f"epoch {self._epoch}, file {file} of the shard",
+                f"epoch {self._epoch}, {name_of(self._files[file])}",
                 "resume with the same data, or start a new run from the weights (init_from=RUN)",
             )
 
@@ -133,7 +149,7 @@ class Cursor:
             # Complete rows come first.
             row = packer.pop() if packer else None
             if row is not None:
-                row = apply(shards.after, row)
+                row = self._named(apply, shards.after, row)
                 if row is not DROPPED:
                     return row
                 continue
@@ -146,25 +162,29 @@ class Cursor:
                 self._flushed = True
                 continue
 
-            sample = self._applied(sample)
+            sample = self._named(apply, shards.before, sample)
             if sample is DROPPED:
                 continue
             if packer is None:
                 return sample
-            packer.add(sample)
+            self._named(packer.add, sample)
 
-    def _applied(self, sample: Any) -> Any:
+    def _named(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Return the result of a function of the newest sample. An error names that sample."""
         try:
-            return apply(self._shards.before, sample)
+            return function(*arguments)
+        except UserError as error:
+            where = f"sample {self._newest} {self._where}"
+            raise UserError(error.problem, f"{error.found}; {where}" if error.found else where, error.fix) from error
         except Exception as error:
-            name_samples(error, [self._read_so_far - 1], self._where)
+            name_samples(error, [self._newest], self._where, "fix it in the data, or skip it with filter()")
             raise
 
     def _read_raw(self) -> Any:
         """Return the next sample of the files, or _END. Each is seeded by its number in the shard."""
         while self._file < len(self._files):
             if self._iterator is None:
-                self._open()
+                self._open_named()
 
             assert self._iterator is not None
             seed_everything(derive(self._seed, "shard", self._epoch, self._shard, self._read_so_far))
@@ -176,7 +196,7 @@ class Cursor:
                 self._iterator = self._opened = None
                 continue
             except Exception as error:
-                name_samples(error, [self._read_so_far], self._where)
+                name_samples(error, [self._in_file], self._where, "fix it in the data, or skip it where it is read")
                 raise
 
             self._in_file += 1
@@ -185,15 +205,24 @@ class Cursor:
 
         return _END
 
+    def _open_named(self) -> None:
+        try:
+            self._open()
+        except UserError:
+            raise
+        except Exception as error:
+            error.add_note(f"lockstep: read() was called for {name_of(self._files[self._file])}")
+            raise
+
     def _open(self, inner: Any = None) -> None:
         """Open the current file, and continue at its state `inner` if there is one."""
         # The file may draw random numbers when it is opened, to shuffle itself for example.
         seed_everything(derive(self._seed, "file", self._epoch, self._shard, self._file))
         opened: Any = self._shards.read(self._files[self._file])
-        if hasattr(opened, "set_epoch"):
-            opened.set_epoch(self._epoch)
+        self._set_epoch(opened)
         if not self._reread:
             _check_state_is_whole(opened)
+            _check_state_needs_no_arguments(opened)
 
         # The iterable has the state, or else its iterator may have it.
         self._opened = opened if has_state(opened) else iter(opened)
@@ -201,9 +230,33 @@ class Cursor:
             self._opened.load_state_dict(inner)
         self._iterator = iter(self._opened)
 
+    def _set_epoch(self, opened: Any) -> None:
+        """Tell an iterable which epoch begins; for torchdata's loader, also its dataset and its sampler."""
+        sampler = getattr(opened, "sampler", None)
+        for part in (opened, getattr(opened, "dataset", None), sampler):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(self._epoch)
+
+        # The generator of a sampler goes on from epoch to epoch, but not in a worker process or a resumed run, which
+        # begin with what data() returned. So it is seeded for each epoch after the first.
+        generator = getattr(sampler, "generator", None)
+        if generator is not None and self._epoch:
+            generator.manual_seed(derive(self._seed, "loader", self._epoch, self._shard, self._file))
+
+    @property
+    def _newest(self) -> int:
+        """The number of the newest sample in its file. The last rows of a shard come after all its files."""
+        return max(0, self._in_file - 1)
+
     @property
     def _where(self) -> str:
-        return f"of virtual shard {self._shard}, counted from 0, in epoch {self._epoch}"
+        file = self._files[min(self._file, len(self._files) - 1)]
+        return f"of {name_of(file)}, counted from 0, in epoch {self._epoch}"
+
+
+def name_of(file: Any) -> str:
+    """Return the name of a file of a stream for messages."""
+    return f"the file {file}" if isinstance(file, str | PurePath) else f"a stream ({type(file).__name__})"
 
 
 def has_state(iterable: Any) -> bool:
@@ -213,8 +266,10 @@ def has_state(iterable: Any) -> bool:
 
 def _check_state_is_whole(iterable: Any) -> None:
     """Refuse a dataset of Hugging Face that shuffles in a buffer: its state does not hold the buffer."""
-    stage = getattr(iterable, "_ex_iterable", None)
-    while stage is not None:
+    # A torchdata loader has a dataset; a dataset has stages, and interleaved or concatenated ones have several.
+    stages = [getattr(getattr(iterable, "dataset", iterable), "_ex_iterable", None)]
+    while stages:
+        stage = stages.pop()
         if type(stage).__name__ == "BufferShuffledExamplesIterable":
             raise UserError(
                 "the dataset shuffles in a buffer, and its state does not hold what is in the buffer",
@@ -223,4 +278,23 @@ def _check_state_is_whole(iterable: Any) -> None:
                 "and leave shuffle() out",
             )
 
-        stage = getattr(stage, "ex_iterable", None)
+        inner = [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]
+        stages += [part for part in inner if part is not None]
+
+
+def _check_state_needs_no_arguments(iterable: Any) -> None:
+    """Refuse a stream that wants to be told how many samples were trained, such as mosaicml's StreamingDataset."""
+    if not has_state(iterable):
+        return
+
+    try:
+        inspect.signature(iterable.state_dict).bind()
+    except TypeError as error:
+        raise UserError(
+            f"state_dict() of {type(iterable).__name__} cannot be called without arguments",
+            f"{error}; a run asks a stream for its position and passes nothing",
+            "return a class of your own around it, with state_dict() and load_state_dict(state); or "
+            "lockstep.Shards(files, read) over its files",
+        ) from error
+    except ValueError:  # a method written in C has no signature
+        return

@@ -15,7 +15,11 @@ from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
 
 
 class EpochSource(BatchSource):
-    """Reads a stream, step by step and epoch by epoch."""
+    """Reads a stream, step by step and epoch by epoch.
+
+    Ranks may have different amounts of data. An epoch ends when all ranks have read theirs; until then, a rank that has
+    nothing left repeats its last micro-batch with weight 0.
+    """
 
     def __init__(self, collate: Callable[[list[Any]], Any], options: SourceOptions, micro_batches_per_step: int):
         """`micro_batches_per_step`: of this rank. If forwards are collective, missing ones are run as padding."""

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import base64
 import copy
+import hashlib
 import pickle
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -52,10 +55,15 @@ class _StepRead(NamedTuple):
     ended: bool  # all shards of this worker have ended
     reread: tuple[int, float]  # samples that were read again to restore the position, and seconds
     beginning: Any  # in the first step, the first sample of a single shard, to compare between ranks
+    spare: _Read | None  # samples of other readers, for a rank that has none of its own in this step
 
 
 class ExactStreamSource(EpochSource):
-    """A stream whose position is a part of the checkpoint."""
+    """A stream whose position is a part of the checkpoint.
+
+    The dataset is divided into virtual shards, whose number does not depend on the ranks. A step takes the same number
+    of samples from each of them, and any number of ranks can share them out: so a run can resume on other ranks.
+    """
 
     def __init__(self, shards: Shards, collate: Callable[[list[Any]], Any], options: SourceOptions):
         if options.global_batch % shards.shards:
@@ -74,7 +82,9 @@ class ExactStreamSource(EpochSource):
         # By shard: the position behind the last step that has ended. Empty at the beginning of an epoch.
         self._states: dict[int, State] = {}
         self._states_taken: dict[int, State] = {}  # behind the step that was taken
-        self._reads: Iterator[_StepRead] | None = None
+        self._reads: Iterator[_StepRead | None] | None = None
+        self._arrived: list[deque[_StepRead]] = []  # by worker process: parts that were not taken yet
+        self._turn = 0  # the worker process that sends the next part
 
     def close(self) -> None:
         self._reads = None  # ends the worker processes
@@ -106,6 +116,7 @@ class ExactStreamSource(EpochSource):
             "epoch": self.epoch,
             "shards": self.shards.shards,
             "files": len(self.shards.files),
+            "names": self._names_digest(),
             "states": [states.get(shard) for shard in range(self.shards.shards)],
         }
 
@@ -123,34 +134,65 @@ class ExactStreamSource(EpochSource):
                     f"resume with the same {name} in the same order, or start a new run from the weights",
                 )
 
+        if state.get("names", self._names_digest()) != self._names_digest():
+            raise UserError(
+                "the files of the stream have other names, or another order, than when its position was saved",
+                "a position is a number of samples in one of the files",
+                "return the same files in the same order, for example sorted(folder.glob('*.jsonl')); or start a new "
+                "run from the weights",
+            )
+
         self._states = {shard: saved for shard, saved in enumerate(state["states"]) if saved is not None}
+
+    def _names_digest(self) -> str:
+        """Return a digest of the names of the files. Their folder may be another one after a resume."""
+        names = [PurePath(file).name for file in self._paths()]
+        return hashlib.sha256("\n".join(names).encode()).hexdigest()
+
+    def _paths(self) -> list[str | PurePath]:
+        return [file for file in self.shards.files if isinstance(file, str | PurePath)]
 
     # ---- reading ----
 
     def _pull(self) -> list[MicroBatch]:
-        if self._reads is None:
-            self._reads = self._start_reading()
+        begins = self._reads is None
+        self._reads = self._reads or self._start_reading()
 
         # One part of the step from each worker process, in turn.
-        parts = [next(self._reads) for _ in range(max(1, self.options.config.workers))]
+        parts = self._next_parts(self._reads)
         self._ended = all(part.ended for part in parts)
         for part in parts:
             self._states_taken |= part.states
-        self._note_start(parts)
 
-        options = self.options
-        return [
-            MicroBatch(
-                to_device(read.batch, options.device),
-                read.index,
-                len(read.ids),
-                self.epoch,
-                read.ids,
-                first=read.index * options.micro_batch,
-            )
-            for part in parts
-            for read in part.micro_batches
-        ]
+        # Now, and not when the first checkpoint is saved, which may be hours later.
+        if begins:
+            self.options.check_state(self._states_taken)
+            self._note_start(parts)
+
+        micros = [self._micro_batch(read) for part in parts for read in part.micro_batches]
+        if not micros and self._last is None:
+            spares = [part.spare for part in parts if part.spare is not None]
+            micros = [self._micro_batch(spare, padding=True) for spare in spares[:1]]
+        return micros
+
+    def _next_parts(self, reads: Iterator[_StepRead | None]) -> list[_StepRead]:
+        """Return the next part of each worker process. None comes from one that still restores its position."""
+        # They send in turn. One that is ready sooner is ahead of the others, and its parts wait here.
+        while not all(self._arrived):
+            part = next(reads)
+            arrived = self._arrived[self._turn]
+            self._turn = (self._turn + 1) % len(self._arrived)
+            if part is None:
+                self.options.beat()
+            else:
+                arrived.append(part)
+
+        return [arrived.popleft() for arrived in self._arrived]
+
+    def _micro_batch(self, read: _Read, padding: bool = False) -> MicroBatch:
+        data = to_device(read.batch, self.options.device)
+        first = read.index * self.options.micro_batch
+        return MicroBatch(data, read.index, len(read.ids), self.epoch, read.ids, padding, first)
 
     def _note_start(self, parts: list[_StepRead]) -> None:
         """Note where the stream begins, and how much was read again after a resume."""
@@ -164,11 +206,13 @@ class ExactStreamSource(EpochSource):
             reason = f"the stream was read again up to its position: {plural(samples, 'sample')} in {seconds:.1f} s"
             self.options.log_event("note", reason=reason)
 
-    def _start_reading(self) -> Iterator[_StepRead]:
+    def _start_reading(self) -> Iterator[_StepRead | None]:
         options = self.options
+        self._arrived = [deque() for _ in range(max(1, options.config.workers))]
+        self._turn = 0
+
         # A single stream may split itself by rank, so ranks compare its first sample; otherwise the names of the files.
-        names = [str(file) for file in self.shards.files if isinstance(file, str | PurePath)]
-        self.beginning = names if self.shards.shards > 1 else None
+        self.beginning = list(map(str, self._paths())) if self.shards.shards > 1 else None
         reads = start_loader(
             _StepReader(self.shards, self.collate, options, self.epoch, dict(self._states)),
             options.config.workers,
@@ -180,14 +224,21 @@ class ExactStreamSource(EpochSource):
 
         # With workers the DataLoader pins the batches; without them we do.
         if options.pins_memory and not options.config.workers and options.device.type != "cpu":
-            return (read._replace(micro_batches=[pin(m) for m in read.micro_batches]) for read in reads)
+            return (read and read._replace(micro_batches=[pin(m) for m in read.micro_batches]) for read in reads)
 
         return reads
 
     def _find_padding(self) -> MicroBatch:
         """Read the first samples of the epoch again: this rank has none left, or never had any."""
         # A copy, because opening a stream a second time would change its state.
-        shards = copy.deepcopy(self.shards)
+        try:
+            shards = copy.deepcopy(self.shards)
+        except Exception as error:
+            raise UserError(
+                "a rank without samples in this step cannot read a sample to run with weight 0",
+                f"the stream cannot be copied: {type(error).__name__}: {error}",
+                "set data.workers=1, or fewer ranks; or open files and connections in __iter__, not in __init__",
+            ) from error
         for shard in range(shards.shards):
             cursor = open_cursor(shards, self.options, self.epoch, shard)
             while samples := cursor.take(self.options.micro_batch):
@@ -198,14 +249,14 @@ class ExactStreamSource(EpochSource):
         raise UserError(
             f"the stream has no sample in epoch {self.epoch}",
             "",
-            "return a stream with samples; a generator can be read only once, so return an iterable whose __iter__ "
-            "starts again",
+            "return a stream with samples, whose __iter__ starts again after its end: a generator can be read only "
+            "once, and a stream with a state must set it back",
         )
 
     def _samples_on_all_ranks(self, micros: list[MicroBatch]) -> int:
         """Return the global batch, or an estimate if places in it are empty."""
         places = sum(len(places_of(cell, self.options)) for cell in self.cells)
-        samples = sum(micro.samples for micro in micros)
+        samples = sum(micro.samples for micro in micros if not micro.padding)
         return samples * self.options.global_batch // places if places else 0
 
     def _describe(self) -> str:
@@ -253,7 +304,10 @@ def _identity(item: Any) -> Any:
 
 @dataclass(eq=False)
 class _StepReader(IterableDataset):
-    """The part of every step that one worker process of one rank reads. It never ends: after the epoch it is empty."""
+    """The part of every step that one worker process of one rank reads. It never ends: after the epoch it is empty.
+
+    It yields None about once a second while it reads samples again to restore a position.
+    """
 
     shards: Shards
     collate: Callable[[list[Any]], Any]
@@ -261,7 +315,7 @@ class _StepReader(IterableDataset):
     epoch: int
     states: dict[int, State]
 
-    def __iter__(self) -> Iterator[_StepRead | WorkerError]:
+    def __iter__(self) -> Iterator[_StepRead | WorkerError | None]:
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
 
@@ -276,17 +330,20 @@ class _StepReader(IterableDataset):
         cursors: dict[int, Cursor] = {}
         first = True
         while True:
-            step = batch_to_send(lambda: self._read_step(cursors, needed, cells), [], self._where, first and bool(info))
+            read = partial(self._read_step, cursors, needed, cells, first)
+            step = batch_to_send(read, [], self._where, first and bool(info))
             yield step
             if isinstance(step, WorkerError):
                 return
-            first = False
+            first = first and step is None
 
-    def _read_step(self, cursors: dict[int, Cursor], needed: list[int], cells: range) -> _StepRead:
+    def _read_step(self, cursors: dict[int, Cursor], needed: list[int], cells: range, opens: bool) -> _StepRead | None:
         # Here and not before the loop, so that errors are sent too.
-        opens = not cursors
-        for shard in needed if opens else ():
+        for shard in () if cursors else needed:
             cursors[shard] = open_cursor(self.shards, self.options, self.epoch, shard, self.states.get(shard))
+
+        if opens and not all(cursor.catch_up() for cursor in cursors.values()):
+            return None
 
         each = self.options.global_batch // self.shards.shards
         begins = {shard: cursor.taken for shard, cursor in cursors.items()}
@@ -302,6 +359,13 @@ class _StepReader(IterableDataset):
                 chosen = [samples[shard][number] for shard, number in filled]
                 micro_batches.append(_Read(cell, np.array(ids, dtype=np.int64), self._collate(chosen, ids)))
 
+        # Small, and rare: at the end of an epoch.
+        spare = None
+        others = [sample for of_shard in samples.values() for sample in of_shard]
+        if others and not micro_batches:
+            chosen = others[: self.options.micro_batch]
+            spare = _Read(0, np.arange(len(chosen)), self._collate(chosen, list(range(len(chosen)))))
+
         reread = (0, 0.0)
         if opens:
             reread = sum(c.reread_samples for c in cursors.values()), sum(c.reread_s for c in cursors.values())
@@ -312,6 +376,7 @@ class _StepReader(IterableDataset):
             all(cursor.ended for cursor in cursors.values()),
             reread,
             beginning,
+            spare,
         )
 
     def _collate(self, samples: list[Any], ids: list[int]) -> Any:

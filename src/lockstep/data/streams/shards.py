@@ -12,7 +12,7 @@ import tarfile
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Protocol
 
 import numpy as np
@@ -67,6 +67,13 @@ class Shards:
     after: tuple[Callable[[Any], Any], ...] = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.files, str | PurePath) or not hasattr(self.files, "__len__"):
+            raise UserError(
+                f"Shards needs a list of files; it got a {type(self.files).__name__}",
+                f"{self.files!r}",
+                "pass a list: [path], or sorted(folder.glob('*.jsonl'))",
+            )
+
         if not 1 <= self.shards <= len(self.files):
             raise UserError(
                 f"{len(self.files)} files cannot be dealt to {self.shards} virtual shards",
@@ -88,17 +95,19 @@ class Shards:
         `end` is added after each list. The last row of a shard is filled up with `pad`; without it, an incomplete last
         row is dropped.
         """
+        _check_length("chunk(length)", length)
         return self._with_packer(_Maker(TokenChunks, (length, end, pad)))
 
     def pack(self, row_length: int) -> Shards:
         """Put whole documents into rows of at most `row_length` tokens, for `packed_batch` in `Task.collate`."""
+        _check_length("pack(row_length)", row_length)
         return self._with_packer(_Maker(DocumentRows, (row_length,)))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the samples of the first file, for a look at them."""
+        """Yield the samples of all files, in the order of the list: for a look at them, or an evaluation."""
         from lockstep.data.streams.cursor import Cursor
 
-        cursor = Cursor(self, list(self.files[:1]), seed=0, epoch=0, shard=0)
+        cursor = Cursor(self, list(self.files), seed=0, epoch=0, shard=0)
         while samples := cursor.take(1):
             yield from samples
 
@@ -111,6 +120,11 @@ class Shards:
         if self.make_packer is not None:
             raise UserError("a stream can be packed once", "chunk or pack was called before", "remove one of the calls")
         return replace(self, make_packer=maker)
+
+
+def _check_length(name: str, length: int) -> None:
+    if not isinstance(length, int) or length < 1:
+        raise UserError(f"{name} must be at least 1 token; it is {length!r}", "", "pass the number of tokens in a row")
 
 
 def apply(functions: Iterable[Callable[[Any], Any]], sample: Any) -> Any:
@@ -154,11 +168,11 @@ class TokenChunks:
         self._tokens = torch.empty(0, dtype=torch.int64)
 
     def add(self, sample: Any) -> None:
-        tokens = torch.as_tensor(sample, dtype=torch.int64)
-        if tokens.dim() != 1:
+        tokens = _as_tokens(sample)
+        if tokens is None:
             raise UserError(
-                f"chunk() needs token lists with one dimension; it got the shape {tuple(tokens.shape)}",
-                "",
+                "chunk() needs token lists: integers, in one dimension",
+                f"it got a {type(sample).__name__}: {str(sample)[:60]!r}",
                 "return the tokens of one document, for example with map(lambda sample: sample['input_ids'])",
             )
 
@@ -185,6 +199,18 @@ class TokenChunks:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._tokens = torch.as_tensor(state["tokens"])
+
+
+def _as_tokens(sample: Any) -> Tensor | None:
+    """Return tokens (tokens,) as int64, or None if they are something else: numbers with a fraction, text."""
+    try:
+        tokens = torch.as_tensor(sample)
+    except (TypeError, ValueError, RuntimeError):
+        return None
+
+    # An empty list has torch's default dtype.
+    whole = not tokens.numel() or not (tokens.is_floating_point() or tokens.is_complex())
+    return tokens.to(torch.int64) if tokens.dim() == 1 and whole else None
 
 
 class DocumentRows:

@@ -1,4 +1,8 @@
-"""Streams without a state: every rank and every worker process reads its own shard of an iterable dataset."""
+"""Streams without a state: every rank and every worker process reads its own shard of an iterable dataset.
+
+The stride is over all worker processes of all ranks. It is the way of torch's documentation, and has its limits: the
+shards may end at different times, and a resumed run begins the epoch again.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,11 @@ class _Item(NamedTuple):
 
 
 class StreamSource(EpochSource):
-    """A stream without a state, of which every rank and worker reads its own shard. A resumed run repeats the epoch."""
+    """A stream without a state, of which every rank and worker reads its own shard. A resumed run repeats the epoch.
+
+    It takes any iterable dataset. Nothing is known about its order, so no position can be saved; the exact way is
+    `ExactStreamSource`.
+    """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], options: SourceOptions):
         micro_batch = options.micro_batch

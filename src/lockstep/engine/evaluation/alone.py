@@ -1,4 +1,7 @@
-"""An evaluation without training: `lockstep evaluate`."""
+"""An evaluation without training, for `lockstep evaluate`: there is a model with its driver, and no Run.
+
+The evaluator is the one of training, so the same weights give the same numbers as during the run.
+"""
 
 from __future__ import annotations
 
@@ -35,24 +38,25 @@ def evaluate(task: Task, builder: RunBuilder, global_batch: int | None) -> list[
             "the task has nothing to evaluate: its eval_data() returns None", "", "return a dataset from eval_data()"
         )
 
+    # The model, with the weights and the state that its evaluation may depend on.
     with init_as_configured(config):
         model = task.model()
+
     setup = builder.setup_model(model, task.optimizer, task, task.data)
     step = _restore_more(task, setup, builder)
 
-    # What it keeps may be needed by the loss.
+    # The loss may need what this hook keeps.
     Hooks(EvaluatedView(builder, setup, step), task).before_training()
 
-    # For a file, that of a run with these settings.
+    # A file of weights does not say its global batch. We take that of a run with these settings.
     local_batch = config.local_batch and config.local_batch * setup.driver.role.data_size
     batch = evaluation_batch(config, global_batch or config.global_batch or local_batch or MAX_EVALUATION_BATCH)
-    evaluations = []
     with setup.averaged_weights():
-        for chosen in sets:
-            evaluation = setup.evaluator.evaluate(chosen, batch, step, may_preempt=True)
-            if evaluation is None:
-                raise Preempted(step, runtime.notice.signal or "SIGTERM", None)
-            evaluations.append(evaluation)
+        evaluations = setup.evaluator.evaluate_all(sets, batch, step, may_preempt=True)
+
+    # There is nothing to save: the command can be repeated.
+    if evaluations is None:
+        raise Preempted(step, runtime.notice.signal or "SIGTERM", None)
 
     builder.recorder.close()
     runtime.collectives.final_barrier()
@@ -98,7 +102,10 @@ def _restore_more(task: Task, setup: ModelSetup, builder: RunBuilder) -> int:
     checkpoint = Checkpoint.at(path)
     manifest = read_manifest(checkpoint)
     reader = CheckpointReader(checkpoint, manifest)
-    for name, average in setup.average.averages.items() if setup.average else ():
+
+    # A run without averages left none. Those of the model are then equal to its weights.
+    averages = setup.average.averages if setup.average else {}
+    for name, average in averages.items():
         if f"ema.{name}" in manifest.tensors:
             read_into(average, f"ema.{name}", reader)
 

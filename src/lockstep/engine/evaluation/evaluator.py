@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lockstep.config import RunConfig
 from lockstep.data.loader import Request, SampleReader, is_empty, read_all, to_device
 from lockstep.data.windows import rank_range
+from lockstep.engine.evaluation.modes import restore_modes
 from lockstep.engine.evaluation.torch_metrics import MetricStates
 from lockstep.errors import UserError, unknown_name
 from lockstep.observe.metrics import Term, metric_terms, quotients
@@ -72,7 +73,13 @@ def evaluation_sets(task: Task, decides: str | None) -> list[EvaluationSet]:
     """
     data = task.eval_data()
     # A task need not subclass Task.
-    metrics = task.eval_metrics() if data is not None and hasattr(task, "eval_metrics") else {}
+    metrics = (task.eval_metrics() if data is not None and hasattr(task, "eval_metrics") else None) or {}
+    if not isinstance(metrics, Mapping) and not hasattr(metrics, "items"):
+        raise UserError(
+            f"eval_metrics() must return metrics by name; it returned a {type(metrics).__name__}",
+            "",
+            'return {"accuracy": torchmetrics.classification.MulticlassAccuracy(10)}',
+        )
     make = partial(EvaluationSet, loss_fn=task.eval_loss, collate=task.collate, metrics=metrics)
     if not isinstance(data, Mapping):
         if decides is not None:
@@ -108,11 +115,15 @@ def evaluation_batch(config: RunConfig, global_batch: int) -> int:
     return config.evaluate.batch or micro or min(global_batch, MAX_EVALUATION_BATCH)
 
 
-def check_data(data: Any) -> None:
-    """Check that `data` is a map-style dataset with samples, so that every sample can be counted once."""
+def check_data(data: Any, name: str | None = None) -> None:
+    """Check that `data` is a map-style dataset with samples, so that every sample can be counted once.
+
+    `name` is that of its set, if there are several.
+    """
+    called = f" {name!r}" if name else ""
     if isinstance(data, DataLoader):
         raise UserError(
-            "the data to evaluate on must be a dataset; it is a torch DataLoader",
+            f"the data{called} to evaluate on must be a dataset; it is a torch DataLoader",
             "",
             "return its dataset; set evaluate.batch for its batch_size, and Task.collate for its collate_fn",
         )
@@ -120,13 +131,17 @@ def check_data(data: Any) -> None:
     if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         kind = "a stream" if hasattr(data, "__iter__") else f"a {type(data).__name__}"
         raise UserError(
-            f"a dataset to evaluate on must have __getitem__ and __len__; this one is {kind}",
+            f"a dataset to evaluate on must have __getitem__ and __len__; this one{called} is {kind}",
             "every sample counts once, on any number of ranks",
             "return a list of its samples, list(stream), or None for no evaluation at all",
         )
 
     if len(data) == 0:
-        raise UserError("the dataset to evaluate on has no samples", "", "return None for no evaluation at all")
+        raise UserError(
+            f"the dataset{called} to evaluate on has no samples",
+            "",
+            "leave it out of eval_data()" if name else "return None for no evaluation at all",
+        )
 
 
 @dataclass(frozen=True)
@@ -148,7 +163,7 @@ class Evaluator:
 
         # The launcher allows an evaluation more time than a step.
         self.runtime.heartbeat.beat("evaluate", step)
-        check_data(chosen.data)
+        check_data(chosen.data, chosen.name)
 
         # Buffers differ between ranks. Evaluate with those that a checkpoint would save.
         self.placed.sync_buffers()
@@ -156,15 +171,9 @@ class Evaluator:
         metrics = MetricStates(chosen.metrics, self.runtime.device)
         reader = SampleReader(chosen.data, chosen.collate, self.config.seed, self.config.data.seed_samples)
 
-        # Restore the mode module by module: some modules may be in eval mode on purpose.
-        modes = [(module, module.training) for module in self.placed.model.modules()]
-        self.placed.model.eval()
-        try:
-            with torch.no_grad():
-                rows, samples = self._run_local_batches(reader, chosen.loss_fn, metrics, batch, may_preempt)
-        finally:
-            for module, training in modes:
-                module.training = training
+        with restore_modes(self.placed.model.modules()), torch.no_grad():
+            self.placed.model.eval()
+            rows, samples = self._run_local_batches(reader, chosen.loss_fn, metrics, batch, may_preempt)
 
         # If any rank was preempted, all ranks stop here.
         preempted = may_preempt and self.runtime.notice.signal is not None
@@ -174,16 +183,24 @@ class Evaluator:
 
         all_rows = [row for rows, _, _ in gathered for row in rows]
         evaluation = _combine(all_rows, sum(samples for _, samples, _ in gathered), step, chosen.name)
-        results = metrics.compute(self.runtime.collectives)
-        if twice := sorted(results.keys() & {"loss", *evaluation.metrics}):
-            raise UserError(
-                f"two metrics are called {twice[0]!r}: one of eval_metrics(), and one of the loss", "", "rename one"
-            )
-
-        evaluation.metrics.update(results)
+        _add_metrics(evaluation, metrics.compute(self.runtime.collectives))
         self._log(evaluation, chosen, time.perf_counter() - began)
         self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
         return evaluation
+
+    def evaluate_all(
+        self, sets: Sequence[EvaluationSet], batch: int, step: int, may_preempt: bool = False
+    ) -> list[Evaluation] | None:
+        """Evaluate on one set after the other; None if a preemption interrupted one of them."""
+        evaluations = []
+        for chosen in sets:
+            evaluation = self.evaluate(chosen, batch, step, may_preempt)
+            if evaluation is None:
+                return None
+
+            evaluations.append(evaluation)
+
+        return evaluations
 
     def _log(self, evaluation: Evaluation, chosen: EvaluationSet, seconds: float) -> None:
         # The usual case, one set that decides, has no fields for that.
@@ -191,6 +208,18 @@ class Evaluator:
         named = {"set": chosen.name} if chosen.name else {}
         followed = {} if chosen.decides else {"decides": False}
         self.recorder.event("eval", **fields, **named, **followed, seconds=seconds)
+
+    def _split(self, length: int, batch: int) -> tuple[list[range], list[range]]:
+        """Return the samples of each of this rank's batches, and those of batches that it only repeats."""
+        # Batches depend only on the length and the batch size. The rank determines only which of them it runs.
+        role = self.placed.role
+        count = math.ceil(length / batch)
+        local_batches = rank_range(count, role.data_rank, role.data_size)
+        ranges = [range(i * batch, min((i + 1) * batch, length)) for i in local_batches]
+
+        # Ranks with fewer batches repeat the first one, so that every rank runs as many forwards.
+        forwards = math.ceil(count / role.data_size) if role.collective_forwards else len(ranges)
+        return ranges, [range(min(batch, length))] * (forwards - len(ranges))
 
     def _run_local_batches(
         self, reader: SampleReader, loss_fn: LossFn, metrics: MetricStates, batch: int, may_preempt: bool
@@ -200,16 +229,8 @@ class Evaluator:
         Ranks may run different numbers of batches, so the unwrapped model is called, whose forward is usually not
         collective. If it is (a sharded model), ranks with fewer batches repeat one and drop the result.
         """
-        # Batches depend only on the length and the batch size. The rank determines only which of them it runs.
         role = self.placed.role
-        length = len(reader.dataset)
-        count = math.ceil(length / batch)
-        local_batches = rank_range(count, role.data_rank, role.data_size)
-        ranges = [range(i * batch, min((i + 1) * batch, length)) for i in local_batches]
-
-        # Ranks with fewer batches repeat the first one, so that every rank runs as many forwards.
-        forwards = math.ceil(count / role.data_size) if role.collective_forwards else len(ranges)
-        repeated = [range(min(batch, length))] * (forwards - len(ranges))
+        ranges, repeated = self._split(len(reader.dataset), batch)
 
         # Evaluation always reads epoch 0, so that random samples (augmentation) are the same every time.
         results = []
@@ -243,6 +264,17 @@ class Evaluator:
 
         # Read back only now: one host synchronisation instead of one per batch.
         return [_on_host(result) for result in results[: len(ranges)]], sum(map(len, ranges))
+
+
+def _add_metrics(evaluation: Evaluation, results: Mapping[str, float]) -> None:
+    """Add the torchmetrics of an evaluation to the metrics that its losses returned."""
+    twice = sorted(results.keys() & {"loss", *evaluation.metrics})
+    if twice:
+        raise UserError(
+            f"two metrics are called {twice[0]!r}: one of eval_metrics(), and one of the loss", "", "rename one"
+        )
+
+    evaluation.metrics.update(results)
 
 
 def _on_host(result: list[Term]) -> Row:

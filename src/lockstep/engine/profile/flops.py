@@ -3,21 +3,71 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from lockstep.engine.evaluation.modes import restore_modes
+from lockstep.parallel.call_chain import run_eagerly
+from lockstep.parallel.driver import Driver
 
 MATRIX = {"cuda": 8192, "cpu": 1024}  # rows of the matrices whose product sets the peak
 REPEATS = 10
+BACKWARD = 2.0  # operations of a backward, in those of its forward
 
 
-def count(loss_fn: Any, model: nn.Module, data: Any) -> float:
-    """Return the operations of one call of the loss."""
-    with FlopCounterMode(display=False) as counter:
-        loss_fn(model, data)
-    return float(counter.get_total_flops())
+class StepFlops:
+    """Counts the multiplications and additions of this rank's steps.
+
+    The last call of the loss is kept, and its forward is repeated without gradients and counted.
+    """
+
+    def __init__(self, driver: Driver):
+        self._driver: Any = driver
+        self._last_call: tuple[Callable[[Any, Any], Any], Any] | None = None  # the loss function, and its batch
+
+    def watch(self) -> None:
+        """Keep the arguments of every call of the loss from now on."""
+        call_loss = self._driver.call_loss
+
+        def watched(loss_fn: Any, module: Any, data: Any) -> Any:
+            self._last_call = (loss_fn, data)
+            return call_loss(loss_fn, module, data)
+
+        self._driver.call_loss = watched
+
+    def unwatch(self) -> None:
+        del self._driver.call_loss
+
+    def of_step(self, micro_batches: int) -> float | None:
+        """Return the operations of a step of so many micro-batches, or None if they cannot be counted.
+
+        The random numbers that the forward draws are not those of training: the caller restores the generators.
+        """
+        call, self._last_call = self._last_call, None
+        role = self._driver.role
+
+        # This rank must be able to run a forward alone.
+        if call is None or not role.replicated or role.collective_forwards or not role.runs_whole_model:
+            return None
+
+        try:
+            forward = self._count(*call)
+        except Exception:  # a loss that needs gradients, or a mode that the model does not have
+            return None
+
+        return forward * (1 + BACKWARD) * micro_batches
+
+    def _count(self, loss_fn: Callable[[Any, Any], Any], data: Any) -> float:
+        model = self._driver.model
+        with restore_modes(model.modules()), torch.no_grad(), run_eagerly(model):
+            model.eval()  # no statistics change
+            with FlopCounterMode(display=False) as counter:
+                loss_fn(model, data)
+
+        return float(counter.get_total_flops())
 
 
 def matmul_rate(device: torch.device) -> float:

@@ -8,20 +8,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lockstep.engine.profile.flops import count, matmul_rate
+from lockstep.engine.profile.flops import StepFlops, matmul_rate
 from lockstep.engine.run import Run
 from lockstep.observe.profile.merge import mean_kinds, merge, warnings
 from lockstep.observe.profile.tracer import StepTracer
-from lockstep.parallel.call_chain import run_eagerly
 from lockstep.runtime.seeds import preserve_rng
-
-BACKWARD = 2.0  # multiplications of a backward, in those of its forward
 
 
 class ProfiledSteps:
@@ -32,7 +26,7 @@ class ProfiledSteps:
         self._run = run
         self._first = run.stepper.counters.steps_done + config.after
         self._steps = config.count
-        self._loss: tuple[Callable[[Any, Any], Any], Any] | None = None  # the last call of the loss
+        self._flops = StepFlops(run.driver)
 
         if self._steps and self._first >= run.plan.steps:
             reason = f"no step is profiled: the run ends at step {run.plan.steps}, and profile.after={config.after}"
@@ -42,7 +36,7 @@ class ProfiledSteps:
         """Begin the trace if it is due."""
         run = self._run
         if self._steps and run.tracer is None and run.stepper.counters.steps_done == self._first:
-            self._watch_loss()
+            self._flops.watch()
             start_tracer(run)
 
     def end_step(self) -> None:
@@ -68,9 +62,12 @@ class ProfiledSteps:
         run = self._run
         mine = stop_tracer(run, folder / f"rank-{run.runtime.world.rank}.json")
         self._steps = None
-        self._unwatch_loss()
 
-        mine["flops"] = self._flops_of_a_step()
+        # After the trace, of which the counted forward is no part.
+        self._flops.unwatch()
+        with preserve_rng(run.runtime.device):
+            mine["flops"] = self._flops.of_step(len(run.stepper.progress.trained))
+
         mine["peak_flops"] = matmul_rate(run.runtime.device)
         if mine["flops"]:
             seconds = mine["seconds"] / max(1, mine["steps"])
@@ -100,48 +97,6 @@ class ProfiledSteps:
         run.recorder.event("profile", step=run.stepper.counters.steps_done, trace="profile/trace.json.gz", **facts)
         for reason in warnings(ranks):
             run.recorder.event("warning", step=run.stepper.counters.steps_done, reason=reason)
-
-    # ---- floating-point operations ----
-
-    def _watch_loss(self) -> None:
-        """Keep the arguments of every call of the loss: the forward of the last one is counted after the trace."""
-        driver: Any = self._run.driver
-        call_loss = driver.call_loss
-
-        def watched(loss_fn: Any, module: Any, data: Any) -> Any:
-            self._loss = (loss_fn, data)
-            return call_loss(loss_fn, module, data)
-
-        driver.call_loss = watched
-
-    def _unwatch_loss(self) -> None:
-        del self._run.driver.call_loss
-
-    def _flops_of_a_step(self) -> float | None:
-        """Return the multiplications and additions of this rank's step, or None if they cannot be counted.
-
-        The forward of the last micro-batch is repeated without gradients and counted; a backward takes twice as many.
-        """
-        role = self._run.driver.role
-        if self._loss is None or not role.replicated or role.collective_forwards or not role.runs_whole_model:
-            return None
-
-        loss_fn, data = self._loss
-        self._loss = None
-        model = self._run.driver.model
-        modes = {module: module.training for module in model.modules()}
-        try:
-            # In eval mode, so that no statistics change; and random numbers are those of an unprofiled run.
-            model.eval()
-            with preserve_rng(self._run.runtime.device), torch.no_grad(), run_eagerly(model):
-                forward = count(loss_fn, model, data)
-        except Exception:  # a loss that needs gradients, or a mode that the model does not have
-            return None
-        finally:
-            for module, training in modes.items():
-                module.training = training
-
-        return forward * (1 + BACKWARD) * len(self._run.stepper.progress.trained)
 
 
 def start_tracer(run: Run) -> None:

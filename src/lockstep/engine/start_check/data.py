@@ -1,4 +1,8 @@
-"""Checks of what ranks and worker processes read: the same dataset on every rank, and different samples of it."""
+"""Checks of what ranks and worker processes read: the same dataset on every rank, and different samples of it.
+
+A dataset that shuffles itself, or that reads another folder on each machine, would train some samples twice and others
+never, without any error. A few samples are read on all ranks and compared by their digests.
+"""
 
 from __future__ import annotations
 

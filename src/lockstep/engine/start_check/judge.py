@@ -1,4 +1,9 @@
-"""Decides which mistake a loss makes, by arithmetic on its results for a batch and for the two halves of the batch."""
+"""Decides which mistake a loss makes, by arithmetic on its results for a batch and for the two halves of the batch.
+
+A loss that is a sum gives, for a batch, the sum of what it gives for the halves. A mean does not, and neither does a
+loss that depends on the number of ranks, or on samples of other micro-batches. Each mistake fails in its own way, which
+is how it is named.
+"""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ hooks of DDP or FSDP do not run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from lockstep.data.loader import to_device
+from lockstep.engine.evaluation.modes import restore_modes
 from lockstep.engine.start_check.judge import Measurement
 from lockstep.engine.start_check.random_numbers import ConstantDraws, seed_all
 from lockstep.parallel.driver import RanksDiffer, trainable
@@ -33,7 +34,11 @@ class Inconclusive(Exception):
 
 @dataclass
 class Probe:
-    """Calls the loss of one task on samples."""
+    """Calls the loss of one task on samples.
+
+    The loss is called as in the first step: the same seed, the same number format, on the same device. What it changes,
+    such as BatchNorm statistics, is restored by the caller.
+    """
 
     run: Run
     loss_fn: Callable[[nn.Module, Any], Loss]
@@ -131,7 +136,7 @@ def agree(run: Run, action: str) -> None:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    with _training(model.modules(), mode=False):
+    with _in_eval_mode(list(model.modules())):
         yield
 
 
@@ -148,7 +153,7 @@ def without_batch_statistics(model: nn.Module) -> Iterator[None]:
     """
     norms = [module for module in model.modules() if has_statistics(module)]
     with ExitStack() as stack:
-        stack.enter_context(_training(norms, mode=False))
+        stack.enter_context(_in_eval_mode(norms))
 
         # In eval mode a norm needs running statistics. One that has none gets neutral ones for a while.
         for norm in norms:
@@ -162,14 +167,10 @@ def without_batch_statistics(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _training(modules: Any, mode: bool) -> Iterator[None]:
-    # Set the attribute instead of calling train(): a module may override train().
-    modes_before = [(module, module.training) for module in modules]
-    for module, _ in modes_before:
-        module.training = mode
+def _in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    with restore_modes(modules):
+        # Set the attribute instead of calling eval(): a module may override train().
+        for module in modules:
+            module.training = False
 
-    try:
         yield
-    finally:
-        for module, training in modes_before:
-            module.training = training

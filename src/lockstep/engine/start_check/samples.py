@@ -19,30 +19,30 @@ Array = Tensor | np.ndarray
 
 
 class Samples:
-    """A few samples: a list, or one batch if they come from a stream or from a `__getitems__` that makes batches."""
+    """A few samples: a list, or one batch if they come from a stream or from a `__getitems__` that makes batches.
+
+    Each call of `batch` collates anew, because a loss may change what it gets. A batch that comes whole can be cut only
+    if every array in it has one row for each sample.
+    """
 
     def __init__(self, samples: Any, count: int, collate: Callable[[Any], Any] | None):
         """`collate` is None if `samples` is a collated batch."""
         self._samples = samples
-        self.is_collated = collate is None
         self._collate = collate
         self.count = count
 
-        # A batch can be split if each of its arrays has one row per sample. A plain number in it might be the batch
-        # size, which would be wrong for a part.
-        leaves = tree_leaves(samples)
-        arrays = [leaf for leaf in leaves if isinstance(leaf, Array)]
-        has_numbers = any(isinstance(leaf, int | float) for leaf in leaves)
-        has_rows = bool(arrays) and all(a.ndim and len(a) == count for a in arrays)
+        # What a `__getitems__` returns may be neither: a batch that the task's collate still gets.
+        self.is_collated = collate is None
         self.is_list = collate is not None and isinstance(samples, list) and len(samples) == count
-        self.can_be_split = self.is_list or (has_rows and not has_numbers)
+        self.can_be_split = self.is_list or _has_one_row_per_sample(samples, count)
 
     def batch(self, positions: Sequence[int] | None = None) -> Any:
         """Return a new collated batch of the samples at these positions, or of all samples."""
+        chosen = self._samples
         if self.is_list:
             chosen = [self._samples[position] for position in positions or range(self.count)]
-        else:
-            chosen = self._samples if positions is None else tree_map(_rows(list(positions)), self._samples)
+        elif positions is not None:
+            chosen = tree_map(_rows(list(positions)), self._samples)
 
         # A copy, because the loss may change its batch in place.
         try:
@@ -59,12 +59,15 @@ class Samples:
 
     def digests(self) -> list[str]:
         """Return one digest per sample, or a single one for a batch."""
-        return [digest(sample) for sample in self._samples] if self.is_list else [digest(self._samples)]
+        samples = self._samples if self.is_list else [self._samples]
+        return [digest(sample) for sample in samples]
 
     def by_size(self) -> list[int]:
         """Return the positions of the samples, the smallest sample first."""
+        # The rows of a batch have one size.
         if not self.is_list:
             return list(range(self.count))
+
         return sorted(range(self.count), key=lambda position: _size(self._samples[position]))
 
 
@@ -75,9 +78,10 @@ def read_stream_samples(source: EpochSource, count: int) -> Samples | None:
     """
     try:
         micro = source.first_micro_batch()
-    except Exception:
+    except Exception:  # the first step will report this error
         return None
 
+    # All of it, if it cannot be made smaller.
     whole = Samples(micro.data, micro.samples, None)
     if not whole.can_be_split or micro.padding:
         return whole
@@ -93,6 +97,18 @@ def read_samples(source: MapSource, request: Request) -> Samples | None:
             return Samples(source.reader.samples(request), len(request.ids), source.reader.collate)
     except Exception:
         return None
+
+
+def _has_one_row_per_sample(batch: Any, count: int) -> bool:
+    """Return whether a batch of `count` samples can be split: each of its arrays has one row per sample."""
+    leaves = tree_leaves(batch)
+
+    # A plain number might be the batch size, which would be wrong for a part.
+    if any(isinstance(leaf, int | float) for leaf in leaves):
+        return False
+
+    arrays = [leaf for leaf in leaves if isinstance(leaf, Array)]
+    return bool(arrays) and all(array.ndim and len(array) == count for array in arrays)
 
 
 def _rows(positions: list[int]) -> Callable[[Any], Any]:

@@ -93,6 +93,8 @@ def _replicas(learner: Learner) -> Iterator[Finding]:
     states = learner.run(_begin, world=RANKS)
     first = states[0]
     differing = [name for name in first if any(not torch.equal(first[name], state[name]) for state in states)]
+
+    # A missing broadcast of buffers is another mistake than one of weights.
     weights = [name for name in differing if name != "mean"]
     yield Finding(
         "all replicas begin with the same weights",
@@ -120,6 +122,7 @@ def _gradients(learner: Learner) -> Iterator[Finding]:
     # Three ranks: a gradient that is divided by 2 would be right on two.
     found = learner.run(_backward, world=3)
     for number, name in enumerate(("the first step", "the second step")):
+        # What each rank found by itself, and what it should have got from all.
         local = [steps[number][0] for steps in found]
         mean = torch.stack(local).mean(0)
         got = [steps[number][1] for steps in found]

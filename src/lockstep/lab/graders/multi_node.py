@@ -208,6 +208,7 @@ def _alone(found: dict[str, Any]) -> Iterator[Finding]:
         f"torn: {', '.join(found['torn'])}" if found["torn"] else "",
         "Write to another name, flush and fsync, and rename at the end: the name appears only with the whole file.",
     )
+
     skipped = found["step"] == 3
     yield Finding(
         "load skips a checkpoint that cannot be read, and takes the one before it",

@@ -22,7 +22,10 @@ MAX_LINES = 200  # lines of text that stay visible: the facts at the start, even
 
 
 class NotebookDisplay(Display):
-    """Shows a bar, the newest numbers, the curve of the loss, and the lines of text that a terminal would show."""
+    """Shows a bar, the newest numbers, the curve of the loss, and the lines of text that a terminal would show.
+
+    It has the interface of every display. No method raises: an error while drawing must not end a training.
+    """
 
     def __init__(self, total_steps: int, unit: str, stream: TextIO):
         super().__init__(total_steps, unit, stream)

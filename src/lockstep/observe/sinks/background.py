@@ -23,7 +23,11 @@ LAST_S = 10.0
 
 
 class BackgroundSink:
-    """Passes records to a sink on a side thread, in order. A sink that fails is reported once and gets no more."""
+    """Passes records to a sink on a side thread, in order. A sink that fails is reported once and gets no more.
+
+    `write` is called by the training loop and never waits. The sink itself runs on the thread alone, so it needs no
+    locks.
+    """
 
     def __init__(self, name: str, sink: Sink, report: Callable[[str], None]):
         self.name = name

@@ -44,7 +44,11 @@ def is_offered() -> bool:
 
 
 class KubeflowSink:
-    """Sends the progress of a run to Kubeflow. `report` gets one line if that fails."""
+    """Sends the progress of a run to Kubeflow. `report` gets one line if that fails.
+
+    Records come faster than Kubeflow takes them, so only the newest status is kept, and one is sent every few seconds.
+    A server that is away is tried again with every status.
+    """
 
     def __init__(self, report: Callable[[str], None]):
         self._report = report

@@ -25,7 +25,13 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     prefix = "eval/" if event == "eval" else ""
     prefix += f"{record['set']}/" if event == "eval" and "set" in record else ""
     return {
-        prefix + key.removeprefix("metrics."): float(value)
+        prefix + _name(key, record): float(value)
         for key, value in flat(record).items()
         if isinstance(value, int | float) and not isinstance(value, bool) and key not in NOT_SHOWN
     }
+
+
+def _name(key: str, record: Mapping[str, Any]) -> str:
+    """Return the name of a metric without its prefix, unless a number of the run has that name, as "lr" does."""
+    short = key.removeprefix("metrics.")
+    return key if short in record else short

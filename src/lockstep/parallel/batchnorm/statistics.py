@@ -168,6 +168,7 @@ class RunningStatistics:
         self._versions = []  # so that `_changed_outside` is true
 
     def _warn_if_uneven(self, weight: Tensor) -> None:
+        """Warn once if layers ran more often in some micro-batches than in others. Waits for the device."""
         uneven = ((weight - 1).abs() > UNEVEN) & ~self._cumulative
         if self._warned or not bool(uneven.any()):
             return
@@ -230,6 +231,7 @@ class RunningStatistics:
             self._decay = torch.tensor(decay, dtype=torch.float64, device=device)
 
     def _write(self, values: Tensor, updates: Tensor) -> None:
+        """Write running values and counts of updates into the layers' buffers."""
         tensors = [t.detach() for layer in self.layers for t in (layer.running_mean, layer.running_var)]
         for tensor, value in zip(tensors, values.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(value.view_as(tensor))

@@ -66,12 +66,16 @@ class _Normalise(torch.autograd.Function):
         local_mean = values.mean(others) if count else values.new_zeros(input.shape[1])
         local_squares = (values - local_mean.view(shape)).square().sum(others)
         packed = torch.cat([local_mean, local_squares, local_mean.new_full((1,), count)])
+
+        # One message per rank: (2 C + 1) numbers.
         gathered = packed.new_empty(dist.get_world_size(), len(packed))
         dist.all_gather(list(gathered.unbind()), packed)
 
         means, squares, counts = gathered.split([len(local_mean), len(local_mean), 1], dim=1)  # (ranks, C), (ranks, 1)
         total = counts.sum()
         _check_several(int(total))
+
+        # Put together, they are exact for any split of the samples.
         mean = (means * counts).sum(0) / total
         squares = squares.sum(0) + (counts * (means - mean).square()).sum(0)
         scale = (squares / total + eps).rsqrt()
@@ -97,6 +101,7 @@ class _Normalise(torch.autograd.Function):
         sums = torch.stack([grad_bias, grad_weight])
         dist.all_reduce(sums)
         means = [row.view(ctx.shape) for row in (sums / total).unbind()]
+
         factor = scale if weight is None else scale * weight.to(scale.dtype)
         grad_input = (grad - means[0] - normalised * means[1]) * factor.view(ctx.shape)
 

@@ -1,4 +1,8 @@
-"""Test whether a call can be captured, without side effects, and compare a replay with an eager call afterwards."""
+"""Test whether a call can be captured, without side effects, and compare a replay with an eager call afterwards.
+
+A capture records kernels, not Python. A call whose Python does something each time, or whose result depends on values
+that the host reads, must not be captured: a replay would go on doing what the first call did.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Stream capture, replay and timing on a GPU."""
+"""Stream capture, replay and timing on a GPU.
+
+All calls of the CUDA runtime that captures need are here, so that a test can put a class for CPUs in its place.
+"""
 
 from __future__ import annotations
 

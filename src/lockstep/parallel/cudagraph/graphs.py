@@ -419,7 +419,11 @@ class GraphedCall(Link):
 
 
 class _BackwardWatch:
-    """Records which outputs get a gradient in the backward of a timed call, and times it from the first gradient on."""
+    """Records which outputs get a gradient in the backward of a timed call, and times it from the first gradient on.
+
+    A capture needs to know which outputs will get gradients, and that no backward does something a replay cannot do:
+    run twice, or be differentiated again.
+    """
 
     def __init__(self, device: CudaDevice, variant: Variant, outputs: int, refuse: Callable[[str], None]):
         self._device = device

@@ -37,7 +37,11 @@ def warm_up_compile(model: nn.Module, config: RunConfig, runtime: Runtime) -> No
 
 
 class CompileWarmup(Link):
-    """The link of a model's call chain that compiles before the first training forward."""
+    """The link of a model's call chain that compiles before the first training forward.
+
+    Compiling takes minutes, and not equally many on all ranks. It must be over before the first collective, whose
+    timeout is shorter than that.
+    """
 
     def __init__(self, model: nn.Module, runtime: Runtime, timeout: timedelta):
         self.model = model

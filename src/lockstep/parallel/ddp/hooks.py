@@ -34,7 +34,11 @@ class Bucket(NamedTuple):
 
 
 class CommHook:
-    """A DDP communication hook. DDP calls it with each bucket and waits for the future that it returns."""
+    """A DDP communication hook. DDP calls it with each bucket and waits for the future that it returns.
+
+    An exchange is a generator: it starts a collective and yields, and goes on when the next bucket comes. So several
+    buckets are under way at the same time, and the backward never waits for one.
+    """
 
     def __init__(self, word_parameter: nn.Parameter, group: dist.ProcessGroup):
         """`word_parameter` is the parameter whose gradient is the control word."""

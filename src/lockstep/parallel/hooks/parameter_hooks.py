@@ -27,7 +27,11 @@ from lockstep.runtime.layout import full_tensor, shard_of
 
 
 class ParameterHooks:
-    """The hooks of one parameter. A hook that the user removes later is no longer called."""
+    """The hooks of one parameter. A hook that the user removes later is no longer called.
+
+    The hooks are taken off the parameter, because it is about to be sharded or reduced in buckets: torch would call
+    them with a part of the gradient. They are called with the full one instead.
+    """
 
     def __init__(self, parameter: nn.Parameter, names: Mapping[int, str]):
         """Remove the hooks from `parameter`. `names` holds the names of all parameters by their memory address."""

@@ -63,10 +63,12 @@ class Memories:
         self._known: dict[int, tuple[StorageWeakRef, Memory]] = {}
 
     def add(self, storage: torch.UntypedStorage, memory: Memory) -> Memory:
+        """Note that a storage stands for a memory."""
         self._known[storage._cdata] = StorageWeakRef(storage), memory
         return memory
 
     def of(self, tensor: Tensor) -> Memory | None:
+        """Return the recorded memory of a tensor, or None."""
         if tensor.layout != torch.strided:
             return None
         known = self._known.get(tensor.untyped_storage()._cdata)
@@ -78,6 +80,7 @@ class Memories:
         return memory is not None and memory.empty
 
     def recipe(self, tensor: Tensor) -> Recipe:
+        """Return how to compute the content of a tensor's memory."""
         memory = self.of(tensor)
         assert memory is not None
         assert memory.value is not None
@@ -150,7 +153,11 @@ class _PretendHost(TorchFunctionMode):
 
 
 class _Recorder(TorchDispatchMode):
-    """Records every call that creates or changes a tensor. Calls on empty tensors are recorded without being run."""
+    """Records every call that creates or changes a tensor. Calls on empty tensors are recorded without being run.
+
+    Each call is one record: the function, its arguments as recorded values, and the state of the generator. The values
+    of a parameter are later computed by replaying only the records that it depends on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,6 +168,7 @@ class _Recorder(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        """Let calls run without recording them."""
         self._paused = True
         try:
             yield
@@ -286,6 +294,7 @@ class _Recorder(TorchDispatchMode):
         """Draw the random numbers that a call would draw, so that the generator advances."""
         tensors = tensors_in((args, kwargs))
         self._trimmer.add(sum(tensor.nbytes for tensor in tensors))
+
         # An in-place call on one tensor, such as normal_(), does not depend on the tensor's values.
         if len(tensors) == 1 and written:
             buffer = torch.empty_strided(tensors[0].shape, tensors[0].stride(), dtype=tensors[0].dtype)
@@ -373,6 +382,7 @@ class _Recorder(TorchDispatchMode):
                 "draw them with torch, load them as a checkpoint, or set init=host",
             )
 
+        # The saved bytes are a call like any other: replaying it returns a copy of them.
         numbers = memory.saved = _bytes_of(storage).clone()
         call = Call(next(_numbers), numbers.clone, (), {}, results=[(0, memory, View.of(numbers))])
         memory.value = Value(memory, call)
@@ -389,6 +399,7 @@ class _Recorder(TorchDispatchMode):
                 call.results.append((index, memory, View.of(tensor)))
                 call.values.append(memory.value)
 
+        # A call that writes in place gives its memory another value.
         for memory in {memories.of(tensor) for tensor in written}:
             assert memory is not None
             memory.value = Value(memory, call)
@@ -455,6 +466,7 @@ def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written += tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+
     return written
 
 

@@ -1,4 +1,8 @@
-"""Replay the recorded calls that compute a tensor."""
+"""Replay the recorded calls that compute a tensor.
+
+Only the calls that the tensor depends on are run, in their order and with the generator states of that time. So a
+parameter gets the bits that it would have got on the host, however many others are never computed on this rank.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +143,11 @@ def tensors_in(tree: Any) -> list[Tensor]:
 
 
 class Recipe:
-    """All calls that are needed to compute a value. Calls whose results were overwritten are left out."""
+    """All calls that are needed to compute a value. Calls whose results were overwritten are left out.
+
+    The calls are in the order in which they ran. A memory is freed after its last use, so that computing one parameter
+    needs little more than the parameter itself.
+    """
 
     def __init__(self, value: Value):
         self.value = value

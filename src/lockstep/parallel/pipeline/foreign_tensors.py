@@ -24,7 +24,11 @@ FIRST_STEPS = 3  # the steps that are checked for NaN on a GPU, where the host m
 
 
 class ForeignTensors:
-    """The tensors for which this rank has placeholders."""
+    """The tensors for which this rank has placeholders.
+
+    A stage holds its own layers only. A loss may still read a weight of another stage, for a penalty for example: its
+    placeholder has no values, so that must be an error, not a wrong number.
+    """
 
     def __init__(self, model: nn.Module, stages: Mapping[str, Sequence[int]], held: Collection[str]):
         """Find the placeholders.

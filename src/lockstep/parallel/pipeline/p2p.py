@@ -1,4 +1,8 @@
-"""Send tensors to another stage's rank, which does not know their shapes: a header of fixed size is sent first."""
+"""Send tensors to another stage's rank, which does not know their shapes: a header of fixed size is sent first.
+
+It serves evaluations and the first forward, whose shapes are not known in advance. In a training step torch's schedule
+sends tensors of known shapes.
+"""
 
 from __future__ import annotations
 

@@ -95,7 +95,11 @@ def model_input(loss_fn: LossFn, model: nn.Module, data: Any) -> ModelInput:
 
 
 class Pipeline:
-    """Runs the micro-batches of a step, or one batch of an evaluation, through this rank's stages."""
+    """Runs the micro-batches of a step, or one batch of an evaluation, through this rank's stages.
+
+    The order of forwards and backwards is torch's schedule. The ranks of a pipeline exchange activations and their
+    gradients, whose shapes are found with a first forward and may change from step to step.
+    """
 
     def __init__(
         self,

@@ -1,4 +1,8 @@
-"""The task: predict the next character of Python source code."""
+"""The task: predict the next character of Python source code.
+
+The text is the source of Python's own standard library, so nothing is downloaded. It is the smallest complete recipe,
+and a good one to read first.
+"""
 
 from __future__ import annotations
 

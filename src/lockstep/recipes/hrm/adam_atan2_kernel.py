@@ -1,4 +1,8 @@
-"""The update of Adam-atan2 in one Triton kernel: four tensors are read once and three are written once."""
+"""The update of Adam-atan2 in one Triton kernel: four tensors are read once and three are written once.
+
+Without it the update is a dozen small kernels, each of which reads and writes all parameters. It is imported only where
+Triton is installed and parameters are on a GPU.
+"""
 
 import torch
 import triton  # pyrefly: ignore[missing-import]
