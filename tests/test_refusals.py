@@ -31,7 +31,7 @@ from lockstep.errors import ConfigError, UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime, start
-from lockstep.runtime.environments.launcher import FOLDER
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.preemption import PreemptionNotice
 from lockstep.runtime.threads import Threads
@@ -704,7 +704,7 @@ def check_refused(row: Row, folder: Path, train: Callable[[RunBuilder, Asked], A
 
 @pytest.mark.parametrize("name", TABLE)
 def test_refused_before_the_first_step(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.delenv(ATTEMPT_FOLDER, raising=False)
     check_refused(TABLE[name], tmp_path, lambda builder, task: loop.fit(task, builder))
 
 

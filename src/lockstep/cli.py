@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _lost_another_rank(error: Exception) -> bool:
     from lockstep.launch.failure import Failure
 
-    return Failure(0, "", 0.0, type(error).__name__, str(error)).is_complaint
+    return Failure(0, "", 0.0, type(error).__name__, str(error)).reports_lost_peer
 
 
 def _run(arguments: Sequence[str] | None) -> int:

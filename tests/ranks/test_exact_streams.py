@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
+import lockstep
 from lockstep import Shards
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
-from lockstep.errors import Preempted
+from lockstep.errors import Preempted, UserError
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -125,3 +128,53 @@ def test_a_run_goes_on_exactly_with_other_ranks_and_workers(pool: Pool, alone: A
     expected = {epoch: sorted(numbers) for epoch, numbers in seen_in_epochs(alone).items()}
     assert {epoch: sorted(numbers) for epoch, numbers in together.items()} == expected
     assert_close(last[0][1], alone[0][1])
+
+
+# ---- streams with a state ----
+
+
+class Unsavable:
+    """A stream whose state no checkpoint can hold."""
+
+    def __iter__(self) -> Iterator[tuple[int, Tensor]]:
+        return ((number, torch.zeros(1)) for number in range(100))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {1, 2}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Given(Noisy):
+    """The same task on another stream."""
+
+    def __init__(self, stream: Any):
+        super().__init__()
+        self.stream = stream
+
+    def data(self) -> Any:
+        return self.stream
+
+
+def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    task = Given(Unsavable())
+    with pytest.raises(UserError, match=r"the state of the stream\S* cannot be saved: a set"):
+        lockstep.fit(task, steps=3, global_batch=2, run_dir=tmp_path)
+    assert task.seen == []
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_a_loader_of_torchdata_over_a_stream(tmp_path: Path) -> None:
+    loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    plain = Shards(FILES[:1]).map(lambda number: (number, torch.zeros(1)))
+    task = Given(loader(_Samples(list(plain)), batch_size=None))
+    lockstep.fit(task, steps=3, global_batch=2, micro_batch=2, run_dir=tmp_path)
+    assert task.seen == [(0, [0, 1]), (0, [2, 3]), (0, [4, 5])]
+
+
+class _Samples(IterableDataset):
+    def __init__(self, samples: list[Any]):
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)

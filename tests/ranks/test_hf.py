@@ -363,6 +363,10 @@ def test_rows_become_tokens(tmp_path: Path) -> None:
     assert batch["labels"].tolist() == [[4, 5, 6, -100], [-100, -100, 11, 2]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
 
+    # A mask that only one row has is kept.
+    batch = task.collate([{"input_ids": [4, 5]}, {"input_ids": [4, 5, 6], "attention_mask": [1, 0, 1]}])
+    assert batch["attention_mask"].tolist() == [[1, 1, 0], [1, 0, 1]]
+
     # A mask is the same whenever a sample is read with the same seed, and never on labels.
     masked = MaskedLM(bert(), ["the cat sat on a mat and saw one more dog"] * 2, tokenizer=tokenizer())
     reads = []

@@ -17,7 +17,7 @@ from lockstep.engine.checks.model import check_equal_work
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.plan.plan import make_plan
-from lockstep.runtime.environments.launcher import FOLDER
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER
 from lockstep.task import Loss
 from pool import Pool
 from ranks.support import Regression, WatchedRun, assert_user_errors, backward_by_hand, fit, open_watched
@@ -155,7 +155,7 @@ def leaves_alone(world: Any, store: Any, launchers_folder: Path | None = None) -
 
     # With a launcher, its heartbeats must end the wait.
     limit = timedelta(hours=1) if launchers_folder else timedelta(seconds=2)
-    environment = {FOLDER: str(launchers_folder)} if launchers_folder else {}
+    environment = {ATTEMPT_FOLDER: str(launchers_folder)} if launchers_folder else {}
     with (
         mock.patch.object(module, "BREAK_TIMEOUT", limit),
         mock.patch.dict(os.environ, environment),
@@ -189,7 +189,7 @@ def leave_before_apply(world: Any, store: Any, launchers_folder: Path) -> int:
     from lockstep.runtime import context
 
     looks = timedelta(milliseconds=20)
-    environment = {FOLDER: str(launchers_folder)}
+    environment = {ATTEMPT_FOLDER: str(launchers_folder)}
     with (
         mock.patch.object(context, "BARRIER_CHECK", looks),
         mock.patch.dict(os.environ, environment),

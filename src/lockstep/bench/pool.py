@@ -25,7 +25,7 @@ from lockstep.launch.failure import Failure
 from lockstep.launch.job import PRELOAD
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.zygote import Zygote
-from lockstep.runtime.environments.launcher import FOLDER, OF_ONE_JOB, STORE_FILE
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, OF_ONE_JOB, STORE_FILE
 from lockstep.runtime.machine import visible_gpus
 from lockstep.runtime.threads import wait_asleep
 
@@ -126,7 +126,7 @@ class Pool:
             "WORLD_SIZE": str(world),
             "LOCAL_WORLD_SIZE": str(world),
             STORE_FILE: str(folder / "store"),
-            FOLDER: str(folder / "attempt"),
+            ATTEMPT_FOLDER: str(folder / "attempt"),
         }
 
     def _as_one(self, rank: int, store: str) -> dict[str, str]:

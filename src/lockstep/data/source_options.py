@@ -17,6 +17,14 @@ def _alone(value: Any) -> list[Any]:
     return [value]
 
 
+def _accept(state: Any) -> None:
+    pass
+
+
+def _no_beat() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class SourceOptions:
     """Options of a source over a dataset: the size of a step, the configuration, and this rank."""
@@ -34,6 +42,8 @@ class SourceOptions:
     watches_dataset: bool = True  # a change of the dataset that worker processes do not see is an error
     gather: Callable[[Any], list[Any]] = _alone  # returns the JSON values of all ranks, by rank; collective
     log_event: EventLogger = log_nothing
+    beat: Callable[[], None] = _no_beat  # tells the watchdog that this rank advances
+    check_state: Callable[[Any], None] = _accept  # raises if a checkpoint cannot hold this state of a stream
 
     @property
     def micro_batches(self) -> int:

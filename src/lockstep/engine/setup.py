@@ -25,7 +25,7 @@ from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.checkpoint.initial.weights import InitialWeights, load_initial_weights
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import Part, RunState
-from lockstep.checkpoint.state_tree import frozen_names
+from lockstep.checkpoint.state_tree import frozen_names, pack
 from lockstep.checkpoint.storage import committed, delete_leftovers, open_storage
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
@@ -81,7 +81,7 @@ from lockstep.parallel.inner_gradients import stop_watching
 from lockstep.plan.plan import Plan, make_plan
 from lockstep.precision import Precision, check_batchnorm, check_storage, choose_precision, for_model
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.environments.launcher import FOLDER, from_launcher
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 from lockstep.runtime.seeds import derive, preserve_rng, seed_everything, seed_torch
 from lockstep.runtime.world import World
 from lockstep.task import BatchSource, SourceContext
@@ -252,6 +252,12 @@ class RunBuilder:
         """Save and restore `part` with every checkpoint. The name "data" is reserved for the data source."""
         if name in ("data", *self.parts):
             raise UserError(f"{name!r} cannot be saved with the run: the name is taken", "", "use another name")
+        if not hasattr(part, "load_state_dict"):
+            raise UserError(
+                f"{name!r} cannot be saved with the run: it has state_dict() and no load_state_dict()",
+                "a resumed run could not restore it",
+                "add load_state_dict(state), or remove state_dict()",
+            )
         if self.checkpoints_opened:
             raise UserError(
                 f"{name!r} cannot be saved with the run: its checkpoints are already open",
@@ -395,7 +401,7 @@ class RunBuilder:
 
         # A stream has no length. The largest micro-batch that fits is recorded when a run runs out of memory.
         data = bind_sampler(data, config.seed)
-        length = len(data) if hasattr(data, "__len__") else None
+        length = _known_length(data)
         max_micro_batch = recorded_micro_batch(self.folder.path, self.runtime) if config.micro_batch == "auto" else None
 
         plan = make_plan(config, data_world.size, length, max_micro_batch, role.pipeline_depth)
@@ -419,6 +425,8 @@ class RunBuilder:
             watches_dataset=config.checks.first_batch,
             gather=self.runtime.collectives.gather_json,
             log_event=self.recorder.event,
+            beat=self.runtime.heartbeat.again,
+            check_state=_check_stream_state,
         )
         source = open_source(data, collate, options)
         self._on_failure.callback(source.close)
@@ -612,7 +620,7 @@ def open_run(
     )
 
     # Write the launcher's settings where it reads them: it has no access to the task's defaults.
-    launcher_folder = from_launcher(FOLDER)
+    launcher_folder = from_launcher(ATTEMPT_FOLDER)
     if launcher_folder and os.environ.get("RANK") == "0":
         limits = {"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}
         records.write(Path(launcher_folder) / "settings.json", json.dumps(limits))
@@ -646,6 +654,18 @@ def _wrap_optimizers(
         wrapped.use_masters(MasterWeights(wrapped.all, model, precision.rounding, config.seed))
 
     return wrapped
+
+
+def _known_length(data: Any) -> int | None:
+    """Return the number of samples, or None for a stream. A torch DataLoader has `__len__` for streams too."""
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def _check_stream_state(state: Any) -> None:
+    pack(state, "the state of the stream", {})
 
 
 def _last_log_line(run_dir: Path, steps_done: int) -> dict[str, Any]:

@@ -196,16 +196,7 @@ def pad(samples: Sequence[Mapping[str, Any]], fill: Mapping[str, Any]) -> dict[s
     """
     import torch
 
-    # What only some samples have cannot be in the batch, and to leave it out would change what is trained.
-    names = set(samples[0])
-    for sample in samples:
-        if set(sample) != names:
-            raise UserError(
-                "rows of the data have different names, and cannot be in one batch",
-                f"{', '.join(sorted(names))}; {', '.join(sorted(sample))}",
-                "give all rows the same names",
-            )
-
+    samples = _alike(samples)
     batch = {}
     for name in samples[0]:
         values = [sample[name] for sample in samples]
@@ -217,9 +208,22 @@ def pad(samples: Sequence[Mapping[str, Any]], fill: Mapping[str, Any]) -> dict[s
         longest = max(map(len, values))
         batch[name] = torch.tensor([[*value, *[fill.get(name, 0)] * (longest - len(value))] for value in values])
 
-    # What is padding is not attended to.
-    if "input_ids" in batch and "attention_mask" not in batch:
-        lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
-        batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < lengths[:, None]).long()
-
     return batch
+
+
+def _alike(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return samples with the same names. A mask or token types that a sample lacks are those of one whole text."""
+    names = {name for sample in samples for name in sample}
+    implied = {"attention_mask": 1, "token_type_ids": 0} if "input_ids" in names else {}
+    implied = {name: value for name, value in implied.items() if name in names or name == "attention_mask"}
+
+    # To leave out what only some samples have would change what is trained.
+    lacking = next((sample for sample in samples if names - set(sample) - implied.keys()), None)
+    if lacking is not None:
+        raise UserError(
+            "rows of the data have different names, and cannot be in one batch",
+            f"one has {', '.join(lacking)}; another one also has {', '.join(sorted(names - set(lacking)))}",
+            "give all rows the same names",
+        )
+
+    return [{name: [value] * len(s["input_ids"]) for name, value in implied.items()} | dict(s) for s in samples]

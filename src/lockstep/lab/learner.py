@@ -44,7 +44,7 @@ class _Result:
     rank: int
     value: Any = None
     error: str = ""
-    complaint: bool = False  # the error only says that another rank is gone
+    lost_peer: bool = False  # the error only says that another rank is gone
 
 
 class Learner:
@@ -111,7 +111,7 @@ class Learner:
                 results[rank] = self._receive(rank, readers[rank])
 
                 # An error on one rank makes the others fail or wait: it is the one to report.
-                if results[rank].error and not results[rank].complaint:
+                if results[rank].error and not results[rank].lost_peer:
                     raise Failed(results[rank].error)
 
         # A call that does not return within the limit hangs.
@@ -120,9 +120,9 @@ class Learner:
             raise Failed(self._explain_hang(hung, processes, folder))
 
         # No rank has an error of its own: they have lost each other.
-        complaints = [result.error for result in results.values() if result.error]
-        if complaints:
-            raise Failed(complaints[0])
+        errors = [result.error for result in results.values() if result.error]
+        if errors:
+            raise Failed(errors[0])
 
         return [results[rank].value for rank in range(len(readers))]
 
@@ -158,8 +158,8 @@ class Learner:
             writer.send(_Result(rank, function(self.module(), *arguments)))
         except BaseException as error:
             name = type(error).__name__
-            complaint = Failure(rank, "", 0.0, name, str(error)).is_complaint
-            writer.send(_Result(rank, error=self._explain(rank, error), complaint=complaint))
+            lost_peer = Failure(rank, "", 0.0, name, str(error)).reports_lost_peer
+            writer.send(_Result(rank, error=self._explain(rank, error), lost_peer=lost_peer))
 
         sys.stdout.flush()
         writer.close()

@@ -167,7 +167,7 @@ class Coordinator:
             self._next_beat = now + BEAT_S
             self._every_second(now)
 
-        # Time has passed as well. Then carry out all commands that were issued in this iteration.
+        # Let the state machine check its deadlines, then carry out all commands of this iteration.
         self._state_machine.tick(now)
         for command in self._state_machine.take():
             self._carry_out(command)

@@ -95,17 +95,17 @@ class Failure:
         return self.origin == "exception" and self.kind == error.__name__
 
     @property
-    def asks_for_smaller(self) -> bool:
+    def asks_for_smaller_micro_batch(self) -> bool:
         """Whether micro_batch=auto asks for a smaller micro-batch: the only exception that a restart fixes."""
         return self.raised_as(SmallerMicroBatch)
 
     @property
     def likely_to_repeat(self) -> bool:
         """Whether this is an exception or an exit code, which the same program would most likely repeat."""
-        return self.noticed_as(Kind.EXIT) or (self.origin == "exception" and not self.asks_for_smaller)
+        return self.noticed_as(Kind.EXIT) or (self.origin == "exception" and not self.asks_for_smaller_micro_batch)
 
     @property
-    def is_complaint(self) -> bool:
+    def reports_lost_peer(self) -> bool:
         """Whether the failure only says that another rank is gone: a torch exception, or the abort that followed it."""
         torch_raised = self.origin == "exception" and self.kind in _TORCH_ERRORS
         aborted = self.origin == "signal" and self.kind == signal.SIGABRT.name
@@ -132,7 +132,7 @@ class Failure:
 
         # A smaller micro-batch is a request, not an error of the program; and for OutOfStep, the traceback of the rank
         # that noticed it does not help.
-        headline_only = self.asks_for_smaller or self.raised_as(OutOfStep)
+        headline_only = self.asks_for_smaller_micro_batch or self.raised_as(OutOfStep)
         detail = [] if headline_only else stacks.fold(self.traceback)
         last_lines = [] if headline_only else self.log.rstrip().splitlines()
 
@@ -162,7 +162,7 @@ def note_end(folder: Path, rank: int, exit_line: str = "") -> None:
 
     `exit_line`: FILE:LINE where the program called sys.exit(), if it did.
     """
-    with contextlib.suppress(OSError):  # the folder goes with the launcher
+    with contextlib.suppress(OSError):  # the launcher may have ended, and removed the folder
         _end_note(folder, rank).write_text(exit_line)
 
 
@@ -250,20 +250,20 @@ class RankExit:
         return not killed and not (self.failure is not None and self.failure.noticed_as(Kind.EXIT))
 
     @property
-    def is_complaint(self) -> bool:
+    def reports_lost_peer(self) -> bool:
         """Whether this rank failed only because another rank is gone."""
-        return self.may_be_a_consequence and self.failure is not None and self.failure.is_complaint
+        return self.may_be_a_consequence and self.failure is not None and self.failure.reports_lost_peer
 
 
 def pick_root(exits: dict[int, RankExit]) -> Failure | None:
     """Return the failure that explains the others.
 
     A rank that died by itself comes first (its exit cannot be a consequence), then a rank that raised an error of its
-    own, then a complaint about another rank; among equals, the earliest. A process that dies leaves no record, and its
-    peers record their complaints within milliseconds, so that time alone would blame one of the peers.
+    own, then a rank that only reports a lost peer; among equals, the earliest. A process that dies leaves no record,
+    and its peers record within milliseconds that they lost it, so that time alone would blame one of the peers.
     """
     failures = [
-        (rank_exit.may_be_a_consequence, rank_exit.is_complaint, rank_exit.failure.time, rank, rank_exit.failure)
+        (rank_exit.may_be_a_consequence, rank_exit.reports_lost_peer, rank_exit.failure.time, rank, rank_exit.failure)
         for rank, rank_exit in exits.items()
         if rank_exit.failure is not None
     ]
@@ -271,13 +271,16 @@ def pick_root(exits: dict[int, RankExit]) -> Failure | None:
     return min(failures)[-1] if failures else None
 
 
-def left_early(rank: int, host: str, complaint: Failure, exit_line: str) -> Failure:
-    """Return the failure of a rank that ended with code 0 while other ranks still needed it."""
-    found = f"ended with code 0 while other ranks were training: rank {complaint.rank} then lost its connection"
+def left_early(rank: int, host: str, report: Failure, exit_line: str) -> Failure:
+    """Return the failure of a rank that ended with code 0 while other ranks still needed it.
+
+    `report`: the failure of a rank that lost it.
+    """
+    found = f"ended with code 0 while other ranks were training: rank {report.rank} then lost its connection"
     shorter = "look for a loop that is shorter there"
     by_exit = f"sys.exit at {exit_line}; if that is the end of its script, {shorter}"
     why = by_exit if exit_line else f"its script came to its end: {shorter}"
-    return Failure.noticed(Kind.EXIT, f"{found} ({why})", rank, host, when=complaint.time)
+    return Failure.noticed(Kind.EXIT, f"{found} ({why})", rank, host, when=report.time)
 
 
 @dataclass

@@ -20,7 +20,7 @@ from lockstep.launch.hangs.suspicion import view_of
 from lockstep.launch.wire.messages import NodeBeat, Stacks, Start
 from lockstep.launch.wire.store_server import store_secret
 from lockstep.launch.zygote import kill_rank
-from lockstep.runtime.environments.launcher import ATTEMPT, FOLDER, STORE_FILE, STORE_KEY_FILE, STORE_PORT
+from lockstep.runtime.environments.launcher import ATTEMPT, ATTEMPT_FOLDER, STORE_FILE, STORE_KEY_FILE, STORE_PORT
 from lockstep.runtime.machine import (
     GLOO_INTERFACE,
     NCCL_INTERFACE,
@@ -96,7 +96,7 @@ class LocalAttempt:
             "GROUP_RANK": str(self._start.group_rank),
             "MASTER_ADDR": self._start.address,
             "MASTER_PORT": str(self._start.port),
-            FOLDER: str(self.folder),
+            ATTEMPT_FOLDER: str(self.folder),
             ATTEMPT: str(self.number),
             **(self._store_server(user, secret) if self._start.store_nonce else self._store_file(user)),
         }
@@ -142,7 +142,7 @@ class LocalAttempt:
         """Touch all files now and then, because some systems remove files from /tmp that were not touched for days."""
         if time.monotonic() - self._touched > TOUCH_S:
             self._touched = time.monotonic()
-            # If the folder is gone, the ranks say so.
+            # If the folder is gone, the ranks' own errors say so.
             with suppress(OSError):
                 for path in (self.folder, *self.folder.iterdir()):
                     os.utime(path)
@@ -188,7 +188,8 @@ class LocalAttempt:
         The ranks always get SIGTERM. Their worker processes get no signal: ranks need them until the save.
         """
         self.preempted = True
-        with suppress(OSError):  # then they say that SIGTERM has ended them
+        # Without this file, the ranks name SIGTERM as the signal that ended them.
+        with suppress(OSError):
             records.write(self.folder / PREEMPT_FILE, signal or "")
         for pid in self.pids.values():
             _preempt_rank(pid)

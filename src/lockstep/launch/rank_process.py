@@ -37,7 +37,7 @@ from lockstep.launch import failure
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.nodes.election import TermFile
 from lockstep.launch.wire.lines import wait_readable
-from lockstep.runtime.environments.launcher import FOLDER, TERM_FILE
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, TERM_FILE
 
 # How often rank 0 of a job on several machines checks whether its coordinator has been superseded.
 LOOK_S = 1.0
@@ -48,7 +48,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
     threading.Thread(target=_die_when_abandoned, args=[lifeline], daemon=True, name="lockstep-lifeline").start()
 
     rank = int(os.environ["RANK"])
-    folder = Path(os.environ[FOLDER])
+    folder = Path(os.environ[ATTEMPT_FOLDER])
     stacks.register(folder / f"stacks-{rank}")
     _keep_sockets_in(folder)
     flight_recorder.serve(folder, rank)

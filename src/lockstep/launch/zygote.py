@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 from lockstep.launch import rank_process
 from lockstep.launch.failure import PREEMPTED
 from lockstep.launch.wire.lines import LineReader
-from lockstep.runtime.environments.launcher import FOLDER
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER
 from lockstep.runtime.parent_death import die_with_parent, signal_on_parents_death
 
 # How long the zygote's imports may take, from a slow shared disk, and how long a fork may take.
@@ -216,7 +216,7 @@ def _serve(control: socket.socket, work: Work) -> None:
 
                 _close(fds)
                 children[pid] = request["rank"]
-                folders.add(request["env"][FOLDER])
+                folders.add(request["env"][ATTEMPT_FOLDER])
                 _tell(control, {"rank": request["rank"], "pid": pid})
 
     # The launcher is gone, and may have been killed, so the zygote cleans up.

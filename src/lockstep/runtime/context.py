@@ -25,7 +25,7 @@ from lockstep.errors import UserError, plural
 from lockstep.runtime.attention import attention
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device_heartbeat import DeviceHeartbeat
-from lockstep.runtime.environments.launcher import FOLDER, from_launcher
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.machine import check_interfaces
 from lockstep.runtime.preemption import PreemptionNotice, handle_signals
@@ -198,7 +198,7 @@ def join(
         return "none"
 
     # Our launcher has checked its own environment before it started ranks.
-    if from_launcher(FOLDER) is None:
+    if from_launcher(ATTEMPT_FOLDER) is None:
         check_interfaces(os.environ)
     # Before the ranks meet: all of them have the same setting.
     check_backend(asked, device)

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lockstep.runtime.environments.launcher import FOLDER, from_launcher
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Heartbeat:
     @classmethod
     def from_env(cls, rank: int) -> Heartbeat:
         """Return a heartbeat that the launcher reads, if there is a launcher."""
-        folder = from_launcher(FOLDER)
+        folder = from_launcher(ATTEMPT_FOLDER)
         return cls(Path(folder) / f"heartbeat-{rank}" if folder else None)
 
     def beat(self, phase: str, step: int | None = None) -> None:
@@ -120,6 +120,10 @@ class Heartbeat:
         # Last, so that a fault that ends the process finds the new phase in the file.
         if self.hook is not None:
             self.hook(self.step, phase)
+
+    def again(self) -> None:
+        """Enter the current phase again: it is long, and it advances."""
+        self.beat(self.phase)
 
     @contextmanager
     def visit(self, phase: str, step: int | None = None) -> Iterator[None]:
@@ -157,7 +161,7 @@ def waits_in_step(step: int, ranks: int) -> bool:
     A rank that will not take part in this exchange calls it. Without a launcher there are no heartbeat files, and the
     answer is False.
     """
-    folder = from_launcher(FOLDER)
+    folder = from_launcher(ATTEMPT_FOLDER)
     views = [read(Path(folder) / f"heartbeat-{rank}") for rank in range(ranks)] if folder else []
     return any(view is not None and view.phase == "exchange" and view.step == step for view in views)
 

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import NoReturn
 
 from lockstep.errors import Preempted
-from lockstep.runtime.environments.launcher import FOLDER, from_launcher
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 
 # Schedulers send one of these some time before they kill. SIGINT is Ctrl-C at a terminal.
 SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -135,7 +135,7 @@ class PreemptionNotice:
 
 def _said_by_launcher() -> str | None:
     """Return what our launcher has written for its ranks before it signalled them; None if it did not."""
-    folder = from_launcher(FOLDER)
+    folder = from_launcher(ATTEMPT_FOLDER)
     try:
         return None if folder is None else (Path(folder) / PREEMPT_FILE).read_text()
     except OSError:
@@ -155,7 +155,7 @@ def handle_signals() -> Iterator[PreemptionNotice]:
     Under our launcher a rank does not handle Ctrl-C: the launcher receives it and sends SIGTERM to the ranks. The
     launcher also kills ranks that do not react.
     """
-    launched = from_launcher(FOLDER) is not None
+    launched = from_launcher(ATTEMPT_FOLDER) is not None
     notice = PreemptionNotice(waits=launched)
     with (
         signal_handler(notice.receive, SCHEDULER_SIGNALS if launched else PREEMPT_SIGNALS),

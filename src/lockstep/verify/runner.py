@@ -23,7 +23,7 @@ from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import PRELOAD
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.zygote import Zygote
-from lockstep.runtime.environments.launcher import FOLDER, OF_ONE_JOB, STORE_FILE
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, OF_ONE_JOB, STORE_FILE
 from lockstep.runtime.machine import available_cores, visible_gpus
 from lockstep.verify.record import Record, read_record
 from lockstep.verify.trials import Trial
@@ -158,7 +158,7 @@ class Runner:
             "WORLD_SIZE": str(trial.world),
             "LOCAL_WORLD_SIZE": str(trial.world),
             STORE_FILE: str(folder / "store"),
-            FOLDER: str(folder / "attempt"),
+            ATTEMPT_FOLDER: str(folder / "attempt"),
         }
         for rank, number in enumerate(ranks):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}

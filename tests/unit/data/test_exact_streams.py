@@ -22,6 +22,7 @@ from lockstep.config import DataConfig
 from lockstep.data.from_loader import is_stateful_stream
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import open_source
+from lockstep.data.streams import cursor
 from lockstep.data.streams.exact import ExactStreamSource
 from lockstep.data.streams.strided import StreamSource
 from lockstep.errors import UserError
@@ -70,6 +71,7 @@ class Job:
                 World(rank, self.ranks),
                 torch.device("cpu"),
                 gather=gather,
+                beat=lambda: self.events.append("beat"),
                 log_event=lambda event, **fields: self.events.append(f"{event}: {fields['reason']}"),
             ),
         )
@@ -308,7 +310,7 @@ def test_files_of_lines_json_and_tar(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("one\ntwo\n")
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n\n{"x": 2}\n')
     write_tar(tmp_path / "a.tar", [0, 1])
-    assert list(Shards([tmp_path / "a.txt"], read_lines)) == ["one", "two"]
+    assert list(Shards([tmp_path / "a.txt"] * 2, read_lines)) == ["one", "two"] * 2
     assert list(Shards([tmp_path / "a.jsonl"], read_jsonl)) == [{"x": 1}, {"x": 2}]
     assert list(Shards([tmp_path / "a.tar"], read_tar))[1] == {"__key__": "in/1", "json": b"1", "seg.txt": b"one"}
 
@@ -462,6 +464,15 @@ def test_a_loader_of_torchdata_over_several_epochs() -> None:
         Job(lambda: loader(list(range(18)), batch_size=None, num_workers=1), 1, workers=1)
 
 
+def test_a_state_that_needs_arguments_is_refused() -> None:
+    class Told(Counter):
+        def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:  # pyrefly: ignore
+            return {"position": num_samples}
+
+    with pytest.raises(UserError, match=r"state_dict\(\) of Told cannot be called without arguments"):
+        Job(Told, 1).train(1)
+
+
 def test_errors_name_the_file_and_the_sample(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n{"x": \n')
 
@@ -510,3 +521,16 @@ def test_files_in_another_order_are_refused(tmp_path: Path) -> None:
 def test_arguments_that_would_train_on_something_else(make: Callable[[], Any]) -> None:
     with pytest.raises(UserError):
         make()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_long_reread_beats(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Worker processes are forked, so they have this clock, too: two samples take more than a second.
+    clock = iter(range(10**6))
+    monkeypatch.setattr(cursor.time, "perf_counter", lambda: 0.3 * next(clock))
+    job = Job(Plain, 1, workers, resume="reread")
+    job.load(_trained_again(2).state())
+    assert flat(job.train(1)) == [16, 17, 18, 19, 20]
+    job.close()
+    assert job.events.count("beat") >= 4
+    assert any(f"{16 * max(1, workers)} samples" in event for event in job.events), job.events

@@ -276,7 +276,7 @@ def test_a_rank_that_is_out_of_step_is_named_by_those_that_notice_it(tmp_path):
         record(tmp_path, 0, error)
     noticed = Failure.read(tmp_path / "rank-0.json")
     assert noticed.rank == 1
-    assert not noticed.is_complaint
+    assert not noticed.reports_lost_peer
     assert noticed.text().startswith("lockstep: the ranks are out of step: rank 1 was")
     assert "Traceback" not in noticed.text()
 
@@ -325,7 +325,7 @@ def test_an_exception_is_an_exception_whatever_its_name(tmp_path, name):
     assert mine.origin == "exception"
     assert mine.likely_to_repeat
     assert RankExit(1, mine).may_be_a_consequence
-    assert not mine.is_complaint
+    assert not mine.reports_lost_peer
     assert mine.headline.startswith("lockstep: rank 0 on node-a failed")
 
 

@@ -13,7 +13,7 @@ from lockstep.errors import UserError
 from lockstep.launch import local_attempt as module
 from lockstep.launch.local_attempt import LocalAttempt
 from lockstep.launch.wire.messages import Start
-from lockstep.runtime.environments.launcher import FOLDER
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER
 from lockstep.runtime.preemption import PreemptionNotice
 
 START = Start(
@@ -82,7 +82,7 @@ def test_the_files_of_a_long_attempt_stay_fresh(tmp_path):
 def test_ranks_learn_which_signal_the_launcher_received(tmp_path, monkeypatch, asked):
     """They always get SIGTERM, and said after a Ctrl-C that SIGTERM had ended them."""
     attempt = LocalAttempt(START, "host-a", tmp_path)
-    monkeypatch.setenv(FOLDER, str(attempt.folder))
+    monkeypatch.setenv(ATTEMPT_FOLDER, str(attempt.folder))
     notice = PreemptionNotice()
     try:
         notice.receive(signal.SIGUSR1, None)  # not from the launcher

@@ -26,7 +26,7 @@ def test_a_short_limit_stays_below_the_one_that_relies_on_it():
             state_machine.NODES_KILL_S,
         ),
         "a lost node is called lost, and not slow to start": (lost, state_machine.START_S),
-        "a large process has longer to die": (state_machine.PEER_WAIT_S, state_machine.COMPLAINT_WAIT_S),
+        "a large process has longer to die": (state_machine.PEER_WAIT_S, state_machine.LOST_PEER_WAIT_S),
         "rank 0 of a lost coordinator ends before the next attempt": (rank_process.LOOK_S, state_machine.FENCE_S),
         "a watchdog that looks on time keeps its watch": (beat, watchdog.UNWATCHED_S),
         "a coordinator that lives is not taken for a dead job": (lost, search.STALE_S),

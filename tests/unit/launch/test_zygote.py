@@ -36,7 +36,7 @@ def high_descriptors(monkeypatch):
 def test_a_zygote_serves_a_socket_with_a_high_number(high_descriptors, tmp_path):
     made = Zygote("json:dumps", [], os.environ)
     lifeline, end = os.pipe()
-    env = {**os.environ, "RANK": "0", module.FOLDER: str(tmp_path)}
+    env = {**os.environ, "RANK": "0", module.ATTEMPT_FOLDER: str(tmp_path)}
     made.fork(0, env, {}, tmp_path / "log", lifeline)
     changes: list[dict[str, int]] = []
     until = time.monotonic() + 60

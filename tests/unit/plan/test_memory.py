@@ -24,7 +24,7 @@ from lockstep.parallel.cudagraph.graphs import WARMUP_CALLS, GraphedCall
 from lockstep.parallel.driver import RankRole
 from lockstep.plan.memory import Footprint, amount, bytes_of, options
 from lockstep.plan.plan import make_plan, smaller_micro_batch
-from lockstep.runtime.environments.launcher import FOLDER
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER
 
 GIB = 2**30
 TORCH_SAYS = (
@@ -193,16 +193,16 @@ def test_other_errors_pass_as_they_are(tmp_path: Path) -> None:
 
 
 def test_auto_leaves_a_note_for_the_next_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(ATTEMPT_FOLDER, str(tmp_path))
     found = explain(a_builder(tmp_path, micro_batch="auto"), torch.OutOfMemoryError(TORCH_SAYS))
     assert isinstance(found, SmallerMicroBatch)
     assert json.loads((tmp_path / "micro_batch.json").read_text()) == {"micro_batch": 4}
 
 
 def test_auto_without_a_launcher_and_at_one_sample_gives_advice(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.delenv(ATTEMPT_FOLDER, raising=False)
     assert isinstance(explain(a_builder(tmp_path, micro_batch="auto"), torch.OutOfMemoryError("")), UserError)
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(ATTEMPT_FOLDER, str(tmp_path))
     found = explain(a_builder(tmp_path, micro_batch="auto", global_batch=1), torch.OutOfMemoryError(""))
     assert isinstance(found, UserError)
     assert "micro_batch=" not in found.fix
@@ -226,7 +226,7 @@ def test_one_size_down(size: int, samples: int | None, smaller: int) -> None:
 def test_such_an_end_is_restarted_without_any_checkpoint_and_no_rank_slot_is_dropped(tmp_path: Path) -> None:
     record(tmp_path, 1, SmallerMicroBatch("step 0 does not fit"))
     failure = Failure.read(tmp_path / "rank-1.json")
-    assert failure.asks_for_smaller
+    assert failure.asks_for_smaller_micro_batch
     assert "\n" not in failure.text()
     restarts = Restarts()
     for _ in range(20):  # more than the restarts that an hour may have: a large batch is halved many times

@@ -10,7 +10,7 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.runtime.environments import NODES, RANKS, detect
-from lockstep.runtime.environments.launcher import ATTEMPT, FOLDER, TERM_FILE, from_launcher
+from lockstep.runtime.environments.launcher import ATTEMPT, ATTEMPT_FOLDER, TERM_FILE, from_launcher
 from lockstep.runtime.environments.nodes import FIRST_PORT, PORTS
 from lockstep.runtime.environments.slurm import first_host, tasks_per_node
 from lockstep.runtime.heartbeat import Heartbeat
@@ -130,7 +130,7 @@ def test_ranks_of_torchrun_do_not_use_the_store_of_the_rank_that_started_it():
     assert (inner.store_file, inner.key_file, inner.store_port) == (None, None, 0)
 
 
-@pytest.mark.parametrize("name", [FOLDER, ATTEMPT, TERM_FILE])
+@pytest.mark.parametrize("name", [ATTEMPT_FOLDER, ATTEMPT, TERM_FILE])
 def test_ranks_of_torchrun_are_no_ranks_of_the_launcher_whose_rank_started_it(name):
     """They would write their heartbeats over those of that rank, and resume because it was restarted."""
     assert from_launcher(name, {name: "1"}) == "1"
@@ -139,7 +139,7 @@ def test_ranks_of_torchrun_are_no_ranks_of_the_launcher_whose_rank_started_it(na
 
 @pytest.mark.parametrize("inside_torchrun", [True, False])
 def test_only_a_rank_of_our_launcher_leaves_its_heartbeat_there(inside_torchrun, tmp_path, monkeypatch):
-    monkeypatch.setenv(FOLDER, str(tmp_path))
+    monkeypatch.setenv(ATTEMPT_FOLDER, str(tmp_path))
     if inside_torchrun:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     Heartbeat.from_env(0).beat("data")

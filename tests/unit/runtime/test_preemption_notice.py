@@ -12,14 +12,14 @@ import pytest
 
 from lockstep.errors import Preempted
 from lockstep.runtime import preemption
-from lockstep.runtime.environments.launcher import FOLDER
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER
 from lockstep.runtime.preemption import WORKER_NAME, handle_signals
 
 
 @pytest.fixture
 def child(monkeypatch):
     """Start daemonic processes as a user's code may do, and end them after the test."""
-    monkeypatch.delenv(FOLDER, raising=False)
+    monkeypatch.delenv(ATTEMPT_FOLDER, raising=False)
     context = multiprocessing.get_context("fork")
     started = []
 

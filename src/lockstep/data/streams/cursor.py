@@ -7,6 +7,7 @@ a state of its own is asked for it; otherwise the samples before the position ar
 from __future__ import annotations
 
 import copy
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from pathlib import PurePath
@@ -58,7 +59,8 @@ class Cursor:
         self.ended = False
         self._peeked: list[Any] = []  # at most one sample: the next one
 
-        # How many samples were read again to restore the position, and how long that took.
+        # To restore the position: samples still to be read again, how many there were, and how long that took.
+        self._behind = 0
         self.reread_samples, self.reread_s = 0, 0.0
 
         if state is not None:
@@ -66,7 +68,8 @@ class Cursor:
         self.state = self._state()
 
     def take(self, count: int) -> list[Any]:
-        """Return the next samples: `count`, or fewer if the shard ends."""
+        """Return the next samples: `count`, or fewer if the shard ends. `catch_up` must have returned True."""
+        assert not self._behind, "the position is not restored yet"
         samples, self._peeked = self._peeked, []
         while len(samples) < count and (sample := self._next()) is not _END:
             samples.append(sample)
@@ -113,13 +116,19 @@ class Cursor:
         if state["inner"] is not None and not self._reread:
             self._open(state["inner"])
             self._in_file = in_file
-        elif in_file:
-            began = time.perf_counter()
+        else:
             self._read_so_far -= in_file
-            self.reread_samples = in_file
-            for _ in range(in_file):
-                self._read_or_refuse()
-            self.reread_s = time.perf_counter() - began
+            self.reread_samples = self._behind = in_file
+
+    def catch_up(self, seconds: float = 1.0) -> bool:
+        """Read samples again for some time, until the position is restored. Return whether it is."""
+        began = time.perf_counter()
+        while self._behind and time.perf_counter() < began + seconds:
+            self._read_or_refuse()
+            self._behind -= 1
+
+        self.reread_s += time.perf_counter() - began
+        return not self._behind
 
     def _read_or_refuse(self) -> None:
         """Read a sample that was trained before the resume."""
@@ -213,6 +222,7 @@ class Cursor:
         self._set_epoch(opened)
         if not self._reread:
             _check_state_is_whole(opened)
+            _check_state_needs_no_arguments(opened)
 
         # The iterable has the state, or else its iterator may have it.
         self._opened = opened if has_state(opened) else iter(opened)
@@ -270,3 +280,21 @@ def _check_state_is_whole(iterable: Any) -> None:
 
         inner = [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]
         stages += [part for part in inner if part is not None]
+
+
+def _check_state_needs_no_arguments(iterable: Any) -> None:
+    """Refuse a stream that wants to be told how many samples were trained, such as mosaicml's StreamingDataset."""
+    if not has_state(iterable):
+        return
+
+    try:
+        inspect.signature(iterable.state_dict).bind()
+    except TypeError as error:
+        raise UserError(
+            f"state_dict() of {type(iterable).__name__} cannot be called without arguments",
+            f"{error}; a run asks a stream for its position and passes nothing",
+            "return a class of your own around it, with state_dict() and load_state_dict(state); or "
+            "lockstep.Shards(files, read) over its files",
+        ) from error
+    except ValueError:  # a method written in C has no signature
+        return

@@ -14,8 +14,10 @@ import base64
 import copy
 import hashlib
 import pickle
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePath
 from typing import Any, NamedTuple
 
@@ -80,7 +82,9 @@ class ExactStreamSource(EpochSource):
         # By shard: the position behind the last step that has ended. Empty at the beginning of an epoch.
         self._states: dict[int, State] = {}
         self._states_taken: dict[int, State] = {}  # behind the step that was taken
-        self._reads: Iterator[_StepRead] | None = None
+        self._reads: Iterator[_StepRead | None] | None = None
+        self._arrived: list[deque[_StepRead]] = []  # by worker process: parts that were not taken yet
+        self._turn = 0  # the worker process that sends the next part
 
     def close(self) -> None:
         self._reads = None  # ends the worker processes
@@ -151,21 +155,39 @@ class ExactStreamSource(EpochSource):
     # ---- reading ----
 
     def _pull(self) -> list[MicroBatch]:
-        if self._reads is None:
-            self._reads = self._start_reading()
+        begins = self._reads is None
+        self._reads = self._reads or self._start_reading()
 
         # One part of the step from each worker process, in turn.
-        parts = [next(self._reads) for _ in range(max(1, self.options.config.workers))]
+        parts = self._next_parts(self._reads)
         self._ended = all(part.ended for part in parts)
         for part in parts:
             self._states_taken |= part.states
-        self._note_start(parts)
+
+        # Now, and not when the first checkpoint is saved, which may be hours later.
+        if begins:
+            self.options.check_state(self._states_taken)
+            self._note_start(parts)
 
         micros = [self._micro_batch(read) for part in parts for read in part.micro_batches]
         if not micros and self._last is None:
             spares = [part.spare for part in parts if part.spare is not None]
             micros = [self._micro_batch(spare, padding=True) for spare in spares[:1]]
         return micros
+
+    def _next_parts(self, reads: Iterator[_StepRead | None]) -> list[_StepRead]:
+        """Return the next part of each worker process. None comes from one that still restores its position."""
+        # They send in turn. One that is ready sooner is ahead of the others, and its parts wait here.
+        while not all(self._arrived):
+            part = next(reads)
+            arrived = self._arrived[self._turn]
+            self._turn = (self._turn + 1) % len(self._arrived)
+            if part is None:
+                self.options.beat()
+            else:
+                arrived.append(part)
+
+        return [arrived.popleft() for arrived in self._arrived]
 
     def _micro_batch(self, read: _Read, padding: bool = False) -> MicroBatch:
         data = to_device(read.batch, self.options.device)
@@ -184,8 +206,11 @@ class ExactStreamSource(EpochSource):
             reason = f"the stream was read again up to its position: {plural(samples, 'sample')} in {seconds:.1f} s"
             self.options.log_event("note", reason=reason)
 
-    def _start_reading(self) -> Iterator[_StepRead]:
+    def _start_reading(self) -> Iterator[_StepRead | None]:
         options = self.options
+        self._arrived = [deque() for _ in range(max(1, options.config.workers))]
+        self._turn = 0
+
         # A single stream may split itself by rank, so ranks compare its first sample; otherwise the names of the files.
         self.beginning = list(map(str, self._paths())) if self.shards.shards > 1 else None
         reads = start_loader(
@@ -199,7 +224,7 @@ class ExactStreamSource(EpochSource):
 
         # With workers the DataLoader pins the batches; without them we do.
         if options.pins_memory and not options.config.workers and options.device.type != "cpu":
-            return (read._replace(micro_batches=[pin(m) for m in read.micro_batches]) for read in reads)
+            return (read and read._replace(micro_batches=[pin(m) for m in read.micro_batches]) for read in reads)
 
         return reads
 
@@ -279,7 +304,10 @@ def _identity(item: Any) -> Any:
 
 @dataclass(eq=False)
 class _StepReader(IterableDataset):
-    """The part of every step that one worker process of one rank reads. It never ends: after the epoch it is empty."""
+    """The part of every step that one worker process of one rank reads. It never ends: after the epoch it is empty.
+
+    It yields None about once a second while it reads samples again to restore a position.
+    """
 
     shards: Shards
     collate: Callable[[list[Any]], Any]
@@ -287,7 +315,7 @@ class _StepReader(IterableDataset):
     epoch: int
     states: dict[int, State]
 
-    def __iter__(self) -> Iterator[_StepRead | WorkerError]:
+    def __iter__(self) -> Iterator[_StepRead | WorkerError | None]:
         info = get_worker_info()
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
 
@@ -302,17 +330,20 @@ class _StepReader(IterableDataset):
         cursors: dict[int, Cursor] = {}
         first = True
         while True:
-            step = batch_to_send(lambda: self._read_step(cursors, needed, cells), [], self._where, first and bool(info))
+            read = partial(self._read_step, cursors, needed, cells, first)
+            step = batch_to_send(read, [], self._where, first and bool(info))
             yield step
             if isinstance(step, WorkerError):
                 return
-            first = False
+            first = first and step is None
 
-    def _read_step(self, cursors: dict[int, Cursor], needed: list[int], cells: range) -> _StepRead:
+    def _read_step(self, cursors: dict[int, Cursor], needed: list[int], cells: range, opens: bool) -> _StepRead | None:
         # Here and not before the loop, so that errors are sent too.
-        opens = not cursors
-        for shard in needed if opens else ():
+        for shard in () if cursors else needed:
             cursors[shard] = open_cursor(self.shards, self.options, self.epoch, shard, self.states.get(shard))
+
+        if opens and not all(cursor.catch_up() for cursor in cursors.values()):
+            return None
 
         each = self.options.global_batch // self.shards.shards
         begins = {shard: cursor.taken for shard, cursor in cursors.items()}

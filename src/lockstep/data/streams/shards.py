@@ -104,10 +104,10 @@ class Shards:
         return self._with_packer(_Maker(DocumentRows, (row_length,)))
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the samples of the first file, for a look at them."""
+        """Yield the samples of all files, in the order of the list: for a look at them, or an evaluation."""
         from lockstep.data.streams.cursor import Cursor
 
-        cursor = Cursor(self, list(self.files[:1]), seed=0, epoch=0, shard=0)
+        cursor = Cursor(self, list(self.files), seed=0, epoch=0, shard=0)
         while samples := cursor.take(1):
             yield from samples
 

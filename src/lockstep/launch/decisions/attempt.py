@@ -86,8 +86,8 @@ class Attempt:
 
         finished = [rank for rank, rank_exit in self.exits.items() if rank_exit.code == 0 and rank_exit.clean]
 
-        # Ranks only complain about a lost peer: the peer is a rank that ended too early.
-        if failure.is_complaint and finished:
+        # Ranks only report a lost peer: that peer is a rank that ended too early.
+        if failure.reports_lost_peer and finished:
             rank = finished[0]
             return left_early(rank, self._host_of(rank), failure, self.exits[rank].exit_line)
 

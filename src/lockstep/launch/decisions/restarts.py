@@ -65,7 +65,7 @@ class Restarts:
     def reason_to_end(self, failure: Failure, progress: bool, settings: Settings, now: float) -> str | None:
         """Return why the job is not restarted; None if it is. `progress`: the attempt saved a checkpoint."""
         # micro_batch=auto asked for this restart, and asks only a few times: each time the size is smaller.
-        if failure.asks_for_smaller:
+        if failure.asks_for_smaller_micro_batch:
             return None
 
         if failure.noticed_as(Kind.HANG) and settings.hang.action == "stop":
@@ -82,13 +82,13 @@ class Restarts:
     def count(self, failure: Failure, slot: Slot | None, saved: int | None, now: float) -> None:
         """Count the restart after a failure of this slot; `saved` is the newest checkpoint."""
         self.total += 1
-        if not failure.asks_for_smaller:
+        if not failure.asks_for_smaller_micro_batch:
             self._times.append(now)
             self._culprits.append((slot, saved))
 
     def budget(self, failure: Failure, settings: Settings, now: float) -> str:
         """Return which restart of how many this is, in words."""
-        if failure.asks_for_smaller:
+        if failure.asks_for_smaller_micro_batch:
             return "not counted as a restart"
 
         return f"restart {len(within_last_hour(self._times, now))} of {settings.restart.per_hour} in an hour"
@@ -96,7 +96,7 @@ class Restarts:
     def keeps_failing(self, failure: Failure) -> bool:
         """Return whether the last three restarts blame the same slot, with no new checkpoint between them."""
         # The slots of a lost node are gone anyway, and a smaller micro-batch is no fault of a slot.
-        if failure.noticed_as(Kind.NODE) or failure.asks_for_smaller:
+        if failure.noticed_as(Kind.NODE) or failure.asks_for_smaller_micro_batch:
             return False
 
         # A new checkpoint, or a failure of another slot, starts a new streak.

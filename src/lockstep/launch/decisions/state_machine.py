@@ -69,7 +69,7 @@ SAY_MISSING_S = 3.0
 PEER_WAIT_S = 1.0
 
 # The same wait after an exception that only says that a peer is gone: a large process takes a while to die.
-COMPLAINT_WAIT_S = 5.0
+LOST_PEER_WAIT_S = 5.0
 
 # How long the other ranks may take to exit after the first one that was preempted.
 STRAGGLER_GRACE_S = 20.0
@@ -314,7 +314,7 @@ class JobStateMachine:
             if self.job_phase is JobPhase.COLLECT_STACKS:
                 self._enter(JobPhase.RUN)
 
-            wait = COMPLAINT_WAIT_S if rank_exit.is_complaint else PEER_WAIT_S
+            wait = LOST_PEER_WAIT_S if rank_exit.reports_lost_peer else PEER_WAIT_S
             self._deadline = min(self._deadline, now + wait)
         elif rank_exit.code == PREEMPTED:
             # The scheduler may have signalled the ranks directly, bypassing the launcher.

@@ -34,8 +34,8 @@ _DIGITS = 20
 # many times before treating it as an error.
 _TRIES = 5
 
-# So many nodes take over one after another; with more of them, the last would wait longer than nodes look for a
-# coordinator.
+# At most this many nodes wait one after another before they take over. With more, the last of them would still wait
+# when it gives up the search for a coordinator.
 MOST_STAGGERED = 10
 
 
@@ -124,7 +124,7 @@ class HeldTerm(TermFile):
         self._counter = 0
 
     def beat(self) -> None:
-        """Increment the counter, which tells the other nodes that this coordinator is alive (coordinator only)."""
+        """Increment the counter, which tells the other nodes that this coordinator is alive."""
         self._counter += 1
         with suppress(OSError):
             fd = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -137,7 +137,7 @@ class HeldTerm(TermFile):
         """Remove the term file, because the job is over and no node must take over."""
         self.path.unlink(missing_ok=True)
 
-        # The next job here counts terms from 1 again and would believe these files.
+        # The next job here counts terms from 1 again, and would take these files for its own.
         with suppress(OSError):
             _remove_cut_off_files(self.path.parent, self.term.number)
 
