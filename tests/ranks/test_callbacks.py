@@ -154,6 +154,8 @@ def test_images_are_resized_and_other_tensors_are_not() -> None:
     assert (images.shape, labels.shape) == ((2, 3, 4, 4), (2,))
     with pytest.raises(UserError, match="no size for step 0"):
         ProgressiveSizes({5: 3}, resize_images)
+    with pytest.raises(UserError, match="'9' is no step"):
+        ProgressiveSizes({0: 3, "9": 4}, resize_images)  # pyrefly: ignore[bad-argument-type]
 
 
 # ---- all_gather -----------------------------------------------------------------------------------------
@@ -200,6 +202,19 @@ def test_gathered_gradients_are_those_of_the_whole_batch(pool: Pool) -> None:
     mean.backward()
     norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     assert whole.steps[0].result.grad_norm == pytest.approx(float(norm), rel=1e-5)
+
+
+class Narrow(Contrastive):
+    """Its rows have other lengths on each rank, like texts that are padded in each micro-batch."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        self.run.all_gather(batch[0][:, self.run.rank :])
+        return super().loss(model, batch)
+
+
+def test_rows_of_different_shapes_are_refused(pool: Pool) -> None:
+    errors = pool.errors(trained, Narrow(), CONTRASTIVE | {"micro_batch": 4}, world=2)
+    assert_user_errors(errors, "rows of different shapes or dtypes", "by rank, are (4, 6), (4, 5)")
 
 
 def test_a_global_batch_in_several_parts_is_refused(pool: Pool) -> None:

@@ -166,6 +166,14 @@ class Number(Hooked):
         return 0.0
 
 
+class NeverRestored:
+    def after_step(self, run: Any, result: Any) -> None:
+        raise AssertionError
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
 class Raises(Hooked):
     def after_eval(self, run: Any, metrics: Any) -> None:
         if run.rank == 1:
@@ -179,6 +187,7 @@ def test_what_is_wrong_with_a_hook_is_said_in_words(pool: Pool) -> None:
     assert_user_errors(pool.errors(fit, Number(), BASE, world=1), "must return a lockstep.Loss, or None", "a float")
     assert_user_errors(pool.errors(hooked, BASE, Counter, world=1), "Counter is a class", "pass Counter(...)")
     assert_user_errors(pool.errors(hooked, BASE, object(), world=1), "has none of the hooks", "after_step")
+    assert_user_errors(pool.errors(hooked, BASE, NeverRestored(), world=1), "and no load_state_dict()")
 
 
 class AgreesAlone(Hooked):

@@ -252,6 +252,12 @@ class RunBuilder:
         """Save and restore `part` with every checkpoint. The name "data" is reserved for the data source."""
         if name in ("data", *self.parts):
             raise UserError(f"{name!r} cannot be saved with the run: the name is taken", "", "use another name")
+        if not hasattr(part, "load_state_dict"):
+            raise UserError(
+                f"{name!r} cannot be saved with the run: it has state_dict() and no load_state_dict()",
+                "a resumed run could not restore it",
+                "add load_state_dict(state), or remove state_dict()",
+            )
         if self.checkpoints_opened:
             raise UserError(
                 f"{name!r} cannot be saved with the run: its checkpoints are already open",

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lockstep.errors import UserError
 from lockstep.runtime.collectives import Collectives
+
+# Every rank describes its rows in a message of this length, so a tensor may have one dimension less.
+HEADER = 10
 
 
 def gather_rows(rows: Tensor, collectives: Collectives) -> Tensor:
@@ -15,9 +20,25 @@ def gather_rows(rows: Tensor, collectives: Collectives) -> Tensor:
 
     The losses of all ranks are added, so the gradient of a rank's rows is the sum of the gradients on all ranks.
     """
+    if not isinstance(rows, Tensor) or not 1 <= rows.dim() < HEADER - 1:
+        found = f"a tensor with {rows.dim()} dimensions" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
+        raise UserError(f"run.all_gather takes a tensor with a row for each sample; it got {found}", "", "pass rows")
+
     # The numbers of rows differ at the end of an epoch. Reading them makes the host wait for the device.
-    counts = collectives.gather(torch.tensor([len(rows)], device=rows.device)).flatten().tolist()
-    return _GatherRows.apply(rows, collectives, counts)
+    header = [len(rows), zlib.crc32(str(rows.dtype).encode()), *rows.shape[1:]]
+    header += [-1] * (HEADER - len(header))
+    headers = collectives.gather(torch.tensor(header, device=rows.device)).tolist()
+
+    # Buffers of different sizes would abort the process, or be filled with garbage.
+    if any(other[1:] != header[1:] for other in headers):
+        shapes = [tuple(size for size in (other[0], *other[2:]) if size >= 0) for other in headers]
+        raise UserError(
+            "run.all_gather got rows of different shapes or dtypes on the ranks",
+            f"the shapes, by rank, are {', '.join(map(str, shapes))}",
+            "pad the rows to the same shape on all ranks, such as the longest that the dataset has",
+        )
+
+    return _GatherRows.apply(rows, collectives, [other[0] for other in headers])
 
 
 class _GatherRows(torch.autograd.Function):
