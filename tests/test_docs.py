@@ -26,7 +26,8 @@ PAGES = [
     for path in (*sorted(ROOT.glob("*.md")), ROOT / "lab" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     if path.name != "LOG.md"
 ]
-# Pages that train and verify whole models, for `make test-long`. What they show has faster tests of its own.
+# Pages that train and verify whole models, or train with another library, for `make test-long`. What they show has
+# faster tests of its own.
 LONG_PAGES = {"docs/ports.md", "docs/projects.md", "docs/howto/from_trainer.md"}
 PAGE_S = 880  # most seconds for one page, which runs up to a dozen commands, each with its own limit
 

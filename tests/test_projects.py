@@ -72,6 +72,22 @@ def test_every_number_of_ranks_trains_the_same_model_and_a_kill_changes_no_bit(n
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("name", sorted(TARGETS))
+def test_a_preempted_run_goes_on_with_fewer_ranks(name, tmp_path):
+    undisturbed = trained(name, 1, tmp_path)
+    run = f"run_dir={tmp_path}/parts"
+    leave = faults_environment(tmp_path / "faults", Fault("term", rank=0, step=9))
+    words = ("train", str(PROJECTS / TARGETS[name]), "--nproc")
+    left = preloaded.run(*words, "3", run, cwd=tmp_path, env=ENVIRONMENT | leave)
+    assert left.returncode == 75, left.stdout + left.stderr
+
+    done = preloaded.run(*words, "2", run, "--resume", "auto", cwd=tmp_path, env=ENVIRONMENT)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "resumed" in done.stdout
+    assert far_apart(undisturbed, load_file(tmp_path / "parts" / "model.safetensors")) < 2e-4
+
+
+@pytest.mark.long
 def test_the_adapters_are_reloaded_with_from_pretrained(tmp_path):
     weights = trained("finetune", 2, tmp_path)
     words = ("ckpt", "export", f"{tmp_path}/2-None/run", "--format", "hf", "--out", f"{tmp_path}/adapters")

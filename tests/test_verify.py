@@ -70,9 +70,14 @@ def test_a_mistake_is_called_by_its_name(runner: Runner, task: type) -> None:
         assert not any("last place" in note for note in report.notes)
     if report.causes[0].key == "batchnorm":
         assert report.first is not None
-        assert "running_" in report.first[1].name
-        assert "running_" in report.causes[0].evidence
-        assert report.first[1].text not in report.causes[0].evidence
+        assert report.first[0].role == "split"  # on two processes the running statistics are those of one
+        assert "eval mode" in report.causes[0].evidence
+
+
+def test_batchnorm_passes_if_its_micro_batch_is_set(runner: Runner) -> None:
+    report = verify(f"{ZOO / 'broken.py'}:BatchNorm", [("test", {"micro_batch": 4})], QUICK, runner)
+    assert report.passed, text_of(report)
+    assert {row.role for row in report.rows} >= {"world", "split"}
 
 
 HEALTHY = [("healthy", task) for task in healthy.TASKS] + [("borrowed", task) for task in borrowed.TASKS]

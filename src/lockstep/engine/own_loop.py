@@ -25,6 +25,7 @@ from lockstep.engine.end import close, end_training
 from lockstep.engine.evaluation.evaluator import EvaluationSet
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.hooks.view import BuiltRunView
+from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.engine.start_check.check import check_own_loop, snapshot_for_own_loop
@@ -76,13 +77,7 @@ class OwnRun(BuiltRunView):
 
         several = SeveralModels(models) if len(models) > 1 else None
         setup = self._builder.setup_model(several or model, lambda _: optimizers, schedulers=lambda _: schedulers)
-        if not setup.driver.role.runs_whole_model:
-            raise UserError(
-                "a pipeline (mesh.pp) cannot run in a custom loop",
-                "such a loop computes the loss of one micro-batch after another; in a pipeline all of them are in "
-                "flight together, and only the last stage computes the loss",
-                "write a Task and use lockstep.fit or `lockstep train`; or set strategy=fsdp",
-            )
+        self._check_setup(setup, len(optimizers))
 
         # A direct optimizer.step() would apply gradient sums that are not divided yet.
         setup.optimizers.refuse_direct_steps()
@@ -91,15 +86,26 @@ class OwnRun(BuiltRunView):
         module = setup.driver.module
         wrapped_models = several.called_by(module) if several else iter([module])
         replaced = {id(model): wrapped for model, wrapped in zip(models, wrapped_models, strict=True)}
-        if len(optimizers) != len(setup.optimizers.all):
+        replaced |= {id(own): new for own, new in zip(optimizers, setup.optimizers.all, strict=True)}
+        return tuple(replaced.get(id(part), part) for part in parts)
+
+    def _check_setup(self, setup: ModelSetup, optimizers: int) -> None:
+        """Raise if a custom loop cannot run this model, or if the user has made another number of optimizers."""
+        if not setup.driver.role.runs_whole_model:
+            raise UserError(
+                "a pipeline (mesh.pp) cannot run in a custom loop",
+                "such a loop computes the loss of one micro-batch after another; in a pipeline all of them are in "
+                "flight together, and only the last stage computes the loss",
+                "write a Task and use lockstep.fit or `lockstep train`; or set strategy=fsdp",
+            )
+
+        if len(setup.optimizers.all) != optimizers:
             raise UserError(
                 f"optimizer={self._builder.config.optimizer} makes two optimizers of one",
                 "a custom loop names the optimizers that it steps",
                 "make both in your script: muon, adamw = torch.optim.Muon(...), torch.optim.AdamW(...); "
                 "step.apply(muon, adamw)",
             )
-        replaced |= {id(own): new for own, new in zip(optimizers, setup.optimizers.all, strict=True)}
-        return tuple(replaced.get(id(part), part) for part in parts)
 
     def _setup_frozen(self, models: list[nn.Module]) -> list[nn.Module]:
         """Move models without an optimizer to the device. They are neither wrapped nor saved."""
@@ -152,12 +158,7 @@ class OwnRun(BuiltRunView):
         """
         self._check_model("run.steps(dataset)")
         self._check_passes(passes)
-        if self._run is not None:
-            raise UserError(
-                "run.steps(dataset) was called a second time",
-                "the first call goes over all steps of the run, epoch after epoch",
-                "set epochs or steps in lockstep.start(...), and call run.steps once",
-            )
+        self._check_first_call()
 
         self._builder.use_hooks(Hooks(self, callbacks=self._builder.callbacks))
         self._run = run = self._builder.setup_run(dataset, collate)
@@ -177,14 +178,7 @@ class OwnRun(BuiltRunView):
             finally:
                 gradients.release()
 
-            if not step.ended:
-                in_pass = f" in pass {step.passes_done + 1} of {passes}" if passes > 1 else ""
-                raise UserError(
-                    f"step {step.index} ended without step.apply(){in_pass}",
-                    "",
-                    "call step.apply() after the loop over its batches" + (", once per pass" if passes > 1 else ""),
-                )
-
+            step.check_ended()
             run.maintain()
 
         self._in_loop = False
@@ -264,6 +258,14 @@ class OwnRun(BuiltRunView):
             "call run.stop() instead of break or sys.exit(): it stops all ranks; or decide with "
             "`if run.agree(...): break`",
         )
+
+    def _check_first_call(self) -> None:
+        if self._run is not None:
+            raise UserError(
+                "run.steps(dataset) was called a second time",
+                "the first call goes over all steps of the run, epoch after epoch",
+                "set epochs or steps in lockstep.start(...), and call run.steps once",
+            )
 
     def _check_passes(self, passes: int) -> None:
         if passes < 1:
@@ -414,6 +416,19 @@ class OwnStep:
         self.result = self._run.stepper.measure(self._progress, self._reduced())
         self._end_pass()
         return self.result
+
+    def check_ended(self) -> None:
+        """Raise if the user's loop goes on to the next step without `apply`."""
+        if self.ended:
+            return
+
+        several = self._passes > 1
+        in_pass = f" in pass {self.passes_done + 1} of {self._passes}" if several else ""
+        raise UserError(
+            f"step {self.index} ended without step.apply(){in_pass}",
+            "",
+            "call step.apply() after the loop over its batches" + (", once per pass" if several else ""),
+        )
 
     def _reduced(self) -> Reduced:
         """Return the reduced gradients. Some drivers exchange them only now."""

@@ -130,7 +130,7 @@ def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Ru
         return _failed_alone(target, options, case.reference, began)
 
     # All other trials run in parallel. Then comes the verdict, which may run a few more probes.
-    splits, notes = _splits(case)
+    splits, notes = _splits(case, first)
     worlds = _worlds(case)
     case.need([*worlds, *splits])
     causes = explain(case, [*worlds, *splits]) or _inexact(case, worlds, options)
@@ -164,17 +164,20 @@ def _worlds(case: Case) -> list[Trial]:
     return [replace(trial, eval_mode=eval_mode) for trial in case.matrix.worlds]
 
 
-def _splits(case: Case) -> tuple[list[Trial], list[str]]:
+def _splits(case: Case, first: Record) -> tuple[list[Trial], list[str]]:
     """Return the other splits of the batch, and a note if they cannot be compared.
 
-    Random numbers depend on the micro-batch, so splits are compared in eval mode if the loss draws any.
+    Random numbers depend on the micro-batch, so splits are compared in eval mode if the loss draws any. So do the
+    statistics of BatchNorm, which are part of the model if the user has set micro_batch.
     """
     splits = list(case.matrix.splits)
-    meant = sorted(SPLIT_CAUSES & set(case.reference.facts["accepted"]))
+    facts = case.reference.facts
+    meant = sorted(SPLIT_CAUSES & set(facts["accepted"]))
     if meant and splits:
         return [], [f"checks.loss={meant[0]}: other splits of the batch are meant to differ, and are not compared"]
 
-    if not case.reference.drawn or not splits:
+    statistics_are_meant = facts["batchnorm"] and first.facts["micro_batch_asked"]
+    if not (case.reference.drawn or statistics_are_meant) or not splits:
         return splits, []
 
     splits = [replace(split, eval_mode=True) for split in splits]

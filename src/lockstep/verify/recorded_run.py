@@ -254,6 +254,11 @@ class RecordedRun(Run):
         # Full tensors, so that any two strategies can be compared. Collective, if they are sharded.
         parameters = {name: full_tensor(p.detach()) for name, p in self.driver.model.named_parameters()}
         self._put(f"parameters-{step}", parameters)
+        # BatchNorm's running statistics are combined when a run needs them. Other buffers are compared as each rank has
+        # them, since a difference between ranks is a mistake to find.
+        if self.driver.statistics:
+            self.driver.statistics.combine()
+
         self._put(f"buffers-{step}", dict(self.driver.model.named_buffers()))
         self._put(f"extra-{step}", {name: full_tensor(t) for name, t in self._extra().items()})
         self._snapshots.append({"digests": {name: digest(p)[:SHORT] for name, p in parameters.items()}})

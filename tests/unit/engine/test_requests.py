@@ -1,0 +1,109 @@
+"""Requests of ranks: what is sent with the control word, and what is received from it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lockstep.checkpoint.manager import LoopState
+from lockstep.engine.requests import Requests
+from lockstep.runtime.control_word import Flags
+
+
+class FakeStepper:
+    """Keeps the flags that were set, and has one result that is not read yet."""
+
+    def __init__(self, steps_done: int = 3, unread: Any = None):
+        self.flags: dict[str, bool] = {}
+        self.counters = SimpleNamespace(steps_done=steps_done)
+        self.context = SimpleNamespace(metric_names=SimpleNamespace(new=False))
+        self._unread = unread
+
+    def set_flags(self, **flags: bool) -> None:
+        self.flags |= flags
+
+    def wait_for_outcome(self) -> Any:
+        unread, self._unread = self._unread, None
+        return unread
+
+
+class FakeCheckpoints:
+    abandoned = 0
+
+    def abandon_if_failed(self) -> None:
+        self.abandoned += 1
+
+
+def result(**flags: int) -> Any:
+    return SimpleNamespace(flags=Flags(**flags))
+
+
+def requests(**arguments: Any) -> Any:
+    return Requests(FakeStepper(**arguments), FakeCheckpoints())  # pyrefly: ignore
+
+
+@pytest.mark.parametrize("name", ["stop", "save", "evaluate", "preempt"])
+def test_a_flag_of_any_rank_is_agreed_on_and_stays_so(name: str) -> None:
+    found = requests()
+    found.accept(result(**{name: 1}))
+    found.accept(result())
+    agreed = {flag for flag in ("stop", "save", "evaluate", "preempt") if getattr(found, f"{flag}_agreed")}
+    assert agreed == {name}
+    assert found.is_stopping == (name in ("stop", "preempt"))
+
+
+def test_what_this_rank_requests_is_not_agreed_on_yet() -> None:
+    found = requests()
+    found.request_stop("enough")
+    found.request_save()
+    assert found.stepper.flags == {"stop": True, "save": True}
+    assert not found.stop_agreed
+    assert not found.save_agreed
+
+
+def test_a_result_that_is_read_late_is_accepted_once() -> None:
+    found = requests(unread=result(evaluate=1, new_metrics=2, save_failed=1))
+    assert found.accept_last() is not None
+    assert found.accept_last() is None
+    assert found.evaluate_agreed
+    assert found.stepper.context.metric_names.new
+    assert found.checkpoints.abandoned == 1
+
+
+def test_what_is_done_is_not_requested_again() -> None:
+    found = requests()
+    found.request_save()
+    found.accept(result(save=1, evaluate=1))
+    found.saved()
+    found.evaluated()
+    assert found.stepper.flags == {"save": False, "evaluate": False}
+    assert not found.save_agreed
+    assert not found.save_requested
+    assert not found.evaluate_agreed
+
+
+def test_a_checkpoint_holds_the_stop_of_the_users_code_only() -> None:
+    found = requests()
+    found.request_stop("the time is over")
+    assert found.stop_state([found.stop_requested, None], total_steps=10) is None
+
+    # The first reason is the one to report.
+    found.request_stop("enough", by_user=True)
+    found.request_stop("again", by_user=True)
+    assert found.stop_reason == "the time is over"
+    assert found.stop_state([None, found.stop_requested], total_steps=10) == {"reason": "enough", "done": False}
+    assert found.stop_state([found.stop_requested], total_steps=3) == {"reason": "enough", "done": True}
+
+
+@pytest.mark.parametrize(
+    ("done", "changed", "agreed", "sent"),
+    [(False, [], False, True), (True, [], True, False), (True, ["steps"], False, False), (True, ["seed"], True, False)],
+)
+def test_a_stop_before_the_checkpoint_is_resumed(done: bool, changed: list[str], agreed: bool, sent: bool) -> None:
+    loop = LoopState(stop={"reason": "enough", "done": done})
+    found = requests()
+    found.resume_stop(SimpleNamespace(loop=loop, changed_settings=[SimpleNamespace(key=key) for key in changed]))
+    assert (found.stop_agreed, "stop" in found.stepper.flags) == (agreed, sent)
+    assert (found.stop_reason == "enough") == (agreed or sent)
