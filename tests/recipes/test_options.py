@@ -153,11 +153,11 @@ def test_an_object_with_a_constructor_of_its_own_reaches_the_ranks(monkeypatch):
 
     seen = []
     monkeypatch.setattr(
-        api, "_fit_here", lambda task, resolved, name: seen.append((task.model_options.width, resolved.config.task))
+        api, "_fit_here", lambda task, resolved, *_: seen.append((task.model_options.width, resolved.config.task))
     )
     for task, options in ((Narrow(), {}), (HRM(width=64, heads=2), {"width": 64, "heads": 2})):
-        with api._pickled(task, options) as path:
-            api.work({"task": path, "layers": [("argument", {"task": options})], "path": []})
+        with api._pickled(task, options, callbacks=()) as path:
+            api.work({"task": path, "name": "hrm", "layers": [("argument", {"task": options})], "path": []})
     [narrow, (width, recorded)] = seen
     assert narrow == (32, {})
     assert (width, recorded["heads"]) == (64, 2)

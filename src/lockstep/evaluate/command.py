@@ -54,6 +54,10 @@ def main(request: Request, layers: list[Layer]) -> int:
     check(layers)
     check_names(layers)
 
+    copy = request.json_file
+    if copy is not None and not copy.absolute().parent.is_dir():
+        raise UserError(f"--json {copy} cannot be written: its folder does not exist", "", f"mkdir -p {copy.parent}")
+
     weights = _weights(request)
     run = run_of(request.path) if _is_of_run(request.path) else None
 

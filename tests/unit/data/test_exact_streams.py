@@ -513,6 +513,7 @@ def test_files_in_another_order_are_refused(tmp_path: Path) -> None:
     [
         lambda: Shards("corpus.jsonl", read_jsonl),
         lambda: Shards(path for path in ["a"]),  # pyrefly: ignore
+        lambda: Job(lambda: Shards([Counter()] * 2, shards=2), 1),
         lambda: documents().chunk(0),
         lambda: documents().pack(0),
         lambda: Job(lambda: Shards([[[0.5, 1.5]]]).chunk(2), 1).train(1),

@@ -29,7 +29,7 @@ from lockstep.data.loader import collate_samples, is_default_collate, is_empty, 
 from lockstep.data.sample_errors import WorkerError, batch_to_send
 from lockstep.data.samplers import make_sampler
 from lockstep.data.source_options import SourceOptions
-from lockstep.data.streams.cursor import Cursor
+from lockstep.data.streams.cursor import Cursor, has_state
 from lockstep.data.streams.epochs import EpochSource, comparable_copy
 from lockstep.data.streams.shards import Shards
 from lockstep.data.windows import rank_range
@@ -73,6 +73,7 @@ class ExactStreamSource(EpochSource):
                 f"choose a global_batch that is a multiple of {shards.shards}, or another number of shards",
             )
 
+        _refuse_repeated_streams(shards)
         self.shards = shards
         self.cells = micro_batches_of(options)
         self._own_shards = shards_of(self.cells, shards, options)
@@ -269,6 +270,17 @@ class ExactStreamSource(EpochSource):
         if size * workers > count:
             text += f"; there are {size * workers} readers, so that some shards are read more than once"
         return text
+
+
+def _refuse_repeated_streams(shards: Shards) -> None:
+    """Refuse an object that is listed twice and has a state: the state is that of one of its iterators only."""
+    stateful = [id(file) for file in shards.files if has_state(file)]
+    if len(set(stateful)) < len(stateful):
+        raise UserError(
+            "a stream with a state is listed several times in Shards",
+            "its state_dict() says where one of its iterators is, so the others could not be resumed",
+            "make an object for each virtual shard, for example dataset.shard(8, i) for i in range(8)",
+        )
 
 
 def micro_batches_of(options: SourceOptions) -> range:
