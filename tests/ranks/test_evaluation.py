@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lockstep.data.samplers import Sampled, SequentialSampler
 from lockstep.engine.evaluation.evaluator import EvaluationSet
 from lockstep.engine.own_loop import OwnRun
 from lockstep.runtime.world import World
@@ -185,3 +186,11 @@ def test_running_statistics_are_made_equal_first(pool: Pool) -> None:
     assert not torch.equal(first, second), "the ranks saw different samples"
     assert not torch.equal(first_after, first), "they are those of all samples, see test_batchnorm.py"
     assert torch.equal(second_after, first_after)
+
+
+@pytest.mark.parametrize("epoch", [3, 12])  # a shorter epoch than the dataset, and a longer one
+def test_a_sampler_is_for_training_only(pool: Pool, epoch: int) -> None:
+    task = Scored(count=5)
+    task.held_out = Sampled(task.held_out, SequentialSampler(epoch))
+    (found,) = pool.run(evaluate, task, values(), world=1)
+    assert (found.seen, found.samples) == ([0, 1, 2, 3, 4], 5)

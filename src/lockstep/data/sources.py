@@ -36,7 +36,7 @@ from lockstep.data.streams.cursor import has_state
 from lockstep.data.streams.exact import ExactStreamSource
 from lockstep.data.streams.shards import Shards
 from lockstep.data.streams.strided import StreamSource
-from lockstep.data.windows import Window, micro_slice, next_window, rank_range
+from lockstep.data.windows import Window, micro_slice, next_window, rank_range, steps_before
 from lockstep.data.worker_copies import WorkerCopies, check_no_connection
 from lockstep.errors import UserError
 from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
@@ -53,6 +53,7 @@ def open_source(data: Any, collate: Callable[[list[Any]], Any], options: SourceO
     """
     if isinstance(data, BatchSource):
         _refuse_balance(data, options.config)
+        _refuse_reading(data, options.config)
         return data
 
     if hasattr(data, "take") and hasattr(data, "commit"):
@@ -135,6 +136,20 @@ def _refuse_balance(data: Any, config: DataConfig) -> None:
             "a step is divided by the lengths of its samples, before they are read",
             "leave data.balance out, or pack the stream (lockstep.data.packing)",
         )
+
+
+def _refuse_reading(data: BatchSource, config: DataConfig) -> None:
+    """Refuse settings that say how samples are read: a source of the user's own reads them itself."""
+    defaults = DataConfig()
+    for key in ("shuffle", "workers", "resume", "sharding"):
+        value = getattr(config, key)
+        if value != getattr(defaults, key):
+            raise UserError(
+                f"data.{key}={str(value).lower()} has no effect: the training data is a batch source, "
+                f"{type(data).__name__}",
+                "a source chooses and reads its samples itself",
+                f"leave data.{key} out",
+            )
 
 
 def _check_readable(data: Any, is_stream: bool, config: DataConfig) -> None:
@@ -241,9 +256,10 @@ class MapSource(BatchSource):
         """Continue at a saved position, on any number of ranks."""
         if state["length"] != self.length:
             raise UserError(
-                f"the dataset has {self.length} samples, but had {state['length']} when the position was saved",
-                "",
-                "resume with the same dataset, or start a new run",
+                f"an epoch has {self.length} samples, but had {state['length']} when the position was saved",
+                f"the dataset has {self.samples} samples, and an epoch of its {type(self.sampler).__name__} "
+                f"{self.length}",
+                "resume with the same dataset and the same sampler, or start a new run",
             )
 
         # Prefetched batches belong to the old position.
@@ -323,6 +339,15 @@ class MapSource(BatchSource):
         """
         assert position >= self.assigned_until
         self._speeds.append((position, tuple(speeds)))
+
+    @property
+    def steps_counted(self) -> int:
+        """How many steps of the present size lead to the position, without those whose spans are left out.
+
+        It is the number of steps done, unless the run was resumed with another batch size.
+        """
+        left_out = sum(stop <= self.position for _, stop in self.skipped_spans)
+        return steps_before(self.position, self.length, self.options.global_batch, self.options.tail) - left_out
 
     @property
     def assigned_until(self) -> int:

@@ -38,6 +38,17 @@ def next_window(position: int, length: int, batch: int, tail: str) -> Window:
     return Window(epoch, start, min(start + batch, length))
 
 
+def steps_before(position: int, length: int, batch: int, tail: str) -> int:
+    """Return how many windows of size `batch` lead to `position`.
+
+    After a resume with another batch size the position may lie within a window of the new size. Such a window counts,
+    if the rest of its epoch has one window less.
+    """
+    epoch, start = divmod(position, length)
+    whole = length if tail == "drop" else length + batch - 1
+    return epoch * (whole // batch) + whole // batch - (whole - start) // batch
+
+
 def micro_slice(window: Window, micro_batch_size: int, index: int) -> tuple[int, int]:
     """Return the offsets [start, stop) of one micro-batch of a window. The last micro-batch may be short."""
     start = window.start + index * micro_batch_size

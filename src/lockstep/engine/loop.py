@@ -130,7 +130,7 @@ def _eval_sets(task: Task, run: Run) -> list[EvaluationSet]:
     """Return the task's evaluation sets after checking them. There may be none."""
     sets = evaluation_sets(task, run.config.evaluate.decides)
     for chosen in sets:
-        check_data(chosen.data, chosen.name)
+        check_data(chosen.dataset, chosen.name)
 
     during_run = run.evaluations.schedule.is_on
     check_evaluations(run.config, bool(sets), during_run, run.stepper.learning_rate.needs_evaluations)

@@ -33,7 +33,7 @@ from lockstep.engine.requests import Requests
 from lockstep.engine.start_check import check as start_check
 from lockstep.engine.start_check.data import take_and_compare
 from lockstep.engine.step import Stepper
-from lockstep.errors import UserError
+from lockstep.errors import UserError, plural
 from lockstep.observe.profile.tracer import StepTracer
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.run_folder import RunFolder
@@ -153,11 +153,7 @@ class Run:
             began = time.perf_counter()
             micro = next(iterator, None)
             if micro is None:
-                raise UserError(
-                    f"the source announced {count} micro-batches and gave {done}",
-                    "",
-                    "return StepBatches from take() whose count is the number of its micro_batches",
-                )
+                raise _wrong_count(count, str(done))
 
             self.recorder.data_wait_s += time.perf_counter() - began
             self.recorder.micro_batches += 1
@@ -165,6 +161,10 @@ class Run:
             # From now on a signal takes effect after the step, with a save.
             self.runtime.notice.waits = True
             yield micro
+
+        # Without an error the rest would count as trained.
+        if next(iterator, None) is not None:
+            raise _wrong_count(count, "more")
 
     def close_source(self) -> None:
         """End the data workers and the sample log: no step follows."""
@@ -384,3 +384,11 @@ class Run:
             yield
         finally:
             self.batches_are_whole = False
+
+
+def _wrong_count(count: int, given: str) -> UserError:
+    return UserError(
+        f"the source announced {plural(count, 'micro-batch', 'micro-batches')} and gave {given}",
+        "",
+        "return StepBatches from take() whose count is the number of its micro_batches",
+    )

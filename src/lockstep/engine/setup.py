@@ -31,7 +31,7 @@ from lockstep.config import Resolved, RunConfig
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.source_options import SourceOptions
-from lockstep.data.sources import open_source
+from lockstep.data.sources import MapSource, open_source
 from lockstep.data.windows import rank_range
 from lockstep.engine.checks.guards import LateHooks, TrainableGuard, check_replicas
 from lockstep.engine.checks.model import (
@@ -43,6 +43,7 @@ from lockstep.engine.checks.model import (
 )
 from lockstep.engine.checks.settings import (
     check_enough_micro_batches,
+    check_epochs_countable,
     check_same_config,
     check_sample_log,
     check_steps_left,
@@ -73,6 +74,7 @@ from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.groups import apply_groups
 from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, as_list, check_kind, rebind
 from lockstep.optim.registry import build_optimizers
+from lockstep.optim.schedule import LearningRate
 from lockstep.optim.user_scheduler import SchedulerRate, check_schedulers_passed, make_learning_rate
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
@@ -294,13 +296,14 @@ class RunBuilder:
 
         load_balancer = open_load_balancer(config.load_balance, plan, source, driver, runtime, self.recorder.event)
         stepper = self._make_stepper(setup, plan, load_balancer)
-        log = StepLog(config.log.every, plan.steps_per_epoch, stepper, self.recorder, samples)
-
-        facts = self._describe(setup, plan, source, stepper, loader_line)
-
         # Resuming restores the state of all parts, so all of them must exist by now.
         checkpoints = self._open_checkpoints(setup, stepper, source, plan)
         resumed = checkpoints.resume()
+        if resumed:
+            plan = checkpoints.plan = self._continue_plan(resumed, plan, source, stepper)
+
+        log = StepLog(config.log.every, plan, stepper, self.recorder, samples)
+        facts = self._describe(setup, plan, source, stepper, loader_line)
         if resumed:
             facts["resumed"] = self._continue_records(resumed, log, stepper, plan)
         facts |= self._describe_weights(setup, plan, source, resumed)
@@ -480,7 +483,7 @@ class RunBuilder:
     def _describe(
         self, setup: ModelSetup, plan: Plan, source: BatchSource, stepper: Stepper, loader_line: str | None
     ) -> dict[str, str]:
-        """Return the lines of the banner that are known before a resume. Collective."""
+        """Return the lines of the banner about the settings and the plan. Collective."""
         model = setup.driver.model
         facts = describe_run(model, self.config, plan, stepper.learning_rate, self.precision, self.runtime)
 
@@ -514,7 +517,7 @@ class RunBuilder:
         seconds_before = resumed.loop.seconds if resumed else 0.0
         return Evaluations(
             config=self.config,
-            schedule=EvaluationSchedule(self.config.evaluate, plan.steps_per_epoch, seconds_before),
+            schedule=EvaluationSchedule(self.config.evaluate, plan.steps_per_epoch, plan.ahead, seconds_before),
             requests=requests,
             checkpoints=requests.checkpoints,
             learning_rate=stepper.learning_rate,
@@ -558,6 +561,18 @@ class RunBuilder:
 
         checkpoints.check_space()
         return checkpoints
+
+    def _continue_plan(self, resumed: Resumed, plan: Plan, source: BatchSource, stepper: Stepper) -> Plan:
+        """Return the plan of a resumed run: its epochs are counted by the data, as its steps may have another size."""
+        if not isinstance(source, MapSource):
+            check_epochs_countable(self.config, resumed.changed_settings)
+            return plan
+
+        plan = plan.resumed(self.config, stepper.counters.steps_done, source.steps_counted)
+        if isinstance(stepper.learning_rate, LearningRate):
+            stepper.learning_rate.total_steps = plan.steps
+            stepper.lr = stepper.learning_rate.at(stepper.counters.applied)
+        return plan
 
     def _continue_records(self, resumed: Resumed, log: StepLog, stepper: Stepper, plan: Plan) -> str:
         """Continue the clock and the log of a resumed run. Return a line for the banner."""

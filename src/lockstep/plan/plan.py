@@ -8,7 +8,7 @@ derives these numbers again.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from lockstep.config import RunConfig
@@ -33,9 +33,27 @@ class Plan:
     samples: int | None
     reasons: dict[str, str] = field(default_factory=dict)  # field -> why it has its value, for the banner
 
+    # How many steps of this size the data is ahead of the steps done. It is 0, unless a run was resumed with another
+    # batch size: after 8 steps of 8 samples the data is where 4 steps of 16 lead, so it is -4 ahead.
+    ahead: int = 0
+
     def as_record(self) -> dict[str, Any]:
         """Return the plan as files hold it. There `data_size` is called `world`."""
         return {"world" if key == "data_size" else key: value for key, value in asdict(self).items()}
+
+    def epochs_after(self, step: int) -> float | None:
+        """Return how many epochs of the data have been trained after this step, or None for a stream."""
+        return (step + self.ahead) / self.steps_per_epoch if self.steps_per_epoch else None
+
+    def resumed(self, config: RunConfig, steps_done: int, steps_counted: int) -> Plan:
+        """Return the plan of a resumed run, whose data is where `steps_counted` steps of this size lead."""
+        ahead = steps_counted - steps_done
+        if not ahead or config.steps is not None:
+            return replace(self, ahead=ahead)
+
+        # The steps before the resume had another size, so the epochs take another number of steps.
+        reason = f"{self.reasons['steps']}, of which the {steps_done} steps done count for {steps_counted}"
+        return replace(self, ahead=ahead, steps=self.steps - ahead, reasons=self.reasons | {"steps": reason})
 
 
 def make_plan(config: RunConfig, data_size: int, samples: int | None, most: int | None = None, depth: int = 1) -> Plan:

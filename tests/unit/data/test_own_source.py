@@ -73,3 +73,12 @@ def test_a_policy_that_rewinds_needs_a_source_that_can_skip(tmp_path: Path) -> N
         lockstep.fit(
             Counted(Counting()), steps=1, global_batch=2, run_dir=str(tmp_path / "run"), nonfinite={"policy": "rewind"}
         )
+
+
+@pytest.mark.parametrize("setting", [{"shuffle": False}, {"workers": 2}, {"resume": "reread"}, {"sharding": "own"}])
+def test_settings_about_reading_are_refused(tmp_path: Path, setting: dict[str, Any]) -> None:
+    (key,) = setting
+    with pytest.raises(
+        UserError, match=rf"data\.{key}=\w+ has no effect: the training data is a batch source, Counting"
+    ):
+        lockstep.fit(Counted(Counting()), steps=1, global_batch=2, run_dir=str(tmp_path / "run"), data=setting)

@@ -199,3 +199,11 @@ def test_a_sampler_and_data_shuffle_are_refused_together():
     options = SourceOptions(2, 2, "short", DataConfig(shuffle=False), 0, World(0, 1), torch.device("cpu"))
     with pytest.raises(UserError, match=r"data\.shuffle=false has no effect: the training data has a sampler"):
         open_source(Sampled([1, 2], SequentialSampler(2)), default_collate, options)
+
+
+def test_another_epoch_of_the_sampler_is_not_called_another_dataset():
+    state = source(SequentialSampler(4), 0, 1, list(range(8))).state_dict()
+    with pytest.raises(
+        UserError, match=r"an epoch has 6 samples, but had 4 (.|\n)*the dataset has 8 samples(.|\n)*sampler"
+    ):
+        source(SequentialSampler(6), 0, 1, list(range(8))).load_state_dict(state)

@@ -11,7 +11,7 @@ from lockstep.engine.run import Run
 from lockstep.errors import UserError
 
 
-def test_a_source_that_gives_fewer_micro_batches_than_it_announced_is_named() -> None:
+def test_a_source_that_gives_another_number_of_micro_batches_than_it_announced_is_named() -> None:
     run: Any = SimpleNamespace(
         runtime=SimpleNamespace(heartbeat=SimpleNamespace(beat=lambda *_: None), notice=SimpleNamespace()),
         stepper=SimpleNamespace(counters=SimpleNamespace(steps_done=0)),
@@ -22,3 +22,5 @@ def test_a_source_that_gives_fewer_micro_batches_than_it_announced_is_named() ->
     assert list(Run._feed(run, batches, 2)) == batches
     with pytest.raises(UserError, match="announced 3 micro-batches and gave 2"):
         list(Run._feed(run, batches, 3))
+    with pytest.raises(UserError, match="announced 1 micro-batch and gave more"):
+        list(Run._feed(run, batches, 1))

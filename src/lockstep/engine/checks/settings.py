@@ -9,10 +9,12 @@ import hashlib
 import os
 import sys
 import sysconfig
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from lockstep.config import RunConfig, flatten
+from lockstep.config.changes import Change
 from lockstep.data.streams.strided import StreamSource
 from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import RankRole
@@ -166,6 +168,17 @@ def check_steps_left(steps: int, done: int) -> None:
             "",
             f"set steps={2 * done}, with the run's other settings (they do not come from the checkpoint)",
         )
+
+
+def check_epochs_countable(config: RunConfig, changed_settings: Sequence[Change]) -> None:
+    """Check that a resumed run with `epochs` has steps of the same size, if its data does not count them."""
+    for change in changed_settings:
+        if config.epochs is not None and change.key in ("global_batch", "local_batch"):
+            raise UserError(
+                f"epochs={config.epochs:g} cannot be counted, because the batch size has changed: {change}",
+                "the data does not say how much of its epoch is done",
+                "set steps=1000 in place of epochs; or resume with the same batch size",
+            )
 
 
 def check_enough_micro_batches(plan: Plan) -> None:

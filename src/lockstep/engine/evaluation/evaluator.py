@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.config import RunConfig
 from lockstep.data.loader import Request, SampleReader, is_empty, read_all, to_device
+from lockstep.data.samplers import Sampled
 from lockstep.data.windows import rank_range
 from lockstep.engine.evaluation.modes import restore_modes
 from lockstep.engine.evaluation.torch_metrics import MetricStates
@@ -58,12 +59,17 @@ class Evaluation:
 class EvaluationSet:
     """A dataset to evaluate on, and how."""
 
-    data: Any
+    data: Any  # a dataset, or a `Sampled` one
     loss_fn: LossFn
     collate: Callable[[list[Any]], Any]
     name: str | None = None  # None: the only one
     decides: bool = True  # whether early stopping, the best checkpoint and schedulers follow it
     metrics: Mapping[str, Any] = field(default_factory=dict)  # torchmetrics, by name
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset without its sampler, which is for training: here every sample counts once."""
+        return self.data.dataset if isinstance(self.data, Sampled) else self.data
 
 
 def evaluation_sets(task: Task, decides: str | None) -> list[EvaluationSet]:
@@ -163,13 +169,13 @@ class Evaluator:
 
         # The launcher allows an evaluation more time than a step.
         self.runtime.heartbeat.beat("evaluate", step)
-        check_data(chosen.data, chosen.name)
+        check_data(chosen.dataset, chosen.name)
 
         # Buffers differ between ranks. Evaluate with those that a checkpoint would save.
         self.placed.sync_buffers()
 
         metrics = MetricStates(chosen.metrics, self.runtime.device)
-        reader = SampleReader(chosen.data, chosen.collate, self.config.seed, self.config.data.seed_samples)
+        reader = SampleReader(chosen.dataset, chosen.collate, self.config.seed, self.config.data.seed_samples)
 
         with restore_modes(self.placed.model.modules()), torch.no_grad():
             self.placed.model.eval()

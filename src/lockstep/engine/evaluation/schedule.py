@@ -15,6 +15,7 @@ class EvaluationSchedule:
 
     config: EvaluateConfig
     steps_per_epoch: int | None  # None: a stream
+    ahead: int = 0  # steps that the data is ahead of the run, as in `Plan`
     seconds: float = 0.0  # elapsed seconds of the run when it was last evaluated, or began
 
     def __post_init__(self) -> None:
@@ -42,6 +43,7 @@ class EvaluationSchedule:
         # Half an epoch may end within a step: the evaluation comes after the first step that reaches its end. As a
         # fraction, because 1.1 * 10 is more than 11 in floats, and step 11 would not reach it.
         period = Fraction(str(epochs)) * self.steps_per_epoch
+        step += self.ahead
         return step // period > (step - 1) // period
 
     def due_by_clock(self, seconds: float) -> bool:

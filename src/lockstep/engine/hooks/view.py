@@ -40,8 +40,7 @@ class BuiltRunView:
 
     @property
     def epoch(self) -> float | None:
-        run = self._started("epoch")
-        return self.steps_done / run.plan.steps_per_epoch if run.plan.steps_per_epoch else None
+        return self._started("epoch").plan.epochs_after(self.steps_done)
 
     @property
     def lr(self) -> float:

@@ -131,7 +131,7 @@ def _data(plan: Plan, config: RunConfig) -> str:
 
     return (
         f"{plan.samples:,} samples, {plan.steps_per_epoch} steps an epoch{tail}; "
-        f"{plan.steps} steps = {plan.steps / plan.steps_per_epoch:.2f} epochs"
+        f"{plan.steps} steps = {plan.epochs_after(plan.steps):.2f} epochs"
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from lockstep.engine.step import Stepper
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.sinks import JsonlSink
+from lockstep.plan.plan import Plan
 from lockstep.task import MicroBatch, Number, StepResult, Weight
 
 
@@ -38,15 +39,14 @@ class StepLog:
     def __init__(
         self,
         every: int,
-        steps_per_epoch: int | None,
+        plan: Plan,
         stepper: Stepper,
         recorder: Recorder,
         samples: SampleLog | None,
     ):
-        """`steps_per_epoch` is None for a stream."""
         # Fixed for the run.
         self._every = every
-        self._steps_per_epoch = steps_per_epoch
+        self._plan = plan
         self._stepper = stepper
         self._recorder = recorder
         self.samples = samples
@@ -91,8 +91,9 @@ class StepLog:
         # Numbers that not every run has.
         if result is not None:
             numbers["grad_norm"] = result.grad_norm
-        if self._steps_per_epoch:
-            numbers["epoch"] = steps_done / self._steps_per_epoch
+        epoch = self._plan.epochs_after(steps_done)
+        if epoch is not None:
+            numbers["epoch"] = epoch
         if stepper.scaler:
             numbers["scale"] = stepper.scaler.value
 
