@@ -266,11 +266,18 @@ def test_no_graph_waits_for_the_log_line_and_numbers_of_numpy_are_added(pool: Po
 
 
 class Weightless(Hooked):
+    """Only the loss of its first step has a weight."""
+
+    ended = 0
+
     def loss(self, model: Any, batch: Any) -> Loss:
-        return Loss(super().loss(model, batch).total * 0, 0)
+        loss = super().loss(model, batch)
+        return Loss(loss.total * 0, 0) if self.ended else loss
 
     def after_step(self, run: Any, result: Any) -> None:
-        run.stop(f"weight {result.weight}, loss {result.loss}")
+        self.ended += 1
+        if self.ended == 2:
+            run.stop(f"weight {result.weight}, loss {result.loss}")
 
 
 def weightless(world: Any, store: Any) -> Any:
