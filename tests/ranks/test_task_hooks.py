@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import numpy as np
 import pytest
+import torch
 
+from lockstep.callbacks import ProgressiveSizes, crop_sequences
 from lockstep.engine import loop
+from lockstep.engine.hooks.calls import Hooks
+from lockstep.errors import UserError
 from lockstep.observe.history import read_history
 from lockstep.observe.sinks import read_jsonl
 from lockstep.task import Loss
@@ -218,3 +223,127 @@ def test_a_hook_that_raises_names_itself_its_rank_and_its_step(pool: Pool) -> No
     errors = pool.errors(fit, Raises(), BASE, world=2)
     (error,) = [error for error in errors if isinstance(error, ValueError)]
     assert error.__notes__[0] == "raised in Raises.after_eval() on rank 1, at step 2"
+
+
+# ---- numbers --------------------------------------------------------------------------------------------
+
+
+class Graphs(Hooked):
+    """Its weight, its metrics and what it logs are tensors with a graph, or numbers of NumPy."""
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        self.with_graph = loss.total * 0 + loss.weight
+        return Loss(loss.total, self.with_graph, {"own": (self.with_graph, self.with_graph)})
+
+    def after_step(self, run: Any, result: Any) -> None:
+        run.log("graph", self.with_graph, weight=self.with_graph)
+        run.log("small", np.int8(100), weight=np.float32(1))
+
+
+def kept(world: Any, store: Any, values: dict[str, Any]) -> list[Any]:
+    """A job: train, and return the sums that wait for the log line."""
+    with open_watched(world, store, values) as builder:
+        training = loop.Training(Graphs(), builder)
+        for batches in training.run.step_batches():
+            training.step(batches)
+            if batches.step == 1:
+                sums: Any = training.run.stepper.sums
+                found = [number for _, *pair in sums._metrics for number in pair]
+                found += [number for pair in sums._losses for number in pair]
+                graphs = [number.requires_grad for number in found if isinstance(number, torch.Tensor)]
+
+        training.end()
+        return graphs
+
+
+def test_no_graph_waits_for_the_log_line_and_numbers_of_numpy_are_added(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"log.every": 4, "run_dir": str(tmp_path), "checks.loss": "off", "evaluate.every": None}
+    (graphs,) = pool.run(kept, values, world=1)
+    assert len(graphs) > 4
+    assert not any(graphs)
+    assert read_history(tmp_path)[0]["metrics"] == {"own": 1.0, "graph": 1.0, "small": 100.0}
+
+
+class Weightless(Hooked):
+    """Only the loss of its first step has a weight."""
+
+    ended = 0
+
+    def loss(self, model: Any, batch: Any) -> Loss:
+        loss = super().loss(model, batch)
+        return Loss(loss.total * 0, 0) if self.ended else loss
+
+    def after_step(self, run: Any, result: Any) -> None:
+        self.ended += 1
+        if self.ended == 2:
+            run.stop(f"weight {result.weight}, loss {result.loss}")
+
+
+def weightless(world: Any, store: Any) -> Any:
+    """A job: train with losses of weight 0, and return why the run stopped."""
+    with open_watched(world, store, BASE | {"checks.loss": "off", "evaluate.every": None}) as builder:
+        return loop.fit(Weightless(), builder)["stopped"]
+
+
+def test_a_step_of_weight_0_has_no_loss(pool: Pool) -> None:
+    assert pool.run(weightless, world=1) == ["weight 0.0, loss None"]
+
+
+class CalledEvalLoss(Hooked):
+    def eval_loss(self, model: Any, batch: Any) -> Loss:
+        loss = self.loss(model, batch)
+        return Loss(loss.total, loss.weight, {"eval_loss": 0.0})
+
+
+def test_no_metric_of_an_evaluation_takes_the_place_of_its_loss(pool: Pool) -> None:
+    errors = pool.errors(fit, CalledEvalLoss(), BASE, world=1)
+    assert_user_errors(errors, "a metric is named 'eval_loss'", "give the metric another name")
+
+
+# ---- callbacks ------------------------------------------------------------------------------------------
+
+
+class Named(Counter):
+    """A Counter with a name, which counts in its own steps."""
+
+    def __init__(self, name: str, by: int = 1) -> None:
+        super().__init__()
+        self.name = name
+        self.by = by
+
+    def after_step(self, run: Any, result: Any) -> None:
+        self.count += self.by
+
+
+def test_callbacks_get_their_own_state_back_by_name(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "resume": "auto", "evaluate.every": None}
+    pool.run(hooked, values, Named("a"), Named("b", 100), world=1)
+    more = values | {"steps": 5}
+    errors = pool.errors(hooked, more, Named("a"), Named("c"), world=1)
+    assert_user_errors(errors, "only in the checkpoint: callback b; only in this run: callback c", "same names")
+
+    ((_, callbacks, _),) = pool.run(hooked, more, Named("b", 100), Named("a"), world=1)
+    assert [callback.count for callback in callbacks] == [500, 5]
+
+
+def test_callbacks_that_only_their_order_would_tell_apart_are_refused(pool: Pool) -> None:
+    other = type("Counter", (Named,), {"name": None, "__init__": lambda self: None})()
+    for callbacks in ([Named("a"), Named("a")], [Counter(), Named("Counter")], [Counter(), other]):
+        with pytest.raises(UserError, match=r"2 callbacks with state are called '(a|Counter)'"):
+            list(Hooks(cast(Any, None), callbacks=callbacks).parts())
+
+    names = [name for name, _ in Hooks(cast(Any, None), callbacks=[Counter(), Counter(), Named("a")]).parts()]
+    assert names == ["callback Counter", "callback Counter 2", "callback a"]
+
+
+class Places:
+    def before_batch(self, micro: Any) -> None:
+        raise AssertionError
+
+
+def test_a_callback_that_may_follow_places_is_refused_where_they_move(pool: Pool) -> None:
+    moving = BASE | {"load_balance": "auto", "micro_batch": 1}
+    errors = pool.errors(hooked, moving, Places(), world=2)
+    assert_user_errors(errors, "Places.before_batch() cannot be used with load_balance=auto", "leave load_balance out")
+    pool.run(fit, Calls(ProgressiveSizes({0: 9}, crop_sequences)), moving, world=2)

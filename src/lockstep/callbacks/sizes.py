@@ -21,6 +21,8 @@ class ProgressiveSizes:
     state, and it is right for batches that workers have read ahead. Evaluations see full batches.
     """
 
+    follows_places = False  # the size is the same for all samples of a step
+
     def __init__(self, sizes: Mapping[int, int], resize: Callable[[Any, int], Any]):
         if 0 not in sizes:
             raise UserError(

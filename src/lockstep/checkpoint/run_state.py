@@ -38,6 +38,9 @@ from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.layout import full_tensor
 from lockstep.task import BatchSource, Task
 
+# How the names of callbacks begin among those of the parts.
+CALLBACK = "callback "
+
 # Settings that determine the order of the samples. Those that end in a dot are prefixes.
 ORDER_SETTINGS = ("seed", "data.", "global_batch", "tail", "task.")
 
@@ -219,6 +222,8 @@ class RunState:
 
         Return descriptions of changes since the save that are not in `changed_settings`.
         """
+        self._check_callbacks(plain_state["parts"])
+
         # The model first: it checks that the checkpoint is of this model before anything is changed.
         self._restore_model(reader, plain_state["model"])
 
@@ -254,6 +259,19 @@ class RunState:
             return []
         return [f"ema: {plural(len(missing), 'average')} not in the checkpoint, starting from the weights"]
 
+    def _check_callbacks(self, saved: JsonDict) -> None:
+        """Check that the callbacks with state have the names that they had, before anything is changed."""
+        now = {name for name, part in self.parts.items() if name.startswith(CALLBACK) and part.state_dict()}
+        before = {name for name, state in saved.items() if name.startswith(CALLBACK) and state}
+        differences = {"only in the checkpoint": before - self.parts.keys(), "only in this run": now - saved.keys()}
+        found = [f"{where}: {', '.join(sorted(names))}" for where, names in differences.items() if names]
+        if found:
+            raise UserError(
+                "the callbacks with state are not those of the checkpoint",
+                "; ".join(found),
+                "pass the callbacks that the run had, by the same names; or start a new run from the exported weights",
+            )
+
     def _restore_parts(self, states: JsonDict) -> list[str]:
         """Restore all parts except the data source. Return descriptions of the parts that gained or lost state."""
         changed = []
@@ -261,7 +279,7 @@ class RunState:
             saved = states.pop(name, None)
             current = part.state_dict()
 
-            # What changed between the two is reported, never refused: a part may be added or removed at any time.
+            # What changed between the two is reported, not refused: a part that is no callback may come and go.
             if saved:
                 changes_since = getattr(part, "changes_since", None)
                 if changes_since:

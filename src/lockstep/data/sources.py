@@ -184,8 +184,8 @@ class MapSource(BatchSource):
     """A map-style dataset in the order of its sampler, which depends neither on the rank nor on the world size.
 
     A step is a window of consecutive positions. Its micro-batches are numbered over all ranks, and `take` gives this
-    rank the ones that are its own. The position moves on in `commit` alone, so a step that was not applied is taken
-    again.
+    rank the ones that are its own. The position moves on in `commit` alone, so a step that did not end is taken
+    again. A step that was skipped has ended.
     """
 
     can_skip = True

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from lockstep.engine.checks.settings import check_before_batch, check_evaluations
+from lockstep.engine.checks.settings import check_evaluations
 from lockstep.engine.end import close, end_training
 from lockstep.engine.evaluation.evaluator import EvaluationSet, check_data, evaluation_sets
 from lockstep.engine.hooks.calls import Hooks, overridden
@@ -112,10 +112,7 @@ def _setup_model(task: Task, builder: RunBuilder, data: Callable[[], Any]) -> No
         model = task.model()
 
     scheduler = overridden(task, "scheduler") or (lambda _: None)
-    setup = builder.setup_model(model, task.optimizer, task, data, scheduler)
-    if overridden(task, "before_batch"):
-        check_before_batch(builder.config, setup.driver.role, builder.runtime.world.alone)
-
+    builder.setup_model(model, task.optimizer, task, data, scheduler)
     if hasattr(task, "state_dict"):
         builder.add_part("task", task)
 

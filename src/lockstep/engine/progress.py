@@ -18,7 +18,7 @@ from lockstep import faults
 from lockstep.config import RunConfig
 from lockstep.engine.determinism import LOSS_GRID, WEIGHT_GRID, check_weight, on_grid
 from lockstep.errors import UserError
-from lockstep.observe.metrics import Term, metric_terms
+from lockstep.observe.metrics import Term, detached, metric_terms
 from lockstep.precision import DynamicScaler, Precision
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import ControlWord, step_mark
@@ -147,7 +147,7 @@ class StepProgress:
         # Padding and stages without a loss would distort the mean, so they contribute 0. With `exact`, only the first
         # micro-batch of the global step counts, so that the result does not depend on the number of ranks.
         contributes_nothing = micro.padding or not context.reports_loss or (context.config.exact and micro.index > 0)
-        counts = [0.0, 0.0] if contributes_nothing else [float(weight), float(micro.samples)]
+        counts = [0.0, 0.0] if contributes_nothing else [float(detached(weight)), float(micro.samples)]
         sums = torch.tensor(counts, dtype=torch.float64, device=context.runtime.device)
         total, samples = context.runtime.collectives.all_reduce_(sums).tolist()
 
@@ -192,21 +192,23 @@ class StepProgress:
             seed_host(value)
 
     def _add(self, loss: Loss, micro: MicroBatch) -> None:
+        weight = detached(loss.weight)
+
         # Reading a weight on the GPU makes the host wait, so there only the first step is checked.
         if self._context.config.exact:
-            on_gpu = isinstance(loss.weight, Tensor) and loss.weight.is_cuda
+            on_gpu = isinstance(weight, Tensor) and weight.is_cuda
             if self.step == 0 or not on_gpu:
-                check_weight(float(loss.weight))
+                check_weight(float(weight))
 
         # Losses on a GPU are only collected in a list: adding them would launch one more kernel per micro-batch.
         total = loss.total.detach() if loss.total.is_cuda else loss.total.item()
         self.trained.append(MicroBatch(None, micro.index, micro.samples, micro.epoch, micro.ids))
-        self.losses.append((total, loss.weight))
+        self.losses.append((total, weight))
         if loss.metrics:
             self.metrics += metric_terms(loss)
 
         # The control word needs these sums.
-        self._weight = self._weight + self._as_float64(loss.weight, WEIGHT_GRID)
+        self._weight = self._weight + self._as_float64(weight, WEIGHT_GRID)
         if self._context.sends_loss:
             self._loss = self._loss + self._as_float64(total, LOSS_GRID)
 
@@ -241,7 +243,7 @@ def _check_loss(loss: Loss) -> None:
         )
 
     # Plain numbers first: isinstance(x, SupportsFloat) is many times slower.
-    weight = loss.weight
+    weight = detached(loss.weight)
     is_tensor = isinstance(weight, Tensor)
     is_number = weight.numel() == 1 if is_tensor else isinstance(weight, (int, float, SupportsFloat))
     if not is_number:

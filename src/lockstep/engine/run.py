@@ -80,7 +80,7 @@ class Run:
 
     tracer: StepTracer | None = field(init=False, default=None)  # while steps are traced
     profiled: ProfiledSteps | None = field(init=False, default=None)  # with `profile.count`
-    batches_are_whole: bool = field(init=False, default=False)  # the loss gets batches that no other rank has a part of
+    batches_are_whole: bool = field(init=False, default=False)  # in an evaluation: a batch is not split over the ranks
 
     @property
     def seconds(self) -> float:
@@ -236,7 +236,7 @@ class Run:
     # ---- between two steps ----
 
     def maintain(self, evaluation_due: bool = False) -> None:
-        """Rewind after a skipped step if the policy says so, save if due, and end the process if it is preempted.
+        """Write the log line and save if they are due, rewind if the policy says so, and end a preempted process.
 
         `evaluation_due`: the evaluation of this step was interrupted, so the resumed run must evaluate first.
         """

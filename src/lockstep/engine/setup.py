@@ -42,6 +42,7 @@ from lockstep.engine.checks.model import (
     refuse_single_samples,
 )
 from lockstep.engine.checks.settings import (
+    check_before_batch,
     check_enough_micro_batches,
     check_epochs_countable,
     check_same_config,
@@ -273,9 +274,8 @@ class RunBuilder:
         """Call these hooks during the run, and save the state of the callbacks that have one."""
         self.hooks = hooks
         self.reads_loss |= hooks.follow_steps
-        for name, callback in hooks.named_callbacks():
-            if hasattr(callback, "state_dict"):
-                self.add_part(name, callback)
+        for name, callback in hooks.parts():
+            self.add_part(name, callback)
 
     def setup_run(self, data: Any, collate: Callable[[list[Any]], Any]) -> Run:
         """Make everything that depends on the data, resume if there is a checkpoint, and print the banner."""
@@ -285,6 +285,8 @@ class RunBuilder:
         # A DataLoader may set what the configuration leaves open, so it comes first.
         data, collate, loader_line = self._take_loader(data, collate)
         config, runtime, driver = self.config, self.runtime, setup.driver
+        for hook in self.hooks.batch_hooks if self.hooks else ():
+            check_before_batch(config, driver.role, runtime.world.alone, hook)
 
         # The length of the data determines the plan: how a batch is split, and the number of steps.
         plan, source = self._plan_data(data, collate, driver)

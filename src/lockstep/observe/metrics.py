@@ -20,6 +20,9 @@ from lockstep.task import Loss, Number, Weight
 # How many losses are collected before they are added up: the hot path only appends to a list.
 FOLD_AT = 128
 
+# What the loss is called in log lines, and where settings name it. No metric may have these names.
+LOSS_NAMES = ("loss", "eval_loss")
+
 SMALLEST_POWER = 1074  # 2^-1074 is the smallest float above 0
 
 Term = tuple[str, Number, Weight]  # (name, sum, weight)
@@ -171,9 +174,9 @@ class ExactSums(Sums):
 def metric_terms(loss: Loss) -> Iterator[Term]:
     """Yield each metric, detached. A metric without a weight has the weight of the loss."""
     for name, value in loss.metrics.items():
-        if name == "loss":
+        if name in LOSS_NAMES:
             raise UserError(
-                "a metric is named 'loss', which is the name of the loss itself", "", "give the metric another name"
+                f"a metric is named {name!r}, which is the name of the loss itself", "", "give the metric another name"
             )
 
         # A pair is (sum, weight); a single number takes the weight of the loss.
@@ -187,7 +190,12 @@ def metric_terms(loss: Loss) -> Iterator[Term]:
                     f"return its sum: metrics={{{name!r}: values.sum()}}",
                 )
 
-        yield name, total.detach() if isinstance(total, Tensor) else total, weight
+        yield name, detached(total), detached(weight)
+
+
+def detached(number: Number) -> Number:
+    """Return a number without its graph, which would keep the activations of its step alive until the log line."""
+    return number.detach() if isinstance(number, Tensor) else number
 
 
 def quotients(names: list[str], packed: list[float]) -> dict[str, float]:
@@ -199,7 +207,8 @@ def quotients(names: list[str], packed: list[float]) -> dict[str, float]:
 def _add_up(values: list[Number]) -> Number:
     """Return the sum of tensors with one element and plain numbers: a tensor of shape () if any of them is one."""
     tensors = [value.double().reshape(()) for value in values if isinstance(value, Tensor)]
-    plain = float(sum([value for value in values if not isinstance(value, Tensor)]))
+    # As floats: numbers of NumPy would be added in their own dtype, such as int8 or float16.
+    plain = sum([float(value) for value in values if not isinstance(value, Tensor)], 0.0)
     return torch.stack(tensors).sum() + plain if tensors else plain
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from lockstep.config import RunConfig, flatten
 from lockstep.config.changes import Change
 from lockstep.data.streams.strided import StreamSource
+from lockstep.engine.hooks.calls import Hook
 from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import RankRole
 from lockstep.plan.plan import Plan
@@ -135,27 +136,31 @@ def check_sample_log(config: RunConfig, source: BatchSource) -> None:
         )
 
 
-def check_before_batch(config: RunConfig, role: RankRole, alone: bool) -> None:
-    """Check that each rank gets the same places in every global batch, because before_batch() may depend on them."""
+def check_before_batch(config: RunConfig, role: RankRole, alone: bool, hook: Hook) -> None:
+    """Check that each rank gets the same places in every global batch, because a before_batch() may depend on them."""
     if not role.runs_whole_model:
         raise UserError(
-            "the task has before_batch(), which cannot be used in a pipeline (mesh.pp)",
+            f"{hook.name}() cannot be used in a pipeline (mesh.pp)",
             "all micro-batches of a step are in flight together, so none directly precedes its loss",
             "set strategy=ddp, without mesh.pp",
         )
 
+    # A callback may say that it treats all places alike.
+    if not getattr(hook.owner, "follows_places", True):
+        return
+
     if config.data.balance != "none":
         raise UserError(
-            f"the task has before_batch(), which cannot be used with data.balance={config.data.balance}",
-            "samples change their places in the global batch, but the state that the task keeps for places does not",
+            f"{hook.name}() cannot be used with data.balance={config.data.balance}",
+            "samples change their places in the global batch, but the state that it may keep for places does not",
             "leave data.balance out",
         )
 
     if config.load_balance == "auto" and not alone:
         raise UserError(
-            "the task has before_batch(), which cannot be used with load_balance=auto",
-            "micro-batches move to other ranks once the speeds are measured, but the state that the task keeps for "
-            "them does not",
+            f"{hook.name}() cannot be used with load_balance=auto",
+            "micro-batches move to other ranks once the speeds are measured, but the state that it may keep for them "
+            "does not",
             "leave load_balance out, or give one number for each rank, such as [1, 2]",
         )
 

@@ -25,7 +25,7 @@ from lockstep.data.windows import rank_range
 from lockstep.engine.evaluation.modes import restore_modes
 from lockstep.engine.evaluation.torch_metrics import MetricStates
 from lockstep.errors import UserError, unknown_name
-from lockstep.observe.metrics import Term, metric_terms, quotients
+from lockstep.observe.metrics import LOSS_NAMES, Term, metric_terms, quotients
 from lockstep.observe.recorder import Recorder
 from lockstep.parallel.driver import LossFn, PlacedModel
 from lockstep.precision import Precision
@@ -274,7 +274,7 @@ class Evaluator:
 
 def _add_metrics(evaluation: Evaluation, results: Mapping[str, float]) -> None:
     """Add the torchmetrics of an evaluation to the metrics that its losses returned."""
-    twice = sorted(results.keys() & {"loss", *evaluation.metrics})
+    twice = sorted(results.keys() & {*LOSS_NAMES, *evaluation.metrics})
     if twice:
         raise UserError(
             f"two metrics are called {twice[0]!r}: one of eval_metrics(), and one of the loss", "", "rename one"

@@ -1,6 +1,6 @@
 """The hooks of a run: those of the task first, then those of each callback, in the order of the list.
 
-Hooks are found once, at the start. A run without any pays for an empty list.
+Hooks are found once, at the start. A run without hooks makes no calls for them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from lockstep.checkpoint.run_state import CALLBACK
 from lockstep.errors import UserError
 from lockstep.task import Loss, MicroBatch, RunView, StepResult, Task
 
@@ -29,6 +30,7 @@ FORMER = {"after_step": ("model", "the model is run.model, and the number of ste
 class Hook(NamedTuple):
     name: str  # `MyTask.after_step`
     call: Callable[..., Any]
+    owner: Any  # the task or the callback
 
 
 class Hooks:
@@ -42,27 +44,31 @@ class Hooks:
 
         found = {name: [hook for owner in owners if (hook := find(owner, name))] for name in HOOKS}
         self._before_training = found["before_training"]
-        self._before_batch = found["before_batch"]
+        self.batch_hooks = found["before_batch"]
         self._before_backward = found["before_backward"]
         self._after_step = found["after_step"]
         self._after_eval = found["after_eval"]
 
-        # Read in every step. A run without hooks makes no call for them.
-        self.follow_batches = bool(self._before_batch)
+        # Read in every step.
+        self.follow_batches = bool(self.batch_hooks)
         self.follow_losses = bool(self._before_backward)
         self.follow_steps = bool(self._after_step)
         self.follow_evaluations = bool(self._after_eval)
 
-    def named_callbacks(self) -> list[tuple[str, Any]]:
-        """Return the callbacks with the names under which checkpoints hold their state."""
-        count: dict[str, int] = {}
-        named = []
-        for callback in self.callbacks:
-            name = f"callback {type(callback).__name__}"
-            count[name] = count.get(name, 0) + 1
-            named.append((name if count[name] == 1 else f"{name} {count[name]}", callback))
+    def parts(self) -> Iterator[tuple[str, Any]]:
+        """Yield the callbacks that have state, with the names under which checkpoints hold it.
 
-        return named
+        The name is the callback's own `name`, or that of its class; several of one class are numbered.
+        """
+        sharing: dict[str, list[Any]] = {}
+        for callback in self.callbacks:
+            if hasattr(callback, "state_dict"):
+                sharing.setdefault(_own_name(callback) or type(callback).__name__, []).append(callback)
+
+        for name, callbacks in sharing.items():
+            _check_shared_name(name, callbacks)
+            for number, callback in enumerate(callbacks, start=1):
+                yield f"{CALLBACK}{name}" + (f" {number}" if number > 1 else ""), callback
 
     def before_training(self) -> None:
         for hook in self._before_training:
@@ -72,7 +78,7 @@ class Hooks:
     def around_batches(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the micro-batches, each after the calls of `before_batch`."""
         for micro in batches:
-            for hook in self._before_batch:
+            for hook in self.batch_hooks:
                 with self._named(hook):
                     hook.call(micro)
 
@@ -134,7 +140,7 @@ def find(owner: Any, name: str) -> Hook | None:
     full_name = f"{type(owner).__name__}.{name}"
     _check_function(full_name, method)
     _check_arguments(full_name, method, name)
-    return Hook(full_name, method)
+    return Hook(full_name, method, owner)
 
 
 def _check_function(full_name: str, method: Any) -> None:
@@ -171,6 +177,22 @@ def _check_arguments(full_name: str, method: Callable[..., Any], name: str) -> N
     except TypeError as error:
         problem = f"{full_name} cannot be called with the arguments of this hook, {', '.join(expected)}"
         raise UserError(problem, found, fix) from error
+
+
+def _own_name(callback: Any) -> str | None:
+    name = getattr(callback, "name", None)
+    return name if isinstance(name, str) else None
+
+
+def _check_shared_name(name: str, callbacks: Sequence[Any]) -> None:
+    """Raise if several callbacks have one name. Only those of one class that have no name of their own may share it."""
+    kinds = {type(callback) for callback in callbacks}
+    if len(callbacks) > 1 and (len(kinds) > 1 or any(map(_own_name, callbacks))):
+        raise UserError(
+            f"{len(callbacks)} callbacks with state are called {name!r}",
+            f"of {', '.join(sorted(f'{kind.__module__}.{kind.__qualname__}' for kind in kinds))}",
+            "give each its own name: self.name = '...'",
+        )
 
 
 def _check_callbacks(callbacks: Sequence[Any]) -> None:

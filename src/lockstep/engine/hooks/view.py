@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 from typing import TYPE_CHECKING
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.engine.hooks.all_gather import gather_rows
 from lockstep.errors import UserError
+from lockstep.observe.metrics import detached
 from lockstep.task import MicroBatch, Number, Weight
 
 if TYPE_CHECKING:
@@ -72,14 +74,14 @@ class BuiltRunView:
 
         for number in (value, weight):
             is_one = isinstance(number, Tensor) and number.numel() == 1 and not number.is_complex()
-            if not isinstance(number, int | float) and not is_one:
+            if not isinstance(number, Real) and not is_one:
                 raise UserError(
                     f"run.log({name!r}, value, weight) takes two numbers; it got a {type(number).__name__}",
                     f"of {number.dtype}, shape {tuple(number.shape)}" if isinstance(number, Tensor) else "",
                     f"run.log({name!r}, values.sum(), weight=len(values))",
                 )
 
-        run.log.add_metric(name, value.detach() if isinstance(value, Tensor) else value, weight)
+        run.log.add_metric(name, detached(value), detached(weight))
 
     def stop(self, reason: str | None = None) -> None:
         """End the run after the next step, on all ranks, even if only this one calls it."""

@@ -19,6 +19,7 @@ from lockstep.data.loader import to_device
 from lockstep.engine.evaluation.modes import restore_modes
 from lockstep.engine.start_check.judge import Measurement
 from lockstep.engine.start_check.random_numbers import ConstantDraws, seed_all
+from lockstep.observe.metrics import detached
 from lockstep.parallel.driver import RanksDiffer, trainable
 from lockstep.parallel.inner_gradients import InnerGradient, watch_loss
 from lockstep.runtime.seeds import derive
@@ -62,7 +63,7 @@ class Probe:
                 loss = watch_loss(self.loss_fn, self._note)(run.driver.model, batch)
 
             computed = self._gradients(loss.total) if gradients else None
-            return Measurement(float(loss.total.detach()), float(loss.weight), computed)
+            return Measurement(float(loss.total.detach()), float(detached(loss.weight)), computed)
 
     def _gradients(self, total: Tensor) -> list[Tensor]:
         """Return the gradient of every trainable parameter, or this rank's shard of the summed gradient."""
