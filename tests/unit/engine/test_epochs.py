@@ -34,7 +34,7 @@ class Counted(Task):
         return [torch.tensor([float(index)]) for index in range(SAMPLES)]
 
     def eval_data(self) -> list[Tensor]:
-        return self.data()[:1]
+        return [torch.zeros(1)]
 
     def loss(self, model: nn.Module, batch: Tensor) -> Loss:
         self.trained.update(int(x) for x in batch)
@@ -84,7 +84,7 @@ class Streamed(Counted):
 def test_a_stream_does_not_count_epochs_of_two_batch_sizes(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"run_dir": str(tmp_path / "run"), "log": {"progress": "off"}, "checks": {"loss": "off"}}
     lockstep.fit(Streamed(), epochs=1, global_batch=4, **settings)
-    with pytest.raises(UserError, match="epochs=2 cannot be counted(.|\\n)*global_batch: 4 -> 8(.|\\n)*set steps="):
+    with pytest.raises(UserError, match=r"epochs=2 cannot be counted(.|\n)*global_batch: 4 -> 8(.|\n)*set steps="):
         lockstep.fit(Streamed(), epochs=2, global_batch=8, resume="auto", **settings)
 
 
