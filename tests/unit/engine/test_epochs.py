@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 import lockstep
 from lockstep.data.windows import next_window, steps_before
+from lockstep.errors import UserError
 from lockstep.task import Loss, Task
 
 SAMPLES = 22
@@ -31,7 +34,7 @@ class Counted(Task):
         return [torch.tensor([float(index)]) for index in range(SAMPLES)]
 
     def eval_data(self) -> list[Tensor]:
-        return self.data()[:1]
+        return [torch.zeros(1)]
 
     def loss(self, model: nn.Module, batch: Tensor) -> Loss:
         self.trained.update(int(x) for x in batch)
@@ -63,6 +66,26 @@ def test_epochs_end_after_as_many_passes_at_any_batch_size(tmp_path: Path) -> No
     assert [line["step"] for line in done.history][-1] == 3 + 2 + 3 + 3
     assert done.history[-1]["epoch"] == 3
     assert task.evaluated_at == [0.5, 1, 2, 3]  # the first one is at the end of the first part
+
+
+class SizedStream(IterableDataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.zeros(8, 1))
+
+
+class Streamed(Counted):
+    def data(self) -> Any:
+        return SizedStream()
+
+
+def test_a_stream_does_not_count_epochs_of_two_batch_sizes(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"run_dir": str(tmp_path / "run"), "log": {"progress": "off"}, "checks": {"loss": "off"}}
+    lockstep.fit(Streamed(), epochs=1, global_batch=4, **settings)
+    with pytest.raises(UserError, match=r"epochs=2 cannot be counted(.|\n)*global_batch: 4 -> 8(.|\n)*set steps="):
+        lockstep.fit(Streamed(), epochs=2, global_batch=8, resume="auto", **settings)
 
 
 @pytest.mark.parametrize("tail", ["short", "drop"])
