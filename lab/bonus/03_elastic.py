@@ -587,7 +587,9 @@ def run_lockstep(folder, checks):
             x, y = batch
             return lockstep.Loss(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
 
-    settings = {"exact": True, "checkpoint": {"every": SAVE_EVERY}, "log": {"progress": "off", "every": 1}}
+    # Saves in the foreground: the checkpoint of step 12 is written, and damaged, before rank 0 dies at step 15.
+    saves = {"every": SAVE_EVERY, "asynchronous": False}
+    settings = {"exact": True, "checkpoint": saves, "log": {"progress": "off", "every": 1}}
     lockstep.fit(Classify(), nproc=1, run_dir=folder / "calm", **settings)
     with (
         fail_at(rank=1, step=6, how="kill"),
