@@ -28,7 +28,15 @@ PAGES = [
 ]
 # Pages that train and verify whole models, or train with another library, for `make test-long`. What they show has
 # faster tests of its own.
-LONG_PAGES = {"docs/ports.md", "docs/projects.md", "docs/howto/from_trainer.md"}
+LONG_PAGES = {
+    "docs/ports.md",
+    "docs/projects.md",
+    "docs/huggingface.md",
+    "docs/howto/from_trainer.md",
+    "docs/howto/from_accelerate.md",
+    "docs/howto/from_lightning.md",
+    "docs/howto/gan.md",
+}
 PAGE_S = 880  # most seconds for one page, which runs up to a dozen commands, each with its own limit
 
 

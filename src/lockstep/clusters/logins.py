@@ -30,6 +30,9 @@ END_S = 15.0
 # The pause before another login to a host that was lost.
 AGAIN_S = 3.0
 
+# The longest wait for a host's last lines after its launcher has ended: a login ends at once, unless its link is cut.
+LAST_LINES_S = 3.0
+
 # A third signal does not wait for anybody.
 PATIENT_SIGNALS = 2
 
@@ -220,6 +223,9 @@ class _Watch:
         # How each host ended: its launcher's exit code; None where the login was lost.
         self._ended: dict[int, int | None] = {}
 
+        # Hosts whose login has ended: nothing comes from them any more.
+        self._closed: set[int] = set()
+
         # When a lost host is tried again; by when all hosts must have ended; and when they are not waited for any more.
         self._again: dict[int, float] = {}
         self._deadline: float | None = None
@@ -245,11 +251,31 @@ class _Watch:
             if self._patience is not None and now > self._patience:
                 break
 
+        # Whoever has run out of patience waits for nothing more.
+        if len(self._ended) == len(self._jobs):
+            self._show_last_lines()
+
         return self._code()
+
+    def _show_last_lines(self) -> None:
+        """Print what the hosts have said until the end of their logins, which is their last event.
+
+        An answer and the lines of an error come through two pipes, so the answer may overtake lines printed before it.
+        """
+        deadline = time.monotonic() + LAST_LINES_S
+        while len(self._closed) < len(self._jobs) and time.monotonic() < deadline:
+            event = self._logins.next_event(0.1)
+            if event is not None and event.line is not None:
+                self._show(event.host, event.line, event.is_error)
+            elif event is not None and event.code is not None:
+                self._closed.add(event.host)
 
     def _handle(self, event: Event) -> None:
         """Act on what came from a host: a line to show, an answer, or the end of its login."""
         place = event.host
+        if event.code is not None:
+            self._closed.add(place)
+
         if event.line is not None:
             self._show(place, event.line, event.is_error)
         elif event.answer is not None:
@@ -285,6 +311,7 @@ class _Watch:
         # A host that was lost is back.
         del self._again[place]
         self._ended.pop(place, None)
+        self._closed.discard(place)
         self._say(f"{self._logins.hosts[place].name} is back")
         self._logins.note(place, connected=True)
         self._logins.send(place, {"start": asdict(replace(self._jobs[place], again=True))})

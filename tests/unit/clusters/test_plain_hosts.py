@@ -7,6 +7,7 @@ import shlex
 import shutil
 import socket
 import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ import pytest
 import lockstep
 from lockstep.cli import main
 from lockstep.clusters import hosts, nodes
-from lockstep.clusters.hosts import Host, login_words, parse_hosts
+from lockstep.clusters.hosts import Event, Host, login_words, parse_hosts
+from lockstep.clusters.logins import _Watch
 from lockstep.clusters.tether import Facts
 from lockstep.errors import UserError
 
@@ -311,3 +313,31 @@ def test_a_run_folder_that_is_not_shared_is_named(ssh, tmp_path, capfd):
     assert "beta cannot join alpha" in said
     assert "it does not see runs/a/.shared-" in said
     assert "set run_dir to a folder that all hosts share" in said
+
+
+def test_lines_that_an_answer_overtakes_are_printed(capfd):
+    """Answers and errors come through two pipes. The end of a login is its last event."""
+
+    @dataclass
+    class Job:
+        name: str = "job"
+
+    class Scripted:
+        hosts = [Host("alpha"), Host("beta")]
+        events = [
+            Event(0, 1, answer={"ended": 2}),
+            Event(1, 1, answer={"ended": 2}),
+            Event(0, 1, "the reason", True),
+            Event(0, 1, code=2),
+            Event(1, 1, "its reason", True),
+            Event(1, 1, code=2),
+        ]
+
+        def send(self, place, request):
+            pass
+
+        def next_event(self, wait):
+            return self.events.pop(0)
+
+    assert _Watch(Scripted(), [Job(), Job()], 2, []).run() == 2
+    assert capfd.readouterr().err == "the reason\n[beta] its reason\n"
