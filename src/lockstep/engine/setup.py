@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.checkpoint.initial.weights import InitialWeights, load_initial_weights
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import Part, RunState
-from lockstep.checkpoint.state_tree import frozen_names, pack
+from lockstep.checkpoint.state_tree import frozen_names, gather_state, pack
 from lockstep.checkpoint.storage import committed, delete_leftovers, open_storage
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
@@ -428,7 +429,7 @@ class RunBuilder:
             collective_forwards=role.collective_forwards,
             exact=config.exact,
             watches_dataset=config.checks.first_batch,
-            gather=self.runtime.collectives.gather_json,
+            gather_states=partial(gather_state, self.runtime.collectives),
             log_event=self.recorder.event,
             beat=self.runtime.heartbeat.again,
             check_state=_check_stream_state,
