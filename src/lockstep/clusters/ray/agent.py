@@ -29,6 +29,7 @@ from lockstep.launch.job import parse_address
 from lockstep.launch.nodes import election
 from lockstep.launch.nodes.election import Term
 from lockstep.launch.wire.secret import SECRET
+from lockstep.runtime.machine import address_family, join_host_port
 from lockstep.runtime.parent_death import die_with_parent
 
 # Lines that wait for the driver, at most: a driver that does not ask must not fill the memory of the node.
@@ -126,7 +127,7 @@ class NodeAgent:
             port = unused.getsockname()[1]
 
         self._join = (host, port)
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return join_host_port(host, port)
 
     def start(self, words: Sequence[str]) -> None:
         """Start `lockstep` with these words. Raises a UserError if this node does not have what it needs."""
@@ -217,7 +218,7 @@ class NodeAgent:
 
 def _bound(host: str, port: int) -> socket.socket:
     """Return a socket that listens there. Raises OSError."""
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    return socket.create_server((host, port), family=address_family(host))
 
 
 def main() -> None:
