@@ -228,7 +228,7 @@ def _bracketed(host: str) -> str:
 def _run(request: Request, hosts: list[Host], options: argparse.Namespace, resume_command: str) -> int:
     # `lockstep --help` must not wait for these.
     from lockstep.launch.terminal import ONE_LOG
-    from lockstep.launch.wire.door import SECRET, SECRET_FILE
+    from lockstep.launch.wire.secret import SECRET, SECRET_FILE
 
     variables = _environment(options.env)
     ssh = "ssh" if options.ssh is None else options.ssh

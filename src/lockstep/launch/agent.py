@@ -15,7 +15,6 @@ from lockstep.launch import failure
 from lockstep.launch.job import RESUME_COMMAND, Job
 from lockstep.launch.local_attempt import LocalAttempt
 from lockstep.launch.run_dir import not_writable
-from lockstep.launch.wire.door import SECRET
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     CollectStacks,
@@ -29,9 +28,10 @@ from lockstep.launch.wire.messages import (
     Start,
     ZygoteLost,
 )
+from lockstep.launch.wire.secret import SECRET
 from lockstep.launch.zygote import Zygote
 from lockstep.runtime.environments.launcher import OF_ONE_JOB, TERM_FILE
-from lockstep.runtime.rendezvous.proof import Secret
+from lockstep.runtime.rendezvous.handshake import Secret
 from lockstep.runtime.threads import share_cores
 
 # How long the zygote may take to say that killed ranks have ended.

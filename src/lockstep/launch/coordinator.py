@@ -24,8 +24,8 @@ from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes.election import HeldTerm
 from lockstep.launch.run_dir import latest_step
 from lockstep.launch.terminal import say
+from lockstep.launch.wire.acceptor import Rejection
 from lockstep.launch.wire.connections import BEAT_S, LOST_AFTER_S, ConnectionLost, Hub
-from lockstep.launch.wire.door import Sighting
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     Announce,
@@ -110,8 +110,8 @@ class Coordinator:
             if self._held_term and not self._superseded:
                 self._held_term.end()
 
-        if counts := self._hub.turned_away():
-            append_event(self._job.run_dir, {"event": "strangers", "counts": counts})
+        if counts := self._hub.rejected():
+            append_event(self._job.run_dir, {"event": "unknown_peers", "counts": counts})
 
         return self._ending
 
@@ -154,13 +154,13 @@ class Coordinator:
             self._hub.send_to_all(self._newcomers, self.state)
             self._newcomers.clear()
 
-        for sighting in self._hub.take_sightings():
-            self._announce_stranger(sighting, f"--join {self._job.join}")
+        for rejection in self._hub.take_rejections():
+            self._announce_unknown_peer(rejection, f"--join {self._job.join}")
 
         if self._store is not None:
             self._store.poll(now)
-            for sighting in self._store.take_sightings():
-                self._announce_stranger(sighting, "the ranks' store")
+            for rejection in self._store.take_rejections():
+                self._announce_unknown_peer(rejection, "the ranks' store")
 
         self._poll_folder(now)
         if now >= self._next_beat:
@@ -181,11 +181,14 @@ class Coordinator:
         if self._held_term is not None:
             self._superseded = self._superseded or self._held_term.superseded()
 
-    def _announce_stranger(self, sighting: Sighting, where: str) -> None:
-        """Print the first stranger of each kind. Nothing the stranger sent is printed."""
-        source = f" from {sighting.address}" if sighting.address else ""
-        say(f"lockstep: a stranger{source} at {where} {sighting.kind}; later ones of this kind are only counted")
-        append_event(self._job.run_dir, {"event": "stranger", "kind": sighting.kind, "from": sighting.address})
+    def _announce_unknown_peer(self, rejection: Rejection, where: str) -> None:
+        """Print the first peer that was rejected for some reason. Nothing that it sent is printed."""
+        source = f" from {rejection.address}" if rejection.address else ""
+        what = f"an unknown peer{source} at {where} {rejection.reason}"
+        say(f"lockstep: {what}; later ones of this kind are only counted")
+        append_event(
+            self._job.run_dir, {"event": "unknown_peer", "reason": rejection.reason, "from": rejection.address}
+        )
 
     def _every_second(self, now: float) -> None:
         """Exchange heartbeats and check for hangs."""

@@ -28,7 +28,7 @@ from lockstep.errors import UserError
 from lockstep.launch.job import parse_address
 from lockstep.launch.nodes import election
 from lockstep.launch.nodes.election import Term
-from lockstep.launch.wire.door import SECRET
+from lockstep.launch.wire.secret import SECRET
 from lockstep.runtime.parent_death import die_with_parent
 
 # Lines that wait for the driver, at most: a driver that does not ask must not fill the memory of the node.
@@ -49,7 +49,7 @@ class Report:
     code: int | None
     coordinates: bool = False  # the launcher coordinates the job, or did so until its end
     ended_job: bool = False  # it has ended the job, as its coordinator: its exit code is the job's
-    port_taken: bool = False  # it has ended, and a stranger listens where the nodes of the job were to meet
+    port_taken: bool = False  # it has ended, and another program listens where the nodes of the job were to meet
 
 
 class OwnTerm:
