@@ -24,7 +24,7 @@ from lockstep.cli import main
 from lockstep.clusters import ray as platform
 from lockstep.clusters.ray import agent as agents
 from lockstep.clusters.ray import driver
-from lockstep.clusters.ray.agent import NodeAgent, TermWatch, Report
+from lockstep.clusters.ray.agent import NodeAgent, Report, TermWatch
 from lockstep.clusters.ray.cluster import AgentLost, NoAnswer, RayNode, state_of
 from lockstep.clusters.ray.driver import Driver
 from lockstep.clusters.ray.merged_output import MergedOutput
