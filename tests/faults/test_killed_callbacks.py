@@ -1,5 +1,5 @@
 """Averages of weights, unfreezing, early stopping, the best checkpoint, sizes and the state of a callback, in a run
-that is killed and changes its number of ranks: it ends at the same step, with the same bits, as one that is left alone."""
+that is killed and changes its number of ranks: it ends at the same step, with the same bits, as one left alone."""
 
 from __future__ import annotations
 
