@@ -23,6 +23,7 @@ from lockstep.clusters.request import Request
 from lockstep.clusters.tether import Facts, Training
 from lockstep.errors import UserError
 from lockstep.launch.job import Bounds, parse_nproc
+from lockstep.runtime.machine import join_host_port
 
 # Whether what is written may hold what others must not read: values of --env.
 PRIVATE = True
@@ -76,7 +77,7 @@ def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
     if options.submit and options.out is None:
         return {}  # the hosts get their commands from this one
 
-    join = ",".join(f"{_bracketed(host.name)}:{options.port or PRINTED_PORT}" for host in hosts)
+    join = ",".join(join_host_port(host.name, options.port or PRINTED_PORT) for host in hosts)
     program = (options.python, "-m", "lockstep") if options.python else ("lockstep",)
     variables = " ".join(_assignment(word) for word in options.env)
     folder = shlex.quote(os.getcwd())
@@ -218,17 +219,13 @@ def refuse_host_options(options: argparse.Namespace) -> None:
         )
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 # ---- the start ----
 
 
 def _run(request: Request, hosts: list[Host], options: argparse.Namespace, resume_command: str) -> int:
     # `lockstep --help` must not wait for these.
     from lockstep.launch.terminal import ONE_LOG
-    from lockstep.launch.wire.door import SECRET, SECRET_FILE
+    from lockstep.launch.wire.secret import SECRET, SECRET_FILE
 
     variables = _environment(options.env)
     ssh = "ssh" if options.ssh is None else options.ssh
@@ -246,7 +243,7 @@ def _run(request: Request, hosts: list[Host], options: argparse.Namespace, resum
             arguments=list(request.script_arguments),
             nproc=request.nproc,
             nnodes=f"{request.nnodes.least}:{request.nnodes.most}",
-            join=",".join(f"{_bracketed(address)}:{port}" for address in addresses),
+            join=",".join(join_host_port(address, port) for address in addresses),
             resume=request.resume,
             resume_command=resume_command,
             env={ONE_LOG: "1", **given, **variables},

@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 
 from lockstep import targets
 from lockstep.errors import ExitCode, Preempted, UserError, printable
-from lockstep.runtime.machine import addresses_of_interfaces
+from lockstep.runtime.machine import address_family, addresses_of_interfaces
 from lockstep.runtime.preemption import PREEMPT_SIGNALS, signal_handler
 
 # No text of a job begins a line like this: U+001E is a separator of records.
@@ -128,7 +128,7 @@ def listen(address: str, port: int, mark: str) -> socket.socket:
     Path(mark).parent.mkdir(parents=True, exist_ok=True)
     Path(mark).touch()
 
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    family = address_family(address)
     asked = [port] if port else random.SystemRandom().sample(PORTS, 100)
 
     # A random port may be taken. The error of the last one is raised.

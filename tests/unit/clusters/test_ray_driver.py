@@ -438,7 +438,7 @@ def test_two_launchers_that_fail_while_another_coordinates_are_started_again(run
     assert run(script)[0] == 0
 
 
-def test_a_port_that_a_stranger_has_taken_is_replaced_by_another_one(run):
+def test_a_port_that_another_program_has_taken_is_replaced_by_another_one(run):
     """The launchers refuse to talk to what listens there."""
 
     def script(cluster, second):
@@ -957,7 +957,7 @@ def test_a_launcher_that_was_superseded_has_not_ended_the_job(listening, tmp_pat
     assert not own.coordinates()
 
 
-def test_an_agent_says_that_a_stranger_has_taken_its_port(agent):
+def test_an_agent_says_that_another_program_has_taken_its_port(agent):
     join = agent.address("127.0.0.1")
     with socket.create_server(("127.0.0.1", int(join.rpartition(":")[2]))):
         agent.start(["train", "no_such_recipe"])

@@ -28,7 +28,8 @@ from lockstep.errors import UserError
 from lockstep.launch.job import parse_address
 from lockstep.launch.nodes import election
 from lockstep.launch.nodes.election import Term
-from lockstep.launch.wire.door import SECRET
+from lockstep.launch.wire.secret import SECRET
+from lockstep.runtime.machine import address_family, join_host_port
 from lockstep.runtime.parent_death import die_with_parent
 
 # Lines that wait for the driver, at most: a driver that does not ask must not fill the memory of the node.
@@ -49,7 +50,7 @@ class Report:
     code: int | None
     coordinates: bool = False  # the launcher coordinates the job, or did so until its end
     ended_job: bool = False  # it has ended the job, as its coordinator: its exit code is the job's
-    port_taken: bool = False  # it has ended, and a stranger listens where the nodes of the job were to meet
+    port_taken: bool = False  # it has ended, and another program listens where the nodes of the job were to meet
 
 
 class OwnTerm:
@@ -126,7 +127,7 @@ class NodeAgent:
             port = unused.getsockname()[1]
 
         self._join = (host, port)
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return join_host_port(host, port)
 
     def start(self, words: Sequence[str]) -> None:
         """Start `lockstep` with these words. Raises a UserError if this node does not have what it needs."""
@@ -217,7 +218,7 @@ class NodeAgent:
 
 def _bound(host: str, port: int) -> socket.socket:
     """Return a socket that listens there. Raises OSError."""
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    return socket.create_server((host, port), family=address_family(host))
 
 
 def main() -> None:

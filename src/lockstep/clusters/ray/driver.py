@@ -26,7 +26,7 @@ from lockstep.clusters.request import Request
 from lockstep.errors import ExitCode, Preempted, UserError, plural
 from lockstep.launch.job import RESUME_COMMAND
 from lockstep.launch.terminal import say
-from lockstep.launch.wire.door import SECRET, SECRET_FILE
+from lockstep.launch.wire.secret import SECRET, SECRET_FILE
 
 # The pause between two looks at the agents, and between two looks at the cluster.
 TURN_S = 0.2
