@@ -82,6 +82,7 @@ class Run:
     tracer: StepTracer | None = field(init=False, default=None)  # while steps are traced
     profiled: ProfiledSteps | None = field(init=False, default=None)  # with `profile.count`
     batches_are_whole: bool = field(init=False, default=False)  # in an evaluation: a batch is not split over the ranks
+    gathers_rows: bool = field(init=False, default=False)  # a step has called `run.all_gather`
 
     @property
     def seconds(self) -> float:

@@ -130,6 +130,7 @@ class RecordedRun(Run):
             "device": self.runtime.device.type,
             "replicated": self.driver.role.replicated,
             "trainable": trainable(self.driver.model)[0],
+            "gathers": False,  # until the first step has ended
         }
 
         # Probes: only one rank's share of the samples, on one process; or every sample twice.
@@ -188,6 +189,7 @@ class RecordedRun(Run):
 
         settings = [_plain(group) for optimizer in self.model_setup.optimizers.all for group in optimizer.param_groups]
         self._steps.append({"micros": self._micros, "settings": settings})
+        self._facts["gathers"] = self.gathers_rows
         super().end_step(batches, result)
 
     def maintain(self, evaluation_due: bool = False) -> None:

@@ -31,7 +31,7 @@ from lockstep.launch.wire.connections import (
     reach,
 )
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd
-from lockstep.runtime.rendezvous.proof import Secret
+from lockstep.runtime.rendezvous.handshake import Secret
 
 # How long a node tries to reach the coordinating node.
 CONNECT_S = 300.0
