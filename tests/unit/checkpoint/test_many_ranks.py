@@ -13,8 +13,8 @@ from lockstep.checkpoint import inspect, manifest
 from lockstep.checkpoint.format import FileLayout, arrange, file_name
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest
 from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.saving.writer import Committed, Confirmation, Failed, Save, SaveContext
 from lockstep.checkpoint.storage import FileSystemStorage
-from lockstep.checkpoint.writer import Committed, Confirmation, Failed, Save, SaveContext
 
 
 class CountingStorage(FileSystemStorage):

@@ -371,9 +371,7 @@ class Save:
         if size != written:
             raise SaveFailed(f"rank {rank} wrote {written:,} bytes, but its file has {size:,}")
 
-    def _manifest(
-        self, confirmations: list[Confirmation], aliases: dict[str, str], values: dict[str, Any]
-    ) -> Manifest:
+    def _manifest(self, confirmations: list[Confirmation], aliases: dict[str, str], values: dict[str, Any]) -> Manifest:
         # The dtype and shape of each tensor, as the first rank has them, and the pieces of all ranks.
         tensors: dict[str, TensorEntry] = {}
         pieces: dict[str, list[Piece]] = {}
