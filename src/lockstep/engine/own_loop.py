@@ -76,6 +76,9 @@ class OwnRun(BuiltRunView):
             return moved[0] if len(moved) == 1 else moved
 
         several = SeveralModels(models) if len(models) > 1 else None
+        if _are_trained_in_turn(models, optimizers):
+            self._builder.expect_unused_parameters("each of several models has an optimizer of its own")
+
         setup = self._builder.setup_model(several or model, lambda _: optimizers, schedulers=lambda _: schedulers)
         self._check_setup(setup, len(optimizers))
 
@@ -505,6 +508,20 @@ class OwnStep:
             "",
             "call step.backward exactly once per batch; pass weight=0 if a batch should not count",
         )
+
+
+def _are_trained_in_turn(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> bool:
+    """Return whether each of several models belongs to one of several optimizers, as in a GAN."""
+    owners: list[set[int]] = []  # of each model, the optimizers that update a part of it
+    for model in models:
+        own = {id(p) for p in model.parameters() if p.requires_grad}
+        owners.append({i for i, optimizer in enumerate(optimizers) if own & _parameter_ids(optimizer)})
+
+    return all(len(found) <= 1 for found in owners) and len(set[int]().union(*owners)) > 1
+
+
+def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _check_parts(parts: list[Any]) -> None:
