@@ -166,7 +166,8 @@ def test_attention_by_document_bounds(monkeypatch, causal):
         outs = []
         for start, stop in pairwise(bounds.tolist()):
             part = [tensor[start:stop].transpose(0, 1) for tensor in (q, k, v)]
-            outs.append(F.scaled_dot_product_attention(*part, is_causal=window_size == (-1, 0), scale=scale).transpose(0, 1))
+            out = F.scaled_dot_product_attention(*part, is_causal=window_size == (-1, 0), scale=scale)
+            outs.append(out.transpose(0, 1))
         return torch.cat(outs)
 
     batch = packed_batch(documents([5, 31, 3, 17, 2]), row_length=32)
