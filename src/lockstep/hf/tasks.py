@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,17 @@ BOUNDS = 64  # the number of documents in a packed batch is rounded up to a mult
 
 # Names of features that a row may already have.
 FEATURES = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "labels")
+
+
+class CommonOptions(TypedDict, total=False):
+    """Options that every task here takes by name. Their defaults are those of `HuggingFaceTask`."""
+
+    text: str  # the name of the text in a row
+    max_length: int | None  # longer texts are truncated to this many tokens
+    lora: Any  # options of peft.LoraConfig, or another config of peft; only adapters are then trained and saved
+    collator: Any  # a data collator of transformers; None pads on the right
+    tokenizer: Any  # a folder or a tokenizer, if it is not in `path`
+    weight_decay: float  # of matrices
 
 
 class HuggingFaceTask(Task):
@@ -58,14 +69,10 @@ class HuggingFaceTask(Task):
         tokenizer: Any = None,
         weight_decay: float = 0.0,
     ):
-        """Keep the options; nothing is read yet.
+        """Keep the options; nothing is read yet. `CommonOptions` says what the others mean.
 
         `path`: a local model folder; a config.json or a config for random weights.
         `data`, `eval_data`: a file (.jsonl, .json, .txt, .csv, .parquet), a folder of datasets, or rows.
-        `text`: the name of the text in a row. `max_length`: longer texts are truncated to this many tokens.
-        `lora`: options of peft.LoraConfig, or another config of peft. Only adapters are then trained and saved.
-        `collator`: a data collator of transformers; None pads on the right.
-        `tokenizer`: a folder or a tokenizer, if it is not in `path`.
         """
         self.path = path
         self.rows = data
@@ -268,15 +275,11 @@ class CausalLM(HuggingFaceTask):
         path: Any,
         data: Any = None,
         eval_data: Any = None,
-        text: str = "text",
-        max_length: int | None = None,
+        *,
         pack: int | None = None,
         row_length: int | None = None,
         fused_loss: bool = False,
-        lora: Any = None,
-        collator: Any = None,
-        tokenizer: Any = None,
-        weight_decay: float = 0.0,
+        **options: Unpack[CommonOptions],
     ):
         """Keep the options.
 
@@ -284,11 +287,11 @@ class CausalLM(HuggingFaceTask):
         `row_length`: put whole texts into rows of this many tokens; no text sees another one of its row.
         `fused_loss`: compute the loss without storing the logits.
         """
-        super().__init__(path, data, eval_data, text, max_length, lora, collator, tokenizer, weight_decay)
+        super().__init__(path, data, eval_data, **options)
         self.pack = pack
         self.row_length = row_length
         self.fused_loss = fused_loss
-        if row_length and (pack or collator):
+        if row_length and (pack or self.collator):
             other = f"task.pack={pack}" if pack else "a collator"
             raise UserError(f"task.row_length={row_length} excludes {other}", "", "leave one of them out")
 
@@ -453,17 +456,13 @@ class SequenceClassification(HuggingFaceTask):
         path: Any,
         data: Any = None,
         eval_data: Any = None,
-        text: str = "text",
+        *,
         label: str = "label",
         num_labels: int | None = None,
-        max_length: int | None = None,
-        lora: Any = None,
-        collator: Any = None,
-        tokenizer: Any = None,
-        weight_decay: float = 0.0,
+        **options: Unpack[CommonOptions],
     ):
         """Keep the options. `label`: the name of the label in a row. `num_labels`: None keeps that of the config."""
-        super().__init__(path, data, eval_data, text, max_length, lora, collator, tokenizer, weight_decay)
+        super().__init__(path, data, eval_data, **options)
         self.label = label
         self.num_labels = num_labels
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from lockstep.config.schema import HangConfig
+from lockstep.config.sections import HangConfig
 from lockstep.launch import records
 from lockstep.runtime import heartbeat
 
