@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep import api
 from lockstep.checkpoint.manifest import float_of
 from lockstep.checkpoint.state_tree import digest, pack
-from lockstep.data.sources import MapSource
+from lockstep.data.map_source import MapSource
 from lockstep.engine import setup
 from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.run import Run
@@ -135,7 +135,7 @@ class RecordedRun(Run):
 
         # Probes: only one rank's share of the samples, on one process; or every sample twice.
         if isinstance(source, MapSource) and orders["part"]:
-            source.data_world = World(*orders["part"])
+            source.order.data_world = World(*orders["part"])
 
         if isinstance(source, MapSource) and orders["twice"]:
             reader: Any = source.reader

@@ -53,14 +53,14 @@ class Report:
     port_taken: bool = False  # it has ended, and another program listens where the nodes of the job were to meet
 
 
-class OwnTerm:
+class TermWatch:
     """Finds out whether a launcher of this node coordinates the job, and whether it has ended it."""
 
     def __init__(self, run_dir: Path, pid: int):
         self._run_dir = run_dir
         self._pid = pid
         self._newest: Term | None = None
-        self._own: Term | None = None  # the newest term, if it is this launcher's
+        self._held: Term | None = None  # the newest term, if it is this launcher's
         self._next_look = 0.0
 
     def coordinates(self) -> bool:
@@ -73,14 +73,14 @@ class OwnTerm:
 
                 # The file is gone when the job has ended. Its coordinator still says goodbye to the others then.
                 if newest is not None and newest != self._newest:
-                    self._own = newest if _listens(self._pid, newest.address) else None
+                    self._held = newest if _listens(self._pid, newest.address) else None
                     self._newest = newest
 
-        return self._own is not None
+        return self._held is not None
 
     def ended_job(self) -> bool:
         """Return whether the launcher, which is gone now, has removed its term file: it stays if others take over."""
-        if self._own is None:
+        if self._held is None:
             return False
 
         try:
@@ -89,7 +89,7 @@ class OwnTerm:
             return False
 
         # A job that begins after this one counts its terms from 1 again.
-        return newest is None or newest.number < self._own.number
+        return newest is None or newest.number < self._held.number
 
 
 def _listens(pid: int, address: str) -> bool:
@@ -116,7 +116,7 @@ class NodeAgent:
         self._child: subprocess.Popen[bytes] | None = None
         self._lines: deque[str] = deque(maxlen=MOST_LINES)
         self._reader: threading.Thread | None = None
-        self._term: OwnTerm | None = None
+        self._term: TermWatch | None = None
 
         # Where the nodes of the job meet, if that is on this node.
         self._join: tuple[str, int] | None = None
@@ -146,7 +146,7 @@ class NodeAgent:
             start_new_session=True,  # a Ctrl-C at the terminal of `ray start` is not meant for the job
         )
 
-        self._term = OwnTerm(self._marker.parent.parent, self._child.pid)
+        self._term = TermWatch(self._marker.parent.parent, self._child.pid)
         self._reader = threading.Thread(target=self._read, args=(self._child,), daemon=True)
         self._reader.start()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from lockstep.config.schema import StopConfig
+from lockstep.config.sections import StopConfig
 from lockstep.errors import UserError, plural
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.schema import RestartConfig
+from lockstep.config.sections import RestartConfig
 from lockstep.errors import ExitCode
 from lockstep.launch.decisions import phases
 from lockstep.launch.decisions.cluster import Node, divide
