@@ -48,7 +48,7 @@ def _without_a_trace(run: Run, task: Any) -> Iterator[None]:
     """Return a context after which generators, the model and the task are as before."""
     model = run.driver.model
     snapshot = StateSnapshot(model, task, (), copies_parameters=False)
-    with preserve_rng(run.runtime.device), run_eagerly(model), run.source.reading_here(), run.whole_batches():
+    with preserve_rng(run.runtime.device), run_eagerly(model), run.reading_samples(), run.whole_batches():
         try:
             yield
         finally:
