@@ -14,7 +14,6 @@ import numpy as np
 from lockstep.data.samplers.sampler import OrderCache, SeededSampler, as_numbers, check_whole, uniforms
 from lockstep.errors import UserError
 
-
 BLOCK = 2**16  # clocks that are computed together
 
 
@@ -99,7 +98,7 @@ class WeightedSampler(SeededSampler):
 class _Order:
     """The order of clocks, as `np.argsort(clocks, kind="stable")` has it, without sorting all of them at once.
 
-    Clocks are divided into about 2^16 buckets that follow each other. A bucket is sorted when a place in it is asked for.
+    Clocks are divided into up to 2^16 buckets that follow each other. A bucket is sorted when a place in it is needed.
     """
 
     def __init__(self, clocks: np.ndarray):
