@@ -30,6 +30,7 @@ from lockstep.data.loader import (
 )
 from lockstep.data.samplers import Sampled, Sampler, make_sampler
 from lockstep.data.samplers.sampler import OrderCache, checked_ids
+from lockstep.data.samplers.shuffled import SequentialSampler, ShuffledSampler
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.streams.cursor import has_state
@@ -196,6 +197,11 @@ class MapSource(BatchSource):
         self.reader = reader
         self.sampler = sampler
         self.samples = len(reader.dataset)
+
+        # These give every sample once, so that their ids need no check. Anyone may write another sampler.
+        own = isinstance(sampler, ShuffledSampler | SequentialSampler)
+        self._is_permutation = own and len(sampler) == self.samples
+
         self.lengths = lengths  # (samples,) of the dataset, for data.balance=length
         self.options = options
         self.data_world = options.data_world
@@ -363,6 +369,8 @@ class MapSource(BatchSource):
                 position = stop
 
         window = next_window(position, self.length, self.options.global_batch, self.options.tail)
+        if not self.skipped_spans:
+            return window
 
         # With `tail=drop` the window may begin in the next epoch, in a skipped span there.
         begin = self._end_position(window) - window.size
@@ -378,6 +386,8 @@ class MapSource(BatchSource):
         return window
 
     def _ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        if self._is_permutation:
+            return self.sampler.ids(epoch, start, stop)
         return checked_ids(self.sampler, epoch, start, stop, self.samples)
 
     def _end_position(self, window: Window) -> int:
@@ -401,16 +411,23 @@ class MapSource(BatchSource):
         if self.options.interleaved:
             local = range(rank, count, size)
         else:
-            begin = window.epoch * self.length + window.start
-            speeds = next((speeds for first, speeds in reversed(self._speeds) if first <= begin), None)
-            local = rank_range(count, rank, size, speeds)
+            local = rank_range(count, rank, size, self._speeds_at(after - window.size))
+
+        assigned = [(index, False) for index in local]
 
         # Padding repeats a micro-batch with weight 0, since collectives need every rank.
         needed = -(-count // size) if self.options.collective_forwards else 1
-        padding = [local[0] if local else 0] * (needed - len(local))
-        assigned = [(index, False) for index in local] + [(index, True) for index in padding]
+        if len(assigned) < needed:
+            assigned += [(local[0] if local else 0, True)] * (needed - len(assigned))
+
         self._assigned[after] = assigned
         return assigned
+
+    def _speeds_at(self, position: int) -> tuple[float, ...] | None:
+        """Return the speeds of the ranks that apply at a position, if there are any."""
+        if not self._speeds:
+            return None
+        return next((speeds for first, speeds in reversed(self._speeds) if first <= position), None)
 
     def _micro_batch(self, window: Window, index: int, padding: bool) -> MicroBatch:
         """Return a micro-batch of a window without its data: which samples it has, and its place in the step."""

@@ -7,13 +7,12 @@ A *position* counts the samples of all epochs in order; an *offset* counts those
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heapreplace
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """The samples of one global step: offsets [start, stop) in the order of `epoch`."""
 
     epoch: int

@@ -176,7 +176,7 @@ class OwnRun(BuiltRunView):
             try:
                 yield step
             finally:
-                gradients.release()
+                gradients.forget()
 
             step.check_ended()
             run.maintain()
@@ -369,9 +369,10 @@ class OwnStep:
 
             self._driver.backward(loss, self._progress)
 
-        self._gradients.note()
+        # The exchange is over, and the loop may do anything now, but `apply` needs these gradients.
         if self._progress.backwards_done == self._batches.count:
-            self._run.runtime.heartbeat.beat("user code")  # the exchange is over, and the loop may do anything now
+            self._gradients.note()
+            self._run.runtime.heartbeat.beat("user code")
 
     def apply(self, *optimizers: torch.optim.Optimizer) -> StepResult | None:
         """Divide by the global weight, clip, and step the optimizers.
@@ -438,6 +439,7 @@ class OwnStep:
     def _begin_pass(self) -> None:
         self._yielded = 0
         self._progress = self._run.stepper.begin(self._batches, self.passes_done, self._passes)
+        self._gradients.forget()
         self._driver.begin()
 
     def _end_pass(self) -> None:
