@@ -14,6 +14,8 @@ def test_rows_of_tensors_keep_their_memory_format():
     dataset = TensorDataset(images, images.to(memory_format=torch.channels_last), torch.arange(4))
     plain, channels_last, labels = SampleReader(dataset, default_collate, seed=0)(Request(0, np.array([3, 0])))
 
-    assert plain.equal(images[[3, 0]]) and plain.is_contiguous()
-    assert channels_last.equal(plain) and channels_last.is_contiguous(memory_format=torch.channels_last)
+    assert plain.equal(images[[3, 0]])
+    assert plain.is_contiguous()
+    assert channels_last.equal(plain)
+    assert channels_last.is_contiguous(memory_format=torch.channels_last)
     assert labels.tolist() == [3, 0]
