@@ -5,9 +5,9 @@
     python benchmarks/scale.py --parts 8192 --only checkpoint
     python benchmarks/scale.py --patience 60              # on a machine that is busy with other work
 
-The coordinator, with its hub, door and store, is a process of its own, and real; the nodes and the connections of the
-ranks are simulated (`simulated_nodes.py`), over loopback. The table has the coordinator's CPU seconds in each phase,
-and its memory after that phase, above what it had before the first node came.
+The coordinator, with its hub, acceptor and store, is a process of its own, and real; the nodes and the connections of
+the ranks are simulated (`simulated_nodes.py`), over loopback. The table has the coordinator's CPU seconds in each
+phase, and its memory after that phase, above what it had before the first node came.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A simulated node proves that it knows the secret, joins, sends heartbeats with the views of its ranks, and answers
 orders as an `Agent` does whose ranks obey at once. Many of them live in one process, and so do the connections of
-their ranks to the store. The coordinator, its hub, its door and its store are those of a real job; only the agent of
-its own node is simulated as well.
+their ranks to the store. The coordinator, its hub, its acceptor and its store are those of a real job; only the agent
+of its own node is simulated as well.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import election
 from lockstep.launch.nodes.election import TakeoverWatch
 from lockstep.launch.nodes.search import RETRY_S, STAGGER_S, CoordinatorRole, Membership, Search
+from lockstep.launch.wire.acceptor import Acceptor
 from lockstep.launch.wire.connections import (
     LOST_AFTER_S,
     Connection,
@@ -39,7 +40,6 @@ from lockstep.launch.wire.connections import (
     bind_join_address,
     reach,
 )
-from lockstep.launch.wire.door import Door
 from lockstep.launch.wire.messages import (
     CollectStacks,
     CoordinatorState,
@@ -57,7 +57,7 @@ from lockstep.launch.wire.messages import (
     encode,
 )
 from lockstep.launch.wire.store_server import store_secret
-from lockstep.runtime.rendezvous.proof import Secret, TurnedAway, prove
+from lockstep.runtime.rendezvous.handshake import HandshakeUnanswered, Secret, authenticate
 
 SECRET = Secret(b"0" * 64, "the simulation")
 PATIENCE_S = 300.0  # longer than this is a hang, and ends the simulation with an error
@@ -208,7 +208,7 @@ def make_coordinator(run_dir: Path, nodes: int, ranks: int) -> tuple[Coordinator
     job = make_job(run_dir, nodes, ranks, address)
     agent = SimulatedAgent(job.nproc)
     term = election.begin_term(run_dir, None, agent.name, address)
-    hub = Hub(Door.for_nodes(listener, SECRET, nodes))
+    hub = Hub(Acceptor.for_nodes(listener, SECRET, nodes))
     coordinator = Coordinator(job, agent, [], hub, "127.0.0.1", term)  # pyrefly: ignore[bad-argument-type]
     return coordinator, agent, address
 
@@ -220,7 +220,7 @@ def make_successor(run_dir: Path, nodes: int, ranks: int, last: Membership) -> t
     role = Search(job, agent.name, [], SECRET, []).after_loss(last, "the connection was closed")
     assert isinstance(role, CoordinatorRole)
     assert role.failure is not None
-    hub = Hub(Door.for_nodes(role.listener, SECRET, nodes))
+    hub = Hub(Acceptor.for_nodes(role.listener, SECRET, nodes))
     job = replace(job, join=role.held_term.term.address)
     coordinator = Coordinator(
         job,
@@ -449,34 +449,34 @@ class StoreRanks:
         """Each rank connects, sets its address and counts itself; then all wait for a key that the last one sets."""
         with ThreadPoolExecutor(THREADS) as pool:
             list(pool.map(self._arrive, range(self._start.world_size)))
-            last, seal = self._clients[-1]
-            _answer(last, seal)
-            _ask(last, seal, what="set", key="complete", value="")
+            last, signer = self._clients[-1]
+            _answer(last, signer)
+            _ask(last, signer, what="set", key="complete", value="")
             list(pool.map(lambda client: _answer(*client), list(self._clients)[:-1]))
 
     def _arrive(self, rank: int) -> None:
-        connection, seal = self._connect()
+        connection, signer = self._connect()
         address = b64encode(b"an address of 64 bytes".ljust(64)).decode()
-        _ask(connection, seal, what="set", key=f"address/{rank}", value=address)
-        total = _ask(connection, seal, what="add", key="count", amount=1)["answer"]
-        _ask(connection, seal, what="get", keys=[f"address/{rank}"], seconds=300)
+        _ask(connection, signer, what="set", key=f"address/{rank}", value=address)
+        total = _ask(connection, signer, what="add", key="count", amount=1)["answer"]
+        _ask(connection, signer, what="get", keys=[f"address/{rank}"], seconds=300)
         wait = {"what": "wait", "keys": ["complete"], "seconds": 300.0}
         if total == self._start.world_size:
             wait = {"what": "wait", "keys": ["count"], "seconds": 300.0}
-        connection.sendall(seal.sign(json.dumps(wait).encode()) + b"\n")
+        connection.sendall(signer.sign(json.dumps(wait).encode()) + b"\n")
         if total == self._start.world_size:
-            self._clients.append((connection, seal))
+            self._clients.append((connection, signer))
         else:
-            self._clients.appendleft((connection, seal))
+            self._clients.appendleft((connection, signer))
 
     def _connect(self) -> tuple[socket.socket, Any]:
         while True:
             try:
                 connection = socket.create_connection((self._start.address, self._start.store_port), 60.0)
-                seal = prove(connection, self._secret)
+                signer = authenticate(connection, self._secret)
                 connection.settimeout(PATIENCE_S)
-                return connection, seal
-            except (TurnedAway, TimeoutError, ConnectionError):
+                return connection, signer
+            except (HandshakeUnanswered, TimeoutError, ConnectionError):
                 time.sleep(0.1)
 
     def close(self) -> None:
@@ -484,16 +484,16 @@ class StoreRanks:
             connection.close()
 
 
-def _ask(connection: socket.socket, seal: Any, **request: Any) -> Any:
-    connection.sendall(seal.sign(json.dumps(request).encode()) + b"\n")
-    return _answer(connection, seal)
+def _ask(connection: socket.socket, signer: Any, **request: Any) -> Any:
+    connection.sendall(signer.sign(json.dumps(request).encode()) + b"\n")
+    return _answer(connection, signer)
 
 
-def _answer(connection: socket.socket, seal: Any) -> Any:
+def _answer(connection: socket.socket, signer: Any) -> Any:
     line = b""
     while not line.endswith(b"\n"):
         data = connection.recv(65536)
         if not data:
             raise ConnectionError("the store hung up")
         line += data
-    return json.loads(seal.check(line[:-1]))
+    return json.loads(signer.check(line[:-1]))

@@ -16,7 +16,8 @@ import pytest
 
 import preloaded
 from lockstep.config import KEYS
-from lockstep.config.schema import SECTIONS, typed
+from lockstep.config.schema import SECTIONS
+from lockstep.config.settings import typed
 from lockstep.engine.checks.names import REGISTRIES
 from pages import ENDED, ROOT
 

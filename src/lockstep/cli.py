@@ -369,7 +369,7 @@ def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 def _config(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from lockstep.config import KEYS, flatten, read_layers, resolve_for
-    from lockstep.config.schema import typed
+    from lockstep.config.settings import typed
     from lockstep.engine.checks.names import check_names
 
     layers = read_layers(options.config, overrides)

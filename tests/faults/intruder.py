@@ -1,4 +1,4 @@
-"""A stranger at the join port: noise, half lines, lines without end, replays, crowds of connections, slow readers.
+"""An unknown peer at the join port: noise, half lines, lines without end, replays, crowds of connections, slow readers.
 
 As a benchmark, with the large numbers, and as another user if it is started by root:
 
@@ -194,8 +194,8 @@ def _attack(port: int, tap: Tap, connections: int, megabytes: int) -> None:
 
 def main() -> None:
     from faults.torture import digests
-    from lockstep.launch.wire import door
-    from lockstep.runtime.rendezvous import proof
+    from lockstep.launch.wire import acceptor
+    from lockstep.runtime.rendezvous import handshake
     from ports import free_port
 
     parser = argparse.ArgumentParser()
@@ -219,16 +219,22 @@ def main() -> None:
             codes, output = _train(folder, ports, words, during)
             found.append(digests(folder / "run"))
             print(f"{name}: exit codes {codes}, {time.monotonic() - began:.1f} s")
-            print("\n".join(line for line in output.splitlines() if "stranger" in line))
+            print("\n".join(line for line in output.splitlines() if "unknown peer" in line))
             for line in (folder / "run" / "events.jsonl").read_text().splitlines():
-                if '"strangers"' in line:
+                if '"unknown_peers"' in line:
                     counts |= json.loads(line)["counts"]
 
     print(json.dumps(counts, indent=2))
     print("the same hash of every tensor" if found[0] == found[1] else "ANOTHER RESULT")
 
     # An attack that came too late, or was never seen, proves nothing.
-    unseen = {proof.WRONG, proof.NOISE, door.SILENT, door.HUNG_UP, door.CROWD} - counts.keys()
+    unseen = {
+        handshake.WRONG_SECRET,
+        handshake.NOT_AN_ANSWER,
+        acceptor.SILENT,
+        acceptor.HUNG_UP,
+        acceptor.TOO_MANY,
+    } - counts.keys()
     if unseen:
         print(f"never seen, so try more --steps: {', '.join(sorted(unseen))}")
     sys.exit(bool(unseen) or found[0] != found[1])

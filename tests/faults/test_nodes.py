@@ -77,10 +77,10 @@ def test_a_job_may_continue_with_fewer_nodes_and_welcome_new_ones(nodes, tmp_pat
 
 def test_a_node_with_another_command_is_refused(nodes, tmp_path):
     (first,) = nodes(1)
-    (stranger,) = nodes(1, "me.note('another')")
-    assert stranger.wait() == 2
-    assert "code: \"me.note('another')\" here" in stranger.said
-    assert "do:    run the same command on every node" in stranger.said
+    (other,) = nodes(1, "me.note('another')")
+    assert other.wait() == 2
+    assert "code: \"me.note('another')\" here" in other.said
+    assert "do:    run the same command on every node" in other.said
     (elsewhere,) = nodes(1, "me.note('another')", join=f"127.0.0.9:{free_port()}")  # another meeting, the same folder
     assert elsewhere.wait() == 2
     assert "the commands of two nodes differ" in elsewhere.said

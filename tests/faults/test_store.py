@@ -1,4 +1,4 @@
-"""Where the ranks of a real launcher meet, and what a stranger on the same machine can do there."""
+"""Where the ranks of a real launcher meet, and what an unknown peer on the same machine can do there."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 from launchers import Launcher, events, pid_of, until
 
 from faults import intruder
-from lockstep.launch.wire.door import find_secret
-from lockstep.runtime.rendezvous import proof
+from lockstep.launch.wire.secret import find_secret
+from lockstep.runtime.rendezvous import handshake
 from ports import free_port
 
-# Ranks join as in a run, say where, and train. What a rank believes is read again after the stranger was there.
+# Ranks join as in a run, say where, and train. What a rank believes is read again after the unknown peer was there.
 MEET = """
 import torch, torch.distributed as dist
 from lockstep.runtime import context
@@ -96,7 +96,7 @@ def test_ranks_of_one_machine_meet_at_no_port(launch, tmp_path):
     assert not folder.exists()
 
 
-def test_a_stranger_at_the_store_of_two_machines_changes_nothing(launch, tmp_path):
+def test_an_unknown_peer_at_the_store_of_two_machines_changes_nothing(launch, tmp_path):
     join = f"127.0.0.1:{free_port()}"
     both = [launch(nproc=(1, 1), nnodes=(2, 2), join=join) for _ in range(2)]
     for rank in (0, 1):
@@ -111,11 +111,13 @@ def test_a_stranger_at_the_store_of_two_machines_changes_nothing(launch, tmp_pat
         key = (Path((tmp_path / f"0-{rank}").read_text().split()[2]) / "store.key").read_text()
         variables = (tmp_path / f"variables-{rank}").read_text()
         assert secret not in variables
-        assert len(key) == proof.DIGITS
+        assert len(key) == handshake.DIGITS
         assert key not in variables
 
-    until(lambda: {proof.NOISE, proof.WRONG} <= {event.get("kind") for event in events(tmp_path)})
+    until(
+        lambda: {handshake.NOT_AN_ANSWER, handshake.WRONG_SECRET} <= {event.get("reason") for event in events(tmp_path)}
+    )
     (tmp_path / "attacked").touch()
     assert [node.wait() for node in both] == [0, 0], both[0].said + both[1].said
-    assert "a stranger from 127.0.0.1 at the ranks' store" in both[0].said + both[1].said
-    assert [event["event"] for event in events(tmp_path)] == ["stranger", "stranger"]
+    assert "an unknown peer from 127.0.0.1 at the ranks' store" in both[0].said + both[1].said
+    assert [event["event"] for event in events(tmp_path)] == ["unknown_peer", "unknown_peer"]

@@ -29,7 +29,7 @@ def off(found, right):
     return float((found.double() - right).norm() / right.norm())
 
 
-@pytest.mark.parametrize("words", [100, 4096, 50257])
+@pytest.mark.parametrize("words", [100, 4096, 5001, 50257])
 @pytest.mark.parametrize("low", [False, True])
 def test_as_near_the_truth_as_whole_logits_are(words, low):
     torch.set_float32_matmul_precision("highest")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.config.schema import StopConfig
+from lockstep.config.sections import StopConfig
 from lockstep.engine.evaluation.early_stop import EarlyStop
 from lockstep.errors import UserError
 from lockstep.task import Loss

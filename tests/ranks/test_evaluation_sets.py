@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lockstep.config.schema import EvaluateConfig
+from lockstep.config.sections import EvaluateConfig
 from lockstep.engine.evaluation.evaluator import check_data, evaluation_sets
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
 from lockstep.errors import UserError

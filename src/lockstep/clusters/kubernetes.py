@@ -26,7 +26,7 @@ import yaml
 from lockstep.clusters.request import Request
 from lockstep.errors import UserError, final_codes
 from lockstep.launch.job import parse_nproc
-from lockstep.launch.wire.door import SECRET, SECRET_FILE, find_secret
+from lockstep.launch.wire.secret import SECRET, SECRET_FILE, find_secret
 
 HELP = "Kubernetes: a Kubeflow TrainJob, a JobSet, or a plain indexed Job"
 

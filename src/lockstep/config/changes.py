@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lockstep.config.schema import KEYS, RENAMED, RunConfig, flatten, typed
+from lockstep.config.schema import KEYS, RENAMED, RunConfig
+from lockstep.config.settings import flatten, typed
 
 # Settings that may change on resume without being reported.
 NOT_COMPARED = ("run_dir", "resume", "log.progress")

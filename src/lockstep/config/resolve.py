@@ -16,7 +16,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from lockstep.config.conflicts import EXCLUSIVE, conflicts, exclusive, unused
-from lockstep.config.schema import KEYS, RENAMED, SECTIONS, RunConfig, Setting, flatten, typed, walk
+from lockstep.config.schema import KEYS, RENAMED, SECTIONS, RunConfig
+from lockstep.config.settings import Setting, flatten, typed, walk
 from lockstep.config.yaml_dialect import word
 from lockstep.errors import ConfigError, UserError
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from lockstep.config.schema import RunConfig, flatten, nested
+from lockstep.config.schema import RunConfig
+from lockstep.config.settings import flatten, nested
 from lockstep.errors import UserError
 
 # Numbers as in JSON and Python, with hexadecimal and binary integers. No octals, no base 60.

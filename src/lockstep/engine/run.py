@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.manager import CheckpointManager, LoopState, Resumed
 from lockstep.config import RunConfig
+from lockstep.data.dataset_source import DatasetSource
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.end import end_preempted
 from lockstep.engine.evaluation.evaluations import Evaluations, results_for_hooks
@@ -81,6 +82,7 @@ class Run:
     tracer: StepTracer | None = field(init=False, default=None)  # while steps are traced
     profiled: ProfiledSteps | None = field(init=False, default=None)  # with `profile.count`
     batches_are_whole: bool = field(init=False, default=False)  # in an evaluation: a batch is not split over the ranks
+    gathers_rows: bool = field(init=False, default=False)  # a step has called `run.all_gather`
 
     @property
     def seconds(self) -> float:
@@ -379,7 +381,8 @@ class Run:
         steps_done = self.stepper.counters.steps_done
 
         # The data may be the training dataset, which worker processes read too.
-        with self.source.reading_here(), setup.evaluation_weights(), setup.averaged_weights(), self.whole_batches():
+        reading = self.source.reading_here() if isinstance(self.source, DatasetSource) else nullcontext()
+        with reading, setup.evaluation_weights(), setup.averaged_weights(), self.whole_batches():
             return setup.evaluator.evaluate_all(sets, batch, steps_done, may_preempt)
 
     @contextmanager

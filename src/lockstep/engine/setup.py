@@ -15,6 +15,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +26,15 @@ from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.checkpoint.initial.weights import InitialWeights, load_initial_weights
 from lockstep.checkpoint.manager import CheckpointManager, Resumed
 from lockstep.checkpoint.run_state import Part, RunState
-from lockstep.checkpoint.state_tree import frozen_names, pack
+from lockstep.checkpoint.state_tree import frozen_names, gather_state, pack
 from lockstep.checkpoint.storage import committed, delete_leftovers, open_storage
 from lockstep.config import Resolved, RunConfig
+from lockstep.data.dataset_source import DatasetSource
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
+from lockstep.data.map_source import MapSource
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.source_options import SourceOptions
-from lockstep.data.sources import MapSource, open_source
+from lockstep.data.sources import open_source
 from lockstep.data.windows import rank_range
 from lockstep.engine.checks.guards import LateHooks, TrainableGuard, check_replicas
 from lockstep.engine.checks.model import (
@@ -290,8 +293,9 @@ class RunBuilder:
 
         # The length of the data determines the plan: how a batch is split, and the number of steps.
         plan, source = self._plan_data(data, collate, driver)
+        largest_input = source.largest_input if isinstance(source, DatasetSource) else lambda: None
         with preserve_rng(runtime.device):
-            runtime.suit_threads(driver.model, plan.micro_batch, source.largest_input)
+            runtime.suit_threads(driver.model, plan.micro_batch, largest_input)
 
         _attach_source(source, driver, plan, config, runtime)
         samples = self._open_sample_log()
@@ -428,7 +432,7 @@ class RunBuilder:
             collective_forwards=role.collective_forwards,
             exact=config.exact,
             watches_dataset=config.checks.first_batch,
-            gather=self.runtime.collectives.gather_json,
+            gather_states=partial(gather_state, self.runtime.collectives),
             log_event=self.recorder.event,
             beat=self.runtime.heartbeat.again,
             check_state=_check_stream_state,
@@ -570,7 +574,7 @@ class RunBuilder:
             check_epochs_countable(self.config, resumed.changed_settings)
             return plan
 
-        plan = plan.resumed(self.config, stepper.counters.steps_done, source.steps_counted)
+        plan = plan.resumed(self.config, stepper.counters.steps_done, source.order.steps_counted)
         if isinstance(stepper.learning_rate, LearningRate):
             stepper.learning_rate.total_steps = plan.steps
             stepper.lr = stepper.learning_rate.at(stepper.counters.applied)

@@ -29,7 +29,7 @@ from lockstep.runtime.machine import (
     nccl_file_names_interface,
 )
 from lockstep.runtime.preemption import PREEMPT_FILE
-from lockstep.runtime.rendezvous.proof import Secret
+from lockstep.runtime.rendezvous.handshake import Secret
 
 # How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, so the
 # sum must stay below the silence after which a node counts as lost.

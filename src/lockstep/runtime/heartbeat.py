@@ -167,7 +167,7 @@ def waits_in_step(step: int, ranks: int) -> bool:
 
 
 def read(path: Path) -> View | None:
-    """Read a rank's heartbeat, on the launcher's side. Returns None before the first beat."""
+    """Read a rank's heartbeat, on the launcher's side. Return None before the first beat."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

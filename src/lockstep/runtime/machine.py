@@ -107,6 +107,16 @@ def address_towards(host: str) -> str | None:
         return None
 
 
+def address_family(host: str) -> socket.AddressFamily:
+    """Return the family of an address that is written out."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def join_host_port(host: str, port: int) -> str:
+    """Return HOST:PORT, with brackets around an IPv6 address, as it is typed after --join."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
 def as_others_reach_it(host: str) -> str:
     """Return `host`, or this machine's address in its network if the name means a loopback address here.
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from lockstep import losses
 from lockstep.errors import UserError
 from lockstep.losses import _default_chunk, linear_cross_entropy
 
@@ -41,6 +42,69 @@ def test_it_is_cross_entropy_however_it_is_cut(chunk):
     pairs = zip(gradients(found, hidden, weight, start=3.0), gradients(right, hidden, weight, start=3.0), strict=True)
     for mine, theirs in pairs:
         torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("words", [1, 63, 64, 65, 127])
+def test_any_number_of_words(words):
+    draw = torch.Generator().manual_seed(words)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=draw, dtype=torch.float64, requires_grad=True)
+        for shape in ((9, WIDTH), (words, WIDTH), (words,))
+    )
+    targets = torch.randint(words, (9,), generator=draw)
+    targets[0], targets[1] = words - 1, -100
+
+    right = F.cross_entropy(F.linear(hidden, weight, bias), targets, reduction="sum")
+    found = linear_cross_entropy(hidden, weight, targets, bias=bias, chunk=4)
+    torch.testing.assert_close(found, right)
+    mine, theirs = gradients(found, hidden, weight, bias), gradients(right, hidden, weight, bias)
+    assert [gradient.shape for gradient in mine] == [x.shape for x in (hidden, weight, bias)]
+    torch.testing.assert_close(mine, theirs)
+
+
+def test_words_that_fill_up_change_no_bit(monkeypatch):
+    """Whole numbers, so that no order of additions matters: 51 words with padding, and the same without."""
+    draw = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randint(-2, 3, (rows, 8), generator=draw).float().requires_grad_() for rows in (6, 51))
+    targets = torch.randint(51, (6,), generator=draw)
+
+    found = linear_cross_entropy(hidden, weight, targets)
+    with monkeypatch.context() as patch:
+        patch.setattr(losses, "WORDS_MULTIPLE", 1)
+        right = linear_cross_entropy(hidden, weight, targets)
+    assert torch.equal(found, right)
+    torch.testing.assert_close(gradients(found, hidden, weight), gradients(right, hidden, weight), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch 2.13 has it")
+def test_it_is_the_sum_of_torchs_own():
+    hidden, weight, targets = tensors()
+    rows, labels = hidden.flatten(0, -2), targets.flatten()
+    right = F.linear_cross_entropy(rows, weight, labels, reduction="sum")
+    found = linear_cross_entropy(hidden, weight, targets)
+    torch.testing.assert_close(found, right)
+    torch.testing.assert_close(gradients(found, hidden, weight), gradients(right, hidden, weight))
+
+
+def test_logits_in_float8():
+    hidden, weight, targets = tensors(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = linear_cross_entropy(hidden, weight, targets, chunk=5, float8=True)
+        low = linear_cross_entropy(hidden, weight, targets)
+    right = whole(hidden, weight, targets)
+
+    assert abs(found / right - 1) < 2e-2
+    # 4 bits of precision per factor: near, but not as near as bfloat16.
+    truth = gradients(right, hidden, weight)
+    for mine, usual, exact in zip(gradients(found, hidden, weight), gradients(low, hidden, weight), truth, strict=True):
+        assert off(usual, exact) < off(mine, exact) < 0.1
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 16), (torch.bfloat16, 20)])
+def test_float8_is_refused_where_it_cannot_be(dtype, width):
+    hidden, weight = torch.zeros(2, width, dtype=dtype), torch.zeros(3, width, dtype=dtype)
+    with pytest.raises(UserError, match="float8"):
+        linear_cross_entropy(hidden, weight, torch.zeros(2, dtype=torch.int64), float8=True)
 
 
 def test_another_mark_for_targets_that_do_not_count():
@@ -109,10 +173,11 @@ def test_gradients_only_where_they_are_asked_for():
     hidden, weight, targets = tensors()
     with torch.no_grad():
         assert not linear_cross_entropy(hidden, weight, targets).requires_grad
-    arguments = (hidden.detach().flatten(0, -2), weight.detach(), targets.flatten(), torch.float64, 5, -100)
-    for asked in ((False, False), (True, False), (False, True)):
-        _, of_hidden, of_weight = torch.ops.lockstep.linear_cross_entropy(*arguments, *asked)
-        assert (of_hidden.numel() > 0, of_weight.numel() > 0) == asked
+    rows, bias = hidden.detach().flatten(0, -2), torch.zeros(WORDS, dtype=torch.float64)
+    arguments = (rows, weight.detach(), bias, targets.flatten(), torch.float64, 5, -100, False)
+    for asked in ((False, False, False), (True, False, False), (False, True, False), (False, False, True)):
+        _, *found = torch.ops.lockstep.linear_cross_entropy(*arguments, *asked)
+        assert tuple(gradient.numel() > 0 for gradient in found) == asked
     frozen = linear_cross_entropy(hidden, weight.detach(), targets)
     torch.testing.assert_close(gradients(frozen, hidden), gradients(whole(hidden, weight, targets), hidden))
 
@@ -120,7 +185,8 @@ def test_gradients_only_where_they_are_asked_for():
 def test_torchs_own_checks_of_an_operator():
     hidden, weight, targets = tensors(torch.float32)
     rows = hidden.detach().flatten(0, -2).requires_grad_()
-    arguments = (rows, weight, targets.flatten(), torch.float32, 5, -100, True, True)
+    bias = torch.randn(WORDS, requires_grad=True)
+    arguments = (rows, weight, bias, targets.flatten(), torch.float32, 5, -100, False, True, True, True)
     torch.library.opcheck(
         torch.ops.lockstep.linear_cross_entropy.default,
         arguments,
@@ -144,6 +210,11 @@ def test_chunks_of_the_usual_size():
 def test_shapes_that_do_not_fit(change, says):
     with pytest.raises(UserError, match=says):
         linear_cross_entropy(*change(*tensors()))
+
+
+def test_a_bias_that_does_not_fit():
+    with pytest.raises(UserError, match="bias"):
+        linear_cross_entropy(*tensors(), bias=torch.zeros(WORDS + 1))
 
 
 def test_a_chunk_of_nothing():

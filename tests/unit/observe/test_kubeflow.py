@@ -159,7 +159,7 @@ def test_a_server_that_does_not_answer_costs_the_run_nothing(server, tmp_path, m
     assert server.statuses == []
 
 
-def test_a_stranger_with_another_certificate_is_told_nothing(server, certificate, tmp_path, monkeypatch):
+def test_a_server_with_another_certificate_gets_nothing(server, certificate, tmp_path, monkeypatch):
     words = "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=other"
     subprocess.run(
         [*words.split(), "-keyout", tmp_path / "key.pem", "-out", tmp_path / "other.pem"],

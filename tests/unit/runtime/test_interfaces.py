@@ -12,7 +12,7 @@ from lockstep.launch.local_attempt import LocalAttempt
 from lockstep.launch.wire.messages import Start
 from lockstep.runtime import machine
 from lockstep.runtime.machine import GLOO_INTERFACE, NCCL_INTERFACE, check_interfaces, interface_towards
-from lockstep.runtime.rendezvous.proof import Secret
+from lockstep.runtime.rendezvous.handshake import Secret
 
 KNOWN = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "docker0": ["172.17.0.1"], "eth1": []}
 

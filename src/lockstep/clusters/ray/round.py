@@ -57,7 +57,7 @@ class Round:
         if report.ended_job and self.job_code is None:
             self.job_code = report.code
 
-        # A stranger on the port matters only before the nodes have met there.
+        # Another program at the port matters only before the nodes have met there.
         self.port_taken |= report.port_taken and not self.begun
         self._forget(slot)
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.config.schema import StopConfig
+from lockstep.config.sections import StopConfig
 from lockstep.errors import UserError, plural
 
 

@@ -21,8 +21,8 @@ from lockstep.launch.nodes import election
 from lockstep.launch.nodes.search import CoordinatorRole, Membership, NextStep, Search
 from lockstep.launch.run_dir import prepare
 from lockstep.launch.terminal import say, shares_log
+from lockstep.launch.wire.acceptor import Acceptor
 from lockstep.launch.wire.connections import BEAT_S, Connection, ConnectionLost, Garbled, Hub, local_address
-from lockstep.launch.wire.door import Door, find_secret
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     Announce,
@@ -34,6 +34,7 @@ from lockstep.launch.wire.messages import (
     SignalReceived,
     Welcome,
 )
+from lockstep.launch.wire.secret import find_secret
 
 
 class NodeLauncher:
@@ -86,7 +87,7 @@ class NodeLauncher:
 
         self._agent.term_file = role.held_term.path
         address = local_address(role.listener)
-        hub = Hub(Door.for_nodes(role.listener, self._secret, self._job.nnodes.most))
+        hub = Hub(Acceptor.for_nodes(role.listener, self._secret, self._job.nnodes.most))
 
         with role.resources:
             job = replace(self._job, join=term.address)
@@ -135,7 +136,7 @@ class NodeLauncher:
                 return self._search().after_loss(last, str(lost))
 
     def _join(self, connection: Connection) -> list[Message]:
-        """Join the job and adopt the coordinator's choices. Returns the first orders."""
+        """Join the job and adopt the coordinator's choices. Return the first orders."""
         nproc = self._agent.nproc if self._agent else self._job.nproc
         hello = Hello(self._name, nproc, self._job.identity)
         if last := self._membership:

@@ -1,1 +1,1 @@
-"""What processes of a job say to each other over sockets, and the door at which a stranger is turned away."""
+"""What processes of a job say to each other over sockets, and which connections are accepted."""

@@ -3,7 +3,7 @@
 `Connection` and `Hub` never block, except that `Hub.close` waits up to DRAIN_S for the other nodes to hang up. `reach`
 blocks for a few seconds at most. A coordinator binds one address only: an address of `--join` (`bind_join_address`), or
 after a takeover the successor's own (`listen_at`). Messages have a size limit, and a message is believed only from a
-node that has proven that it knows the job's secret (`door.py`).
+node that has proven that it knows the job's secret (`acceptor.py`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.launch.job import COORDINATOR, parse_address
-from lockstep.launch.wire.door import SECRET, SECRET_FILE, Door, Sighting
+from lockstep.launch.wire.acceptor import Acceptor, Rejection
 from lockstep.launch.wire.lines import LineReader, ReadySockets, wait_readable
 from lockstep.launch.wire.messages import Message, decode, encode
-from lockstep.runtime.machine import as_others_reach_it
-from lockstep.runtime.rendezvous.proof import NotProven, Seal, Secret, TurnedAway, prove
+from lockstep.launch.wire.secret import SECRET, SECRET_FILE
+from lockstep.runtime.machine import address_family, as_others_reach_it, join_host_port
+from lockstep.runtime.rendezvous.handshake import HandshakeFailed, HandshakeUnanswered, LineSigner, Secret, authenticate
 
 # A node that sends nothing for this long is lost.
 LOST_AFTER_S = 5.0
@@ -58,11 +59,11 @@ class NoAnswer(Exception):
 class Connection:
     """One non-blocking TCP connection that carries messages, each with a signature."""
 
-    def __init__(self, connection: socket.socket, now: float, seal: Seal):
+    def __init__(self, connection: socket.socket, now: float, signer: LineSigner):
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
-        self._seal = seal
+        self._signer = signer
 
         # The messages that arrive, and the bytes that the socket has not taken yet.
         self._lines = LineReader(connection, LARGEST)
@@ -87,7 +88,7 @@ class Connection:
     def send_line(self, line: bytes) -> None:
         """Send a message that is encoded already."""
         if self._send_error is None:
-            self._unsent += self._seal.sign(line)
+            self._unsent += self._signer.sign(line)
             self._flush()
 
     @property
@@ -113,7 +114,7 @@ class Connection:
         Raises ConnectionLost when no more will come, and for anything that is not a message.
         """
         try:
-            messages = [decode(self._seal.check(line + b"\n")) for line in self._lines.read()]
+            messages = [decode(self._signer.check(line + b"\n")) for line in self._lines.read()]
         except (ValueError, RecursionError) as error:
             raise Garbled(f"it sent something that is not one of our messages ({error})") from error
 
@@ -140,10 +141,10 @@ def _broken(error: OSError) -> ConnectionLost:
 
 
 class Hub:
-    """The coordinator's connections to all other nodes, by node number. A job on a single node has no door."""
+    """The coordinator's connections to all other nodes, by node number. A job on a single node has no acceptor."""
 
-    def __init__(self, door: Door | None = None):
-        self._door = door
+    def __init__(self, acceptor: Acceptor | None = None):
+        self._acceptor = acceptor
         self._connections: dict[int, Connection] = {}
 
         # The numbers by file descriptor, the connections that have not taken all that was sent, and when all
@@ -157,25 +158,25 @@ class Hub:
         self._last = COORDINATOR
 
     def sockets(self, now: float) -> list[Any]:
-        return [*(self._door.sockets(now) if self._door else []), self._ready]
+        return [*(self._acceptor.sockets(now) if self._acceptor else []), self._ready]
 
     def poll(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
         """Accept nodes that know the secret and return what has arrived from all of them."""
-        for connection, seal in self._door.poll(now) if self._door else []:
+        for connection, signer in self._acceptor.poll(now) if self._acceptor else []:
             self._last += 1
-            self._connections[self._last] = Connection(connection, now, seal)
+            self._connections[self._last] = Connection(connection, now, signer)
             self._numbers[connection.fileno()] = self._last
             self._ready.add(connection)
 
         return self._read_all(now)
 
-    def take_sightings(self) -> list[Sighting]:
-        """Return the first stranger of each kind, unless it was already taken."""
-        return self._door.take_sightings() if self._door else []
+    def take_rejections(self) -> list[Rejection]:
+        """Return the first peer that was rejected for each reason, unless an earlier call has returned it."""
+        return self._acceptor.take_rejections() if self._acceptor else []
 
-    def turned_away(self) -> dict[str, int]:
-        """Return how many strangers of each kind were turned away."""
-        return dict(self._door.turned_away) if self._door else {}
+    def rejected(self) -> dict[str, int]:
+        """Return how many peers were rejected for each reason."""
+        return dict(self._acceptor.rejected) if self._acceptor else {}
 
     def _read_all(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
         received: list[tuple[int, Message | ConnectionLost]] = []
@@ -224,8 +225,8 @@ class Hub:
 
     def close(self) -> None:
         """Wait until the other nodes have hung up: closing first could discard messages that are on their way."""
-        if self._door:
-            self._door.close()
+        if self._acceptor:
+            self._acceptor.close()
 
         # The messages that still arrive are read, and dropped.
         deadline = time.monotonic() + DRAIN_S
@@ -240,7 +241,7 @@ class Hub:
 
 
 def bind_join_address(address: str) -> socket.socket | None:
-    """Bind an address of --join. Returns None if it belongs to another machine, or is in use on this one."""
+    """Bind an address of --join. Return None if it belongs to another machine, or is in use on this one."""
     host, port = parse_address(address)
 
     try:
@@ -282,7 +283,7 @@ def is_taken(address: str) -> bool:
 
 def listen_at(host: str, port: int) -> socket.socket:
     """Listen at this address of the machine, at a free port if `port` is in use. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = address_family(host)
     try:
         return _listener((host, port), family)
     except OSError as error:
@@ -306,8 +307,7 @@ def local_address(connection: socket.socket) -> str:
 
 def address_of(listener: socket.socket) -> str:
     """Return where a listening socket can be reached, as it is typed after --join."""
-    host, port = local_address(listener), listener.getsockname()[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join_host_port(local_address(listener), listener.getsockname()[1])
 
 
 def reach(address: str, source: str | None, secret: Secret) -> Connection:
@@ -318,12 +318,12 @@ def reach(address: str, source: str | None, secret: Secret) -> Connection:
     host, port = parse_address(address)
     try:
         connection = socket.create_connection((as_others_reach_it(host), port), 2.0, (source, 0) if source else None)
-        return _proven(connection, secret)
+        return _authenticated(connection, secret)
     except OSError as error:
         raise NoAnswer(error.strerror or str(error)) from None
-    except TurnedAway:
+    except HandshakeUnanswered:
         raise NoAnswer("what listens there has not answered: it is busy, or not a launcher of this job") from None
-    except NotProven as error:
+    except HandshakeFailed as error:
         raise UserError(
             f"--join {address}: the two nodes do not share a secret",
             f"what listens there {error}; the secret here is from {secret.source}",
@@ -331,9 +331,9 @@ def reach(address: str, source: str | None, secret: Secret) -> Connection:
         ) from None
 
 
-def _proven(connection: socket.socket, secret: Secret) -> Connection:
+def _authenticated(connection: socket.socket, secret: Secret) -> Connection:
     try:
-        return Connection(connection, time.monotonic(), prove(connection, secret))
+        return Connection(connection, time.monotonic(), authenticate(connection, secret))
     except BaseException:
         connection.close()
         raise

@@ -1,6 +1,6 @@
 """The server of the ranks' store, in the coordinating launcher of several machines. `GuardedStore` is the client.
 
-A client must prove to the `Door` that it knows the key of this attempt, which nodes derive from the job's secret.
+A client must prove to the `Acceptor` that it knows the key of this attempt, which nodes derive from the job's secret.
 Torch's TCPStore has no such check: any process that reaches its port can list, change and delete the keys.
 """
 
@@ -12,18 +12,18 @@ from base64 import b64decode, b64encode
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.launch.wire.door import MOST_STRANGERS, OTHER_FILES, Door, Sighting, allow_files
+from lockstep.launch.wire.acceptor import MOST_PENDING, OTHER_FILES, Acceptor, Rejection, allow_files
 from lockstep.launch.wire.lines import LineReader, ReadySockets
-from lockstep.runtime.rendezvous.proof import Seal, Secret, sign
+from lockstep.runtime.rendezvous.handshake import LineSigner, Secret, sign
 
 # How long sending one answer may take. A rank that has sent a request reads the answer, unless it is suspended.
 SEND_S = 2.0
 
-# The kind of stranger that is noted when a request on a rank's connection is not valid.
+# Why a peer is reported that sent an invalid request on a rank's connection.
 FORGED = "changed a request of a rank to its store: the signature is wrong"
 
-# The number of connections for each rank. All ranks come at once and some come again, so twice as many connections may
-# wait for their proof.
+# The number of connections for each rank. All ranks come at once and some come again, so twice as many handshakes
+# may be under way.
 PER_RANK = 4
 
 # How often the deadlines of all requests are looked at.
@@ -47,11 +47,11 @@ class Waiting:
 class Client:
     """The connection of one rank."""
 
-    def __init__(self, connection: socket.socket, seal: Seal):
+    def __init__(self, connection: socket.socket, signer: LineSigner):
         self.connection = connection
         self.address = connection.getpeername()[0]
         self.waiting: Waiting | None = None
-        self._seal = seal
+        self._signer = signer
         self._lines = LineReader(connection)
 
         # For sending: a rank that is suspended does not read.
@@ -66,10 +66,10 @@ class Client:
         if self._lines.ended:
             raise ConnectionResetError("the rank hung up")
 
-        return [json.loads(self._seal.check(line)) for line in lines]
+        return [json.loads(self._signer.check(line)) for line in lines]
 
     def answer(self, answer: dict[str, Any]) -> None:
-        self.connection.sendall(self._seal.sign(json.dumps(answer).encode()) + b"\n")
+        self.connection.sendall(self._signer.sign(json.dumps(answer).encode()) + b"\n")
 
 
 class StoreServer:
@@ -77,7 +77,7 @@ class StoreServer:
 
     def __init__(self, listener: socket.socket, secret: Secret, ranks: int):
         listener.setblocking(False)
-        self._door = Door(listener, secret, most=max(MOST_STRANGERS, 2 * PER_RANK * ranks))
+        self._acceptor = Acceptor(listener, secret, most=max(MOST_PENDING, 2 * PER_RANK * ranks))
         self._clients: dict[int, Client] = {}  # by file descriptor
         self._ready = ReadySockets()
         self._values: dict[str, bytes] = {}
@@ -87,25 +87,25 @@ class StoreServer:
         self._to_check: dict[Client, None] = {}
         self._next_look = 0.0
 
-        self._forged: list[Sighting] = []
+        self._forged: list[Rejection] = []
         self._forged_noted = False
         allow_files(OTHER_FILES + 3 * PER_RANK * ranks)
 
     def sockets(self, now: float) -> list[Any]:
-        return [*self._door.sockets(now), self._ready]
+        return [*self._acceptor.sockets(now), self._ready]
 
-    def take_sightings(self) -> list[Sighting]:
-        sightings, self._forged = [*self._door.take_sightings(), *self._forged], []
-        return sightings
+    def take_rejections(self) -> list[Rejection]:
+        rejections, self._forged = [*self._acceptor.take_rejections(), *self._forged], []
+        return rejections
 
     def poll(self, now: float) -> None:
         """Accept ranks, and answer the requests that can be answered."""
-        for connection, seal in self._door.poll(now):
+        for connection, signer in self._acceptor.poll(now):
             try:
-                self._clients[connection.fileno()] = Client(connection, seal)
+                self._clients[connection.fileno()] = Client(connection, signer)
                 self._ready.add(connection)
             except OSError:
-                connection.close()  # the rank was killed just after its proof
+                connection.close()  # the rank was killed just after its handshake
 
         for descriptor in self._ready.descriptors():
             client = self._clients[descriptor]
@@ -211,11 +211,11 @@ class StoreServer:
 
     def _note_forged(self, client: Client) -> None:
         if not self._forged_noted:
-            self._forged.append(Sighting(FORGED, client.address))
+            self._forged.append(Rejection(FORGED, client.address))
         self._forged_noted = True
 
     def close(self) -> None:
-        self._door.close()
+        self._acceptor.close()
         for client in self._clients.values():
             client.connection.close()
         self._clients.clear()

@@ -1,1 +1,1 @@
-"""The store through which ranks find each other, and the proof that a peer belongs to the job."""
+"""The store through which ranks find each other, and the handshake that shows that a peer belongs to the job."""

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from lockstep.errors import PeersMissing, UserError, listed_ranks
 from lockstep.runtime.environments.launcher import TORCHRUN_RESTARTS
-from lockstep.runtime.rendezvous.proof import NotProven, Seal, Secret, TurnedAway, prove
+from lockstep.runtime.rendezvous.handshake import HandshakeFailed, HandshakeUnanswered, LineSigner, Secret, authenticate
 from lockstep.runtime.world import World
 
 DEFAULT_TIMEOUT = timedelta(minutes=5)
@@ -182,9 +182,9 @@ def wait_for(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> bool
 class GuardedStore(dist.Store):
     """A store whose server is in the coordinating launcher. Both sides prove that they know the attempt's key.
 
-    Each request and each answer is a line of JSON with a signature (`Seal`), so that no machine on the way can change
-    it, and requests without the key are ignored. Any thread may use the store, including torch's own threads, because
-    two calls never share a connection at the same time.
+    Each request and each answer is a line of JSON with a signature (`LineSigner`), so that no machine on the way can
+    change it, and requests without the key are ignored. Any thread may use the store, including torch's own threads,
+    because two calls never share a connection at the same time.
     """
 
     def __init__(self, host: str, port: int, secret: Secret, timeout: timedelta = DEFAULT_TIMEOUT):
@@ -260,7 +260,7 @@ class GuardedStore(dist.Store):
             # After an error the connection is not used again: an answer may still be on its way.
             line = self._idle.pop() if self._idle else _connect(self._address, self._secret, self._timeout)
             answer = line.ask({"what": what, "seconds": seconds, **fields}, (seconds or 0.0) + ANSWER_S)
-        except (OSError, ValueError, NotProven) as error:
+        except (OSError, ValueError, HandshakeFailed) as error:
             host, port = self._address
             raise dist.DistNetworkError(f"the ranks' store at {host}:{port} cannot be used: {error}") from None
 
@@ -277,20 +277,20 @@ class GuardedStore(dist.Store):
 class _Line:
     """A connection to the store's server, on which both sides have proven that they know the key."""
 
-    def __init__(self, connection: socket.socket, seal: Seal):
+    def __init__(self, connection: socket.socket, signer: LineSigner):
         self._connection = connection
-        self._seal = seal
+        self._signer = signer
         self._answers = connection.makefile("rb")
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         self._connection.settimeout(seconds)
-        self._connection.sendall(self._seal.sign(json.dumps(request).encode()) + b"\n")
+        self._connection.sendall(self._signer.sign(json.dumps(request).encode()) + b"\n")
 
         answer = self._answers.readline()
         if not answer.endswith(b"\n"):
             raise ConnectionResetError("connection closed by the launcher")
 
-        return json.loads(self._seal.check(answer[:-1]))
+        return json.loads(self._signer.check(answer[:-1]))
 
 
 def _connect(address: tuple[str, int], secret: Secret, timeout: timedelta) -> _Line:
@@ -301,16 +301,16 @@ def _connect(address: tuple[str, int], secret: Secret, timeout: timedelta) -> _L
         connection = socket.create_connection(address, timeout.total_seconds())
         try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return _Line(connection, prove(connection, secret))
-        except TurnedAway:
+            return _Line(connection, authenticate(connection, secret))
+        except HandshakeUnanswered:
             connection.close()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no proof within {timeout}") from None
 
             time.sleep(0.05)
-        except NotProven as why:
+        except HandshakeFailed as why:
             connection.close()
-            raise NotProven(f"the process that listens there {why}") from None
+            raise HandshakeFailed(f"the process that listens there {why}") from None
 
 
 def _text(value: str | bytes) -> str:

@@ -15,7 +15,7 @@ from lockstep.launch.nodes.election import Term
 from lockstep.launch.nodes.search import DELIVER_S, GONE_S, MAX_RECONNECTS, Membership, Search
 from lockstep.launch.wire.connections import LOST_AFTER_S
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd
-from lockstep.runtime.rendezvous.proof import Secret
+from lockstep.runtime.rendezvous.handshake import Secret
 from ports import free_port
 
 ADDRESS = "127.0.0.1:29400"

@@ -13,6 +13,7 @@ from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes.election import Term
 from lockstep.launch.nodes.node_launcher import NodeLauncher, adopt
 from lockstep.launch.wire import connections
+from lockstep.launch.wire.acceptor import Acceptor
 from lockstep.launch.wire.connections import (
     Connection,
     ConnectionLost,
@@ -23,7 +24,6 @@ from lockstep.launch.wire.connections import (
     listen_at,
     reach,
 )
-from lockstep.launch.wire.door import Door
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
@@ -35,8 +35,7 @@ from lockstep.launch.wire.messages import (
     Welcome,
     encode,
 )
-from lockstep.runtime.rendezvous import proof
-from lockstep.runtime.rendezvous.proof import Seal, Secret
+from lockstep.runtime.rendezvous.handshake import COORDINATOR_SIDE, NODE_SIDE, LineSigner, Secret
 from ports import free_port
 
 SECRET = Secret(b"a secret of a test", "a test")
@@ -47,13 +46,13 @@ class Peer:
 
     def __init__(self, connection: socket.socket):
         self.socket = connection
-        self._seal = Seal(SECRET, b"1.2", proof.COORDINATOR_SIDE, proof.NODE_SIDE)
+        self._signer = LineSigner(SECRET, b"1.2", COORDINATOR_SIDE, NODE_SIDE)
 
     def say(self, *messages: Message) -> None:
         self.socket.sendall(self.signed(*messages))
 
     def signed(self, *messages: Message) -> bytes:
-        return b"".join(self._seal.sign(encode(message)) for message in messages)
+        return b"".join(self._signer.sign(encode(message)) for message in messages)
 
 
 @pytest.fixture
@@ -61,7 +60,7 @@ def line():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         here = socket.create_connection(listener.getsockname())
         there, _ = listener.accept()
-    made = Connection(here, time.monotonic(), Seal(SECRET, b"1.2", proof.NODE_SIDE, proof.COORDINATOR_SIDE))
+    made = Connection(here, time.monotonic(), LineSigner(SECRET, b"1.2", NODE_SIDE, COORDINATOR_SIDE))
     yield made, Peer(there)
     made.close()
     there.close()
@@ -113,7 +112,7 @@ def test_only_what_the_peer_said_is_heard(line, how):
         "forged": first.replace(b'"a"', b'"x"'),
         "repeated": first + first,
         "left out": second,
-        "sent back": Seal(SECRET, b"1.2", proof.NODE_SIDE, proof.COORDINATOR_SIDE).sign(encode(Announce("a"))),
+        "sent back": LineSigner(SECRET, b"1.2", NODE_SIDE, COORDINATOR_SIDE).sign(encode(Announce("a"))),
     }
     there.socket.sendall(forged[how])
     with pytest.raises(ConnectionLost, match="its signature is wrong"):
@@ -154,7 +153,7 @@ def test_a_peer_that_does_not_read_is_given_up(line, monkeypatch):
 
 
 def connected(hub: Hub, address: str, *sources: str | None) -> list[Connection]:
-    """Connect from each source, while the hub opens the door."""
+    """Connect from each source, while the hub accepts connections."""
     lines: list[Connection] = []
     for source in sources:
         knocking = threading.Thread(target=lambda source=source: lines.append(reach(address, source, SECRET)))
@@ -172,7 +171,7 @@ def address():
 def test_one_claims_the_address_and_the_others_connect(address):
     listener = bind_join_address(address)
     assert bind_join_address(address) is None
-    hub = Hub(Door(listener, SECRET))
+    hub = Hub(Acceptor(listener, SECRET))
     lines = connected(hub, address, None, "127.0.0.2")
     for line in lines:
         line.send(Announce("here"))
@@ -195,7 +194,7 @@ def test_one_claims_the_address_and_the_others_connect(address):
 def test_last_words_arrive_although_others_still_talk(address, monkeypatch):
     monkeypatch.setattr(connections, "DRAIN_S", 120.0)
     monkeypatch.setattr(connections, "LOST_AFTER_S", 120.0)
-    hub = Hub(Door(bind_join_address(address), SECRET))
+    hub = Hub(Acceptor(bind_join_address(address), SECRET))
     (line,) = connected(hub, address, None)
     line.send(Announce("here"))
     while not (heard := hub.poll(0.0)):

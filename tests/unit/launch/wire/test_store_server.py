@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from lockstep.launch.wire.door import Sighting
+from lockstep.launch.wire.acceptor import Rejection
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.store_server import FORGED, StoreServer, store_secret
-from lockstep.runtime.rendezvous import proof
-from lockstep.runtime.rendezvous.proof import Secret, prove
+from lockstep.runtime.rendezvous import handshake
+from lockstep.runtime.rendezvous.handshake import Secret, authenticate
 from lockstep.runtime.rendezvous.store import GuardedStore, wait_for
 
 JOB = Secret(b"the secret of this job", "a test")
@@ -27,22 +27,22 @@ SHORT = timedelta(seconds=0.2)
 
 
 @contextmanager
-def serving() -> Iterator[tuple[int, list[Sighting]]]:
-    """Yield the port of a store, and what it has to say about strangers; a thread takes the launcher's place."""
+def serving() -> Iterator[tuple[int, list[Rejection]]]:
+    """Yield the port of a store, and the peers that it has rejected; a thread takes the launcher's place."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = StoreServer(listener, OURS, ranks=2)
-    over, sightings = threading.Event(), []
+    over, rejections = threading.Event(), []
 
     def serve() -> None:
         while not over.is_set():
             wait_readable(server.sockets(time.monotonic()), 0.02)
             server.poll(time.monotonic())
-            sightings.extend(server.take_sightings())
+            rejections.extend(server.take_rejections())
 
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        yield listener.getsockname()[1], sightings
+        yield listener.getsockname()[1], rejections
     finally:
         over.set()
         thread.join()
@@ -75,10 +75,10 @@ def exercised(store: dist.Store) -> list[Any]:
 
 
 def test_it_does_what_the_store_of_torch_does():
-    with serving() as (port, sightings):
+    with serving() as (port, rejections):
         ours = exercised(joined(port))
     assert ours == exercised(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-    assert sightings == []
+    assert rejections == []
 
 
 def test_a_wait_for_a_file_ends_in_time_too(tmp_path):
@@ -102,35 +102,35 @@ def test_waiting_ends_when_another_rank_sets_the_key():
 
 def test_torchs_own_client_is_no_rank():
     """What `tests/faults/test_store.py` does to a job, here without one."""
-    with serving() as (port, sightings):
+    with serving() as (port, rejections):
         rank = joined(port)
         rank.set("address", "of rank 0")
         with pytest.raises(RuntimeError):
             dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=1))
         assert rank.get("address") == b"of rank 0"
-    assert [sighting.kind for sighting in sightings] == [proof.NOISE]
+    assert [rejection.reason for rejection in rejections] == [handshake.NOT_AN_ANSWER]
 
 
 @pytest.mark.parametrize("other", [JOB, store_secret(JOB, "attempt 1")])
 def test_the_key_is_that_of_one_attempt(other):
     """Neither the job's secret itself nor the key of an earlier attempt opens the store."""
-    with serving() as (port, sightings):
+    with serving() as (port, rejections):
         with pytest.raises(dist.DistNetworkError, match="listens there does not know the job's secret"):
             joined(port, other)
         assert joined(port).num_keys() == 0
-    assert [sighting.kind for sighting in sightings] == [proof.WRONG]
+    assert [rejection.reason for rejection in rejections] == [handshake.WRONG_SECRET]
 
 
 def test_a_changed_request_is_not_obeyed():
-    with serving() as (port, sightings):
+    with serving() as (port, rejections):
         with socket.create_connection(("127.0.0.1", port)) as line:
-            seal = prove(line, OURS)
-            request = seal.sign(json.dumps({"what": "set", "key": "key", "value": "QQ=="}).encode())
+            signer = authenticate(line, OURS)
+            request = signer.sign(json.dumps({"what": "set", "key": "key", "value": "QQ=="}).encode())
             line.sendall(request.replace(b"QQ==", b"RVZJTA==") + b"\n")
             line.settimeout(20.0)
             assert line.recv(100) == b""
         assert not joined(port).check(["key"])
-    assert [sighting.kind for sighting in sightings] == [FORGED]
+    assert [rejection.reason for rejection in rejections] == [FORGED]
 
 
 def test_a_changed_answer_is_refused_in_words():
@@ -146,14 +146,14 @@ def test_a_changed_answer_is_refused_in_words():
         tap.close()
 
 
-def test_a_rank_that_dies_at_the_door_is_not_the_end_of_the_launcher():
+def test_a_rank_that_dies_after_its_handshake_is_not_the_end_of_the_launcher():
     listener = socket.create_server(("127.0.0.1", 0))
     server = StoreServer(listener, OURS, ranks=2)
     try:
         line = socket.create_connection(listener.getsockname())
         server.poll(time.monotonic())
-        theirs, own = line.recv(proof.DIGITS + 1)[:-1], proof.challenge()
-        line.sendall(own + b" " + proof.sign(OURS.key, proof.NODE_SIDE, theirs + b"." + own) + b"\n")
+        theirs, own = line.recv(handshake.DIGITS + 1)[:-1], handshake.new_challenge()
+        line.sendall(own + b" " + handshake.sign(OURS.key, handshake.NODE_SIDE, theirs + b"." + own) + b"\n")
         line.close()  # the challenge's answer was not read: the connection is reset
         for _ in range(3):
             server.poll(time.monotonic())
@@ -170,7 +170,7 @@ def test_ranks_that_come_all_at_once_are_no_crowd():
     lines = [socket.create_connection(listener.getsockname()) for _ in range(4 * ranks)]
     try:
         server.poll(time.monotonic())
-        assert server.take_sightings() == []
+        assert server.take_rejections() == []
         assert len(server.sockets(time.monotonic())[:-1]) == 1 + len(lines)
     finally:
         server.close()

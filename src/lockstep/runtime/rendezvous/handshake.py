@@ -1,6 +1,6 @@
-"""Challenge and response: how two processes of a job prove to each other that they know its secret.
+"""The handshake of a connection: how two processes of a job prove to each other that they know its secret.
 
-Both sides prove that they know the secret before either side accepts a message:
+It is a challenge and a response in both directions, before either side accepts a message:
 
     coordinator -> node     a challenge: random
     node -> coordinator     a challenge of its own, and an HMAC of both
@@ -19,8 +19,8 @@ import socket
 import time
 from dataclasses import dataclass
 
-# How long a connection has to prove that it knows the secret.
-PROOF_S = 5.0
+# How long a handshake may take.
+HANDSHAKE_S = 5.0
 
 # Digits of a challenge and of a proof. With these, all three lines of the exchange have a fixed length.
 DIGITS = 64
@@ -29,9 +29,9 @@ DIGITS = 64
 NODE_SIDE = b"node"
 COORDINATOR_SIDE = b"coordinator"
 
-# Kinds of strangers, which are connections that have proven nothing.
-WRONG = "does not know the job's secret"
-NOISE = "sent something that is not an answer to the challenge"
+# Why a handshake fails. The subject of each is the peer.
+WRONG_SECRET = "does not know the job's secret"
+NOT_AN_ANSWER = "sent something that is not an answer to the challenge"
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Secret:
         return f"Secret(from {self.source})"
 
 
-class Seal:
+class LineSigner:
     """Signs the lines that this side of a connection sends and checks the lines that it receives."""
 
     def __init__(self, secret: Secret, challenges: bytes, ours: bytes, theirs: bytes):
@@ -77,31 +77,31 @@ def sign(key: bytes, *parts: bytes) -> bytes:
     return hmac.digest(key, b" ".join(parts), "sha256").hex().encode()
 
 
-def challenge() -> bytes:
+def new_challenge() -> bytes:
     return secrets.token_hex(DIGITS // 2).encode()
 
 
-class NotProven(Exception):
-    """The other side did not prove that it knows the secret; the text is a kind of stranger."""
+class HandshakeFailed(Exception):
+    """The peer did not prove that it knows the secret; the text says why, with the peer as its subject."""
 
 
-class TurnedAway(Exception):
-    """The coordinator did not answer the proof: it may have too many connections that have proven nothing."""
+class HandshakeUnanswered(Exception):
+    """The coordinator did not answer: it may have too many handshakes under way."""
 
 
-def prove(connection: socket.socket, secret: Secret) -> Seal:
+def authenticate(connection: socket.socket, secret: Secret) -> LineSigner:
     """Prove to the coordinator that this node knows the secret, and check that the coordinator does. Blocks."""
-    deadline = time.monotonic() + PROOF_S
+    deadline = time.monotonic() + HANDSHAKE_S
     theirs = _receive_line(connection, deadline)
-    ours = challenge()
+    ours = new_challenge()
     challenges = theirs + b"." + ours
     connection.sendall(ours + b" " + sign(secret.key, NODE_SIDE, challenges) + b"\n")
 
     proof = _receive_line(connection, deadline)
     if not hmac.compare_digest(proof, sign(secret.key, COORDINATOR_SIDE, challenges)):
-        raise NotProven(WRONG)
+        raise HandshakeFailed(WRONG_SECRET)
 
-    return Seal(secret, challenges, NODE_SIDE, COORDINATOR_SIDE)
+    return LineSigner(secret, challenges, NODE_SIDE, COORDINATOR_SIDE)
 
 
 def _receive_line(connection: socket.socket, deadline: float) -> bytes:
@@ -115,12 +115,12 @@ def _receive_line(connection: socket.socket, deadline: float) -> bytes:
             connection.settimeout(_time_left(deadline))
     except OSError:
         # The other side hung up, or did not answer in time.
-        raise TurnedAway from None
+        raise HandshakeUnanswered from None
 
     if len(line) <= DIGITS:
-        raise TurnedAway
+        raise HandshakeUnanswered
     if not is_line_of_digits(line):
-        raise NotProven(NOISE)
+        raise HandshakeFailed(NOT_AN_ANSWER)
 
     return line[:-1]
 

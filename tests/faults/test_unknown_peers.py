@@ -1,4 +1,4 @@
-"""Strangers at the join port of a job: it goes on, says one line about each kind, and ends with the same weights.
+"""Unknown peers at the join port of a job: it goes on, says one line about each kind, and ends with the same weights.
 
 `python tests/faults/intruder.py` does the same with thousands of connections, and as another user.
 """
@@ -17,8 +17,8 @@ from launchers import Launcher, events, pid_of, until
 from faults import intruder
 from faults.runs import TINY, Started
 from faults.torture import digests
-from lockstep.launch.wire import door
-from lockstep.runtime.rendezvous import proof
+from lockstep.launch.wire import acceptor
+from lockstep.runtime.rendezvous import handshake
 from ports import free_port
 
 STAY = "me.note(); me.train(600)"
@@ -71,16 +71,16 @@ def test_a_job_under_attack_ends_with_the_same_weights(tmp_path, undisturbed):
 
     assert [one.code for one in ended] == [0, 0], ended[0].output + ended[1].output
     assert digests(ended[0].run) == undisturbed
-    kinds = [event["kind"] for event in ended[0].events("stranger")]
+    kinds = [event["reason"] for event in ended[0].events("unknown_peer")]
     assert sorted(kinds) == sorted(set(kinds))
-    assert {door.CROWD, proof.WRONG, proof.NOISE, door.HUNG_UP} <= set(kinds)
-    said = [line for line in ended[0].output.splitlines() if "a stranger" in line]
+    assert {acceptor.TOO_MANY, handshake.WRONG_SECRET, handshake.NOT_AN_ANSWER, acceptor.HUNG_UP} <= set(kinds)
+    said = [line for line in ended[0].output.splitlines() if "an unknown peer" in line]
     assert len(said) == len(kinds)
     assert "evil" not in ended[0].output
 
 
 def test_a_launcher_with_few_descriptors_survives_a_crowd(launchers, tmp_path):
-    """A launcher that may open 40 files, and a hundred strangers: it lives, and the second node comes in."""
+    """A launcher that may open 40 files, and a hundred unknown peers: it lives, and the second node comes in."""
     port = free_port()
     first = launchers(port, STAY)
     until(lambda: listens(port))
@@ -88,7 +88,7 @@ def test_a_launcher_with_few_descriptors_survives_a_crowd(launchers, tmp_path):
     with ExitStack() as stack:
         for line in intruder.crowd(port, 100):
             stack.enter_context(line)
-        until(lambda: "a stranger" in first.said)
+        until(lambda: "an unknown peer" in first.said)
         launchers(port)
         pid_of(tmp_path, 0, 1)
     assert first.process.poll() is None
@@ -98,14 +98,14 @@ def test_a_node_with_another_secret_learns_only_that(launchers, tmp_path):
     port = free_port()
     first = launchers(port)
     until(lambda: listens(port))
-    stranger = launchers(port, run_dir=tmp_path / "elsewhere")
-    assert stranger.wait() == 2
-    assert "the two nodes do not share a secret" in stranger.said
-    assert f"the secret here is from {tmp_path / 'elsewhere' / '.secret'}" in stranger.said
-    assert first.said.count(proof.WRONG) == 1
+    other = launchers(port, run_dir=tmp_path / "elsewhere")
+    assert other.wait() == 2
+    assert "the two nodes do not share a secret" in other.said
+    assert f"the secret here is from {tmp_path / 'elsewhere' / '.secret'}" in other.said
+    assert first.said.count(handshake.WRONG_SECRET) == 1
     launchers(port)
     pid_of(tmp_path, 0, 1)
-    assert [event["kind"] for event in events(tmp_path)] == [proof.WRONG]
+    assert [event["reason"] for event in events(tmp_path)] == [handshake.WRONG_SECRET]
 
 
 def test_what_is_changed_on_the_way_is_not_obeyed(launchers, tmp_path):

@@ -1,0 +1,98 @@
+"""The secret that the nodes of a job share: where it comes from, and who may read it.
+
+A node proves that it knows the secret before any message of it is accepted (`runtime/rendezvous/handshake.py`).
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from lockstep.errors import UserError
+from lockstep.runtime.rendezvous.handshake import Secret
+
+# The secret itself, or a file that holds it, for nodes without a shared disk.
+SECRET = "LOCKSTEP_SECRET"
+SECRET_FILE = "LOCKSTEP_SECRET_FILE"
+
+# A shorter text could be guessed.
+SHORTEST = 16
+
+
+def find_secret(path: Path) -> Secret:
+    """Return the job's secret: from the environment, or from the file `path`, which the first node makes."""
+    if text := os.environ.get(SECRET):
+        return _checked(text, f"the environment variable {SECRET}")
+
+    if named := os.environ.get(SECRET_FILE):
+        return _read_secret(Path(named))
+
+    try:
+        _make_secret(path)
+    except OSError as error:
+        raise UserError(
+            f"the job's secret cannot be written to {path}",
+            error.strerror or str(error),
+            f"set a run_dir that you may write to, or set {SECRET} to the same text on every node",
+        ) from None
+
+    return _read_secret(path)
+
+
+def _make_secret(path: Path) -> None:
+    """Make the file if there is none. Several nodes may try at once; the link succeeds for only one node."""
+    if os.path.lexists(path):
+        return
+
+    # The file appears complete, and readable by this user alone.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(f"{secrets.token_hex(32)}\n")
+
+    try:
+        with suppress(FileExistsError):
+            os.link(draft, path)
+    finally:
+        draft.unlink()
+
+
+def _read_secret(path: Path) -> Secret:
+    # O_NONBLOCK: opening a pipe must not wait for a writer.
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError as error:
+        why = "a symbolic link" if error.errno == errno.ELOOP else error.strerror
+        raise UserError(
+            f"the job's secret cannot be read from {path}",
+            f"{why}",
+            f"set {SECRET_FILE} to a file that you may read, or remove {path}",
+        ) from None
+
+    with os.fdopen(fd, "rb") as file:
+        status = os.fstat(fd)
+        private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
+        if not stat.S_ISREG(status.st_mode) or not private:
+            raise UserError(
+                f"the job's secret in {path} is not private",
+                f"owner {status.st_uid}, mode {stat.filemode(status.st_mode)}",
+                f"chmod 600 {path} if it is yours; remove it if it is not; where neither helps, set {SECRET}",
+            )
+
+        return _checked(file.read(4096).decode(errors="replace"), str(path))
+
+
+def _checked(text: str, source: str) -> Secret:
+    text = text.strip()
+    if len(text) < SHORTEST:
+        raise UserError(
+            f"the job's secret in {source} is too short",
+            f"{len(text)} characters",
+            f"use {SHORTEST} or more, for example: openssl rand -hex 32",
+        )
+
+    return Secret(text.encode(), source)
