@@ -124,6 +124,22 @@ class OwnRun(BuiltRunView):
 
         return [model.to(self.device) for model in models]
 
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function `(model, *batch)` to call in the loop: `loss = run.compile(loss)`, after `run.setup`.
+
+        It is compiled together with the model if `compile` says so and it can be. Without this call the model alone is.
+        """
+        driver = self._builder.driver
+        if driver is None or isinstance(driver.model, SeveralModels):
+            raise UserError(
+                "run.compile(function) needs the one model that the function calls",
+                "run.setup was not called yet" if driver is None else "run.setup got several models",
+                "call it after model, optimizer = run.setup(model, optimizer)",
+            )
+
+        # Without a compiler nothing is compiled, or the model's forward is collective and compiled by itself.
+        return driver.compiler.around(function) if driver.compiler else function
+
     def register(self, name: str, part: Any) -> None:
         """Save `part` with every checkpoint and restore its state on resume. Call it before `run.steps`.
 
