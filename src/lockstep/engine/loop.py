@@ -51,7 +51,9 @@ class Training:
         _setup_model(task, builder, data)
         self.run = builder.setup_run(data(), task.collate)
         self.run.hooks.before_training()
-        self._loss = self.run.hooks.around_loss(task.loss)
+        compiler = self.run.driver.compiler
+        loss = compiler.around(task.loss) if compiler else task.loss
+        self._loss = self.run.hooks.around_loss(loss)
 
         write_assets = overridden(task, "write_assets")
         if write_assets:

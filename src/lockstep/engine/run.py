@@ -129,6 +129,9 @@ class Run:
             if self.profiled:
                 self.profiled.begin_step()
 
+            if self.driver.compiler:
+                self.driver.compiler.begin_step(self.plan.steps - self.stepper.counters.steps_done)
+
             batches = self._take(first)
             first = False
             batches.step = self.stepper.counters.steps_done
@@ -184,6 +187,9 @@ class Run:
         steps_done = self.stepper.counters.steps_done
         if self.tracer:
             self.tracer.end_step()
+
+        if self.driver.compiler:
+            self.driver.compiler.end_step()
 
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)
