@@ -342,6 +342,9 @@ class CheckpointManager:
 
     def poll(self) -> bool:
         """Log committed saves. Return whether the last save failed on this rank, for the control word."""
+        if not self._unsettled:
+            return False
+
         self._log_committed(self.saver.take_ended(0))
         return self.saver.failure is not None
 

@@ -44,7 +44,7 @@ class Platform(Protocol):
         ...
 
     def submit(self, request: Request, options: argparse.Namespace, files: dict[str, Path]) -> int:
-        """Hand the written files to the platform. Returns an exit code."""
+        """Hand the written files to the platform. Return an exit code."""
         ...
 
 
@@ -77,7 +77,7 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Render a job for a platform; print it, write it, or submit it. Returns an exit code."""
+    """Render a job for a platform; print it, write it, or submit it. Return an exit code."""
     chosen = platform(options.platform)
     request = make_request(options, overrides)
     if getattr(chosen, "STARTS_AGAIN", True):
@@ -141,7 +141,7 @@ def _refuse_other_resume(request: Request) -> None:
 
 
 def write(texts: dict[str, str], folder: Path, private: bool = False) -> dict[str, Path]:
-    """Write the files of a job into a folder. Returns name -> path."""
+    """Write the files of a job into a folder. Return name -> path."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():

@@ -167,7 +167,7 @@ class Logins:
     # ---- the job ----
 
     def train(self, jobs: Sequence[Training], least: int) -> int:
-        """Start the job on all hosts and stay until it has ended. Returns its exit code."""
+        """Start the job on all hosts and stay until it has ended. Return its exit code."""
         from lockstep.launch.supervisor import collect_signals
 
         with collect_signals() as signals:
@@ -237,7 +237,7 @@ class _Watch:
         self._patience: float | None = None
 
     def run(self) -> int:
-        """Run the job until every host has ended or is given up. Returns the job's exit code."""
+        """Run the job until every host has ended or is given up. Return the job's exit code."""
         for place, job in enumerate(self._jobs):
             self._logins.send(place, job)
 

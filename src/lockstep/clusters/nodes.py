@@ -91,7 +91,7 @@ def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
 
 
 def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]) -> int:
-    """Start the job on all hosts and stay until it has ended. Returns the job's exit code."""
+    """Start the job on all hosts and stay until it has ended. Return the job's exit code."""
     hosts = parse_hosts(options.hosts, options.hostfile)
     request = _for_hosts(request, hosts, options.nnodes)
     return _run(request, hosts, options, _resume_command(options.arguments, request))

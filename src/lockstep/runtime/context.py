@@ -168,11 +168,8 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
             if config.gpu_memory is not None:
                 _limit_memory(config.gpu_memory, device, stack)
 
-            # In evaluations torch's attention layers use other kernels (the fast path), unless their weights are
-            # sharded. `exact` must not use them anywhere.
-            fastpath = torch.backends.mha.get_fastpath_enabled()
-            stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
-            torch.backends.mha.set_fastpath_enabled(fastpath and not config.exact)
+            if config.exact:
+                _avoid_fast_path(stack)
 
             yield Runtime(world, device, backend, Collectives(world, device, heartbeat), threads, heartbeat, notice)
     finally:
@@ -193,7 +190,7 @@ def join(
     asked: str = "auto",
     timeout: timedelta | None = None,
 ) -> str:
-    """Join the process group. Returns the backend: `asked`, or with "auto" the backend for these devices."""
+    """Join the process group. Return the backend: `asked`, or with "auto" the backend for these devices."""
     if world.alone:
         return "none"
 
@@ -318,6 +315,16 @@ def _own_stream(device: torch.device) -> Iterator[None]:
         yield
 
     before.wait_stream(own)
+
+
+def _avoid_fast_path(stack: ExitStack) -> None:
+    """Switch off the kernels that torch's attention layers use in evaluations (the fast path), until `stack` ends.
+
+    Layers with sharded weights never use them, and `exact` needs the same kernels everywhere.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    stack.callback(torch.backends.mha.set_fastpath_enabled, before)
+    torch.backends.mha.set_fastpath_enabled(False)
 
 
 def _limit_memory(gibibytes: float, device: torch.device, stack: ExitStack) -> None:

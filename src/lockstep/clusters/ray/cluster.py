@@ -243,7 +243,7 @@ class RayCluster:
     def reserve(self, count: int, need: Need, node: str | None = None) -> Any:
         """Ask Ray for this on each of `count` nodes, or on this `node`. Raises NoAnswer.
 
-        Returns a group that may not be placed yet.
+        Return a group that may not be placed yet.
         """
         selector = None if node is None else [{"ray.io/node-id": node}]
         make = _ray("util.placement_group").placement_group

@@ -241,7 +241,7 @@ class Hub:
 
 
 def bind_join_address(address: str) -> socket.socket | None:
-    """Bind an address of --join. Returns None if it belongs to another machine, or is in use on this one."""
+    """Bind an address of --join. Return None if it belongs to another machine, or is in use on this one."""
     host, port = parse_address(address)
 
     try:
