@@ -89,6 +89,7 @@ def main(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         for name, text in texts.items():
             if len(texts) > 1:
                 print(f"# ---- {name} ----")
+
             print(text, end="" if text.endswith("\n") else "\n")
 
         print("lockstep: not submitted; add --submit, or --out DIR to write it to files", file=sys.stderr)

@@ -181,6 +181,7 @@ def _parse_component(text: str, partition: str | None) -> Component:
         name = name.replace("-", "_")
         if name not in known or not equals:
             raise unknown_name("--component", word, [f"{name}=..." for name in known])
+
         values[name] = value
 
     # What is left are words, as they stand in the fields.
@@ -205,6 +206,7 @@ def _parse_sbatch(text: str) -> str:
 
     if words and not words[0].startswith("-"):
         words = [f"--{word}" for word in words]
+
     return shlex.join(words)
 
 

@@ -127,6 +127,7 @@ def try_out(request: TryOut) -> str:
     while not Path(request.mark).exists():
         if time.monotonic() > deadline:
             return f"it does not see {request.mark}, which the first host has written"
+
         time.sleep(0.1)
 
     return ""
@@ -379,6 +380,7 @@ def others_go_on(presence: Presence, job: Training, connected: list[int]) -> boo
     while len([place for place in others if not presence.leaves(place)]) >= job.least:
         if time.monotonic() > deadline:
             return True
+
         time.sleep(0.05)
 
     return False

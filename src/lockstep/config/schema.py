@@ -158,6 +158,7 @@ class RunConfig(Section):
         problems = [*exclusive(settings), *conflicts(settings)]
         if problems:
             raise ValueError("; ".join(problem.problem for problem in problems))
+
         return self
 
 

@@ -116,6 +116,7 @@ def parse(kind: Any, value: Any) -> Any:
     if base is Literal:
         if value not in arguments:
             raise ValueError(f"{str(value)[:200]!r} instead of one of {arguments}")
+
         return value
 
     if base is UnionType:

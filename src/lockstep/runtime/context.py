@@ -197,6 +197,7 @@ def join(
     # Our launcher has checked its own environment before it started ranks.
     if from_launcher(ATTEMPT_FOLDER) is None:
         check_interfaces(os.environ)
+
     # Before the ranks meet: all of them have the same setting.
     check_backend(asked, device)
 

@@ -141,6 +141,7 @@ class RemoteAgent:
             # What the user can fix is said on that node's behalf, with the exit code that the launcher has for it.
             if isinstance(error.cause, UserError):
                 return Report([f"lockstep: {error.cause}"], 2)
+
             raise AgentLost(str(error.cause or error)) from None
         except errors.RayActorError as error:
             raise AgentLost(str(error).strip().splitlines()[0]) from None
