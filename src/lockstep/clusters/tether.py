@@ -338,7 +338,7 @@ class Tether:
         return ExitCode.RESTART
 
     def _watch(self, presence: Presence, job: Training) -> None:
-        """Pass signals on to the launcher; when the tether breaks, leave the job. Runs on a thread of its own."""
+        """Pass signals on to the launcher; when the tether breaks, leave the job. Runs in a thread."""
         for request in self._requests:
             if isinstance(request, PassSignal):
                 os.kill(os.getpid(), signal.Signals[request.name])

@@ -40,7 +40,7 @@ def replacing(path: Path, suffix: str = "tmp") -> Iterator[Path]:
         draft.unlink(missing_ok=True)
         yield draft
         os.replace(draft, path)
-    except BaseException:
+    except BaseException:  # Ctrl-C as well: no draft may stay behind
         draft.unlink(missing_ok=True)
         raise
 
