@@ -117,26 +117,31 @@ class GradientGuard:
 
         # For each optimizer: parameter, gradient, and how often the gradient had been changed.
         self._noted: list[list[tuple[Tensor, Tensor, int]]] = []
+        self._shards: list[Tensor] = []  # the noted gradients that are sharded
 
     def note(self) -> None:
-        """Record the current gradients as the expected ones, and watch them until `check` or `release`."""
-        self.release()
+        """Record the current gradients as the expected ones, and watch them until `check` or `forget`."""
+        self._release()
         self._noted = [
             [(p, p.grad, _changes(p.grad)) for p in watched if p.grad is not None] for watched in self._watched
         ]
-        for _, gradient, _ in chain(*self._noted):
-            if type(gradient) is DTensor:
-                gradient.__class__ = _WatchedShard
+        self._shards = [gradient for _, gradient, _ in chain(*self._noted) if type(gradient) is DTensor]
+        for gradient in self._shards:
+            gradient.__class__ = _WatchedShard
 
-    def release(self) -> None:
-        """Stop watching."""
-        for _, gradient, _ in chain(*self._noted):
-            if type(gradient) is _WatchedShard:
-                gradient.__class__ = DTensor  # pyrefly: ignore[bad-argument-type]
+    def forget(self) -> None:
+        """Stop watching, and expect nothing: a step or a pass over its batches begins or ends."""
+        self._release()
+        self._noted = []
+
+    def _release(self) -> None:
+        for gradient in self._shards:
+            gradient.__class__ = DTensor  # pyrefly: ignore[bad-argument-type]
+        self._shards = []
 
     def check(self, call: str) -> None:
         """Raise if all watched gradients of an optimizer have changed since `note`."""
-        self.release()
+        self._release()
         for noted in self._noted:
             if noted and all(p.grad is not gradient or _changes(gradient) != before for p, gradient, before in noted):
                 raise UserError(
@@ -177,6 +182,8 @@ def _changes_in_lists(gradient: Tensor) -> int:
 
 def _changes(gradient: Tensor) -> int:
     """Return how often a gradient was changed in place: torch counts each change in the DTensor or in its shard."""
+    if type(gradient) is Tensor:
+        return gradient._version
     return gradient._version + local(gradient)._version + _changes_in_lists(gradient)
 
 

@@ -166,7 +166,15 @@ class Evaluator:
         With `may_preempt` all ranks stop when one is preempted, and None is returned.
         """
         began = time.perf_counter()
+        evaluation = self.measure(chosen, batch, step, may_preempt)
+        if evaluation is not None:
+            self._log(evaluation, chosen, time.perf_counter() - began)
+            self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
 
+        return evaluation
+
+    def measure(self, chosen: EvaluationSet, batch: int, step: int, may_preempt: bool = False) -> Evaluation | None:
+        """Do what `evaluate` does, without a record."""
         # The launcher allows an evaluation more time than a step.
         self.runtime.heartbeat.beat("evaluate", step)
         check_data(chosen.dataset, chosen.name)
@@ -190,9 +198,20 @@ class Evaluator:
         all_rows = [row for rows, _, _ in gathered for row in rows]
         evaluation = _combine(all_rows, sum(samples for _, samples, _ in gathered), step, chosen.name)
         _add_metrics(evaluation, metrics.compute(self.runtime.collectives))
-        self._log(evaluation, chosen, time.perf_counter() - began)
-        self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
         return evaluation
+
+    def first_names(self, chosen: EvaluationSet, batch: int) -> list[str]:
+        """Return the names of the metrics of the first batch, which every rank runs for itself."""
+        reader = SampleReader(chosen.dataset, chosen.collate, self.config.seed, self.config.data.seed_samples)
+        data = reader(Request(0, range(min(batch, len(chosen.dataset)))))
+        with restore_modes(self.placed.model.modules()), torch.no_grad():
+            self.placed.model.eval()
+            loss = self.placed.evaluate(chosen.loss_fn, to_device(data, self.runtime.device), self.precision.autocast)
+
+        assert loss is not None
+        metrics = MetricStates(chosen.metrics, self.runtime.device)
+        metrics.update(loss.outputs)
+        return [*(name for name, *_ in metric_terms(loss)), *metrics.results()]
 
     def evaluate_all(
         self, sets: Sequence[EvaluationSet], batch: int, step: int, may_preempt: bool = False
