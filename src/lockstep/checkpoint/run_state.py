@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.optimizer_state import JsonDict, OptimizerStates, different_model, merge_optimizers
 from lockstep.checkpoint.reshard import read_into
@@ -35,6 +34,7 @@ from lockstep.checkpoint.state_tree import (
 from lockstep.config.changes import Change
 from lockstep.errors import UserError, plural
 from lockstep.optim.optimizers import Optimizers
+from lockstep.optim.weight_average import WeightAverage
 from lockstep.runtime.layout import full_tensor
 from lockstep.task import BatchSource, Task
 

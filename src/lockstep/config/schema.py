@@ -160,6 +160,7 @@ class RunConfig(Section):
         problems = [*exclusive(settings), *conflicts(settings)]
         if problems:
             raise ValueError("; ".join(problem.problem for problem in problems))
+
         return self
 
 

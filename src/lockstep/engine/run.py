@@ -18,7 +18,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint.manager import CheckpointManager, LoopState, Resumed
+from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.resume import LoopState, Resumed
 from lockstep.config import RunConfig
 from lockstep.data.dataset_source import DatasetSource
 from lockstep.engine.checks.guards import check_replicas

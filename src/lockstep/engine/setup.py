@@ -22,9 +22,9 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.checkpoint.initial.weights import InitialWeights, load_initial_weights
-from lockstep.checkpoint.manager import CheckpointManager, Resumed
+from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.resume import Resumed
 from lockstep.checkpoint.run_state import Part, RunState
 from lockstep.checkpoint.state_tree import frozen_names, gather_state, pack
 from lockstep.checkpoint.storage import committed, delete_leftovers, open_storage
@@ -80,6 +80,7 @@ from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, as_list, ch
 from lockstep.optim.registry import build_optimizers
 from lockstep.optim.schedule import LearningRate
 from lockstep.optim.user_scheduler import SchedulerRate, check_schedulers_passed, make_learning_rate
+from lockstep.optim.weight_average import WeightAverage
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver, trainable
