@@ -65,7 +65,7 @@ def explain_index(error: Exception, builder: RunBuilder) -> UserError | None:
         return _on_gpu(error, run)
 
     lookup = next(_lookups(error, run.driver.model), None)
-    return lookup and _named(lookup, _sample_with(run, lookup.value), error)
+    return _named(lookup, _sample_with(run, lookup.value), error) if lookup else None
 
 
 def _named(lookup: Lookup, sample: str, error: Exception) -> UserError:
