@@ -128,7 +128,7 @@ def parse_backends(text: str | None) -> list[str]:
 
 # The kinds that an option is for. All other kinds refuse it: they would ignore it.
 FOR_KINDS = {
-    "worlds": ("weak", "strong", "comm", "memory", "step", "checkpoint", "settings"),
+    "worlds": ("weak", "strong", "comm", "memory", "step", "checkpoint", "start", "recovery", "settings"),
     "backend": ("comm",),
     "block": ("weak", "strong", "comm", "memory", "step", "data", "settings"),
     "batch": ("weak", "strong", "comm", "memory", "data", "settings"),
@@ -152,17 +152,23 @@ def check_kind(kind: str, typed: Mapping[str, Any]) -> None:
             )
 
 
+# The kinds that measure something of their own: what that is, and what can be chosen.
+WITHOUT_TARGET = {
+    "checkpoint": ("saves tensors of its own", "set their size with --megabytes"),
+    "start": ("starts a script of its own", "leave them out"),
+    "recovery": ("trains a small model of its own", "leave them out"),
+}
+
+
 def check_settings(
     kind: str, target: str, layers: Sequence[tuple[str, Mapping[str, Any]]], ways: Sequence[str] = ()
 ) -> None:
     """Refuse a target and settings that a kind of benchmark would ignore."""
     keys = [key for _, values in layers for key in values]
-    if kind == "checkpoint" and (target != "gpt" or keys):
-        raise UserError(
-            "bench checkpoint saves tensors of its own, and takes no target and no settings",
-            keys[0] if keys else target,
-            "set their size with --megabytes",
-        )
+    if kind in WITHOUT_TARGET and (target != "gpt" or keys):
+        what, advice = WITHOUT_TARGET[kind]
+        found = keys[0] if keys else target
+        raise UserError(f"bench {kind} {what}, and takes no target and no settings", found, advice)
 
     if kind == "settings" and not ways:
         raise UserError(

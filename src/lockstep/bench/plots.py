@@ -441,6 +441,32 @@ def checkpoint(section: Section) -> Any:
     return figure
 
 
+def start(section: Section) -> Any:
+    """Draw how long both commands take to their first step, and to their end."""
+    figure, (axes,) = _figure(1, width=7, height=3.4)
+    names = [row["way"] for row in section.rows]
+    columns = {"first step": "first_s", "end of the command": "end_s"}
+    _grouped(axes, names, {label: _column(section.rows, key) for label, key in columns.items()})
+    axes.set(title=section.title, ylabel="seconds after the command")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def recovery(section: Section) -> Any:
+    """Draw how long training stands still after a kill, beside how long the first start took."""
+    figure, (axes,) = _figure(1, width=7, height=2.4)
+    row = section.rows[0]
+    bars = {"first start": "start_s", "next step after a kill": "again_s", "kill noticed": "noticed_s"}
+    medians, spread = _errors([row[key] for key in bars.values()])
+
+    axes.barh(list(bars), medians, xerr=spread, color=COLOURS[0], ecolor="#333333", height=0.6)
+    axes.bar_label(axes.containers[-1], [f"{value:.2f} s" for value in medians], padding=8)
+    axes.set(title=section.title, xlabel="seconds", xlim=(0, 1.15 * max(medians)))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    return figure
+
+
 def _grouped(axes: Any, labels: Sequence[str], groups: dict[str, list[Any]]) -> None:
     """Draw bars side by side, one of each group for each label."""
     width = 0.8 / len(groups)
@@ -502,5 +528,7 @@ FIGURES: dict[str, Callable[[Section], Any]] = {
     "step": step,
     "data": data,
     "checkpoint": checkpoint,
+    "start": start,
+    "recovery": recovery,
     "projection": projection,
 }
