@@ -73,8 +73,8 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
     found = {name: estimate([kill[name] for kill in kills]).as_dict() for name in kills[0]}
     notes = [
         f"{plural(options.repeats, 'kill')} of one of {world} ranks with SIGKILL, in one run of char_lm with a "
-        f"checkpoint every {EVERY} steps. The times count from the kill. The first start counts from the command, and includes "
-        f"importing torch. {spread_text(options.repeats).capitalize()}.",
+        f"checkpoint every {EVERY} steps. The times count from the kill. The first start counts from the command, "
+        f"and includes importing torch. {spread_text(options.repeats).capitalize()}.",
     ]
     rows = [{"world": world, "start_s": start, **found}]
     return [Section("recovery", f"Recovery of {world} ranks from a killed one", COLUMNS, rows, notes)]
