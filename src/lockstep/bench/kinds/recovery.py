@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,16 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
         f"and includes importing torch. {spread_text(options.repeats).capitalize()}.",
     ]
     rows = [{"world": world, "start_s": start, **found}]
-    return [Section("recovery", f"Recovery of {world} ranks from a killed one", COLUMNS, rows, notes)]
+    return [
+        Section(
+            "recovery",
+            f"Recovery of {world} ranks from a killed one",
+            COLUMNS,
+            rows,
+            notes,
+            extra={"facts": {"torch": version("torch")}},
+        )
+    ]
 
 
 class Training:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,16 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
         f"{OURS} also checks the start of the training, and writes a run folder. "
         f"{plural(options.repeats, 'round')}, {spread_text(options.repeats)}.",
     ]
-    return [Section("start", f"From the command to the first step on {plural(world, 'rank')}", COLUMNS, rows, notes)]
+    return [
+        Section(
+            "start",
+            f"From the command to the first step on {plural(world, 'rank')}",
+            COLUMNS,
+            rows,
+            notes,
+            extra={"facts": {"torch": version("torch")}},
+        )
+    ]
 
 
 def first_step(way: str, world: int, folder: Path, threads: int) -> tuple[float, float]:
