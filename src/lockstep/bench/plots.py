@@ -157,10 +157,9 @@ def _draw_efficiency(axes: Any, section: Section, worlds: list[int]) -> None:
     """Draw the efficiency with what bounds it: the share of computing, the target, and the machine itself."""
     rows = section.rows
     found = _column(rows, "scaling_efficiency")
-    _line(axes, worlds, found, COLOURS[0], "scaling efficiency")
+    label = f"scaling efficiency ({middle(found[-1]):.2f} at {worlds[-1]})" if len(worlds) > 1 else "scaling efficiency"
+    _line(axes, worlds, found, COLOURS[0], label)
     axes.plot(worlds, _column(rows, "compute_fraction"), color=COLOURS[1], marker="s", label="compute fraction")
-    last = (worlds[-1], float(middle(found[-1])))
-    axes.annotate(f"{last[1]:.2f}", last, (-8, -14), textcoords="offset points", ha="right", color=COLOURS[0])
 
     limit = section.verdicts[0].limit if section.verdicts else None
     if limit:
