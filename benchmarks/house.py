@@ -143,7 +143,7 @@ def trace(root: Path) -> None:
     lockstep.fit(CharLM, preset="tiny", steps=4, run_dir="run")
     sys.setprofile(None)
 
-    begin = steps[-1].index(("data/sources.py", "take"))
+    begin = steps[-1].index(("data/map_source.py", "take"))
     names = dict.fromkeys(name for name, _ in steps[-1][begin:])
     print(*(name for name in names if not name.startswith("recipes/")))
 

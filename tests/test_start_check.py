@@ -18,7 +18,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 import lockstep
 from lockstep.causes import CAUSES
 from lockstep.config import KEYS, resolve
-from lockstep.config.schema import LossTrait
+from lockstep.config.value_types import LossTrait
 from lockstep.engine.start_check.check import MAX_SAMPLES, MIN_SAMPLES, NEVER_ACCEPTED
 from lockstep.engine.start_check.judge import Measurement, Tolerance, judge_halves
 from lockstep.engine.start_check.random_numbers import ConstantDraws

@@ -107,8 +107,21 @@ def test_settings_of_a_task_do_not_stop_it(runner: Runner) -> None:
     assert report.passed, text_of(report)
 
 
+PROJECTS = Path(__file__).parent.parent / "examples" / "projects"
+
+
+def test_a_loss_over_the_global_batch(runner: Runner) -> None:
+    """Each rank has one micro-batch, whatever is configured, and the one of the reference is the global batch."""
+    layers = [("test", {"micro_batch": 12})]
+    report = verify(f"{PROJECTS / 'contrastive.py'}:Contrastive", layers, replace(QUICK, worlds=(1, 2, 3)), runner)
+    assert report.passed, text_of(report)
+    layouts = [(row.trial.world, row.trial.micro_batch) for row in report.rows if row.role in ("reference", "world")]
+    assert layouts == [(1, 24), (2, 12), (3, 8)]
+    assert any("run.all_gather" in note for note in report.notes)
+
+
 def test_what_is_meant_is_not_compared(runner: Runner) -> None:
-    layers = [("test", {"checks.loss": "batch-coupled"})]
+    layers = [("test", {"checks.loss": "batch-coupled", "micro_batch": 4})]
     report = verify(f"{ZOO / 'broken.py'}:InBatchNegatives", layers, QUICK, runner)
     assert report.passed, text_of(report)
     assert any("checks.loss=batch-coupled" in note for note in report.notes)
@@ -237,6 +250,7 @@ def test_a_task_that_cannot_run_is_the_users_to_fix(runner: Runner) -> None:
 # ---- which trials ---------------------------------------------------------------------------------------
 
 FACTS: dict[str, Any] = {"global_batch": 16, "micro_batch_asked": None, "stream": False, "strategy": "ddp"}
+FACTS |= {"gathers": False, "accepted": []}
 
 
 def test_trials_by_default() -> None:
@@ -253,6 +267,16 @@ def test_a_micro_batch_that_was_asked_for_is_the_largest() -> None:
     matrix = choose(VerifyOptions(), FACTS | {"micro_batch_asked": 4})
     assert matrix.reference.micro_batch == 4
     assert all((trial.micro_batch or 99) <= 4 for trial in (matrix.reference, *matrix.worlds, *matrix.splits))
+
+
+@pytest.mark.parametrize("facts", [{"gathers": True, "micro_batch_asked": 8}, {"accepted": ["batch-coupled"]}])
+def test_a_micro_batch_for_each_world(facts: dict[str, Any]) -> None:
+    matrix = choose(VerifyOptions(), FACTS | facts)
+    assert [trial.micro_batch for trial in (matrix.reference, *matrix.worlds)] == [16, 8, 6, 4]
+    assert matrix.one_each
+    assert bool(matrix.splits) == ("gathers" not in facts)
+    same = choose(VerifyOptions(), FACTS | {"accepted": ["batch-coupled"], "micro_batch_asked": 4})
+    assert not same.one_each
 
 
 def test_worlds_that_do_not_fit() -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep import targets
 from lockstep.config import Layer, Resolved, check, flatten, from_object, resolve, resolve_for, strongest_value
-from lockstep.config.schema import typed as typed_value
+from lockstep.config.settings import typed as typed_value
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import failure

@@ -47,6 +47,11 @@ _TABLE = {
         "split: set micro_batch in the configuration, and treat it as part of the model; mix samples in collate(); "
         "compare with the global batch by run.all_gather(rows)",
     ),
+    "gathered": (
+        "a loss over the global batch that still depends on the number of ranks",
+        "gather all that a sample is compared with, by run.all_gather(rows), which also returns the gradients of other "
+        "ranks; count labels from run.first; return a sum over this rank's samples, without a term for the whole batch",
+    ),
     "left-gradient": (
         "a loss that leaves gradients behind: it calls backward() itself",
         "return the loss and leave backward() and optimizer.step() to Lockstep; for a gradient inside the loss use "

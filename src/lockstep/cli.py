@@ -369,7 +369,7 @@ def _resize(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 def _config(options: argparse.Namespace, overrides: Sequence[str]) -> None:
     from lockstep.config import KEYS, flatten, read_layers, resolve_for
-    from lockstep.config.schema import typed
+    from lockstep.config.settings import typed
     from lockstep.engine.checks.names import check_names
 
     layers = read_layers(options.config, overrides)
@@ -406,7 +406,7 @@ def _ask(question: str) -> bool:
     """Ask a person, and return whether the answer is yes."""
     if not (sys.stdin and sys.stdin.isatty()):
         raise UserError(
-            "lockstep rm asks before it deletes, and nobody can answer here",
+            "lockstep rm asks before it deletes, and there is no terminal to answer on",
             "the input is not a terminal",
             "add --yes",
         )

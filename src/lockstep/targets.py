@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, Unpack, cast, get_args, get_origin, get_type_hints
 
 import lockstep
 from lockstep.errors import ConfigError, UserError
@@ -259,8 +259,8 @@ def load_class(target: str) -> type[Any]:
 
     # Classes that the file only imports would be odd advice; a package collects those of its modules.
     inside = f"{module.__name__}."
-    own = [value for value in vars(module).values() if f"{getattr(value, '__module__', '')}.".startswith(inside)]
-    raise _not_a_task(path, class_name, kind, [value.__name__ for value in own if _is_task(value)])
+    defined = [value for value in vars(module).values() if f"{getattr(value, '__module__', '')}.".startswith(inside)]
+    raise _not_a_task(path, class_name, kind, [value.__name__ for value in defined if _is_task(value)])
 
 
 def _is_task(value: Any) -> bool:
@@ -305,6 +305,7 @@ def _load_module(target: str, name: str) -> Any:
         # An import inside the module that fails is another matter.
         if error.name and not f"{name}.".startswith(f"{error.name}."):
             raise
+
         raise UserError(
             f"the target {target} cannot be loaded: there is no module {error.name}", "", "correct the name"
         ) from None
@@ -347,9 +348,9 @@ def put_on_path(path: Path) -> str:
 
 def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
     """Construct the task with `task.*` as keyword arguments; raise the problems of all of them at once."""
-    parameters = _signature(kind).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return kind(**options)  # which options it takes cannot be seen from outside
+    parameters = _named_parameters(kind)
+    if parameters is None:
+        return kind(**options)
 
     problems = []
     values = {}
@@ -373,6 +374,25 @@ def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
         raise ConfigError(problems)
 
     return kind(**values)
+
+
+def _named_parameters(kind: type[Any]) -> dict[str, inspect.Parameter] | None:
+    """Return the parameters of the constructor, or None if its `**options` may have any name."""
+    parameters = dict(_signature(kind).parameters)
+    others = next((p for p in parameters.values() if p.kind is p.VAR_KEYWORD), None)
+    if others is None:
+        return parameters
+
+    if get_origin(others.annotation) is not Unpack:
+        return None
+
+    # `**options: Unpack[TypedDict]` lists the names and their types. None of them is required.
+    del parameters[others.name]
+    (options,) = get_args(others.annotation)
+    for name, annotation in get_type_hints(options).items():
+        parameters[name] = inspect.Parameter(name, others.KEYWORD_ONLY, default=None, annotation=annotation)
+
+    return parameters
 
 
 def _signature(kind: type[Any]) -> inspect.Signature:

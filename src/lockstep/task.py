@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -170,7 +169,7 @@ class BatchSource(ABC):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state, which another number of ranks may have saved."""
 
-    # ---- optional, for any source ----
+    # ---- optional ----
 
     # A line about the data for the banner, or None; `attach` may set it.
     about: str | None = None
@@ -196,27 +195,6 @@ class BatchSource(ABC):
     def skip(self, span: tuple[int, int]) -> None:
         """Leave out the positions [start, stop) from now on: their step was skipped, and the policy is rewind."""
         raise NotImplementedError(f"{type(self).__name__}.skip(span) must leave out the span, since can_skip is True")
-
-    # ---- optional, for a source that reads a dataset ----
-
-    # The first sample of a stream, which must be the same on all ranks; None if it is not known.
-    beginning: Any = None
-
-    def largest_input(self) -> Tensor | None:
-        """Return the largest tensor of a sample, or None. The number of threads is chosen by it."""
-        return None
-
-    def reading_here(self) -> AbstractContextManager[None]:
-        """Return a context in which this process reads the dataset that worker processes read as well."""
-        return nullcontext()
-
-    def some_samples(self) -> list[Any]:
-        """Return a few samples. If they differ, two ranks may begin with equal batches; otherwise that is refused."""
-        return []
-
-    def read_again(self, micro: MicroBatch) -> Any:
-        """Read the first micro-batch again, in another process than before. None if it need not be the same."""
-        return None
 
 
 @dataclass(frozen=True, slots=True)

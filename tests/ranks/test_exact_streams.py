@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch.utils.data import IterableDataset
 
 import lockstep
 from lockstep import Shards
+from lockstep.checkpoint.state_tree import gather_state
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted, UserError
@@ -131,6 +134,23 @@ def test_a_run_goes_on_exactly_with_other_ranks_and_workers(pool: Pool, alone: A
 
 
 # ---- streams with a state ----
+
+
+def gather_states(world: World, store: Any) -> list[Any]:
+    """A job: send a state with everything that a stream may keep, and nothing from rank 0."""
+    state = {3: {"tokens": np.arange(world.rank, dtype=np.uint16), "mean": torch.tensor(0.5), "best": (math.inf, None)}}
+    with context.start(world, configured({}).config, store=store) as runtime:
+        return gather_state(runtime.collectives, state if world.rank else {})
+
+
+def test_ranks_gather_states_with_arrays_and_tensors(pool: Pool) -> None:
+    for nothing, of_rank1, of_rank2 in pool.run(gather_states, world=3):
+        assert nothing == {}
+        assert of_rank1[3]["tokens"].tolist() == [0]
+        assert of_rank2[3]["tokens"].tolist() == [0, 1]
+        assert of_rank2[3]["tokens"].dtype == np.uint16
+        assert torch.equal(of_rank2[3]["mean"], torch.tensor(0.5))
+        assert of_rank2[3]["best"] == (math.inf, None)
 
 
 class Unsavable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, TypedDict, Unpack
 
 import pytest
 
@@ -42,6 +42,36 @@ def test_a_word_that_is_read_as_no_text_is_to_be_quoted(typed: str) -> None:
 
 def test_quotes_are_no_advice_for_a_number() -> None:
     assert fix_of("task.width=none") == "give it a value of type int"
+
+
+class Shared(TypedDict, total=False):
+    depth: int
+
+
+class Wider(Options):
+    def __init__(self, width: int = 1, **shared: Unpack[Shared]):
+        super().__init__(width=width)
+        self.shared = shared
+
+
+class Open(Options):
+    def __init__(self, **anything: Any):
+        super().__init__()
+        self.anything = anything
+
+
+def test_options_in_a_typed_dict_are_checked_like_parameters() -> None:
+    assert make_task(Wider, {"width": 2, "depth": 3}).shared == {"depth": 3}
+    assert make_task(Wider, {}).shared == {}
+    with pytest.raises(ConfigError) as refused:
+        make_task(Wider, {"depth": "deep", "dept": 3})
+    wrong_type, unknown = (str(problem) for problem in refused.value.problems)
+    assert "task.depth" in wrong_type
+    assert "task.dept" in unknown
+
+
+def test_a_constructor_that_takes_any_name_gets_all_of_them() -> None:
+    assert make_task(Open, {"depth": "deep"}).anything == {"depth": "deep"}
 
 
 @pytest.mark.parametrize("wrong", ["char_lm", None, Options, Options()])

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, Subset
 
 from lockstep import Loss
 from zoo.base import Reader, Sentences, Sound, token_losses
+from zoo.healthy import Contrastive
 
 
 def rank() -> int:
@@ -89,6 +90,28 @@ class InBatchNegatives(Sound):
         words = model(tokens[:, :-1])
         first, second = words[:, :3].mean(1), words[:, 3:].mean(1)
         return Loss(F.cross_entropy(first @ second.T, torch.arange(len(tokens)), reduction="sum"), len(tokens))
+
+
+class ForgetsToGather(InBatchNegatives):
+    """The same, permitted, and with as many negatives as a rank happens to have."""
+
+    defaults = {"checks.loss": "batch-coupled"}
+
+
+class LabelsOfThisRank(Contrastive):
+    """It gathers the negatives of all ranks, and finds its own at the place that they have on rank 0."""
+
+    def first(self) -> int:
+        return 0
+
+
+class GradientOfThisRank(Contrastive):
+    """The negatives of other ranks are constants to it, as they are after torch's own all-gather."""
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        others = self.run.all_gather(rows.detach()).clone()
+        others[self.run.first : self.run.first + len(rows)] = rows
+        return others
 
 
 class PenaltyPerMicroBatch(Sound):
@@ -600,6 +623,9 @@ FOUND: dict[type[Sound], str] = {
     BackwardInLoss: "left-gradient",
     WarmUpByCounting: "carried-state",
     InBatchNegatives: "batch-coupled",
+    ForgetsToGather: "batch-coupled",
+    LabelsOfThisRank: "gathered",
+    GradientOfThisRank: "gathered",
     AccuracyIsAMean: "metric",
     BatchNorm: "batchnorm",
     DropoutByRank: "randomness",

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from lockstep import Loss
+from lockstep.task import RunView
 from zoo.base import LENGTH, WORDS, Reader, Sentences, Sound, token_losses
 
 
@@ -185,5 +186,28 @@ class TorchTransformer(Sound):
         return Loss(total, int((target != 0).sum()))
 
 
-TASKS = [TiedWithDropout, AugmentedLSTM, FrozenTrunk, PlainStream, Noising, TorchTransformer, Sound]
+class Contrastive(Sound):
+    """Every other sentence of the global batch is a negative."""
+
+    defaults = {"checks.loss": "batch-coupled"}
+
+    def before_training(self, run: RunView) -> None:
+        self.run = run
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        tokens, _ = batch
+        words = model(tokens[:, :-1])
+        first, second = words[:, :3].mean(1), self.gathered(words[:, 3:].mean(1))
+        labels = self.first() + torch.arange(len(tokens))
+        return Loss(F.cross_entropy(first @ second.T, labels, reduction="sum"), len(tokens))
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        return self.run.all_gather(rows)
+
+    def first(self) -> int:
+        """Return the place of the first label."""
+        return self.run.first
+
+
+TASKS = [TiedWithDropout, AugmentedLSTM, FrozenTrunk, PlainStream, Noising, TorchTransformer, Sound, Contrastive]
 assert LENGTH < WORDS

@@ -154,9 +154,9 @@ class Pool:
         wait_readable([self.zygote, *files], seconds)
 
         # The zygote also reports what started; only ends have a code.
-        for report in self.zygote.poll():
-            if "code" in report:
-                self.codes[report["rank"]] = report["code"]
+        for change in self.zygote.poll():
+            if change.code is not None:
+                self.codes[change.rank] = change.code
 
         assert self.zygote.alive, "the process that forks the ranks has exited"
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.manifest import FLOATS
 from lockstep.errors import UserError
+from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.layout import local
 
 # A dict with one of these keys, and no other, encodes a value that JSON cannot represent. They are part of the file
@@ -103,6 +104,25 @@ def unpack(value: Any, read: Callable[[str], Tensor], device: torch.device) -> A
             return [unpack(item, read, device) for item in value]
         case _:
             return value
+
+
+def gather_state(collectives: Collectives, state: Any) -> list[Any]:
+    """Return the `state` of every rank, by rank: nested plain values, tensors and arrays. Collective; no pickle."""
+    if collectives.world.alone:
+        return [state]
+
+    tensors: dict[str, Tensor] = {}
+    packed = pack(state, "state", tensors)
+    by_rank = collectives.gather_json([packed, list(tensors)])
+    tensors_by_rank = collectives.gather_tensors(list(tensors.values()))
+
+    states = []
+    for (packed, names), received in zip(by_rank, tensors_by_rank, strict=True):
+        # Received on the device of the collectives. `unpack` returns to the device what was not on the CPU.
+        host = {name: tensor.cpu() for name, tensor in zip(names, received, strict=True)}
+        states.append(unpack(packed, host.__getitem__, collectives.device))
+
+    return states
 
 
 def is_extra(name: str) -> bool:

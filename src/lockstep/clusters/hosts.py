@@ -6,7 +6,6 @@ JSON object a line; lines and answers come back as events, from all hosts in one
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -20,9 +19,9 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from queue import Queue
-from typing import IO, Any
+from typing import IO
 
-from lockstep.clusters.tether import MARK
+from lockstep.clusters.tether_messages import MARK, Answer, Request, decode_answer, encode
 from lockstep.errors import UserError
 from lockstep.runtime.machine import addresses_of_interfaces
 
@@ -140,7 +139,7 @@ class Event:
     login: int  # which login, counted from 1: a host that was lost is logged in to again
     line: str | None = None
     is_error: bool = False  # a line of standard error
-    answer: dict[str, Any] | None = None
+    answer: Answer | None = None
     code: int | None = None  # the login's exit code: nothing follows
 
 
@@ -171,13 +170,13 @@ class Login:
 
         threading.Thread(target=self._read_all, daemon=True).start()
 
-    def send(self, request: dict[str, Any]) -> None:
+    def send(self, request: Request) -> None:
         """Send a request. If the other side is gone, its end is reported as an event."""
         assert self.process.stdin is not None
 
         # A ValueError says that `hang_up` has closed it.
         with suppress(OSError, ValueError):
-            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.write(encode(request).encode() + b"\n")
             self.process.stdin.flush()
 
     def hang_up(self) -> None:
@@ -210,7 +209,7 @@ class Login:
         for data in stream:
             line, mark, answer = data.decode(errors="replace").rstrip("\n").partition(MARK)
             if mark:
-                self._events.put(Event(self._place, self.number, answer=json.loads(answer)))
+                self._events.put(Event(self._place, self.number, answer=decode_answer(answer)))
 
             # An answer alone has no text before it; an empty line of the job is a line.
             if line or not mark:

@@ -12,13 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from queue import Empty, Queue
 from types import TracebackType
-from typing import Any
+from typing import TypeVar
 
 from lockstep.clusters.hosts import Event, Host, Login, login_words, split_ssh
-from lockstep.clusters.tether import BEAT_S, SAVE_S, Training
+from lockstep.clusters.tether import BEAT_S, SAVE_S
+from lockstep.clusters.tether_messages import Answer, Beat, Ended, Facts, Look, PassSignal, Problem, Request, Training
 from lockstep.errors import ExitCode, Preempted, UserError, printable
 
 # How long a host may take to answer before the job starts: a login, and an import.
@@ -33,8 +34,12 @@ AGAIN_S = 3.0
 # The longest wait for a host's last lines after its launcher has ended: a login ends at once, unless its link is cut.
 LAST_LINES_S = 3.0
 
-# A third signal does not wait for anybody.
+# After this many signals, another one does not wait for the hosts.
 PATIENT_SIGNALS = 2
+
+
+# A kind of answer.
+Kind = TypeVar("Kind")
 
 
 class Logins:
@@ -76,20 +81,21 @@ class Logins:
         self._end()
 
     def _keep_beating(self) -> None:
-        """Send beats until the context ends. Runs on a thread of its own."""
+        """Send beats until the context ends. Runs in a thread."""
         self._beat()
         while not self._closed.wait(BEAT_S):
             self._beat()
 
     def _beat(self) -> None:
-        """Tell every host which hosts are logged in to. A host that hears nothing for a while takes this machine for
-        lost.
+        """Send every host a beat, with the list of hosts that are logged in to.
+
+        A host that gets none for a while concludes that this machine is lost.
         """
         connected = sorted(self._connected)
 
         # The main thread may replace a login meanwhile.
         for login in list(self._logins):
-            login.send({"beat": connected})
+            login.send(Beat(connected))
 
     def _log_in(self, place: int, number: int) -> Login:
         """Start a login, the host's `number`-th. Raises a UserError if the command of --ssh cannot be started."""
@@ -120,10 +126,10 @@ class Logins:
 
     # ---- before the start ----
 
-    def ask(self, places: Iterable[int], request: dict[str, Any], key: str) -> list[dict[str, Any]]:
-        """Send a request to hosts and return their answers, which have `key` or "problem". Raises a UserError."""
+    def ask(self, places: Iterable[int], request: Request, kind: type[Kind]) -> list[Kind | Problem]:
+        """Send a request to hosts and return their answers, each of this kind or a problem. Raises a UserError."""
         waiting = list(places)
-        answers: dict[int, dict[str, Any]] = {}
+        answers: dict[int, Kind | Problem] = {}
         for place in waiting:
             self._logins[place].send(request)
 
@@ -137,15 +143,13 @@ class Logins:
 
             if event.code is not None:
                 raise self._no_answer(event.host, f"exit code {event.code}")
-            if event.answer is not None and (key in event.answer or "problem" in event.answer):
+            if isinstance(event.answer, (kind, Problem)):
                 answers[event.host] = event.answer
 
         return [answers[place] for place in waiting]
 
     def _no_answer(self, place: int, what: str) -> UserError:
-        """Return the error for a host that cannot be used, with what its login has printed and a command to try by
-        hand.
-        """
+        """Return the error for a host that cannot be used: what its login has printed, and a command to try."""
         host, login = self.hosts[place], self._logins[place]
         words = " ".join(login.last_errors) or what
         test = f"cd {shlex.quote(self._folder)} && {shlex.quote(self._python)} -m lockstep --version"
@@ -162,7 +166,7 @@ class Logins:
     # ---- the job ----
 
     def train(self, jobs: Sequence[Training], least: int) -> int:
-        """Start the job on all hosts and stay until it has ended. Returns its exit code."""
+        """Start the job on all hosts and stay until it has ended. Return its exit code."""
         from lockstep.launch.supervisor import collect_signals
 
         with collect_signals() as signals:
@@ -181,7 +185,7 @@ class Logins:
         self._connected = self._connected | {place} if connected else self._connected - {place}
         self._beat()
 
-    def send(self, place: int, request: dict[str, Any]) -> None:
+    def send(self, place: int, request: Request) -> None:
         """Send a request to one host."""
         self._logins[place].send(request)
 
@@ -232,9 +236,9 @@ class _Watch:
         self._patience: float | None = None
 
     def run(self) -> int:
-        """Run the job until every host has ended or is given up. Returns the job's exit code."""
+        """Run the job until every host has ended or is given up. Return the job's exit code."""
         for place, job in enumerate(self._jobs):
-            self._logins.send(place, {"start": asdict(job)})
+            self._logins.send(place, job)
 
         while len(self._ended) < len(self._jobs):
             if event := self._logins.next_event(0.1):
@@ -251,7 +255,7 @@ class _Watch:
             if self._patience is not None and now > self._patience:
                 break
 
-        # Whoever has run out of patience waits for nothing more.
+        # After the third signal the last lines are not waited for either.
         if len(self._ended) == len(self._jobs):
             self._show_last_lines()
 
@@ -296,15 +300,15 @@ class _Watch:
         mark = "" if place == 0 else f"[{self._logins.hosts[place].name}] "
         print(f"{mark}{line}", file=sys.stderr if is_error else sys.stdout, flush=True)
 
-    def _handle_answer(self, place: int, answer: dict[str, Any]) -> None:
+    def _handle_answer(self, place: int, answer: Answer) -> None:
         """Note that a launcher has ended, or start it again on a host that is back."""
-        if "ended" in answer:
-            self._ended[place] = answer["ended"]
+        if isinstance(answer, Ended):
+            self._ended[place] = answer.code
             self._expect_the_end()
             return
 
         # The host has a problem, or is back too late.
-        if "facts" not in answer or self._ending:
+        if not isinstance(answer, Facts) or self._ending:
             self._logins.hang_up(place)
             return
 
@@ -314,7 +318,7 @@ class _Watch:
         self._closed.discard(place)
         self._say(f"{self._logins.hosts[place].name} is back")
         self._logins.note(place, connected=True)
-        self._logins.send(place, {"start": asdict(replace(self._jobs[place], again=True))})
+        self._logins.send(place, replace(self._jobs[place], again=True))
 
     def _lose(self, place: int, code: int) -> None:
         """Note that a login has ended before its launcher did: the host is lost, or the way to it."""
@@ -346,7 +350,7 @@ class _Watch:
 
                 # Until this login has ended, too, no other one begins.
                 self._again[place] = float("inf")
-                self._logins.send(place, {"look": {"target": self._jobs[place].target, "hosts": [], "files": []}})
+                self._logins.send(place, Look(self._jobs[place].target))
 
     def _expect_the_end(self) -> None:
         """All launchers of a job end with it; one that cannot know that the job is over is asked to end."""
@@ -373,7 +377,7 @@ class _Watch:
         # None is left if the last one has just ended.
         first = next((place for place in range(len(self._jobs)) if place not in self._ended), None)
         if first is not None:
-            self._logins.send(first, {"signal": signal})
+            self._logins.send(first, PassSignal(signal))
 
     def _code(self) -> int:
         """Return the job's exit code: all launchers of a job have the same one, unless some never knew its end."""

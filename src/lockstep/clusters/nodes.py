@@ -20,11 +20,12 @@ from lockstep.clusters.command import make_request
 from lockstep.clusters.hosts import Host, parse_hosts
 from lockstep.clusters.logins import Logins
 from lockstep.clusters.request import Request
-from lockstep.clusters.tether import Facts, Training
+from lockstep.clusters.tether_messages import Facts, Listen, Listening, Look, Problem, Training, Tried, TryOut
 from lockstep.errors import UserError
 from lockstep.launch.job import Bounds, parse_nproc
+from lockstep.runtime.machine import join_host_port
 
-# Whether what is written may hold what others must not read: values of --env.
+# The written commands may hold secrets: values of --env.
 PRIVATE = True
 
 HELP = "hosts that you can log in to: start the job on all of them over ssh, or print the command for each"
@@ -76,7 +77,7 @@ def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
     if options.submit and options.out is None:
         return {}  # the hosts get their commands from this one
 
-    join = ",".join(f"{_bracketed(host.name)}:{options.port or PRINTED_PORT}" for host in hosts)
+    join = ",".join(join_host_port(host.name, options.port or PRINTED_PORT) for host in hosts)
     program = (options.python, "-m", "lockstep") if options.python else ("lockstep",)
     variables = " ".join(_assignment(word) for word in options.env)
     folder = shlex.quote(os.getcwd())
@@ -90,7 +91,7 @@ def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
 
 
 def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]) -> int:
-    """Start the job on all hosts and stay until it has ended. Returns the job's exit code."""
+    """Start the job on all hosts and stay until it has ended. Return the job's exit code."""
     hosts = parse_hosts(options.hosts, options.hostfile)
     request = _for_hosts(request, hosts, options.nnodes)
     return _run(request, hosts, options, _resume_command(options.arguments, request))
@@ -101,14 +102,14 @@ def _resume_command(arguments: Sequence[str], request: Request) -> str:
     # What follows -- belongs to the script.
     words = without_values(arguments)
     end = words.index("--") if "--" in words else len(words)
-    own, rest = words[:end], words[end:]
+    words, script_words = words[:end], words[end:]
 
-    if not any(word.startswith("run_dir=") for word in own):
-        own.append(f"run_dir={request.run_dir}")
+    if not any(word.startswith("run_dir=") for word in words):
+        words.append(f"run_dir={request.run_dir}")
     if request.resume != "auto":
-        own = [*(word for word in own if not word.startswith("resume=")), "resume=auto"]
+        words = [*(word for word in words if not word.startswith("resume=")), "resume=auto"]
 
-    return shlex.join(["lockstep", *own, *rest])
+    return shlex.join(["lockstep", *words, *script_words])
 
 
 def train(options: argparse.Namespace, overrides: Sequence[str], resume_command: str) -> int:
@@ -218,10 +219,6 @@ def refuse_host_options(options: argparse.Namespace) -> None:
         )
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 # ---- the start ----
 
 
@@ -246,7 +243,7 @@ def _run(request: Request, hosts: list[Host], options: argparse.Namespace, resum
             arguments=list(request.script_arguments),
             nproc=request.nproc,
             nnodes=f"{request.nnodes.least}:{request.nnodes.most}",
-            join=",".join(f"{_bracketed(address)}:{port}" for address in addresses),
+            join=",".join(join_host_port(address, port) for address in addresses),
             resume=request.resume,
             resume_command=resume_command,
             env={ONE_LOG: "1", **given, **variables},
@@ -263,18 +260,19 @@ def _look(logins: Logins, request: Request) -> list[Facts]:
     target = request.target if request.target.endswith(".py") else request.target.rpartition(":")[0]
     files = [*request.config_files, *([target] if target else [])]
     names = [host.name for host in logins.hosts]
-    asked = {"look": {"target": request.target, "hosts": names, "files": files}}
-    answers = logins.ask(range(len(names)), asked, "facts")
+    answers = logins.ask(range(len(names)), Look(request.target, names, files), Facts)
 
+    facts: list[Facts] = []
     for name, answer in zip(names, answers, strict=True):
-        if problem := answer.get("problem"):
+        if isinstance(answer, Problem):
             raise UserError(
                 f"{name} cannot read the files of the job",
-                problem,
+                answer.problem,
                 f"make {', '.join(files) or 'the installed packages'} readable there",
             )
 
-    facts = [Facts(**answer["facts"]) for answer in answers]
+        facts.append(answer)
+
     for name, here in zip(names, facts, strict=True):
         if here.missing:
             raise UserError(
@@ -298,33 +296,33 @@ def _look(logins: Logins, request: Request) -> list[Facts]:
 
 
 def _address_of(place: int, hosts: Sequence[Host], facts: Sequence[Facts]) -> str:
-    """Return the address of one host that the others use, which must be one of its own.
+    """Return the address at which the others reach a host; the host must have it.
 
     A host's own name often means 127.0.1.1 to the host itself, so what the others know comes first. A name that only
     the configuration of ssh knows means nothing to any of them: then the address at which the login arrived is taken.
     An address that several hosts have, such as that of a bridge for containers, does not tell them apart, and a
     link-local one means nothing without the name of an interface.
     """
-    name, own = hosts[place].name, facts[place]
+    name, host = hosts[place].name, facts[place]
     others = [other for number, other in enumerate(facts) if number != place]
-    known = [address for other in [*others, own] for address in other.resolved.get(name, [])]
-    candidates = [*known, own.reached_at, *own.addresses]
+    known = [address for other in [*others, host] for address in other.resolved.get(name, [])]
+    candidates = [*known, host.reached_at, *host.addresses]
     alone = len({fact.name for fact in facts}) == 1
 
     def fits(address: str) -> bool:
         is_loopback = address.startswith("127.") or address == "::1"
         if is_loopback or alone:
-            return alone and (is_loopback or address in own.addresses)
+            return alone and (is_loopback or address in host.addresses)
 
         is_shared = any(address in other.addresses for other in others)
         is_link_local = address.startswith(("fe80:", "169.254."))
-        return address in own.addresses and not is_shared and not is_link_local
+        return address in host.addresses and not is_shared and not is_link_local
 
     found = next((address for address in candidates if fits(address)), None)
     if found is None:
         raise UserError(
             f"the other hosts cannot know where {name} is",
-            f"{name} means {', '.join(known) or 'nothing'} to them; its own addresses are {', '.join(own.addresses)}",
+            f"{name} means {', '.join(known) or 'nothing'} to them; its own addresses are {', '.join(host.addresses)}",
             f"use an address of {name} instead of its name",
         )
 
@@ -332,23 +330,22 @@ def _address_of(place: int, hosts: Sequence[Host], facts: Sequence[Facts]) -> st
 
 
 def _try_out(logins: Logins, request: Request, address: str, port: int) -> int:
-    """Have the first host choose a port, and the others try to reach it. Returns the port."""
+    """Have the first host choose a port, and the others try to reach it. Return the port."""
     first, *others = [host.name for host in logins.hosts]
     mark = str(request.run_dir / f".shared-{secrets.token_hex(4)}")
-    (answer,) = logins.ask([0], {"listen": {"address": address, "port": port, "mark": mark}}, "port")
-    if problem := answer.get("problem"):
+    (answer,) = logins.ask([0], Listen(address, port, mark), Listening)
+    if isinstance(answer, Problem):
         raise UserError(
             f"{first} cannot listen at {address} port {port or 'of its choice'}, or write to {request.run_dir}",
-            problem,
+            answer.problem,
             "leave --port out: a free port is chosen" if port else "use a run_dir that it can write to",
         )
 
-    port = answer["port"]
-    asked = {"try": {"address": address, "port": port, "mark": mark}}
-    for name, tried in zip(others, logins.ask(range(1, len(logins.hosts)), asked, "tried"), strict=True):
-        if problem := tried.get("tried") or tried.get("problem"):
+    asked = TryOut(address, answer.port, mark)
+    for name, tried in zip(others, logins.ask(range(1, len(logins.hosts)), asked, Tried), strict=True):
+        if problem := tried.problem:
             network = f"open the network between {name} and {first}, for all ports: ranks use more than this one"
             shared = "set run_dir to a folder that all hosts share"
             raise UserError(f"{name} cannot join {first}", problem, shared if mark in problem else network)
 
-    return port
+    return answer.port

@@ -4,42 +4,48 @@ Standard input is the tether. It carries requests, one line of JSON each. It is 
 that logged in has ended, or when nothing has come for `SILENCE_S`, because a machine or the network is lost: then the
 launcher here saves and stops, and is killed if that takes too long. If enough other hosts are left for the job, it is
 killed at once, and the job goes on without it. Answers are lines of standard output that begin with `MARK`; all other
-lines are output of the job.
-
-    {"look": ...}       what is here: versions, addresses, files; the answer holds `Facts`
-    {"listen": ...}     on the first host: choose the port where the hosts meet, and listen there until the start
-    {"try": ...}        on the others: can this host reach that port, and does it see the run folder of the first host
-    {"start": ...}      train; the answer, when the job has ended, is its exit code
-    {"signal": ...}     the job shall save and exit, as if this launcher had received the signal
-    {"beat": [0, 1]}    the other side lives, and has logins to these hosts
+lines are output of the job. `tether_messages.py` lists the requests and the answers.
 """
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 import random
-import select
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lockstep import targets
+from lockstep.clusters.tether_messages import (
+    MARK,
+    Answer,
+    Beat,
+    Ended,
+    Facts,
+    Listen,
+    Listening,
+    Look,
+    PassSignal,
+    Problem,
+    Request,
+    Training,
+    Tried,
+    TryOut,
+    decode_request,
+    encode,
+)
 from lockstep.errors import ExitCode, Preempted, UserError, printable
-from lockstep.runtime.machine import addresses_of_interfaces
+from lockstep.launch.wire.lines import LineReader, wait_readable
+from lockstep.runtime.machine import address_family, addresses_of_interfaces
 from lockstep.runtime.preemption import PREEMPT_SIGNALS, signal_handler
-
-# No text of a job begins a line like this: U+001E is a separator of records.
-MARK = "\x1elockstep "
 
 # How often the command that logged in says that it lives, and the silence after which a tether counts as broken.
 BEAT_S = 5.0
@@ -63,51 +69,19 @@ SEE_S = 5.0
 PORTS = range(20_000, 32_000)
 
 
-@dataclass(frozen=True)
-class Facts:
-    """What a host says about itself."""
-
-    name: str
-    program: dict[str, str]  # versions and digests, see `targets.program_of`
-    addresses: list[str]  # of its own interfaces
-    resolved: dict[str, list[str]]  # the addresses of the other hosts, as this one knows their names
-    reached_at: str = ""  # the address at which the login arrived, if it came over ssh
-    missing: list[str] = field(default_factory=list)  # files of the job that are not here
-
-
-@dataclass(frozen=True)
-class Training:
-    """The job of one host, in the words of `lockstep train`."""
-
-    target: str
-    overrides: list[str]
-    config_files: list[str]
-    arguments: list[str]
-    nproc: str
-    nnodes: str
-    join: str
-    resume: str | None
-    resume_command: str
-    env: dict[str, str]
-    run_dir: str
-    place: int  # this host's, in the list of hosts
-    least: int  # the fewest hosts with which the job goes on
-    again: bool = False  # the host was lost, and is logged in to again
-
-
 # ---- requests ----
 
 
-def look(target: str, hosts: Iterable[str], files: Iterable[str]) -> Facts:
+def look(request: Look) -> Facts:
     """Return what this host has and knows."""
     # The address at which sshd accepted the connection comes third: CLIENT PORT SERVER PORT.
     connection = os.environ.get("SSH_CONNECTION", "").split()
-    missing = [file for file in files if not Path(file).is_file()]
+    missing = [file for file in request.files if not Path(file).is_file()]
     return Facts(
         name=socket.gethostname(),
-        program={} if missing else targets.program_of(target),
+        program={} if missing else targets.program_of(request.target),
         addresses=[address for addresses in addresses_of_interfaces().values() for address in addresses],
-        resolved={host: _addresses_of(host) for host in hosts},
+        resolved={host: _addresses_of(host) for host in request.hosts},
         reached_at=connection[2] if len(connection) == 4 else "",
         missing=missing,
     )
@@ -123,13 +97,13 @@ def _addresses_of(host: str) -> list[str]:
     return list(dict.fromkeys(str(info[4][0]) for info in found))
 
 
-def listen(address: str, port: int, mark: str) -> socket.socket:
-    """Write the file `mark` into the run folder, and listen at `port`, or at a free one if it is 0. Raises OSError."""
-    Path(mark).parent.mkdir(parents=True, exist_ok=True)
-    Path(mark).touch()
+def listen(request: Listen) -> socket.socket:
+    """Write the file for the other hosts, and listen where they are to meet. Raises OSError."""
+    Path(request.mark).parent.mkdir(parents=True, exist_ok=True)
+    Path(request.mark).touch()
 
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    asked = [port] if port else random.SystemRandom().sample(PORTS, 100)
+    address, family = request.address, address_family(request.address)
+    asked = [request.port] if request.port else random.SystemRandom().sample(PORTS, 100)
 
     # A random port may be taken. The error of the last one is raised.
     for candidate in asked[:-1]:
@@ -141,25 +115,26 @@ def listen(address: str, port: int, mark: str) -> socket.socket:
     return socket.create_server((address, asked[-1]), family=family)
 
 
-def try_out(address: str, port: int, mark: str) -> str:
+def try_out(request: TryOut) -> str:
     """Return what keeps this host from joining the first one, or "" if nothing does."""
     try:
-        socket.create_connection((address, port), REACH_S).close()
+        socket.create_connection((request.address, request.port), REACH_S).close()
     except OSError as error:
-        return f"it cannot connect to {address} port {port}: {error.strerror or error}"
+        return f"it cannot connect to {request.address} port {request.port}: {error.strerror or error}"
 
     # A network file system may take a moment to show a new file.
     deadline = time.monotonic() + SEE_S
-    while not Path(mark).exists():
+    while not Path(request.mark).exists():
         if time.monotonic() > deadline:
-            return f"it does not see {mark}, which the first host has written"
+            return f"it does not see {request.mark}, which the first host has written"
+
         time.sleep(0.1)
 
     return ""
 
 
 def train(job: Training) -> int:
-    """Run this host's launcher until the job ends. Returns its exit code."""
+    """Run this host's launcher until the job ends. Return its exit code."""
     from lockstep import api
     from lockstep.config import read_layers
 
@@ -263,8 +238,7 @@ class Presence:
 class Tether:
     """The other end of a login: answers requests until the job starts, and then runs this host's launcher.
 
-    Requests are lines of JSON on standard input, answers are lines of standard output that begin with MARK. When the
-    input ends, or is silent for SILENCE_S, the tether is broken.
+    Requests come on standard input. When it ends, or is silent for SILENCE_S, the tether is broken.
     """
 
     def __init__(self) -> None:
@@ -281,40 +255,30 @@ class Tether:
         os.dup2(null, 0)
         os.close(null)
 
-    def _read(self) -> Iterator[dict[str, Any]]:
+    def _read(self) -> Iterator[Request]:
         """Yield the requests, without the beats, until the tether is broken."""
-        data = b""
-        while select.select([self._input], [], [], SILENCE_S)[0]:
-            # An error is the end as well, of a terminal for example.
-            try:
-                more = os.read(self._input, 65536)
-            except OSError:
-                return
-
-            if not more:
-                return
-
-            *lines, data = (data + more).split(b"\n")
-            for line in lines:
-                request = json.loads(line)
-                if "beat" in request:
-                    self._connected = request["beat"]
+        # An error is the end as well, of a terminal for example.
+        lines = LineReader(self._input)
+        while not lines.ended and wait_readable([self._input], SILENCE_S):
+            for line in lines.read():
+                request = decode_request(line)
+                if isinstance(request, Beat):
+                    self._connected = request.connected
                 else:
                     yield request
 
     def serve(self) -> int:
-        """Answer until the job shall start; then train. Returns the exit code."""
+        """Answer requests until one of them starts the job; then train. Return the exit code."""
         try:
             for request in self._requests:
-                if "start" in request:
-                    job = Training(**request["start"])
+                if isinstance(request, Training):
                     self._stop_listening()
-                    return self._start(job)
+                    return self._start(request)
 
                 try:
                     answer(self._answer(request))
                 except OSError as error:
-                    answer({"problem": error.strerror or str(error)})
+                    answer(Problem(error.strerror or str(error)))
         finally:
             self._stop_listening()
 
@@ -325,18 +289,23 @@ class Tether:
 
         return ExitCode.RESTART
 
-    def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Carry out a request, and return the answer to send."""
-        if "look" in request:
-            return {"facts": asdict(look(**request["look"]))}
+    def _answer(self, request: Request) -> Answer:
+        """Carry out a request that comes before the start, and return the answer to send."""
+        match request:
+            case Look():
+                return look(request)
 
-        if "listen" in request:
-            self._mark = Path(request["listen"]["mark"])
-            self._made_folder = not self._mark.parent.exists()
-            self._listener = listen(**request["listen"])
-            return {"port": self._listener.getsockname()[1]}
+            case Listen():
+                self._mark = Path(request.mark)
+                self._made_folder = not self._mark.parent.exists()
+                self._listener = listen(request)
+                return Listening(self._listener.getsockname()[1])
 
-        return {"tried": try_out(**request["try"])}
+            case TryOut():
+                return Tried(try_out(request))
+
+            case _:
+                return Problem(f"{type(request).__name__} before the start of the job")
 
     def _stop_listening(self) -> None:
         """Close the listener, and remove the file that other hosts looked for."""
@@ -349,13 +318,13 @@ class Tether:
                 self._mark.unlink(missing_ok=True)
 
     def _start(self, job: Training) -> int:
-        """Run the launcher of this host, while a thread watches the tether. Returns an exit code."""
+        """Run the launcher of this host, while a thread watches the tether. Return an exit code."""
         presence = Presence(job)
         try:
             with presence.hold(), signal_handler(_stop, PREEMPT_SIGNALS):
                 threading.Thread(target=self._watch, args=[presence, job], daemon=True, name="lockstep-tether").start()
                 code = train(job)
-                answer({"ended": code})
+                answer(Ended(code))
                 return code
         except UserError as error:
             print(printable(f"lockstep: {error}"), file=sys.stderr)
@@ -364,15 +333,15 @@ class Tether:
 
         # Another login, later, may find the older launcher gone.
         if not job.again:
-            answer({"ended": ExitCode.REFUSED})
+            answer(Ended(ExitCode.REFUSED))
 
         return ExitCode.RESTART
 
     def _watch(self, presence: Presence, job: Training) -> None:
-        """Pass signals on to the launcher; when the tether breaks, leave the job. Runs on a thread of its own."""
+        """Pass signals on to the launcher; when the tether breaks, leave the job. Runs in a thread."""
         for request in self._requests:
-            if "signal" in request:
-                os.kill(os.getpid(), signal.Signals[request["signal"]])
+            if isinstance(request, PassSignal):
+                os.kill(os.getpid(), signal.Signals[request.name])
 
         break_off(presence, job, self._connected)
 
@@ -411,15 +380,16 @@ def others_go_on(presence: Presence, job: Training, connected: list[int]) -> boo
     while len([place for place in others if not presence.leaves(place)]) >= job.least:
         if time.monotonic() > deadline:
             return True
+
         time.sleep(0.05)
 
     return False
 
 
-def answer(values: dict[str, Any]) -> None:
+def answer(message: Answer) -> None:
     """Send an answer to the other side of the login."""
     # The reader looks for the mark inside lines as well: the job may have printed half a line before.
-    print(f"{MARK}{json.dumps(values)}", flush=True)
+    print(f"{MARK}{encode(message)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ Values arrive in layers (task default, preset, file, command line, argument); a 
 All problems of all layers are reported together. Nothing is derived here (that is the Plan's job), and `task.*` is
 passed on unchanged: only the task can check its options.
 
-schema        the keys with their meaning, and settings: values with their source
+schema        the keys with their meaning; those with a dot are in sections
+value_types   how a key is declared, and types of values
+settings      values with their source; nested values and dotted keys
 strategies    what a configuration must know about each strategy
 conflicts     settings that do not work together
 yaml_dialect  the YAML that we read and write
@@ -17,19 +19,18 @@ from __future__ import annotations
 
 from lockstep.config.load import from_object, read_file, read_layers
 from lockstep.config.resolve import Layer, Resolved, check, extend, resolve, resolve_for, strongest_value
-from lockstep.config.schema import (
-    KEYS,
+from lockstep.config.schema import KEYS, RunConfig
+from lockstep.config.sections import (
     ClipConfig,
     DataConfig,
     DDPConfig,
     FSDPConfig,
     LrConfig,
     NonfiniteConfig,
-    RunConfig,
     ScalerConfig,
     SpikeConfig,
-    flatten,
 )
+from lockstep.config.settings import flatten
 from lockstep.config.yaml_dialect import to_yaml
 
 __all__ = [

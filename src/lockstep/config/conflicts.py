@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lockstep.config.schema import KEYS, Setting, flatten, typed
+from lockstep.config.schema import KEYS
+from lockstep.config.settings import Setting, flatten, typed
 from lockstep.config.strategies import with_trait
 from lockstep.errors import UserError
 

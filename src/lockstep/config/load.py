@@ -18,7 +18,8 @@ import yaml
 
 from lockstep.config import yaml_dialect
 from lockstep.config.resolve import Layer, check, nearest, nest, settings_of, usual
-from lockstep.config.schema import KEYS, RunConfig, nested, typed
+from lockstep.config.schema import KEYS, RunConfig
+from lockstep.config.settings import nested, typed
 from lockstep.errors import ConfigError, UserError
 
 # ---- files ----

@@ -1,7 +1,7 @@
 """Layers -> one `RunConfig` and the source of each value, or every problem at once with what to type.
 
-A later layer wins over an earlier one, key by key. All problems are collected and raised together: whoever corrects a
-file of settings wants to see all of its mistakes at once, each with its source and the nearest name that exists.
+A later layer wins over an earlier one, key by key. All problems are collected and raised together, so that a user can
+correct all mistakes of a file at once: each is reported with its source and the nearest name that exists.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from lockstep.config.conflicts import EXCLUSIVE, conflicts, exclusive, unused
-from lockstep.config.schema import KEYS, RENAMED, SECTIONS, RunConfig, Setting, flatten, typed, walk
+from lockstep.config.schema import KEYS, RENAMED, SECTIONS, RunConfig
+from lockstep.config.settings import Setting, flatten, typed, walk
 from lockstep.config.yaml_dialect import word
 from lockstep.errors import ConfigError, UserError
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import yaml
 
-from lockstep.config.schema import RunConfig, flatten, nested
+from lockstep.config.schema import RunConfig
+from lockstep.config.settings import flatten, nested
 from lockstep.errors import UserError
 
 # Numbers as in JSON and Python, with hexadecimal and binary integers. No octals, no base 60.
@@ -52,7 +53,9 @@ class _Loader(yaml.SafeLoader):
         for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
             if key.value in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key.value} is set twice", problem_mark=key.start_mark)
+
             seen.add(key.value)
+
         return node
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from lockstep.config.schema import typed
+from lockstep.config.settings import typed
 from lockstep.data.loader import is_default_collate
 from lockstep.data.samplers import Sampled
 from lockstep.data.samplers.torch_samplers import covers

@@ -145,7 +145,9 @@ def as_document(sample: Any) -> dict[str, Tensor]:
     return {"input_ids": input_ids, "labels": labels}
 
 
-def packed_batch(samples: list[Any], row_length: int, pad: int = 0, shifted: bool = True) -> dict[str, Tensor]:
+def packed_batch(
+    samples: list[Any], row_length: int, pad: int = 0, shifted: bool = True, bounds: int = 1
+) -> dict[str, Tensor]:
     """Pack samples into rows: for `Task.collate`. Samples are documents, or rows of a `PackedDataset`.
 
     input_ids     (rows, row_length), filled up with `pad`
@@ -155,6 +157,8 @@ def packed_batch(samples: list[Any], row_length: int, pad: int = 0, shifted: boo
 
     `shifted`: the loss compares each output with the next label, as causal language models do. Then the first label of
     a document belongs to the output before it, in another document, and is -100 as well.
+    `bounds`: empty documents are added at the end until `cu_seqlens` has a multiple of so many elements, so that its
+    shape is the same in most batches, and `torch.compile` compiles once.
     """
     if isinstance(samples[0], Row):
         rows = [[as_document(document) for document in row.documents] for row in samples]
@@ -166,7 +170,9 @@ def packed_batch(samples: list[Any], row_length: int, pad: int = 0, shifted: boo
 
     filled = [_fill(row, row_length, pad, shifted) for row in rows]
     batch = {name: torch.stack([row[name] for row in filled]) for name in filled[0]}
-    return batch | {"cu_seqlens": document_bounds(batch["position_ids"])}
+    found = document_bounds(batch["position_ids"])
+    end = found[-1:].expand(-len(found) % bounds)
+    return batch | {"cu_seqlens": torch.cat([found, end])}
 
 
 def _fill(row: list[dict[str, Tensor]], row_length: int, pad: int, shifted: bool) -> dict[str, Tensor]:
@@ -210,6 +216,13 @@ def document_bounds(position_ids: Tensor) -> Tensor:
     return torch.cat([begins, end]).to(torch.int32)
 
 
+def document_positions(cu_seqlens: Tensor, rows: int, length: int) -> Tensor:
+    """Return the `position_ids` (rows, length) of documents with these bounds."""
+    places = torch.arange(rows * length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    document = torch.searchsorted(cu_seqlens[1:], places, right=True)
+    return (places - cu_seqlens[document]).view(rows, length)
+
+
 def attention_mask(position_ids: Tensor, causal: bool = True) -> Tensor:
     """Return a boolean mask (rows, 1, length, length): True where a token may attend to another of its document."""
     document = (position_ids == 0).cumsum(-1)
@@ -233,27 +246,39 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    position_ids: Tensor,
+    position_ids: Tensor | None,
     cu_seqlens: Tensor | None = None,
     causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
-    """Return the attention (rows, heads, length, size) within each document. The arguments have the same shape.
+    """Return the attention (rows, heads, length, size) within each document. The first three have the same shape.
+
+    Of `position_ids` and `cu_seqlens` one is enough. `scale` is that of the products, by default 1 / sqrt(size). With a
+    `window`, a token attends to so many tokens up to itself; only for causal attention.
 
     In half precision on a GPU it is torch's `varlen_attn`, which computes nothing between documents, and needs
     `cu_seqlens` of the batch. Elsewhere it is `scaled_dot_product_attention` with `attention_mask`.
     """
+    assert causal or window is None
+    rows, _, length, _ = query.shape
     if cu_seqlens is None or not _has_varlen(query):
+        if position_ids is None:
+            assert cu_seqlens is not None
+            position_ids = document_positions(cu_seqlens, rows, length)
         mask = attention_mask(position_ids, causal)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask)
+        if window is not None:
+            mask = mask.triu(1 - window)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
     from torch.nn.attention.varlen import varlen_attn
 
     # One sequence of all rows: (rows * length, heads, size).
-    rows, _, length, _ = query.shape
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
-    window = (-1, 0) if causal else (-1, -1)
+    left = -1 if window is None else window - 1
+    seen = (left, 0 if causal else -1)
     # No document is longer than a row, so the host need not ask for the longest.
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, length, length, window_size=window)
+    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, length, length, window_size=seen, scale=scale)
     assert isinstance(out, Tensor)  # a tuple only if more is asked for
     return out.unflatten(0, (rows, length)).transpose(1, 2)
 

@@ -40,7 +40,7 @@ class SourceOptions:
     collective_forwards: bool = False  # forwards contain collectives: all ranks must run the same number of them
     exact: bool = False
     watches_dataset: bool = True  # a change of the dataset that worker processes do not see is an error
-    gather: Callable[[Any], list[Any]] = _alone  # returns the JSON values of all ranks, by rank; collective
+    gather_states: Callable[[Any], list[Any]] = _alone  # returns the states of all ranks, by rank; collective
     log_event: EventLogger = log_nothing
     beat: Callable[[], None] = _no_beat  # tells the watchdog that this rank advances
     check_state: Callable[[Any], None] = _accept  # raises if a checkpoint cannot hold this state of a stream

@@ -1,19 +1,30 @@
 """Divides an epoch into windows (one per optimizer step), and a window into micro-batches for the ranks.
 
 Windows and micro-batches do not depend on the number of ranks. Each rank gets a contiguous range of micro-batches.
-A *position* counts the samples of all epochs in order; an *offset* counts those of one epoch.
+A *position* counts the samples of all epochs in order: epoch 0, then epoch 1, and so on, without an end. An *offset*
+counts those of one epoch. `StepOrder` is all of this for one run; its state is one position. Nothing here reads a
+sample.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heapreplace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lockstep.data.length_balance import divide_by_length
+from lockstep.data.samplers import Sampler
+from lockstep.data.samplers.sampler import OrderCache, checked_ids
+from lockstep.data.samplers.shuffled import SequentialSampler, ShuffledSampler
+from lockstep.data.source_options import SourceOptions
+from lockstep.errors import UserError
+from lockstep.task import MicroBatch
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """The samples of one global step: offsets [start, stop) in the order of `epoch`."""
 
     epoch: int
@@ -88,3 +99,186 @@ def rank_counts(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
         heapreplace(finishing, ((counts[rank] + 1) / speeds[rank], rank))
 
     return tuple(counts)
+
+
+# ---- one run ----
+
+
+class Assigned(NamedTuple):
+    """A micro-batch of a window that this rank runs."""
+
+    index: int  # among the micro-batches of all ranks
+    padding: bool  # runs only because collectives need every rank; its weight is 0
+
+
+class StepOrder:
+    """Which samples each step of a map-style dataset has, and which of its micro-batches are this rank's.
+
+    A step is the window at its position. Skipped samples (`tail=drop`, `skip`) keep their positions. Spans skipped
+    after a rewind are saved with the position.
+    """
+
+    def __init__(self, sampler: Sampler, samples: int, options: SourceOptions, lengths: np.ndarray | None = None):
+        """`samples`: of the dataset. `lengths` (samples,): theirs, for data.balance=length."""
+        self.sampler = sampler
+        self.samples = samples
+        self.lengths = lengths
+        self.options = options
+        self.data_world = options.data_world
+        self.length = len(sampler)  # of an epoch
+        self.position = 0  # where the next step begins
+
+        # These give every sample once, so that their ids need no check. Anyone may write another sampler.
+        own = isinstance(sampler, ShuffledSampler | SequentialSampler)
+        self._is_permutation = own and self.length == samples
+
+        # Spans [start, stop) of positions that are left out because their step was skipped.
+        self.skipped_spans: list[tuple[int, int]] = []
+
+        # (first position, speeds of the ranks), oldest first. The last entry at or before a position applies to it.
+        self._speeds: list[tuple[int, tuple[float, ...]]] = []
+
+        # This rank's micro-batches of each window in progress, by the window's end position.
+        self._assigned: dict[int, list[Assigned]] = {}
+
+        self._divisions = OrderCache()  # the last windows that were divided by length
+
+    # ---- the position ----
+
+    def advance(self, position: int) -> None:
+        """Move past a step that has ended."""
+        self.position = position
+        self._assigned.pop(position, None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, for all ranks: it does not depend on them."""
+        return {
+            "position": self.position,
+            "length": self.length,
+            "skipped_spans": [list(span) for span in self.skipped_spans],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue at a saved position, on any number of ranks."""
+        if state["length"] != self.length:
+            raise UserError(
+                f"an epoch has {self.length} samples, but had {state['length']} when the position was saved",
+                f"the dataset has {self.samples} samples, and an epoch of its {type(self.sampler).__name__} "
+                f"{self.length}",
+                "resume with the same dataset and the same sampler, or start a new run",
+            )
+
+        self.position = int(state["position"])
+        self.skipped_spans = [(int(start), int(stop)) for start, stop in state["skipped_spans"]]
+        self._assigned.clear()
+
+    def skip(self, span: tuple[int, int]) -> None:
+        """Leave these positions out from now on, because their step was skipped."""
+        self.skipped_spans = sorted({*self.skipped_spans, span})
+
+    @property
+    def steps_counted(self) -> int:
+        """How many steps of the present size lead to the position, without those whose spans are left out.
+
+        It is the number of steps done, unless the run was resumed with another batch size.
+        """
+        left_out = sum(stop <= self.position for _, stop in self.skipped_spans)
+        return steps_before(self.position, self.length, self.options.global_batch, self.options.tail) - left_out
+
+    # ---- the samples of a step ----
+
+    def window(self, position: int) -> Window:
+        """Return the window at a position, without the skipped spans."""
+        for start, stop in self.skipped_spans:
+            if start <= position < stop:
+                position = stop
+
+        window = next_window(position, self.length, self.options.global_batch, self.options.tail)
+        if not self.skipped_spans:
+            return window
+
+        # With `tail=drop` the window may begin in the next epoch, in a skipped span there.
+        begin = self.end_position(window) - window.size
+        if any(start <= begin < stop for start, stop in self.skipped_spans):
+            return self.window(begin)
+
+        # After a resume with a different batch size, a window may reach into a skipped span.
+        for start, _ in self.skipped_spans:
+            offset = start - window.epoch * self.length
+            if window.start < offset < window.stop:
+                window = Window(window.epoch, window.start, offset)
+
+        return window
+
+    def end_position(self, window: Window) -> int:
+        return window.epoch * self.length + window.stop
+
+    def count(self, window: Window) -> int:
+        """Return the number of micro-batches of a window, on all ranks together."""
+        return -(-window.size // self.options.micro_batch)
+
+    def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
+        """Return the ids (stop - start,) of the samples at the offsets [start, stop) of an epoch."""
+        if self._is_permutation:
+            return self.sampler.ids(epoch, start, stop)
+        return checked_ids(self.sampler, epoch, start, stop, self.samples)
+
+    def micro_batch(self, window: Window, assigned: Assigned) -> MicroBatch:
+        """Return a micro-batch of a window without its data: which samples it has, and its place in the step."""
+        index, padding = assigned
+        if self.lengths is not None:
+            parts = self._divisions.get(window, lambda: self._divide(window))
+            ids, first = parts[index], sum(map(len, parts[:index]))
+            return MicroBatch(None, index, len(ids), window.epoch, ids, padding, first)
+
+        start, stop = micro_slice(window, self.options.micro_batch, index)
+        ids = self.ids(window.epoch, start, stop)
+        return MicroBatch(None, index, stop - start, window.epoch, ids, padding, start - window.start)
+
+    def _divide(self, window: Window) -> list[np.ndarray]:
+        """Return the ids of each micro-batch of a window, divided by length."""
+        assert self.lengths is not None
+        ids = self.ids(window.epoch, window.start, window.stop)
+        return [ids[places] for places in divide_by_length(self.lengths[ids], self.count(window))]
+
+    # ---- the ranks ----
+
+    def assign(self, window: Window) -> list[Assigned]:
+        """Return this rank's micro-batches of a window. A rank without work runs one as padding.
+
+        A window is assigned once, when it is read ahead or taken, and stays so until its step has ended.
+        """
+        after = self.end_position(window)
+        if after in self._assigned:
+            return self._assigned[after]
+
+        count = self.count(window)
+        rank, size = self.data_world.rank, self.data_world.size
+
+        if self.options.interleaved:
+            local = range(rank, count, size)
+        else:
+            begin = window.epoch * self.length + window.start
+            speeds = next((speeds for first, speeds in reversed(self._speeds) if first <= begin), None)
+            local = rank_range(count, rank, size, speeds)
+
+        # Padding repeats a micro-batch with weight 0, since collectives need every rank.
+        needed = -(-count // size) if self.options.collective_forwards else 1
+        repeated = local[0] if local else 0
+        assigned = [Assigned(index, padding=False) for index in local]
+        assigned += [Assigned(repeated, padding=True)] * (needed - len(local))
+        self._assigned[after] = assigned
+        return assigned
+
+    def assign_by(self, speeds: Sequence[float], position: int = 0) -> None:
+        """Assign micro-batches to the ranks by their `speeds` from `position` on.
+
+        All ranks must call it with the same arguments, before any of them has read up to `position`.
+        """
+        assert position >= self.assigned_until
+        self._speeds.append((position, tuple(speeds)))
+
+    @property
+    def assigned_until(self) -> int:
+        """Up to this position the assignment to ranks can no longer change: workers may already be reading."""
+        return max(self._assigned, default=self.position)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.data.sources import MapSource
+from lockstep.data.map_source import MapSource
 from lockstep.data.windows import rank_counts, rank_range
 from lockstep.errors import UserError, plural
 from lockstep.parallel.batchnorm.sync import is_synchronised
@@ -101,7 +101,7 @@ def open_load_balancer(
     if isinstance(speeds, str):
         return LoadBalancer(plan, source, runtime, log_event)
 
-    source.assign_by(speeds)
+    source.order.assign_by(speeds)
     return None
 
 
@@ -110,7 +110,7 @@ class LoadBalancer:
 
     def __init__(self, plan: Plan, source: MapSource, runtime: Runtime, log_event: EventLogger):
         self._micro_batches = plan.micro_batches
-        self._source = source
+        self._order = source.order
         self._runtime = runtime
         self._log_event = log_event
 
@@ -144,7 +144,7 @@ class LoadBalancer:
     def _reassign(self, steps_done: int, own: Pace) -> None:
         """Change the assignment if that pays. Collective: all ranks gather the same times and decide alike."""
         # Workers have already read batches of the current assignment, so ranks also send how far they have read.
-        gathered = self._runtime.collectives.gather_json([own, self._source.assigned_until])
+        gathered = self._runtime.collectives.gather_json([own, self._order.assigned_until])
         seconds = seconds_each([Pace(*pace) for pace, _ in gathered])
         speeds = tuple(1.0 / s for s in seconds)
         better = rank_counts(self._micro_batches, speeds)
@@ -156,7 +156,7 @@ class LoadBalancer:
             return
 
         # No rank has read beyond the largest position.
-        self._source.assign_by(speeds, max(position for _, position in gathered))
+        self._order.assign_by(speeds, max(position for _, position in gathered))
 
         slow = seconds.index(max(seconds))
         fast = seconds.index(min(seconds))

@@ -14,12 +14,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint.manager import CheckpointManager, LoopState, Resumed
+from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.resume import LoopState, Resumed
 from lockstep.config import RunConfig
+from lockstep.data.dataset_source import DatasetSource
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.end import end_preempted
 from lockstep.engine.evaluation.evaluations import Evaluations, results_for_hooks
@@ -81,6 +83,7 @@ class Run:
     tracer: StepTracer | None = field(init=False, default=None)  # while steps are traced
     profiled: ProfiledSteps | None = field(init=False, default=None)  # with `profile.count`
     batches_are_whole: bool = field(init=False, default=False)  # in an evaluation: a batch is not split over the ranks
+    gathers_rows: bool = field(init=False, default=False)  # a step has called `run.all_gather`
 
     @property
     def seconds(self) -> float:
@@ -126,6 +129,9 @@ class Run:
             self.model_setup.guard.check()
             if self.profiled:
                 self.profiled.begin_step()
+
+            if self.driver.compiler:
+                self.driver.compiler.begin_step(self.plan.steps - self.stepper.counters.steps_done)
 
             batches = self._take(first)
             first = False
@@ -182,6 +188,9 @@ class Run:
         steps_done = self.stepper.counters.steps_done
         if self.tracer:
             self.tracer.end_step()
+
+        if self.driver.compiler:
+            self.driver.compiler.end_step()
 
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)
@@ -372,9 +381,12 @@ class Run:
         batch = evaluation_batch(self.config, self.plan.global_batch)
         steps_done = self.stepper.counters.steps_done
 
-        # The data may be the training dataset, which worker processes read too.
-        with self.source.reading_here(), setup.evaluation_weights(), setup.averaged_weights(), self.whole_batches():
+        with self.reading_samples(), setup.evaluation_weights(), setup.averaged_weights(), self.whole_batches():
             return setup.evaluator.evaluate_all(sets, batch, steps_done, may_preempt)
+
+    def reading_samples(self) -> AbstractContextManager[None]:
+        """Return a context for reading samples here: they may be those that worker processes read too."""
+        return self.source.reading_here() if isinstance(self.source, DatasetSource) else nullcontext()
 
     @contextmanager
     def whole_batches(self) -> Iterator[None]:

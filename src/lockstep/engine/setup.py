@@ -15,23 +15,26 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.checkpoint.initial.weights import InitialWeights, load_initial_weights
-from lockstep.checkpoint.manager import CheckpointManager, Resumed
+from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.resume import Resumed
 from lockstep.checkpoint.run_state import Part, RunState
-from lockstep.checkpoint.state_tree import frozen_names, pack
+from lockstep.checkpoint.state_tree import frozen_names, gather_state, pack
 from lockstep.checkpoint.storage import committed, delete_leftovers, open_storage
 from lockstep.config import Resolved, RunConfig
+from lockstep.data.dataset_source import DatasetSource
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
+from lockstep.data.map_source import MapSource
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.source_options import SourceOptions
-from lockstep.data.sources import MapSource, open_source
+from lockstep.data.sources import open_source
 from lockstep.data.windows import rank_range
 from lockstep.engine.checks.guards import LateHooks, TrainableGuard, check_replicas
 from lockstep.engine.checks.model import (
@@ -65,7 +68,7 @@ from lockstep.engine.profile.steps import ProfiledSteps
 from lockstep.engine.requests import Requests
 from lockstep.engine.run import Run
 from lockstep.engine.step import Stepper
-from lockstep.errors import Preempted, UserError
+from lockstep.errors import ConfigError, Preempted, UserError
 from lockstep.launch import records
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
@@ -77,6 +80,7 @@ from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, as_list, ch
 from lockstep.optim.registry import build_optimizers
 from lockstep.optim.schedule import LearningRate
 from lockstep.optim.user_scheduler import SchedulerRate, check_schedulers_passed, make_learning_rate
+from lockstep.optim.weight_average import WeightAverage
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver, trainable
@@ -190,6 +194,23 @@ class RunBuilder:
         )
         return self.model_setup
 
+    def expect_unused_parameters(self, reason: str) -> None:
+        """Set ddp.find_unused_parameters before `setup_model`, for losses that reach only a part of the model.
+
+        It stays as it is where the user has set it, or an option of DDP that excludes it: an error will name the key.
+        """
+        config = self.config
+        is_ddp = config.strategy_record.local_forward and not config.uses_axis("tp", "pp")
+        if self.runtime.world.alone or not is_ddp:
+            return
+
+        key = "ddp.find_unused_parameters"
+        with contextlib.suppress(ConfigError):
+            self.resolved = self.resolved.fill_in("run.setup", {key: True})
+
+        if self.resolved.sources[key] == "run.setup":
+            self.recorder.event("note", reason=f"{key}=true, because {reason}")
+
     def _load_initial_weights(self, driver: Driver) -> InitialWeights:
         """Read the weights at `init_from`; of a run that will resume only those that its checkpoints leave out."""
         config, runtime, folder = self.config, self.runtime, self.folder
@@ -290,8 +311,9 @@ class RunBuilder:
 
         # The length of the data determines the plan: how a batch is split, and the number of steps.
         plan, source = self._plan_data(data, collate, driver)
+        largest_input = source.largest_input if isinstance(source, DatasetSource) else lambda: None
         with preserve_rng(runtime.device):
-            runtime.suit_threads(driver.model, plan.micro_batch, source.largest_input)
+            runtime.suit_threads(driver.model, plan.micro_batch, largest_input)
 
         _attach_source(source, driver, plan, config, runtime)
         samples = self._open_sample_log()
@@ -428,7 +450,7 @@ class RunBuilder:
             collective_forwards=role.collective_forwards,
             exact=config.exact,
             watches_dataset=config.checks.first_batch,
-            gather=self.runtime.collectives.gather_json,
+            gather_states=partial(gather_state, self.runtime.collectives),
             log_event=self.recorder.event,
             beat=self.runtime.heartbeat.again,
             check_state=_check_stream_state,
@@ -542,6 +564,7 @@ class RunBuilder:
             rank=self.runtime.world.rank,
             duplicates=setup.driver.role.duplicates,
             average=setup.average,
+            on_any_rank=lambda value: any(self.runtime.collectives.gather_json(value)),
         )
         checkpoints = CheckpointManager(
             folder=self.folder,
@@ -570,7 +593,7 @@ class RunBuilder:
             check_epochs_countable(self.config, resumed.changed_settings)
             return plan
 
-        plan = plan.resumed(self.config, stepper.counters.steps_done, source.steps_counted)
+        plan = plan.resumed(self.config, stepper.counters.steps_done, source.order.steps_counted)
         if isinstance(stepper.learning_rate, LearningRate):
             stepper.learning_rate.total_steps = plan.steps
             stepper.lr = stepper.learning_rate.at(stepper.counters.applied)

@@ -4,6 +4,8 @@ Any model of an `AutoModelFor...` class, from local files only: nothing is ever 
 folder is run. transformers, peft and datasets are imported when they are needed.
 """
 
+from lockstep.hf.fused import fuse_loss
+from lockstep.hf.packed import attend_within_documents, packed_inputs
 from lockstep.hf.tasks import (
     CausalLM,
     HuggingFaceTask,
@@ -13,4 +15,14 @@ from lockstep.hf.tasks import (
     TokenClassification,
 )
 
-__all__ = ["CausalLM", "HuggingFaceTask", "MaskedLM", "Seq2SeqLM", "SequenceClassification", "TokenClassification"]
+__all__ = [
+    "CausalLM",
+    "HuggingFaceTask",
+    "MaskedLM",
+    "Seq2SeqLM",
+    "SequenceClassification",
+    "TokenClassification",
+    "attend_within_documents",
+    "fuse_loss",
+    "packed_inputs",
+]

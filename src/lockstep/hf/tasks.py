@@ -8,21 +8,35 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lockstep.data.packing import PackedDataset, packed_batch
 from lockstep.errors import UserError
 from lockstep.hf import adapters, local
+from lockstep.hf.fused import IGNORED, fuse_loss
+from lockstep.hf.packed import attend_within_documents, packed_inputs
 from lockstep.hf.rows import Encoded, Packed, Row, open_rows, pad
 from lockstep.task import Loss, Task
 
-IGNORED = -100  # the label of tokens that do not count, as everywhere in transformers
+BOUNDS = 64  # the number of documents in a packed batch is rounded up to a multiple of this
 
 # Names of features that a row may already have.
 FEATURES = ("input_ids", "attention_mask", "token_type_ids", "position_ids", "labels")
+
+
+class CommonOptions(TypedDict, total=False):
+    """Options that every task here takes by name. Their defaults are those of `HuggingFaceTask`."""
+
+    text: str  # the name of the text in a row
+    max_length: int | None  # longer texts are truncated to this many tokens
+    lora: Any  # options of peft.LoraConfig, or another config of peft; only adapters are then trained and saved
+    collator: Any  # a data collator of transformers; None pads on the right
+    tokenizer: Any  # a folder or a tokenizer, if it is not in `path`
+    weight_decay: float  # of matrices
 
 
 class HuggingFaceTask(Task):
@@ -55,14 +69,10 @@ class HuggingFaceTask(Task):
         tokenizer: Any = None,
         weight_decay: float = 0.0,
     ):
-        """Keep the options; nothing is read yet.
+        """Keep the options; nothing is read yet. `CommonOptions` says what the others mean.
 
         `path`: a local model folder; a config.json or a config for random weights.
         `data`, `eval_data`: a file (.jsonl, .json, .txt, .csv, .parquet), a folder of datasets, or rows.
-        `text`: the name of the text in a row. `max_length`: longer texts are truncated to this many tokens.
-        `lora`: options of peft.LoraConfig, or another config of peft. Only adapters are then trained and saved.
-        `collator`: a data collator of transformers; None pads on the right.
-        `tokenizer`: a folder or a tokenizer, if it is not in `path`.
         """
         self.path = path
         self.rows = data
@@ -86,11 +96,16 @@ class HuggingFaceTask(Task):
                 "set it to false in config.json, or write a task with a loss of your own",
             )
 
+        model = self.changed(model)
         if self.lora is not None and self.lora is not False:
             model = adapters.add(model, self.lora, self.task_type)
 
         # from_pretrained returns a model in eval mode.
         return model.train()
+
+    def changed(self, model: nn.Module) -> nn.Module:
+        """Change the model before adapters are added to it."""
+        return model
 
     def config_changes(self) -> dict[str, Any]:
         """Return changes to the model's config: the number of labels, ..."""
@@ -212,12 +227,17 @@ def _plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def call(model: nn.Module, batch: Mapping[str, Any], leave_out: Sequence[str] = ("labels",), **more: Any) -> Tensor:
-    """Return the logits of a batch. A loss needs no KV cache."""
+def output(model: nn.Module, batch: Mapping[str, Any], leave_out: Sequence[str] = ("labels",)) -> Any:
+    """Return the model's output for a batch. A loss needs no KV cache."""
     inputs = {name: value for name, value in batch.items() if name not in leave_out}
     if getattr(getattr(model, "config", None), "use_cache", None):
-        more["use_cache"] = False
-    return model(**inputs, **more).logits
+        inputs["use_cache"] = False
+    return model(**inputs)
+
+
+def call(model: nn.Module, batch: Mapping[str, Any], leave_out: Sequence[str] = ("labels",)) -> Tensor:
+    """Return the logits of a batch."""
+    return output(model, batch, leave_out).logits
 
 
 def labels_of(batch: Mapping[str, Any]) -> Tensor:
@@ -255,20 +275,36 @@ class CausalLM(HuggingFaceTask):
         path: Any,
         data: Any = None,
         eval_data: Any = None,
-        text: str = "text",
-        max_length: int | None = None,
+        *,
         pack: int | None = None,
-        lora: Any = None,
-        collator: Any = None,
-        tokenizer: Any = None,
-        weight_decay: float = 0.0,
+        row_length: int | None = None,
+        fused_loss: bool = False,
+        **options: Unpack[CommonOptions],
     ):
-        """Keep the options. `pack`: join all texts, and cut them into blocks of this many tokens."""
-        super().__init__(path, data, eval_data, text, max_length, lora, collator, tokenizer, weight_decay)
+        """Keep the options.
+
+        `pack`: join all texts, and cut them into blocks of this many tokens.
+        `row_length`: put whole texts into rows of this many tokens; no text sees another one of its row.
+        `fused_loss`: compute the loss without storing the logits.
+        """
+        super().__init__(path, data, eval_data, **options)
         self.pack = pack
+        self.row_length = row_length
+        self.fused_loss = fused_loss
+        if row_length and (pack or self.collator):
+            other = f"task.pack={pack}" if pack else "a collator"
+            raise UserError(f"task.row_length={row_length} excludes {other}", "", "leave one of them out")
+
+    def changed(self, model: nn.Module) -> nn.Module:
+        if self.row_length:
+            model = attend_within_documents(model)
+        return fuse_loss(model) if self.fused_loss else model
 
     def encoded(self, rows: Any, training: bool) -> Any:
         encoded = super().encoded(rows, training)
+        if self.row_length:
+            # Every text is encoded once, now, for its length.
+            return PackedDataset(encoded, self.row_length)
         return Packed(encoded, self.pack) if self.pack else encoded
 
     def encode(self, row: Row) -> dict[str, Any]:
@@ -308,6 +344,10 @@ class CausalLM(HuggingFaceTask):
         return {"input_ids": [*prompt, *completion][: self.max_length], "labels": labels[: self.max_length]}
 
     def collate(self, samples: list[Any]) -> Any:
+        if self.row_length:
+            batch = packed_batch(samples, self.row_length, self._pad_token(), bounds=BOUNDS)
+            return {"labels": batch["labels"], **packed_inputs(batch)}
+
         # Without labels of its own, a row predicts each of its tokens. Padding has none.
         if self.collator is None:
             samples = [{**sample, "labels": sample.get("labels", sample["input_ids"])} for sample in samples]
@@ -315,8 +355,10 @@ class CausalLM(HuggingFaceTask):
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         # The logits at a token predict the next one.
-        logits = call(model, batch)
-        return sum_over_labels(logits[:, :-1], labels_of(batch)[:, 1:])
+        labels = labels_of(batch)
+        if self.fused_loss:
+            return Loss(output(model, batch, leave_out=()).loss, (labels[:, 1:] != IGNORED).sum())
+        return sum_over_labels(call(model, batch)[:, :-1], labels[:, 1:])
 
 
 class MaskedLM(HuggingFaceTask):
@@ -414,17 +456,13 @@ class SequenceClassification(HuggingFaceTask):
         path: Any,
         data: Any = None,
         eval_data: Any = None,
-        text: str = "text",
+        *,
         label: str = "label",
         num_labels: int | None = None,
-        max_length: int | None = None,
-        lora: Any = None,
-        collator: Any = None,
-        tokenizer: Any = None,
-        weight_decay: float = 0.0,
+        **options: Unpack[CommonOptions],
     ):
         """Keep the options. `label`: the name of the label in a row. `num_labels`: None keeps that of the config."""
-        super().__init__(path, data, eval_data, text, max_length, lora, collator, tokenizer, weight_decay)
+        super().__init__(path, data, eval_data, **options)
         self.label = label
         self.num_labels = num_labels
 

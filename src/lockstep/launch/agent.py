@@ -29,7 +29,7 @@ from lockstep.launch.wire.messages import (
     ZygoteLost,
 )
 from lockstep.launch.wire.secret import SECRET
-from lockstep.launch.zygote import Zygote
+from lockstep.launch.zygote import RankChange, Zygote
 from lockstep.runtime.environments.launcher import OF_ONE_JOB, TERM_FILE
 from lockstep.runtime.rendezvous.handshake import Secret
 from lockstep.runtime.threads import share_cores
@@ -188,12 +188,12 @@ class Agent:
         changes = self._zygote.poll()
 
         # The last heartbeat is sent before the ends of ranks: it may carry settings that no earlier heartbeat had.
-        if current is not None and any("code" in change for change in changes):
+        if current is not None and any(change.is_end for change in changes):
             self._messages.append(self.node_beat())
 
         for change in changes:
-            if current is not None and change["rank"] in current.ranks:
-                self._handle_change(current, current.ranks[change["rank"]], change)
+            if current is not None and change.rank in current.ranks:
+                self._handle_change(current, current.ranks[change.rank], change)
 
         # A zygote that does not say that killed ranks have ended is itself suspended or stuck.
         if current and current.killed_at and current.ranks and time.monotonic() - current.killed_at > RANKS_KILL_S:
@@ -209,13 +209,13 @@ class Agent:
         messages, self._messages = self._messages, []
         return messages
 
-    def _handle_change(self, current: LocalAttempt, rank: failure.LocalRank, change: dict[str, int]) -> None:
-        """Handle the start of a rank, which has no exit code, or its end."""
-        if "code" not in change:
-            current.rank_started(rank, change["pid"])
-        elif rank.pid == change["pid"]:
+    def _handle_change(self, current: LocalAttempt, rank: failure.LocalRank, change: RankChange) -> None:
+        """Handle the start of a rank, or its end."""
+        if change.code is None:
+            current.rank_started(rank, change.pid)
+        elif rank.pid == change.pid:
             del current.ranks[rank.number]
-            rank_exit = failure.examine(rank, change["code"], time.time())
+            rank_exit = failure.examine(rank, change.code, time.time())
             self._messages.append(RankExited(current.number, rank.number, rank_exit))
 
     def _replace_zygote(self) -> None:

@@ -43,6 +43,7 @@ from lockstep.launch.wire.messages import (
     ZygoteLost,
 )
 from lockstep.launch.wire.store_server import StoreServer, store_secret
+from lockstep.runtime.machine import address_family
 
 # How long an iteration of the loop waits for something to happen.
 WAIT_S = 0.05
@@ -73,9 +74,9 @@ class Coordinator:
         self._signals = signals
         self._hub = hub or Hub()
 
-        # The ranks' store, which is new for each attempt.
-        self._address = address  # where the ranks' store is bound
-        self._store: StoreServer | None = None  # the store of the current attempt, on several nodes
+        # The store of the current attempt, if its ranks are on several nodes, and the address where it is bound.
+        self._address = address
+        self._store: StoreServer | None = None
 
         self._held_term = held_term
 
@@ -137,8 +138,20 @@ class Coordinator:
             return
 
         self._last_iteration = now
+        self._receive_all(now)
+        self._serve_store(now)
+        self._poll_folder(now)
+        if now >= self._next_beat:
+            self._next_beat = now + BEAT_S
+            self._every_second(now)
 
-        # What happened on this node and on the others.
+        # Let the state machine check its deadlines, then carry out all commands of this iteration.
+        self._state_machine.tick(now)
+        for command in self._state_machine.take():
+            self._carry_out(command)
+
+    def _receive_all(self, now: float) -> None:
+        """Handle the signals of this launcher, and the messages of this node and of the others."""
         while self._signals:
             self.received_signals.append(self._signals.pop(0))
             self._state_machine.preempt_requested(self.received_signals[-1], now)
@@ -157,20 +170,12 @@ class Coordinator:
         for rejection in self._hub.take_rejections():
             self._announce_unknown_peer(rejection, f"--join {self._job.join}")
 
+    def _serve_store(self, now: float) -> None:
+        """Answer the requests of ranks to their store, on several nodes."""
         if self._store is not None:
             self._store.poll(now)
             for rejection in self._store.take_rejections():
                 self._announce_unknown_peer(rejection, "the ranks' store")
-
-        self._poll_folder(now)
-        if now >= self._next_beat:
-            self._next_beat = now + BEAT_S
-            self._every_second(now)
-
-        # Let the state machine check its deadlines, then carry out all commands of this iteration.
-        self._state_machine.tick(now)
-        for command in self._state_machine.take():
-            self._carry_out(command)
 
     def _is_stuck(self) -> bool:
         """Return whether the loop has not come round for as long as it takes the other nodes to lose this one."""
@@ -244,6 +249,7 @@ class Coordinator:
         if refused := refusal_of(hello, self._job, full):
             if returns:
                 state_machine.node_lost(hello.number, "has lost its connection and made a new one", now)
+
             self._hub.send(node, refused)
             return
 
@@ -300,11 +306,7 @@ class Coordinator:
                 assert_never(command)
 
     def _start_attempt(self, command: StartAttempt) -> None:
-        """Start the ranks on all nodes.
-
-        Each attempt has a store of its own, so that no rank finds addresses of an earlier attempt: on one node a file,
-        on several nodes a server in this process, which listens before any rank starts.
-        """
+        """Start the ranks on all nodes, which are numbered node by node."""
         self._look_for_successor()
         if self._superseded:
             return
@@ -312,28 +314,14 @@ class Coordinator:
         # If this node is lost before its next heartbeat, its successor must know the number of this attempt.
         self._send_to_nodes(self.state)
 
+        # What the ranks of all nodes have in common. The store of the last attempt has old addresses in it.
         self._close_store()
         several = len(command.counts) > 1
-        store_nonce = secrets.token_hex(16) if several else ""
         address = self._address if several else "127.0.0.1"
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-
         world_size = sum(command.counts.values())
-        store_port = 0
+        store_port, store_nonce = self._open_store(address, world_size) if several else (0, "")
+        port = _unused_port(address)
 
-        # Ranks of several nodes meet at a server in this process.
-        if several:
-            assert self._agent.secret is not None
-            listener = socket.create_server((address, 0), family=family, backlog=1024)
-            store_port = listener.getsockname()[1]
-            key = store_secret(self._agent.secret, store_nonce)
-            self._store = StoreServer(listener, key, world_size)
-
-        # A free port for scripts that make a process group themselves, from MASTER_PORT. Lockstep does not use it.
-        with socket.create_server((address, 0), family=family) as unused:
-            port = unused.getsockname()[1]
-
-        # Ranks are numbered node by node.
         first_rank = 0
         for group_rank, (node, count) in enumerate(command.counts.items()):
             start = Start(
@@ -350,6 +338,19 @@ class Coordinator:
             self._send(node, start)
             first_rank += count
 
+    def _open_store(self, address: str, world_size: int) -> tuple[int, str]:
+        """Open the store in which ranks of several nodes meet; return its port, and the nonce of its key.
+
+        Each attempt has its own store, so that no rank finds addresses of an earlier attempt. On one node it is a file
+        (`LocalAttempt`), on several a server in this process, which listens before any rank starts.
+        """
+        assert self._agent.secret is not None
+        nonce = secrets.token_hex(16)
+        listener = socket.create_server((address, 0), family=address_family(address), backlog=1024)
+        self._store = StoreServer(listener, store_secret(self._agent.secret, nonce), world_size)
+
+        return listener.getsockname()[1], nonce
+
     def _close_store(self) -> None:
         if self._store is not None:
             self._store.close()
@@ -364,3 +365,9 @@ class Coordinator:
     def _send_to_nodes(self, message: Message) -> None:
         """Send a message to all other nodes; the hub skips this one."""
         self._hub.send_to_all(self._state_machine.cluster.nodes, message)
+
+
+def _unused_port(address: str) -> int:
+    """Return a port that is free now. MASTER_PORT names it, for scripts that make a process group themselves."""
+    with socket.create_server((address, 0), family=address_family(address)) as unused:
+        return unused.getsockname()[1]

@@ -12,9 +12,9 @@ import json
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import is_dataclass
+from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -40,7 +40,7 @@ def replacing(path: Path, suffix: str = "tmp") -> Iterator[Path]:
         draft.unlink(missing_ok=True)
         yield draft
         os.replace(draft, path)
-    except BaseException:
+    except BaseException:  # Ctrl-C as well: no draft may stay behind
         draft.unlink(missing_ok=True)
         raise
 
@@ -116,6 +116,7 @@ def parse(kind: Any, value: Any) -> Any:
     if base is Literal:
         if value not in arguments:
             raise ValueError(f"{str(value)[:200]!r} instead of one of {arguments}")
+
         return value
 
     if base is UnionType:
@@ -142,6 +143,21 @@ def parse(kind: Any, value: Any) -> Any:
         return {arguments[0](key): parse(arguments[1], item) for key, item in value.items()}
 
     return value
+
+
+def encode_kind(value: Any) -> str:
+    """Return a dataclass as JSON, with the name of its class under "kind": see `parse_kind`."""
+    return json.dumps({"kind": type(value).__name__, **asdict(value)})
+
+
+def parse_kind(kinds: Mapping[str, type], text: str | bytes) -> Any:
+    """Return the dataclass that `encode_kind` has encoded; `kinds` are those that are accepted. Raises ValueError."""
+    values: Any = json.loads(text)
+    kind = kinds.get(str(values.pop("kind", None))) if isinstance(values, dict) else None
+    if kind is None:
+        raise ValueError("not a JSON object of a known kind")
+
+    return parse(kind, values)
 
 
 # Resolving annotations and taking types apart takes longer than parsing a message.

@@ -213,9 +213,9 @@ def folder_identity(run: Path) -> tuple[int, int] | None:
 
 
 def lock(run: Path, timeout: float = 10.0) -> Any:
-    """Lock the folder for one run at a time. Returns an open file, which the caller keeps open.
+    """Lock the folder for one run at a time. Return an open file, which the caller keeps open.
 
-    The lock belongs to this process and is released however the process ends. Returns None on a file system without
+    The lock belongs to this process and is released however the process ends. Return None on a file system without
     locks, where only the owner's token guards the checkpoints.
     """
     file = _open_lock(run / LOCK)
@@ -260,7 +260,7 @@ def _is_at(file: IO[str], path: Path) -> bool:
 
 
 def _acquire(file: IO[str], timeout: float) -> bool | None:
-    """Lock a file. Returns False if another process keeps the lock, and None on a file system without locks."""
+    """Lock a file. Return False if another process keeps the lock, and None on a file system without locks."""
     # A process that was just killed releases its lock within moments, so try for a while.
     deadline = time.monotonic() + timeout
     while True:

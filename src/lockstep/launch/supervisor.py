@@ -20,7 +20,7 @@ from lockstep.runtime.preemption import PREEMPT_SIGNALS, signal_handler
 
 
 def supervise(job: Job) -> tuple[JobEnd, bool]:
-    """Run the job on this node, alone or as one of several. Returns how it ended, and whether this node ended it."""
+    """Run the job on this node, alone or as one of several. Return how it ended, and whether this node ended it."""
     if job.join is None and job.nnodes.least > 1:
         raise UserError(
             f"--nnodes {job.nnodes} needs --join",

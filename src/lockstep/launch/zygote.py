@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -39,10 +40,26 @@ ANSWER_S = 15.0
 # A request is JSON text, after a number of this size that says how many bytes follow.
 _LENGTH_BYTES = 4
 
+# The zygote's first line, after its imports. Every later line is a `RankChange`.
+READY = b"ready\n"
+
 # Signals that are meant for the launcher or for a rank, never for the zygote.
 _BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 Work = Callable[[dict[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class RankChange:
+    """What the zygote reports about a rank: its start, or its end, which has an exit code."""
+
+    rank: int
+    pid: int
+    code: int | None = None
+
+    @property
+    def is_end(self) -> bool:
+        return self.code is not None
 
 
 class Zygote:
@@ -98,25 +115,26 @@ class Zygote:
         self._unanswered -= len(self._waiting)
         self._waiting.clear()
 
-    def poll(self) -> list[dict[str, int]]:
-        """Return what happened: {"rank", "pid"} for a start, {"rank", "pid", "code"} for an end."""
+    def poll(self) -> list[RankChange]:
+        """Return the ranks that have started or ended since the last call."""
         # A zygote that is suspended, or stuck in an import, answers no request.
         timeout = ANSWER_S if self.ready else READY_S
         if self.alive and self._unanswered and time.monotonic() - self._since > timeout:
             self.kill()
 
         # If nothing more will arrive, the process has ended.
-        changes = [json.loads(line) for line in self._lines.read()] if self.alive else []
+        lines = self._lines.read() if self.alive else []
         self.alive = self.alive and not self._lines.ended
 
         # Its first line only says that the imports are done; requests can be sent from now on.
-        if not self.ready and changes:
-            del changes[0]
+        if not self.ready and lines:
+            del lines[0]
             self.ready = True
             self._since = time.monotonic()
             self._send()
 
-        self._unanswered -= sum("code" not in change for change in changes)
+        changes = [RankChange(**json.loads(line)) for line in lines]
+        self._unanswered -= sum(not change.is_end for change in changes)
 
         return changes
 
@@ -181,7 +199,8 @@ def main(arguments: Sequence[str]) -> None:
     _serve(control, work)
 
 
-def _serve(control: socket.socket, work: Work) -> None:
+def _serve(control: socket.socket, work: Work) -> NoReturn:
+    """Fork ranks and report their ends, until the launcher is gone."""
     # A pipe wakes `poll` when a child ends. Unlike `select`, it takes file descriptors above 1023.
     woken, bell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -195,7 +214,7 @@ def _serve(control: socket.socket, work: Work) -> None:
     folders: set[str] = set()
 
     with contextlib.suppress(ConnectionError):
-        _tell(control, {"ready": os.getpid()})
+        control.sendall(READY)
         while True:
             readable = [descriptor for descriptor, _ in poll.poll()]
 
@@ -205,19 +224,10 @@ def _serve(control: socket.socket, work: Work) -> None:
 
             if control.fileno() in readable:
                 request, fds = _next_request(control)
-                zygote = os.getpid()
-                pid = os.fork()
-
-                # The rank inherits none of the zygote's descriptors.
-                if pid == 0:
-                    _close([control.detach(), woken, bell])
-                    die_with_parent(zygote)
-                    _become(request, fds, work)
-
-                _close(fds)
+                pid = _fork(control, [woken, bell], request, fds, work)
                 children[pid] = request["rank"]
                 folders.add(request["env"][ATTEMPT_FOLDER])
-                _tell(control, {"rank": request["rank"], "pid": pid})
+                _report(control, RankChange(request["rank"], pid))
 
     # The launcher is gone, and may have been killed, so the zygote cleans up.
     for pid in children:
@@ -230,8 +240,22 @@ def _serve(control: socket.socket, work: Work) -> None:
     os._exit(0)
 
 
-def _tell(control: socket.socket, values: dict[str, int]) -> None:
-    control.sendall(json.dumps(values).encode() + b"\n")
+def _fork(control: socket.socket, wakeup: list[int], request: dict[str, Any], fds: list[int], work: Work) -> int:
+    """Fork the rank of a request, with its file descriptors, and return its process."""
+    zygote = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        # The rank inherits none of the zygote's descriptors.
+        _close([control.detach(), *wakeup])
+        die_with_parent(zygote)
+        _become(request, fds, work)
+
+    _close(fds)
+    return pid
+
+
+def _report(control: socket.socket, change: RankChange) -> None:
+    control.sendall(json.dumps(asdict(change)).encode() + b"\n")
 
 
 def _next_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -255,7 +279,7 @@ def _read_exactly(control: socket.socket, size: int) -> bytes:
 
 
 def _reap(control: socket.socket, children: dict[int, int]) -> None:
-    """Tell the launcher which ranks have ended, and kill their worker processes."""
+    """Report the ranks that have ended to the launcher, and kill their worker processes."""
     # Only ranks are looked at: an imported module may have started a process of its own.
     for pid in list(children):
         # WNOWAIT: until a rank is reaped, no other process group can get its number.
@@ -264,7 +288,7 @@ def _reap(control: socket.socket, children: dict[int, int]) -> None:
 
         kill_rank(pid)
         _, status = os.waitpid(pid, 0)
-        _tell(control, {"rank": children.pop(pid), "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+        _report(control, RankChange(children.pop(pid), pid, os.waitstatus_to_exitcode(status)))
 
 
 def _close(fds: list[int]) -> None:
@@ -309,6 +333,7 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_SIGNALS)
         rank_process.main(request["spec"], work, lifeline=fds[0])
     except BaseException:
+        # Whatever it is: a rank must not return into the loop of the zygote.
         traceback.print_exc()
 
     os._exit(1)

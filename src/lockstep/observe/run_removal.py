@@ -64,7 +64,7 @@ class Removal:
 def rm(
     runs: Sequence[Path], only_checkpoints: bool, dry_run: bool, confirm: Callable[[str], bool]
 ) -> tuple[list[str], int]:
-    """Delete runs, after `confirm` has agreed. Returns the lines to print, and the exit code.
+    """Delete runs, after `confirm` has agreed. Return the lines to print, and the exit code.
 
     If any of the paths is no run, or is running, nothing is deleted at all.
     """

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.config.schema import GROUP_KEYS
+from lockstep.config.value_types import GROUP_KEYS
 from lockstep.errors import UserError, plural, some_names
 
 Rule = Mapping[str, Any]

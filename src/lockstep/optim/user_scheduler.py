@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from lockstep.config import LrConfig
-from lockstep.config.schema import typed
+from lockstep.config.settings import typed
 from lockstep.errors import UserError, some_names
 from lockstep.optim.optimizers import as_list
 from lockstep.optim.schedule import GuardedRates, LearningRate, set_rate

@@ -116,6 +116,12 @@ def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Ru
     # There the loss is also checked as at the start of every run.
     alone = Trial(finds=True)
     first = runner.run(target, layers, 1, [alone])[alone]
+
+    # A micro_batch for several ranks is too small for a loss over the global batch on one.
+    if first.ranks and first.failure and first.failure.cause == "gathered":
+        alone = replace(alone, micro_batch=first.facts["global_batch"])
+        first = runner.run(target, layers, 1, [alone])[alone]
+
     if not first.ranks:
         return _failed_alone(target, options, first, began)
 
@@ -157,10 +163,11 @@ def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Ru
 def _worlds(case: Case) -> list[Trial]:
     """Return the trials with several ranks.
 
-    The ranks of a stream split it into other micro-batches than one process does. If the loss draws random numbers,
-    these would differ, and the trials are run in eval mode.
+    The ranks of a stream split it into other micro-batches than one process does, and so do ranks that have one
+    micro-batch each. If the loss draws random numbers, these would differ, and the trials are run in eval mode.
     """
-    eval_mode = bool(case.reference.facts["stream"] and case.reference.drawn)
+    other_micro_batches = case.reference.facts["stream"] or case.matrix.one_each
+    eval_mode = bool(other_micro_batches and case.reference.drawn)
     return [replace(trial, eval_mode=eval_mode) for trial in case.matrix.worlds]
 
 

@@ -157,6 +157,9 @@ def _of_world(case: Case, trial: Trial, first: Divergence) -> Cause:
         if cause := check(comparison.record, comparison.reference, first.step):
             return cause
 
+    if case.matrix.one_each and first.kind in ("loss weight", "loss", "gradient"):
+        return _of_coupling(case, trial, first)
+
     # Otherwise the kind of the first divergence decides.
     match first.kind:
         case "loss weight" | "loss":
@@ -176,6 +179,18 @@ def _of_world(case: Case, trial: Trial, first: Divergence) -> Cause:
         "number of steps": "rank-in-loss",
     }
     return named(keys.get(first.kind, "unknown"), first.text)
+
+
+def _of_coupling(case: Case, trial: Trial, first: Divergence) -> Cause:
+    """Return the cause of a difference where every rank has one micro-batch, which is smaller on more ranks."""
+    if cause := _batchnorm_alone(case, trial):
+        return cause
+
+    # If the losses agree, the rows were gathered in some way, but not their gradients.
+    gathers = case.reference.facts["gathers"] or first.kind == "gradient"
+    if gathers:
+        return named("gathered", f"{first.text} ({trial.text})")
+    return named("batch-coupled", f"{first.text} ({trial.text}); micro_batch is not set, so it follows the ranks")
 
 
 def _of_batchnorm(comparison: Comparison, step: int) -> Cause:
@@ -384,12 +399,8 @@ def _of_split(case: Case, trial: Trial, first: Divergence) -> Cause:
     step = first.step
     evidence = f"{first.text} ({trial.text})"
 
-    # BatchNorm explains any difference that disappears without its statistics.
-    if record.facts["batchnorm"] and not trial.eval_mode:
-        without = case.compare(replace(trial, eval_mode=True)).first
-        if without is None or without.step > 0 or without.kind == "metric":
-            return named("batchnorm", f"{trial.text}: equal in eval mode, where no statistics are taken")
-
+    if cause := _batchnorm_alone(case, trial):
+        return cause
     if first.kind == "metric":
         return named("metric", first.text)
     if cause := _settings_differ(record, reference, step):
@@ -423,6 +434,17 @@ def _of_split(case: Case, trial: Trial, first: Divergence) -> Cause:
         "state": "average",
     }
     return named(keys.get(first.kind, "unknown"), evidence)
+
+
+def _batchnorm_alone(case: Case, trial: Trial) -> Cause | None:
+    """Return BatchNorm as the cause if it explains all: the difference disappears without its statistics."""
+    if not case.reference.facts["batchnorm"] or trial.eval_mode:
+        return None
+
+    without = case.compare(replace(trial, eval_mode=True)).first
+    if without is None or without.step > 0 or without.kind == "metric":
+        return named("batchnorm", f"{trial.text}: equal in eval mode, where no statistics are taken")
+    return None
 
 
 def _of_sum(case: Case, evidence: str) -> Cause:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep import api
 from lockstep.checkpoint.manifest import float_of
 from lockstep.checkpoint.state_tree import digest, pack
-from lockstep.data.sources import MapSource
+from lockstep.data.map_source import MapSource
 from lockstep.engine import setup
 from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.run import Run
@@ -130,11 +130,12 @@ class RecordedRun(Run):
             "device": self.runtime.device.type,
             "replicated": self.driver.role.replicated,
             "trainable": trainable(self.driver.model)[0],
+            "gathers": False,  # until the first step has ended
         }
 
         # Probes: only one rank's share of the samples, on one process; or every sample twice.
         if isinstance(source, MapSource) and orders["part"]:
-            source.data_world = World(*orders["part"])
+            source.order.data_world = World(*orders["part"])
 
         if isinstance(source, MapSource) and orders["twice"]:
             reader: Any = source.reader
@@ -188,6 +189,7 @@ class RecordedRun(Run):
 
         settings = [_plain(group) for optimizer in self.model_setup.optimizers.all for group in optimizer.param_groups]
         self._steps.append({"micros": self._micros, "settings": settings})
+        self._facts["gathers"] = self.gathers_rows
         super().end_step(batches, result)
 
     def maintain(self, evaluation_due: bool = False) -> None:

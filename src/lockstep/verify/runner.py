@@ -172,13 +172,13 @@ class Runner:
         # A report of the zygote ends the wait at once; without one, the clock is checked again.
         wait_readable([self._zygote], 0.2)
 
-        for report in self._zygote.poll():
-            if "code" not in report:
+        for change in self._zygote.poll():
+            if change.code is None:
                 continue  # the rank started
 
-            started = next(started for started in running if report["rank"] in started.ranks)
-            started.codes[report["rank"]] = report["code"]
-            if report["code"] and started.failed is None:
+            started = next(started for started in running if change.rank in started.ranks)
+            started.codes[change.rank] = change.code
+            if change.code and started.failed is None:
                 started.failed = time.monotonic()
 
         assert self._zygote.alive, "the process that forks the ranks has exited"

@@ -52,6 +52,11 @@ class Matrix:
     splits: tuple[Trial, ...]
     notes: tuple[str, ...] = ()
 
+    @property
+    def one_each(self) -> bool:
+        """Whether every rank has one micro-batch, so that its size follows the number of ranks."""
+        return any(trial.micro_batch != self.reference.micro_batch for trial in self.worlds)
+
 
 @dataclass(frozen=True)
 class VerifyOptions:
@@ -119,12 +124,16 @@ def choose(options: VerifyOptions, facts: dict[str, Any]) -> Matrix:
     worlds, notes = _worlds(options, facts)
 
     # With one micro-batch size all worlds compute the same sums, and dropout draws the same masks.
-    micro_batch = _micro_batch(facts, max(worlds, default=1), options)
-    reference = Trial(1, micro_batch, facts["strategy"])
+    sizes = dict.fromkeys([1, *worlds], _micro_batch(facts, max(worlds, default=1), options))
+    one_each = _has_one_each(facts)
+    if one_each:
+        sizes = {world: -(-facts["global_batch"] // world) for world in sizes}
+        notes.append(one_each)
+    reference = Trial(1, sizes[1], facts["strategy"])
 
     # Replica groups of equal size need an even number of ranks.
     many = [
-        Trial(world, micro_batch, name)
+        Trial(world, sizes[world], name)
         for world in worlds
         for name in options.strategies or (facts["strategy"],)
         if world % 2 == 0 or not STRATEGIES[name].replica_groups
@@ -135,7 +144,7 @@ def choose(options: VerifyOptions, facts: dict[str, Any]) -> Matrix:
         again=replace(reference, again=True),
         nudged=tuple(replace(reference, nudge=seed) for seed in range(1, NUDGES + 1)),
         worlds=tuple(many),
-        splits=tuple(replace(reference, micro_batch=size) for size in _splits(facts, micro_batch, options)),
+        splits=tuple(replace(reference, micro_batch=size) for size in _splits(facts, sizes[1], options)),
         notes=tuple(notes),
     )
 
@@ -171,6 +180,21 @@ def _worlds(options: VerifyOptions, facts: dict[str, Any]) -> tuple[list[int], l
     return fitting, [f"{problem}: left out"]
 
 
+def _has_one_each(facts: dict[str, Any]) -> str:
+    """Return why every rank must have one micro-batch, as a note for the report; "" if it may have several.
+
+    A loss over the global batch cannot be computed otherwise. One over the micro-batch follows the number of ranks,
+    unless the user has set micro_batch, and that must show.
+    """
+    if facts["gathers"]:
+        return "the loss calls run.all_gather: every rank has one micro-batch, and other splits are not compared"
+
+    if "batch-coupled" in facts["accepted"] and facts["micro_batch_asked"] is None:
+        return "checks.loss=batch-coupled without micro_batch: every rank has one micro-batch, as in training"
+
+    return ""
+
+
 def _micro_batch(facts: dict[str, Any], most: int, options: VerifyOptions) -> int:
     """Return the size for the reference and all worlds: the user's own, if it gives every rank a micro-batch."""
     batch = facts["global_batch"]
@@ -187,6 +211,9 @@ def _micro_batch(facts: dict[str, Any], most: int, options: VerifyOptions) -> in
 def _splits(facts: dict[str, Any], micro_batch: int, options: VerifyOptions) -> list[int]:
     """Return other micro-batch sizes: those asked for, or two that are no larger than the user's micro_batch."""
     batch = facts["global_batch"]
+    if facts["gathers"] and options.splits is None:
+        return []
+
     if options.splits is not None:
         large = [size for size in options.splits if size > batch]
         if large:

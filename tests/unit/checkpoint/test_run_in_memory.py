@@ -14,12 +14,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint.manager import CheckpointManager, LoopState
-from lockstep.checkpoint.snapshot import BackgroundCopy
+from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.resume import LoopState
+from lockstep.checkpoint.saving.snapshot import BackgroundCopy
 from lockstep.checkpoint.storage import FileSystemStorage, committed
 from lockstep.config import flatten, resolve
 from lockstep.config.changes import config_changes
-from lockstep.config.schema import typed
+from lockstep.config.settings import typed
 from lockstep.engine import setup
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.sinks import read_jsonl

@@ -17,7 +17,7 @@ from lockstep.cli import main
 from lockstep.clusters import hosts, nodes
 from lockstep.clusters.hosts import Event, Host, login_words, parse_hosts
 from lockstep.clusters.logins import _Watch
-from lockstep.clusters.tether import Facts
+from lockstep.clusters.tether_messages import Ended, Facts
 from lockstep.errors import UserError
 
 TASK = "import lockstep\n\n\nclass Nothing(lockstep.Task):\n    pass\n"
@@ -325,8 +325,8 @@ def test_lines_that_an_answer_overtakes_are_printed(capfd):
     class Scripted:
         hosts = [Host("alpha"), Host("beta")]
         events = [
-            Event(0, 1, answer={"ended": 2}),
-            Event(1, 1, answer={"ended": 2}),
+            Event(0, 1, answer=Ended(2)),
+            Event(1, 1, answer=Ended(2)),
             Event(0, 1, "the reason", True),
             Event(0, 1, code=2),
             Event(1, 1, "its reason", True),

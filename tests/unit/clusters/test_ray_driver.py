@@ -24,7 +24,7 @@ from lockstep.cli import main
 from lockstep.clusters import ray as platform
 from lockstep.clusters.ray import agent as agents
 from lockstep.clusters.ray import driver
-from lockstep.clusters.ray.agent import NodeAgent, OwnTerm, Report
+from lockstep.clusters.ray.agent import NodeAgent, Report, TermWatch
 from lockstep.clusters.ray.cluster import AgentLost, NoAnswer, RayNode, state_of
 from lockstep.clusters.ray.driver import Driver
 from lockstep.clusters.ray.merged_output import MergedOutput
@@ -933,7 +933,7 @@ def listening(tmp_path):
 def test_the_launcher_that_listens_where_the_term_file_says_coordinates(listening, tmp_path, monkeypatch):
     monkeypatch.setattr(agents, "TERM_S", 0.0)
     pid, port = listening
-    own, other = OwnTerm(tmp_path, pid), OwnTerm(tmp_path, os.getpid())
+    own, other = TermWatch(tmp_path, pid), TermWatch(tmp_path, os.getpid())
     assert not own.coordinates()
     term = election.begin_term(tmp_path, None, "a", f"127.0.0.1:{port}")
     assert term is not None
@@ -949,7 +949,7 @@ def test_the_launcher_that_listens_where_the_term_file_says_coordinates(listenin
 def test_a_launcher_that_was_superseded_has_not_ended_the_job(listening, tmp_path, monkeypatch):
     monkeypatch.setattr(agents, "TERM_S", 0.0)
     pid, port = listening
-    own = OwnTerm(tmp_path, pid)
+    own = TermWatch(tmp_path, pid)
     assert election.begin_term(tmp_path, None, "a", f"127.0.0.1:{port}")
     assert own.coordinates()
     assert election.begin_term(tmp_path, 1, "b", "127.0.0.1:1")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import fcntl
-import json
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
@@ -19,7 +17,7 @@ import lockstep
 from lockstep.clusters import logins, nodes
 from lockstep.clusters.hosts import Event, Host, Login
 from lockstep.clusters.logins import _Watch
-from lockstep.clusters.tether import MARK, Training
+from lockstep.clusters.tether_messages import MARK, Beat, Ended, Facts, PassSignal, Problem, Training, encode
 from lockstep.errors import ExitCode, UserError
 
 # A tether that is less patient, and a job that lasts. `begun` appears when the job has begun.
@@ -48,7 +46,7 @@ def tether(tmp_path):
     """Starts a tether that ends after some seconds of silence, with these requests."""
     started = []
 
-    def start(silence: float, *requests: dict) -> subprocess.Popen:
+    def start(silence: float, *requests) -> subprocess.Popen:
         process = subprocess.Popen(
             [sys.executable, "-c", SERVE, str(silence)],
             cwd=tmp_path,
@@ -60,7 +58,7 @@ def tether(tmp_path):
         )
         started.append(process)
         assert process.stdin is not None
-        process.stdin.write("".join(f"{json.dumps(request)}\n" for request in requests))
+        process.stdin.write("".join(f"{encode(request)}\n" for request in requests))
         process.stdin.flush()
         return process
 
@@ -82,19 +80,19 @@ def begun(folder: Path, process: subprocess.Popen) -> None:
 def test_silence_ends_a_host_before_the_job_and_within_it(tether, tmp_path):
     """The other end is open: no machine says any more that it is there."""
     before = tether(0.5)
-    within = tether(2.0, {"beat": [0, 1]}, {"start": asdict(training(tmp_path, least=2))})
+    within = tether(2.0, Beat([0, 1]), training(tmp_path, least=2))
     assert before.wait(20) == ExitCode.RESTART
     assert within.wait(20) == ExitCode.RESTART
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", ExitCode.RESTART), ("SIGINT", ExitCode.INTERRUPTED)])
 def test_a_signal_before_the_launcher_handles_signals_has_an_answer(tether, tmp_path, name, code):
-    process = tether(60.0, {"start": asdict(training(tmp_path))})
+    process = tether(60.0, training(tmp_path))
     begun(tmp_path, process)
-    process.stdin.write(json.dumps({"signal": name}) + "\n")
+    process.stdin.write(encode(PassSignal(name)) + "\n")
     process.stdin.flush()
     assert process.wait(20) == code
-    assert f"{MARK}{json.dumps({'ended': code})}" in process.stdout.read()
+    assert f"{MARK}{encode(Ended(code))}" in process.stdout.read()
     assert f"{name}: ended before the job had begun" in process.stderr.read()
 
 
@@ -110,7 +108,7 @@ def test_a_signal_before_the_launcher_handles_signals_has_an_answer(tether, tmp_
 def test_a_broken_login_stops_the_job_only_if_too_few_hosts_are_left(tether, tmp_path, least, other, code, said):
     """A host that leaves is killed: the job goes on. A launcher that gets SIGTERM stops all hosts."""
     (tmp_path / ".tether-1").write_text(other)
-    process = tether(60.0, {"beat": [0, 1]}, {"start": asdict(training(tmp_path, least=least))})
+    process = tether(60.0, Beat([0, 1]), training(tmp_path, least=least))
     begun(tmp_path, process)
     process.stdin.close()
     assert process.wait(20) == code
@@ -121,13 +119,13 @@ def test_a_broken_login_stops_the_job_only_if_too_few_hosts_are_left(tether, tmp
 def test_a_host_has_one_launcher_at_a_time(tether, tmp_path, again):
     with (tmp_path / ".tether-0").open("w") as older:
         fcntl.flock(older, fcntl.LOCK_EX)
-        process = tether(60.0, {"start": asdict(training(tmp_path, again=again))})
+        process = tether(60.0, training(tmp_path, again=again))
         out, err = process.communicate(timeout=20)
     assert "a launcher of an earlier command still runs" in err
     assert process.returncode == ExitCode.RESTART
     assert not (tmp_path / "begun").exists()
     # A host that is logged in to again is tried again; a new job is refused.
-    assert out == ("" if again else f"{MARK}{json.dumps({'ended': ExitCode.REFUSED})}\n")
+    assert out == ("" if again else f"{MARK}{encode(Ended(ExitCode.REFUSED))}\n")
 
 
 # ---- the command ----
@@ -150,8 +148,8 @@ class FakeLogins:
             return None
         return event
 
-    def send(self, place: int, request: dict) -> None:
-        self.sent.append((place, next(iter(request))))
+    def send(self, place: int, request: object) -> None:
+        self.sent.append((place, type(request).__name__))
 
     def log_in_again(self, place: int) -> None:
         self.again.append(place)
@@ -170,10 +168,10 @@ def lost(place: int, code: int = 255) -> Event:
 
 
 def ended(place: int, code: int) -> Event:
-    return Event(place, 1, answer={"ended": code})
+    return Event(place, 1, answer=Ended(code))
 
 
-FACTS = Event(1, 2, answer={"facts": {}})
+FACTS = Event(1, 2, answer=Facts("b", {}, [], {}))
 
 
 @pytest.mark.parametrize(
@@ -209,13 +207,13 @@ def test_a_job_that_ends_is_not_joined_again(monkeypatch, end):
     hosts = FakeLogins(end, lost(1), FACTS, ended(0, 0))
     hosts.watch(least=1)
     assert hosts.again == []
-    assert [request for place, request in hosts.sent if place == 1] == ["start"]
+    assert [request for place, request in hosts.sent if place == 1] == ["Training"]
 
     # Lost before, and back after: not started.
     hosts = FakeLogins(lost(1), end, FACTS, ended(0, 0))
     hosts.watch(least=1)
     assert hosts.again == [1]
-    assert [request for place, request in hosts.sent if place == 1] == ["start", "look"]
+    assert [request for place, request in hosts.sent if place == 1] == ["Training", "Look"]
 
 
 def test_a_login_that_cannot_be_started_does_not_end_the_job_of_the_other_hosts(monkeypatch):
@@ -231,7 +229,7 @@ def test_a_login_that_cannot_be_started_does_not_end_the_job_of_the_other_hosts(
     hosts = NoProcessLeft(lost(1), None, FACTS, ended(0, 0), ended(1, 0))
     assert hosts.watch(least=1) == ExitCode.FINISHED
     assert hosts.again == [1, 1]
-    assert [request for place, request in hosts.sent if place == 1] == ["start", "look", "start"]
+    assert [request for place, request in hosts.sent if place == 1] == ["Training", "Look", "Training"]
 
 
 def test_hosts_that_do_not_notice_a_hang_up_are_not_waited_for(monkeypatch):
@@ -242,12 +240,12 @@ def test_hosts_that_do_not_notice_a_hang_up_are_not_waited_for(monkeypatch):
 def test_a_login_can_be_hung_up_and_written_to():
     login = Login(Host("a"), 0, 1, ["cat"], Queue())
     login.hang_up()
-    login.send({"signal": "SIGTERM"})
+    login.send(PassSignal("SIGTERM"))
     assert login.process.wait(20) == 0
 
 
 def test_a_host_that_cannot_read_its_files_is_named():
-    hosts = SimpleNamespace(hosts=[Host("a")], ask=lambda *request: [{"problem": "Permission denied"}])
+    hosts = SimpleNamespace(hosts=[Host("a")], ask=lambda *request: [Problem("Permission denied")])
     request = SimpleNamespace(target="task.py:Task", config_files=())
     with pytest.raises(UserError, match="a cannot read the files of the job") as error:
         nodes._look(hosts, request)  # pyrefly: ignore[bad-argument-type]

@@ -70,7 +70,7 @@ class Job:
                 0,
                 World(rank, self.ranks),
                 torch.device("cpu"),
-                gather=gather,
+                gather_states=gather,
                 beat=lambda: self.events.append("beat"),
                 log_event=lambda event, **fields: self.events.append(f"{event}: {fields['reason']}"),
             ),

@@ -159,14 +159,15 @@ def test_without_the_mask_the_gradient_differs(monkeypatch):
 def test_attention_by_document_bounds(monkeypatch, causal):
     """`varlen_attn` runs on GPUs only: here its place is taken by attention over one document after another."""
 
-    def document_by_document(q, k, v, bounds, key_bounds, longest, longest_key, window_size):
+    def document_by_document(q, k, v, bounds, key_bounds, longest, longest_key, window_size, scale):
         assert bounds is key_bounds
         assert bounds.dtype == torch.int32
         assert int(bounds.diff().max()) <= longest == longest_key
         outs = []
         for start, stop in pairwise(bounds.tolist()):
             part = [tensor[start:stop].transpose(0, 1) for tensor in (q, k, v)]
-            outs.append(F.scaled_dot_product_attention(*part, is_causal=window_size == (-1, 0)).transpose(0, 1))
+            out = F.scaled_dot_product_attention(*part, is_causal=window_size == (-1, 0), scale=scale)
+            outs.append(out.transpose(0, 1))
         return torch.cat(outs)
 
     batch = packed_batch(documents([5, 31, 3, 17, 2]), row_length=32)

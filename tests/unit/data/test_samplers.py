@@ -121,7 +121,7 @@ def test_every_offset_of_a_weighted_sampler_is_trained_once_on_any_number_of_ran
     expected = [*sampler.ids(0, 0, 20), *sampler.ids(1, 0, 20)]
     sources = [source(sampler, rank, ranks, list(range(5))) for rank in range(ranks)]
     seen = []
-    while sources[0].position < 40:
+    while sources[0].order.position < 40:
         for one in sources:
             batches = one.take()
             seen += [int(i) for micro in batches if not micro.padding for i in micro.data]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.schema import HangConfig
+from lockstep.config.sections import HangConfig
 from lockstep.errors import listed_ranks
 from lockstep.launch.decisions import cluster
 from lockstep.launch.decisions.outbox import LINES_PER_S, Outbox

@@ -1,7 +1,7 @@
 """The limits of time in the launcher: which must be shorter than which, and why."""
 
 from lockstep.launch import agent, coordinator, local_attempt, rank_process
-from lockstep.launch.decisions import state_machine
+from lockstep.launch.decisions import phases
 from lockstep.launch.hangs import flight_recorder, watchdog
 from lockstep.launch.nodes import search
 from lockstep.launch.wire import connections
@@ -12,22 +12,22 @@ def test_a_short_limit_stays_below_the_one_that_relies_on_it():
     stacks = local_attempt.RANKS_STACKS_S + local_attempt.COLLECTIVES_S
     pairs = {
         "a heartbeat is sent on time": (coordinator.WAIT_S, beat),
-        "a node is quiet only if a heartbeat is missing": (beat, state_machine.QUIET_S),
-        "a quiet node is waited for before it is lost": (state_machine.QUIET_S, lost),
+        "a node is quiet only if a heartbeat is missing": (beat, phases.QUIET_S),
+        "a quiet node is waited for before it is lost": (phases.QUIET_S, lost),
         "a suspended coordinator looks before the others have lost it": (coordinator.SUSPENDED_S, lost),
         "a node that collects stacks is not lost": (stacks, lost),
-        "stacks arrive while the coordinator waits for them": (stacks, state_machine.NODES_STACKS_S),
+        "stacks arrive while the coordinator waits for them": (stacks, phases.NODES_STACKS_S),
         "a rank looks for requests before its answer is late": (
             flight_recorder.REQUEST_POLL_S,
             local_attempt.COLLECTIVES_S,
         ),
         "a zygote that is stuck is killed before its node is given up": (
             agent.RANKS_KILL_S,
-            state_machine.NODES_KILL_S,
+            phases.NODES_KILL_S,
         ),
-        "a lost node is called lost, and not slow to start": (lost, state_machine.START_S),
-        "a large process has longer to die": (state_machine.PEER_WAIT_S, state_machine.LOST_PEER_WAIT_S),
-        "rank 0 of a lost coordinator ends before the next attempt": (rank_process.LOOK_S, state_machine.FENCE_S),
+        "a lost node is called lost, and not slow to start": (lost, phases.START_S),
+        "a large process has longer to die": (phases.PEER_WAIT_S, phases.LOST_PEER_WAIT_S),
+        "rank 0 of a lost coordinator ends before the next attempt": (rank_process.LOOK_S, phases.FENCE_S),
         "a watchdog that looks on time keeps its watch": (beat, watchdog.UNWATCHED_S),
         "a coordinator that lives is not taken for a dead job": (lost, search.STALE_S),
         "a successor has time to take over before a signal gives up": (lost + search.STAGGER_S, search.DELIVER_S),

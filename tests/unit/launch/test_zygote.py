@@ -38,7 +38,7 @@ def test_a_zygote_serves_a_socket_with_a_high_number(high_descriptors, tmp_path)
     lifeline, end = os.pipe()
     env = {**os.environ, "RANK": "0", module.ATTEMPT_FOLDER: str(tmp_path)}
     made.fork(0, env, {}, tmp_path / "log", lifeline)
-    changes: list[dict[str, int]] = []
+    changes: list[module.RankChange] = []
     until = time.monotonic() + 60
     while made.alive and len(changes) < 2 and time.monotonic() < until:
         changes += made.poll()
@@ -46,7 +46,7 @@ def test_a_zygote_serves_a_socket_with_a_high_number(high_descriptors, tmp_path)
     made.close()
     os.close(lifeline)
     os.close(end)
-    assert [change.get("code") for change in changes] == [None, 0]
+    assert [change.code for change in changes] == [None, 0]
 
 
 def test_a_process_that_is_no_rank_is_left_alone():

@@ -13,7 +13,7 @@ from torch import nn
 
 from again import Again
 from lockstep.config import RunConfig
-from lockstep.config.schema import RestartConfig
+from lockstep.config.sections import RestartConfig
 from lockstep.engine.diagnose import explained
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch.decisions.restarts import Restarts, Settings

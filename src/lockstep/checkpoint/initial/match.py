@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.initial.sources import WeightSource
 from lockstep.checkpoint.state_tree import is_extra, tied_names
-from lockstep.config.schema import WeightsConfig
+from lockstep.config.sections import WeightsConfig
 from lockstep.errors import UserError, plural
 
 SHOWN = 8  # names of a list in an error

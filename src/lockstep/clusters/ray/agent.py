@@ -29,6 +29,7 @@ from lockstep.launch.job import parse_address
 from lockstep.launch.nodes import election
 from lockstep.launch.nodes.election import Term
 from lockstep.launch.wire.secret import SECRET
+from lockstep.runtime.machine import address_family, join_host_port
 from lockstep.runtime.parent_death import die_with_parent
 
 # Lines that wait for the driver, at most: a driver that does not ask must not fill the memory of the node.
@@ -52,14 +53,14 @@ class Report:
     port_taken: bool = False  # it has ended, and another program listens where the nodes of the job were to meet
 
 
-class OwnTerm:
+class TermWatch:
     """Finds out whether a launcher of this node coordinates the job, and whether it has ended it."""
 
     def __init__(self, run_dir: Path, pid: int):
         self._run_dir = run_dir
         self._pid = pid
         self._newest: Term | None = None
-        self._own: Term | None = None  # the newest term, if it is this launcher's
+        self._held: Term | None = None  # the newest term, if it is this launcher's
         self._next_look = 0.0
 
     def coordinates(self) -> bool:
@@ -72,14 +73,14 @@ class OwnTerm:
 
                 # The file is gone when the job has ended. Its coordinator still says goodbye to the others then.
                 if newest is not None and newest != self._newest:
-                    self._own = newest if _listens(self._pid, newest.address) else None
+                    self._held = newest if _listens(self._pid, newest.address) else None
                     self._newest = newest
 
-        return self._own is not None
+        return self._held is not None
 
     def ended_job(self) -> bool:
         """Return whether the launcher, which is gone now, has removed its term file: it stays if others take over."""
-        if self._own is None:
+        if self._held is None:
             return False
 
         try:
@@ -88,7 +89,7 @@ class OwnTerm:
             return False
 
         # A job that begins after this one counts its terms from 1 again.
-        return newest is None or newest.number < self._own.number
+        return newest is None or newest.number < self._held.number
 
 
 def _listens(pid: int, address: str) -> bool:
@@ -115,7 +116,7 @@ class NodeAgent:
         self._child: subprocess.Popen[bytes] | None = None
         self._lines: deque[str] = deque(maxlen=MOST_LINES)
         self._reader: threading.Thread | None = None
-        self._term: OwnTerm | None = None
+        self._term: TermWatch | None = None
 
         # Where the nodes of the job meet, if that is on this node.
         self._join: tuple[str, int] | None = None
@@ -126,7 +127,7 @@ class NodeAgent:
             port = unused.getsockname()[1]
 
         self._join = (host, port)
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        return join_host_port(host, port)
 
     def start(self, words: Sequence[str]) -> None:
         """Start `lockstep` with these words. Raises a UserError if this node does not have what it needs."""
@@ -145,7 +146,7 @@ class NodeAgent:
             start_new_session=True,  # a Ctrl-C at the terminal of `ray start` is not meant for the job
         )
 
-        self._term = OwnTerm(self._marker.parent.parent, self._child.pid)
+        self._term = TermWatch(self._marker.parent.parent, self._child.pid)
         self._reader = threading.Thread(target=self._read, args=(self._child,), daemon=True)
         self._reader.start()
 
@@ -168,7 +169,7 @@ class NodeAgent:
             )
 
     def _read(self, child: subprocess.Popen[bytes]) -> None:
-        """Keep the lines that the launcher prints. Runs on a thread of its own."""
+        """Keep the lines that the launcher prints. Runs in a thread."""
         assert child.stdout is not None
         for line in child.stdout:
             self._lines.append(line.decode(errors="replace").rstrip("\n"))
@@ -217,7 +218,7 @@ class NodeAgent:
 
 def _bound(host: str, port: int) -> socket.socket:
     """Return a socket that listens there. Raises OSError."""
-    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    return socket.create_server((host, port), family=address_family(host))
 
 
 def main() -> None:

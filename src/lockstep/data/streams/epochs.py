@@ -7,14 +7,15 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
+from lockstep.data.dataset_source import DatasetSource
 from lockstep.data.loader import is_empty
 from lockstep.data.sample_errors import check_sendable
 from lockstep.data.source_options import SourceOptions
 from lockstep.errors import UserError
-from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
+from lockstep.task import MicroBatch, StepBatches, StepResult
 
 
-class EpochSource(BatchSource):
+class EpochSource(DatasetSource):
     """Reads a stream, step by step and epoch by epoch.
 
     Ranks may have different amounts of data. An epoch ends when all ranks have read theirs; until then, a rank that has

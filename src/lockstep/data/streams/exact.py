@@ -10,10 +10,8 @@ When a shard has ended, its places in the global batch stay empty until all shar
 
 from __future__ import annotations
 
-import base64
 import copy
 import hashlib
-import pickle
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -106,11 +104,9 @@ class ExactStreamSource(EpochSource):
         # Only of shards that this rank reads: the others are further by now.
         own = {shard: self._states[shard] for shard in self._own_shards if shard in self._states}
 
-        # Pickles travel between the ranks of this job only. A checkpoint holds the states as plain values and tensors.
-        local = base64.b64encode(pickle.dumps(own)).decode()
-        by_rank = [pickle.loads(base64.b64decode(text)) for text in self.options.gather(local)]
+        # Several ranks may read one shard, all of them up to the same position. The lowest rank's state is used.
         states: dict[int, State] = {}
-        for of_rank in reversed(by_rank):
+        for of_rank in reversed(self.options.gather_states(own)):
             states |= of_rank
 
         return {

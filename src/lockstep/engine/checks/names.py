@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from lockstep.config import Layer
-from lockstep.config.schema import flatten
+from lockstep.config.settings import flatten
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.observe.sinks import SINKS, check_sinks
 from lockstep.optim import registry

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
-from lockstep.config.schema import EvaluateConfig
+from lockstep.config.sections import EvaluateConfig
 from lockstep.errors import UserError
 
 

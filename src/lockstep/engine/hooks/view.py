@@ -111,6 +111,7 @@ class BuiltRunView:
 
         micro = self._micro_batch()
         if micro is not None:
+            run.gathers_rows = True
             _check_global_batch(run)
 
         # Padding repeats rows of another rank.
@@ -154,6 +155,7 @@ def _check_global_batch(run: Run) -> None:
             f"{role.data_size} of them",
             "the loss would depend on how the batch is split",
             f"set micro_batch={size}, so that each rank has one; or train on more ranks",
+            cause="gathered",
         )
 
     if run.config.exact:

@@ -19,7 +19,7 @@ import torch
 
 from lockstep.causes import Cause, in_own_loop, named
 from lockstep.config import RunConfig
-from lockstep.data.sources import MapSource
+from lockstep.data.map_source import MapSource
 from lockstep.data.streams.epochs import EpochSource
 from lockstep.engine.start_check import data
 from lockstep.engine.start_check.alone import as_one_rank

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 from lockstep.causes import Cause, named
 from lockstep.checkpoint.state_tree import digest
+from lockstep.data.dataset_source import DatasetSource
 from lockstep.data.loader import Request
-from lockstep.data.sources import MapSource
+from lockstep.data.map_source import MapSource
 from lockstep.engine.start_check.samples import Samples, read_samples
 from lockstep.errors import UserError, some_names
 from lockstep.runtime.context import Runtime
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 def find_difference(run: Run, source: MapSource, request: Request, samples: Samples | None) -> Cause | None:
     """Return a cause if the dataset's length or first samples differ between ranks. Collective."""
     local_digests = samples.digests() if samples else []
-    first, *others = run.runtime.collectives.gather_json([source.length, local_digests])
+    first, *others = run.runtime.collectives.gather_json([source.order.length, local_digests])
 
     for rank, (length, _) in enumerate(others, start=1):
         if length != first[0]:
@@ -91,7 +92,8 @@ def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> S
 
     # A source over a dataset gives every rank different ids, so equal first batches are suspicious only if the whole
     # dataset looks the same, as with a dataset that ignores the index.
-    if len(digests) > 1 and len({digest(sample) for sample in source.some_samples()}) <= 1:
+    samples = source.some_samples() if isinstance(source, DatasetSource) else []
+    if len(digests) > 1 and len({digest(sample) for sample in samples}) <= 1:
         check_different(
             list(digests.values()),
             "let Lockstep shard the data: return the plain dataset from data(); with data.sharding=own, split by "
@@ -111,6 +113,9 @@ def _take_and_digest(source: BatchSource) -> tuple[StepBatches, str | None, str 
     # Read all of them now: an error must be raised on every rank.
     batches.micro_batches = micro_batches = list(batches)
     first = None if micro_batches[0].padding else digest(micro_batches[0].data)
+    if not isinstance(source, DatasetSource):
+        return batches, first, None
+
     if first:
         _check_workers(source, micro_batches[0], first)
 
@@ -131,7 +136,7 @@ def _check_one_stream(beginnings: Sequence[str | None]) -> None:
             )
 
 
-def _check_workers(source: BatchSource, micro: MicroBatch, read_by_worker: str) -> None:
+def _check_workers(source: DatasetSource, micro: MicroBatch, read_by_worker: str) -> None:
     """Check that a worker process read what this process reads: data.workers must not change the training."""
     try:
         again = source.read_again(micro)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.checkpoint.state_tree import digest
 from lockstep.data.loader import Request
-from lockstep.data.sources import MapSource
+from lockstep.data.map_source import MapSource
 from lockstep.data.streams.epochs import EpochSource
 
 Array = Tensor | np.ndarray

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -44,6 +45,13 @@ class Attempt:
         # The newest checkpoint's step when the attempt began.
         self.started_from = started_from
 
+        # The nodes that have not confirmed yet that they start their ranks, and the deadline for that.
+        self.unconfirmed: set[int] = set()
+        self.confirm_by = math.inf
+
+        # When the ranks were asked to save and exit, if they were.
+        self.preempted_at = math.inf
+
         # The ranks that have ended so far.
         self.exits: dict[int, RankExit] = {}
         self.watchdog = watchdog
@@ -74,6 +82,15 @@ class Attempt:
     @property
     def any_preempted(self) -> bool:
         return any(rank_exit.code == PREEMPTED for rank_exit in self.exits.values())
+
+    def has_saved(self, step: int) -> bool:
+        """Return whether this attempt has saved the newest checkpoint, which is of this step."""
+        # Ranks that exit as preempted have saved, perhaps at the very step that they started from.
+        return self.number is not None and (step != self.started_from or self.any_preempted)
+
+    def ranks_standing_still(self, now: float) -> list[RankView]:
+        """Return all ranks if none has moved since they were asked to save and exit, and time is up; otherwise none."""
+        return self.watchdog.ranks_standing_still(self.running, self.preempted_at, now)
 
     # ---- failures ----
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lockstep.errors import plural
@@ -31,6 +32,9 @@ class Cluster:
         # Node -> ranks of the next attempt.
         self.wanted: dict[int, int] = {}
 
+        # Node -> when its last heartbeat came.
+        self.last_beats: dict[int, float] = {}
+
         # When a node last joined or left.
         self._changed = now
 
@@ -42,6 +46,7 @@ class Cluster:
     def remove(self, number: int, now: float) -> None:
         del self.nodes[number]
         del self.wanted[number]
+        self.last_beats.pop(number, None)
         self._changed = now
 
     @property
@@ -53,14 +58,24 @@ class Cluster:
         return len(self.nodes) >= self.bounds.most
 
     @property
+    def missing(self) -> int:
+        """How many more nodes the job needs."""
+        return max(self.bounds.least - len(self.nodes), 0)
+
+    @property
     def shortage(self) -> str | None:
         """How many nodes are left and needed, in words; None if there are enough."""
-        needed = self.bounds.least
-        return f"{plural(len(self.nodes), 'node')} left, and {needed} needed" if len(self.nodes) < needed else None
+        left = plural(len(self.nodes), "node")
+        return f"{left} left, and {self.bounds.least} needed" if self.missing else None
 
     def ready(self, now: float) -> bool:
         """Return whether an attempt can start: the cluster is full, or large enough and unchanged for a while."""
         return self.full or (not self.shortage and now - self._changed >= SETTLE_S)
+
+    def longest_silence(self, numbers: Iterable[int], now: float) -> float:
+        """Return for how long the quietest of these nodes has sent no heartbeat. One that never has does not count."""
+        beats = [self.last_beats.get(number, now) for number in numbers]
+        return now - min(beats, default=now)
 
     @property
     def rank_bounds(self) -> Bounds:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from lockstep.config.schema import HangConfig, RestartConfig, Section
+from lockstep.config.sections import HangConfig, RestartConfig
+from lockstep.config.value_types import Section
 from lockstep.errors import ExitCode
 
 

@@ -5,25 +5,10 @@ is read from the disk is the step of the newest checkpoint, where a decision dep
 that live and die together. After a failure all of them are killed, and a new attempt resumes from the newest
 checkpoint, unless there is a reason not to.
 
-`JobStateMachine` has the phases of the job (a rank has phases too, which its heartbeat shows) and their transitions:
-
-    JOIN --all nodes that may join, or enough nodes and no new one for 3 s--> RUN
-    JOIN --too few nodes in time--> OVER
-    JOIN --too few nodes are left after an attempt--> OVER
-    JOIN --a signal, a zygote that cannot import, or an end that was planned at the takeover--> OVER
-    RUN, COLLECT_STACKS, PREEMPT --all ranks have finished--> OVER
-    RUN --no rank advances--> COLLECT_STACKS --stacks have arrived, or time is up--> RUN, or KILL if it is a hang
-    COLLECT_STACKS --a rank raises--> RUN, with a deadline for an earlier failure to arrive
-    RUN, COLLECT_STACKS --signal, resize or new node--> PREEMPT --all ranks have saved--> OVER, or JOIN
-    RUN, COLLECT_STACKS --a rank was preempted by a signal of its own--> PREEMPT
-    RUN, COLLECT_STACKS, PREEMPT --a failure, or a second Ctrl-C--> KILL
-    RUN, COLLECT_STACKS, PREEMPT, KILL --a zygote cannot import--> KILL
-    KILL --all ranks are gone, or their nodes are given up--> JOIN (the next attempt) or OVER
-
-It uses `Cluster` (the nodes, and how many ranks each should run), `Attempt` (the ranks that run now), `Recovery` (what
-follows a failure), `PreemptRequest` (the signal that asked the job to save and exit) and `Outbox` (the commands that
-come out). A node that takes over from a lost coordinator begins in JOIN, with the last `CoordinatorState` that it
-received.
+`phases.py` has the phases of the job, with a table of their transitions. `JobStateMachine` uses `Cluster` (the nodes,
+and how many ranks each should run), `Attempt` (the ranks that run now), `Recovery` (what follows a failure),
+`PreemptRequest` (the signal that asked the job to save and exit) and `Outbox` (the commands that come out). A node that
+takes over from a lost coordinator begins in JOIN, with the last `CoordinatorState` that it received.
 """
 
 from __future__ import annotations
@@ -31,14 +16,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from enum import Enum
 from functools import partial
 
 from lockstep.errors import ExitCode, plural
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.cluster import Cluster, Node
 from lockstep.launch.decisions.commands import Command, DropNode, StartAttempt
+from lockstep.launch.decisions.missing_nodes import MissingNodes
 from lockstep.launch.decisions.outbox import Outbox
+from lockstep.launch.decisions.phases import (
+    ACTIVE,
+    FENCE_S,
+    JOIN_S,
+    LOST_PEER_WAIT_S,
+    NODES_KILL_S,
+    NODES_STACKS_S,
+    PEER_WAIT_S,
+    QUIET_S,
+    START_S,
+    STRAGGLER_GRACE_S,
+    JobPhase,
+)
 from lockstep.launch.decisions.preemption import PreemptRequest
 from lockstep.launch.decisions.recovery import Decision, End, EndPreempted, Recovery, Restart, Situation, UndoResize
 from lockstep.launch.decisions.settings import Settings
@@ -58,50 +56,6 @@ from lockstep.launch.wire.messages import (
     ZygoteLost,
     ranges,
 )
-
-# How long the job waits for its nodes.
-JOIN_S = 300.0
-
-# How long it waits before it says so, and between two lines about that.
-SAY_MISSING_S = 3.0
-
-# After an exception, how long to wait for the exit of a peer that may have died first.
-PEER_WAIT_S = 1.0
-
-# The same wait after an exception that only says that a peer is gone: a large process takes a while to die.
-LOST_PEER_WAIT_S = 5.0
-
-# How long the other ranks may take to exit after the first one that was preempted.
-STRAGGLER_GRACE_S = 20.0
-
-# A node sends a heartbeat every second. If none came for this long, the node is probably lost.
-QUIET_S = 2.0
-
-# How long the coordinator waits for nodes to say that their killed ranks are gone.
-NODES_KILL_S = 10.0
-
-# How long a node may take to confirm that it starts its ranks, which happens before they import anything.
-START_S = 10.0
-
-# How long the coordinator waits for the nodes' stacks.
-NODES_STACKS_S = 5.0
-
-# How long a node that takes over waits before it starts ranks. Rank 0 of the previous coordinator checks once a second
-# whether its coordinator was superseded, and ends if so. The other nodes join the new coordinator meanwhile.
-FENCE_S = 3.0
-
-
-class JobPhase(Enum):
-    JOIN = "waiting for nodes"
-    RUN = "running"
-    COLLECT_STACKS = "waiting for stacks"
-    PREEMPT = "waiting for ranks to save and exit"
-    KILL = "waiting for killed ranks to be gone"
-    OVER = "over"
-
-
-# Phases in which ranks are running.
-ACTIVE = (JobPhase.RUN, JobPhase.COLLECT_STACKS, JobPhase.PREEMPT)
 
 
 class JobStateMachine:
@@ -139,26 +93,14 @@ class JobStateMachine:
         # Until then `tick` neither starts an attempt nor ends the job: the old rank 0 may still be alive.
         self._not_before = now if inherited is None else now + FENCE_S
 
-        # RUN has a deadline only while it waits for a cause; until then the watchdog covers it. OVER has none.
+        # RUN has a deadline only while an earlier failure may arrive; until then the watchdog covers it. OVER has none.
         self.job_phase = JobPhase.JOIN
         self._deadline = now + JOIN_S
 
-        # How many nodes were missing when that was last said, and when it may be said next.
-        self._said_missing = 0
-        self._say_missing_at = now + SAY_MISSING_S
-
-        # Nodes that have not confirmed yet that they start the current attempt, and the deadline for that.
-        self._not_started: set[int] = set()
-        self._start_by = math.inf
-
-        # Node -> when its last heartbeat came.
-        self._last_beat: dict[int, float] = {}
+        self._missing_nodes = MissingNodes(self.cluster, job.join, now)
 
         # Nodes from which an answer is missing: stacks in COLLECT_STACKS, the end of their ranks in KILL.
         self._unanswered: set[int] = set()
-
-        # When the current ranks were asked to save and exit.
-        self._preempted_at = now
 
     def take(self) -> list[Command]:
         return self._outbox.take()
@@ -209,9 +151,8 @@ class JobStateMachine:
 
         host = self.cluster.nodes[node].host
         self.cluster.remove(node, now)
-        self._last_beat.pop(node, None)
         self._unanswered.discard(node)
-        self._not_started.discard(node)
+        self.attempt.unconfirmed.discard(node)
         self._outbox.put(DropNode(node))
 
         # The failure names a lost rank, from which `Attempt.count_ended_by` finds the node.
@@ -237,7 +178,7 @@ class JobStateMachine:
         # The ranks are gone already, so a job that was asked to exit ends as preempted.
         decision = self._decide(failure, now, nothing_to_save=True)
         if isinstance(decision, Restart):
-            self._say_who_is_missing(now)
+            self._missing_nodes.say(self._outbox, self._deadline, now)
 
     def _after_attempt(self, now: float) -> None:
         """End the job if that is planned or too few nodes are left, or start the next attempt.
@@ -264,18 +205,6 @@ class JobStateMachine:
         elif self.cluster.ready(now):
             self._start_attempt(now)
 
-    @property
-    def _missing(self) -> int:
-        return max(self.cluster.bounds.least - len(self.cluster.nodes), 0)
-
-    def _say_who_is_missing(self, now: float) -> None:
-        self._said_missing, self._say_missing_at = self._missing, now + SAY_MISSING_S
-        if self._missing:
-            left = self._deadline - now
-            time_left = f"{left / 60:.0f} minutes" if left >= 90 else f"{left:.0f} s"
-            limit = f"of {self.cluster.bounds.least}; giving up after {time_left}"
-            self._outbox.say(f"waiting for {plural(self._missing, 'more node')} at {self.job.join} ({limit})")
-
     # ---- an attempt ----
 
     def _start_attempt(self, now: float) -> None:
@@ -286,6 +215,10 @@ class JobStateMachine:
         number = self.attempt.next_number
         self.attempt = Attempt(number, counts, hosts, self._latest_step(), watchdog)
 
+        # The coordinating node starts its ranks at once. The others confirm that they do with their next heartbeat.
+        self.attempt.unconfirmed = counts.keys() - {COORDINATOR}
+        self.attempt.confirm_by = now + START_S
+
         # Only now is it known how many ranks restart.
         if self._log_restart:
             self._log_restart = False
@@ -293,8 +226,6 @@ class JobStateMachine:
             self._outbox.log("restart", attempt=number, ranks=ranks, step=self.attempt.started_from)
 
         self._outbox.put(StartAttempt(number, counts))
-        self._not_started = counts.keys() - {COORDINATOR}  # the coordinating node starts its own ranks at once
-        self._start_by = now + START_S
 
     def rank_exited(self, message: RankExited, now: float) -> None:
         # Messages of an earlier attempt may still arrive.
@@ -330,7 +261,7 @@ class JobStateMachine:
             self._all_exited(now)
 
     @property
-    def _waits_for_cause(self) -> bool:
+    def _waits_for_earlier_failure(self) -> bool:
         """Whether a rank has failed, and the exit of a peer that failed first may still arrive."""
         return not self.attempt.all_clean
 
@@ -364,11 +295,11 @@ class JobStateMachine:
     # ---- heartbeats and hangs ----
 
     def beat_received(self, node: int, beat: NodeBeat, now: float) -> None:
-        self._last_beat[node] = now
+        self.cluster.last_beats[node] = now
 
         # A late beat of the previous attempt shows ranks that are dead.
         if beat.attempt == self.attempt.number:
-            self._not_started.discard(node)
+            self.attempt.unconfirmed.discard(node)
             self.attempt.watchdog.views[node] = beat.views
 
         # All attempts have the same settings.
@@ -379,12 +310,12 @@ class JobStateMachine:
     def check_for_hangs(self, now: float) -> None:
         """Ask for stacks if no rank advances; called about once a second."""
         # After a failure the other ranks stand still. That is not a hang, and the failure will be announced soon.
-        if self._waits_for_cause:
+        if self._waits_for_earlier_failure:
             return
 
         # Ranks that do not move will not save either.
         if self.job_phase is JobPhase.PREEMPT:
-            stuck = self.attempt.watchdog.ranks_standing_still(self.attempt.running, self._preempted_at, now)
+            stuck = self.attempt.ranks_standing_still(now)
             if stuck:
                 # Before the first step there is nothing to save.
                 trained = any(view.steps_done for view in stuck)
@@ -482,14 +413,14 @@ class JobStateMachine:
     def _enter_preempt(self, now: float) -> None:
         # A failure that has happened is still announced in time.
         deadline = now + self.settings.restart.grace
-        self._enter(JobPhase.PREEMPT, min(self._deadline, deadline) if self._waits_for_cause else deadline)
-        self._preempted_at = now
+        self._enter(JobPhase.PREEMPT, min(self._deadline, deadline) if self._waits_for_earlier_failure else deadline)
+        self.attempt.preempted_at = now
 
     def _end_preempted(self) -> None:
         step = self._latest_step()
         if step is None:
             saved = "ended before anything was saved"
-        elif self._has_saved(step):
+        elif self.attempt.has_saved(step):
             saved = f"saved at step {step}"
         else:
             saved = f"ended without another save; the newest checkpoint is of step {step}"
@@ -497,12 +428,6 @@ class JobStateMachine:
         self._outbox.say(f"{saved}; to resume: {self.job.resume_command}")
         self._outbox.log("preempted", signal=self._preempt_request.signal, step=step)
         self._end(JobEnd(self._preempt_request.exit_code))
-
-    def _has_saved(self, step: int) -> bool:
-        """Return whether the last attempt has saved the newest checkpoint, which is of this step."""
-        # Ranks that exit as preempted have saved, perhaps at the very step that they started from.
-        attempt = self.attempt
-        return attempt.number is not None and (step != attempt.started_from or attempt.any_preempted)
 
     # ---- time ----
 
@@ -513,21 +438,23 @@ class JobStateMachine:
         their ranks in time; act on the deadline of the current phase.
         """
         self._outbox.sum_up(now, len(self.cluster.nodes))
-        if self.job_phase is JobPhase.JOIN and now >= self._not_before:
-            self._end_or_start(now)
+        if self.job_phase is JobPhase.JOIN:
+            if now >= self._not_before:
+                self._end_or_start(now)
 
-        # Said once, and again when nodes have joined or left.
-        if self.job_phase is JobPhase.JOIN and now >= self._say_missing_at and self._missing != self._said_missing:
-            self._say_who_is_missing(now)
+            # The job may have left the phase.
+            if self.job_phase is JobPhase.JOIN and self._missing_nodes.due(now):
+                self._missing_nodes.say(self._outbox, self._deadline, now)
 
-        if now > self._start_by and self.job_phase in ACTIVE:
-            for node in sorted(self._not_started & self.cluster.nodes.keys()):
+        if now > self.attempt.confirm_by and self.job_phase in ACTIVE:
+            for node in sorted(self.attempt.unconfirmed & self.cluster.nodes.keys()):
                 self.node_lost(node, f"was dropped: it has not started its ranks within {START_S:.0f} s", now)
 
-        if now < self._deadline:
-            return
+        if now >= self._deadline:
+            self._deadline_passed(now)
 
-        # The deadline of this phase has passed.
+    def _deadline_passed(self, now: float) -> None:
+        """Act on the deadline of the current phase."""
         match self.job_phase:
             case JobPhase.JOIN:
                 problem = f"only {plural(len(self.cluster.nodes), 'node')} came within {JOIN_S:.0f} s"
@@ -544,14 +471,13 @@ class JobStateMachine:
                 for node in sorted(self._unanswered):
                     self.node_lost(node, f"vanished: its ranks did not end within {NODES_KILL_S:.0f} s", now)
 
-            case JobPhase.PREEMPT if not self._waits_for_cause:
+            case JobPhase.PREEMPT if not self._waits_for_earlier_failure:
                 # Ranks that were asked to save take too long.
                 self._fail(self.attempt.overdue(), now)
 
             case JobPhase.RUN | JobPhase.PREEMPT:
                 # A rank raised. If a node has gone quiet, its loss may have come first: wait until it shows.
-                beats = [self._last_beat.get(node, now) for node in self._nodes_of_attempt()]
-                if now - min(beats, default=now) <= QUIET_S:
+                if self.cluster.longest_silence(self._nodes_of_attempt(), now) <= QUIET_S:
                     self._fail(self.attempt.root_failure(), now)
 
     # ---- failures ----

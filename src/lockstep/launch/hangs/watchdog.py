@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from lockstep.config.schema import HangConfig
+from lockstep.config.sections import HangConfig
 from lockstep.launch.failure import Failure
 from lockstep.launch.hangs import flight_recorder
 from lockstep.launch.hangs.explanation import Evidence, explain, gil_holders, ranks_ahead

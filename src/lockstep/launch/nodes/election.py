@@ -145,7 +145,7 @@ class HeldTerm(TermFile):
 def begin_term(run: Path, after: int | None, host: str, address: str) -> HeldTerm | None:
     """Begin term `after` + 1; if `after` is None, the term after the newest one on disk.
 
-    Returns None if another node has begun that term, or a later one, and if term `after` has no file any more: then
+    Return None if another node has begun that term, or a later one, and if term `after` has no file any more: then
     the job has ended.
     """
     numbers = _term_numbers(run)

@@ -136,7 +136,7 @@ class NodeLauncher:
                 return self._search().after_loss(last, str(lost))
 
     def _join(self, connection: Connection) -> list[Message]:
-        """Join the job and adopt the coordinator's choices. Returns the first orders."""
+        """Join the job and adopt the coordinator's choices. Return the first orders."""
         nproc = self._agent.nproc if self._agent else self._job.nproc
         hello = Hello(self._name, nproc, self._job.identity)
         if last := self._membership:

@@ -22,7 +22,7 @@ from lockstep.launch.wire.acceptor import Acceptor, Rejection
 from lockstep.launch.wire.lines import LineReader, ReadySockets, wait_readable
 from lockstep.launch.wire.messages import Message, decode, encode
 from lockstep.launch.wire.secret import SECRET, SECRET_FILE
-from lockstep.runtime.machine import as_others_reach_it
+from lockstep.runtime.machine import address_family, as_others_reach_it, join_host_port
 from lockstep.runtime.rendezvous.handshake import HandshakeFailed, HandshakeUnanswered, LineSigner, Secret, authenticate
 
 # A node that sends nothing for this long is lost.
@@ -241,7 +241,7 @@ class Hub:
 
 
 def bind_join_address(address: str) -> socket.socket | None:
-    """Bind an address of --join. Returns None if it belongs to another machine, or is in use on this one."""
+    """Bind an address of --join. Return None if it belongs to another machine, or is in use on this one."""
     host, port = parse_address(address)
 
     try:
@@ -283,7 +283,7 @@ def is_taken(address: str) -> bool:
 
 def listen_at(host: str, port: int) -> socket.socket:
     """Listen at this address of the machine, at a free port if `port` is in use. Raises OSError."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = address_family(host)
     try:
         return _listener((host, port), family)
     except OSError as error:
@@ -307,8 +307,7 @@ def local_address(connection: socket.socket) -> str:
 
 def address_of(listener: socket.socket) -> str:
     """Return where a listening socket can be reached, as it is typed after --join."""
-    host, port = local_address(listener), listener.getsockname()[1]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join_host_port(local_address(listener), listener.getsockname()[1])
 
 
 def reach(address: str, source: str | None, secret: Secret) -> Connection:
@@ -335,6 +334,6 @@ def reach(address: str, source: str | None, secret: Secret) -> Connection:
 def _authenticated(connection: socket.socket, secret: Secret) -> Connection:
     try:
         return Connection(connection, time.monotonic(), authenticate(connection, secret))
-    except BaseException:
+    except BaseException:  # Ctrl-C as well: the socket must not stay open
         connection.close()
         raise

@@ -1,11 +1,13 @@
-"""Waiting for sockets and pipes, and the lines that arrive on a socket.
+"""Waiting for sockets and pipes, and the lines that arrive there.
 
-The lines are messages of nodes, requests of ranks to their store, and what a zygote says about its ranks.
+The lines are messages of nodes, requests of ranks to their store, what a zygote reports about its ranks, and requests
+on a tether.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import select
 import socket
 from collections.abc import Iterable
@@ -13,7 +15,7 @@ from typing import Any
 
 
 def wait_readable(files: Iterable[Any], seconds: float | None) -> bool:
-    """Wait until one of `files` can be read, or was closed by the other side. Returns whether one can.
+    """Wait until one of `files` can be read, or was closed by the other side. Return whether one can.
 
     None means without a limit. Unlike `select.select`, it takes file descriptors above 1023.
     """
@@ -55,11 +57,11 @@ class ReadySockets:
 
 
 class LineReader:
-    """Collects the bytes that arrive on a socket into whole lines, and never waits."""
+    """Collects the bytes that arrive on a socket or a pipe into whole lines, and never waits."""
 
-    def __init__(self, connection: socket.socket, longest: float = math.inf):
-        """`longest`: how many bytes a line may have."""
-        self._socket = connection
+    def __init__(self, file: socket.socket | int, longest: float = math.inf):
+        """`file`: a socket, or a file descriptor. `longest`: how many bytes a line may have."""
+        self._file = file
         self._longest = longest
 
         # The beginning of a line whose rest has not arrived.
@@ -72,9 +74,10 @@ class LineReader:
     def read(self) -> list[bytes]:
         """Return the lines that have arrived, without newlines. Raises ValueError for a line that is too long."""
         # The socket may be a blocking one, because of what is sent on it.
-        while not self.ended and len(self._unread) <= self._longest and wait_readable([self._socket], 0.0):
+        descriptor = self._file if isinstance(self._file, int) else self._file.fileno()
+        while not self.ended and len(self._unread) <= self._longest and wait_readable([descriptor], 0.0):
             try:
-                data = self._socket.recv(65536)
+                data = os.read(descriptor, 65536)
             except OSError as error:
                 data, self.error = b"", error
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from lockstep.launch import records
@@ -91,8 +91,11 @@ class SharedCollectives:
 
 @dataclass(frozen=True)
 class Stacks(AttemptMessage):
-    """The answer to `CollectStacks`. Most ranks of a node are at the same place, and what they have in common is sent
-    once: on a thousand nodes, everything about every rank would be half a gigabyte."""
+    """The answer to `CollectStacks`.
+
+    Most ranks of a node are at the same place, and what they have in common is sent once: on a thousand nodes,
+    everything about every rank would be half a gigabyte.
+    """
 
     stacks: list[SharedStack]
     collectives: list[SharedCollectives]
@@ -260,17 +263,12 @@ class JobEnd(Message):
 
 
 def encode(message: Message) -> bytes:
-    return json.dumps({"kind": type(message).__name__, **asdict(message)}).encode() + b"\n"  # pyrefly: ignore
+    return records.encode_kind(message).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
     """Return the message in `line`. Raises ValueError for anything that is not a valid message."""
-    values: Any = json.loads(line)
-    kind = _KINDS.get(str(values.pop("kind", None))) if isinstance(values, dict) else None
-    if kind is None:
-        raise ValueError("not a JSON object of a known kind")
-
-    return records.parse(kind, values)
+    return records.parse_kind(_KINDS, line)
 
 
 def difference(theirs: Hello, ours: dict[str, Any]) -> str | None:

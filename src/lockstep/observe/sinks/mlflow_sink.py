@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.config.schema import flatten
+from lockstep.config.settings import flatten
 from lockstep.observe.sinks.run_facts import run_id, settings_of
 from lockstep.observe.sinks.scalars import scalars
 

@@ -15,9 +15,9 @@ from lockstep.runtime.environments.nodes import (
     count_or_auto,
     count_or_range,
     make_nodes,
-    meeting_point,
     require,
 )
+from lockstep.runtime.machine import join_host_port
 from lockstep.runtime.world import whole_number
 
 # For the user to set, in an indexed Job or elsewhere. LOCKSTEP_JOIN may list several addresses.
@@ -66,7 +66,7 @@ def read_kubeflow(env: Mapping[str, str]) -> Nodes | None:
     count, _ = count_or_range(env, "PET_NNODES")
     endpoint = env.get(ENDPOINT)
     if ":" in count and endpoint:
-        join = endpoint if re.search(r":\d+$", endpoint) else meeting_point(endpoint, 29400)
+        join = endpoint if re.search(r":\d+$", endpoint) else join_host_port(endpoint, 29400)
         return Nodes(platform, count, None, join, count_or_auto(env, "PET_NPROC_PER_NODE"))
 
     if count != "1":

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from lockstep.errors import UserError
-from lockstep.runtime.environments.nodes import Nodes, check_number, meeting_point, port_of
+from lockstep.runtime.environments.nodes import Nodes, check_number, port_of
+from lockstep.runtime.machine import join_host_port
 from lockstep.runtime.world import World, whole_number
 
 # jsrun numbers its tasks from 0, blaunch from 1.
@@ -58,7 +59,7 @@ def read_nodes(env: Mapping[str, str]) -> Nodes | None:
     if len(hosts) == 1:
         return None
 
-    return Nodes("LSF", str(len(hosts)), number, meeting_point(hosts[0], port_of("lsf", env["LSB_JOBID"])))
+    return Nodes("LSF", str(len(hosts)), number, join_host_port(hosts[0], port_of("lsf", env["LSB_JOBID"])))
 
 
 def _hosts(env: Mapping[str, str]) -> list[str]:

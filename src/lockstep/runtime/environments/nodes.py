@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import UserError, plural
+from lockstep.runtime.machine import join_host_port
 from lockstep.runtime.world import whole_number
 
 # Ports for a rendezvous without a given port, below the ports that systems assign automatically (32768 and up on
@@ -57,7 +58,7 @@ def make_nodes(
         platform,
         count,
         number,
-        meeting_point(host, port) if most > 1 else None,
+        join_host_port(host, port) if most > 1 else None,
         count_or_auto(env, nproc_name) if nproc_name else None,
         whole_number(env, restarts_name, 0) if restarts_name else 0,
     )
@@ -112,10 +113,6 @@ def count_or_auto(env: Mapping[str, str], name: str) -> str | None:
 
     # A share of a GPU is enough for one process.
     return "1" if re.fullmatch(r"0?\.\d*[1-9]\d*", text, re.ASCII) else str(whole_number(env, name))
-
-
-def meeting_point(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def port_of(*job: str) -> int:

@@ -15,7 +15,8 @@ import re
 from collections.abc import Mapping
 
 from lockstep.errors import UserError, plural
-from lockstep.runtime.environments.nodes import FIRST_PORT, PORTS, Nodes, check_number, meeting_point
+from lockstep.runtime.environments.nodes import FIRST_PORT, PORTS, Nodes, check_number
+from lockstep.runtime.machine import join_host_port
 from lockstep.runtime.world import World, whole_number
 
 
@@ -61,7 +62,7 @@ def read_nodes(env: Mapping[str, str]) -> Nodes | None:
     number = whole_number(env, "SLURM_NODEID")
     check_number(f"SLURM_NODEID={number}", number, f"SLURM_STEP_NUM_NODES={nodes}", nodes)
     restarts = whole_number(env, "SLURM_RESTART_COUNT", 0)
-    return Nodes("Slurm", str(nodes), number, meeting_point(_address(env), _port(env)), restarts=restarts)
+    return Nodes("Slurm", str(nodes), number, join_host_port(_address(env), _port(env)), restarts=restarts)
 
 
 def _address(env: Mapping[str, str]) -> str:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lockstep.config.schema import HangConfig
+from lockstep.config.sections import HangConfig
 from lockstep.errors import ExitCode
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.cluster import Cluster, Node

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.schema import RestartConfig
+from lockstep.config.sections import RestartConfig
 from lockstep.errors import ExitCode
-from lockstep.launch.decisions import state_machine as module
+from lockstep.launch.decisions import phases
 from lockstep.launch.decisions.cluster import Node, divide
 from lockstep.launch.decisions.commands import DropNode, LogEvent, Send, StartAttempt
 from lockstep.launch.decisions.settings import Settings
@@ -1015,8 +1015,8 @@ def test_no_wait_is_without_a_limit():
     assert stage.state_machine._deadline < float("inf")
     stage.tick()
     stage.state_machine.resize_requested(2, stage.now)
-    assert stage.state_machine.job_phase is module.JobPhase.PREEMPT
+    assert stage.state_machine.job_phase is phases.JobPhase.PREEMPT
     assert stage.state_machine._deadline < float("inf")
     stage.exit(0, -9)
-    assert stage.state_machine.job_phase is module.JobPhase.KILL
+    assert stage.state_machine.job_phase is phases.JobPhase.KILL
     assert stage.state_machine._deadline < float("inf")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.config.schema import HangConfig
+from lockstep.config.sections import HangConfig
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.validation import MAX_RANKS, problem_with, refusal_of
 from lockstep.launch.failure import Failure, RankExit

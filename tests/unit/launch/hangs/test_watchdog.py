@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from lockstep.config.schema import HangConfig
+from lockstep.config.sections import HangConfig
 from lockstep.launch import records
 from lockstep.launch.hangs import watchdog
 from lockstep.launch.hangs.explanation import Evidence, explain

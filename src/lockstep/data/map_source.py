@@ -1,0 +1,225 @@
+"""The source over a map-style dataset: reads the micro-batches of each step that are this rank's.
+
+`StepOrder` says which samples these are. Reading and copying ahead follow the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import TensorDataset
+
+from lockstep.data.dataset_source import DatasetSource
+from lockstep.data.loader import (
+    CopyStream,
+    Request,
+    SampleReader,
+    is_empty,
+    prefetch_to_device,
+    read_all,
+    to_device,
+)
+from lockstep.data.samplers import Sampler
+from lockstep.data.source_options import SourceOptions
+from lockstep.data.windows import Assigned, StepOrder, Window
+from lockstep.data.worker_copies import WorkerCopies
+from lockstep.errors import UserError
+from lockstep.task import MicroBatch, StepBatches, StepResult
+
+# How many samples `some_samples` returns, and how many ids `upcoming` compares after a resume.
+SOME = 8
+UPCOMING = 64
+
+
+class MapSource(DatasetSource):
+    """A map-style dataset in the order of its sampler, which depends neither on the rank nor on the world size.
+
+    A step is a window of consecutive positions. Its micro-batches are numbered over all ranks, and `take` gives this
+    rank the ones that are its own. The position moves on in `commit` alone, so a step that did not end is taken
+    again. A step that was skipped has ended.
+    """
+
+    can_skip = True
+
+    def __init__(
+        self, reader: SampleReader, sampler: Sampler, options: SourceOptions, lengths: np.ndarray | None = None
+    ):
+        self.reader = reader
+        self.order = StepOrder(sampler, len(reader.dataset), options, lengths)
+        self.options = options
+
+        # An iterator over batches that are read and copied ahead, and the position of its next step.
+        self._prefetched: Iterator[Any] | None = None
+        self._prefetched_position = 0
+        self._padding_batch: Any = None  # runs in place of a micro-batch that collate emptied
+
+        # Detects changes of the dataset that its worker processes would not see.
+        watches = options.config.workers and options.watches_dataset
+        self._copies = WorkerCopies(reader.dataset) if watches else None
+
+    def take(self) -> StepBatches:
+        """Return this rank's micro-batches of the next global step. Iterating over them reads them."""
+        # In every step, because user code may change the dataset at any time.
+        if self._copies:
+            self._copies.check()
+
+        order = self.order
+        window = order.window(order.position)
+        after = order.end_position(window)
+        assigned = order.assign(window)
+        return StepBatches(
+            len(assigned),
+            self._load(window, assigned),
+            window.size,
+            count_all_ranks=order.count(window),
+            span=(after - window.size, after),
+        )
+
+    def commit(self, batches: StepBatches, result: StepResult | None) -> None:
+        assert batches.span is not None
+        self.order.advance(batches.span[1])
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.order.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.order.load_state_dict(state)
+        self._prefetched = None  # these batches belong to the old position
+
+    @property
+    def skipped_spans(self) -> list[tuple[int, int]]:  # pyrefly: ignore[bad-override]
+        """All spans [start, stop) of positions that are left out."""
+        return self.order.skipped_spans
+
+    def skip(self, span: tuple[int, int]) -> None:
+        self.order.skip(span)
+
+    def some_samples(self) -> list[Any]:
+        """Return a few samples, evenly spread over the dataset, each as a batch of one."""
+        ids = {index * len(self.reader.dataset) // SOME for index in range(SOME)}
+        with self.reading_here():
+            return [self.reader(Request(0, [index])) for index in sorted(ids)]
+
+    def largest_input(self) -> Tensor | None:
+        """Return the largest tensor of the first sample, or None if it must not be read before the workers start."""
+        # A dataset may open files for its first sample, which forked workers would share.
+        if self.options.config.workers and not isinstance(self.reader.innermost, TensorDataset | list | tuple):
+            return None
+
+        try:
+            leaves = tree_leaves(self.reader.samples(Request(0, [0])))
+            tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
+        except Exception:  # the first step will report it
+            return None
+
+        return max(tensors, key=Tensor.numel, default=None)
+
+    def read_again(self, micro: MicroBatch) -> Any:
+        """Read a micro-batch in this process, to compare it with what a worker read. None if samples are not seeded."""
+        if not (self.options.config.workers and self.options.config.seed_samples):
+            return None
+
+        with self.reading_here():
+            return self.reader.read_again(Request(micro.epoch, micro.ids))
+
+    def reading_here(self) -> AbstractContextManager[None]:
+        """Return a context for reading in this process: changes that reading makes to the dataset are ignored."""
+        return self._copies.ignore_changes() if self._copies else nullcontext()
+
+    def next_request(self, count: int, beyond_step: bool = False) -> Request:
+        """Return a request for up to `count` next samples, the same on every rank.
+
+        It does not go beyond the end of the step, or of the epoch if `beyond_step` is true.
+        """
+        window = self.order.window(self.order.position)
+        stop = min(window.start + count, self.order.length if beyond_step else window.stop)
+        return Request(window.epoch, self.order.ids(window.epoch, window.start, stop).tolist())
+
+    def start_workers(self) -> None:
+        """Start the worker processes, if there are any.
+
+        Call it before this process reads a sample: a dataset may open files for its first sample, which forked workers
+        would share.
+        """
+        if self.options.config.workers and self._prefetched is None:
+            self._prefetched = self._start_reading()
+            self._prefetched_position = self.order.position
+
+    def close(self) -> None:
+        self._prefetched = None  # ends the worker processes
+
+    def upcoming(self) -> list[Any]:
+        """Return the epoch and the ids of the next samples. A resumed run must have the same, at any batch size."""
+        # Only up to the end of the epoch: where the next one begins depends on the batch size.
+        request = self.next_request(UPCOMING, beyond_step=True)
+        return [request.epoch, *request.ids]
+
+    # ---- reading samples ----
+
+    def _load(self, window: Window, assigned: list[Assigned]) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches of a window with their data. None of them is kept here."""
+        # Without workers or a GPU, prefetching would overlap with nothing.
+        prefetches = self.options.config.workers or self.options.device.type == "cuda"
+        batches = self._prefetch(window) if prefetches else None
+        for one in assigned:
+            micro = self.order.micro_batch(window, one)
+            micro.data = self.reader(Request(window.epoch, micro.ids)) if batches is None else next(batches)
+
+            # A batch that collate has emptied still takes part in the step, with weight 0.
+            if is_empty(micro.data):
+                self._make_padding(micro)
+
+            yield micro
+
+    def _make_padding(self, micro: MicroBatch) -> None:
+        """Turn a micro-batch that collate emptied into padding: its weight is 0, but every rank must run it."""
+        if self.options.exact:
+            raise UserError(
+                f"exact=true needs samples in every micro-batch, and collate dropped all of {micro.ids.tolist()}",
+                "the order of additions follows the micro-batches",
+                "leave such samples out of the dataset, or leave exact out",
+            )
+
+        if self._padding_batch is None:
+            with self.reading_here():
+                batch = self.reader.nonempty_batch(self.options.micro_batch)
+            self._padding_batch = to_device(batch, self.options.device)
+
+        micro.data, micro.padding = self._padding_batch, True
+
+    def _prefetch(self, window: Window) -> Iterator[Any]:
+        """Return an endless iterator over batches on the device, from the current position on."""
+        # Continue the iterator of the last step, except at the start and after a resume.
+        if self._prefetched is None or self._prefetched_position != self.order.position:
+            self._prefetched = self._start_reading()
+        self._prefetched_position = self.order.end_position(window)
+        return self._prefetched
+
+    def _start_reading(self) -> Iterator[Any]:
+        """Start to read ahead from the current position."""
+        config = self.options.config
+        if self._copies:
+            self._copies.record()
+
+        requests = self._requests(self.order.position)
+        batches = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
+
+        # On a CPU there is no copy to overlap.
+        if self.options.device.type != "cuda":
+            return batches
+
+        return prefetch_to_device(batches, CopyStream(self.options.device))
+
+    def _requests(self, position: int) -> Iterator[Request]:
+        """Yield requests for this rank's micro-batches from a position on, endlessly."""
+        while True:
+            window = self.order.window(position)
+            position = self.order.end_position(window)
+            for assigned in self.order.assign(window):
+                yield Request(window.epoch, self.order.micro_batch(window, assigned).ids)
