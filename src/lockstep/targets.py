@@ -305,6 +305,7 @@ def _load_module(target: str, name: str) -> Any:
         # An import inside the module that fails is another matter.
         if error.name and not f"{name}.".startswith(f"{error.name}."):
             raise
+
         raise UserError(
             f"the target {target} cannot be loaded: there is no module {error.name}", "", "correct the name"
         ) from None

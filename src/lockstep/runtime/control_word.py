@@ -132,6 +132,7 @@ class ControlWordCodec:
         weight = math.nan
         if math.isfinite(high + middle + low + fraction):
             weight = float((round(high) * BASE + round(middle)) * BASE + round(low)) + fraction
+
         step = round(values[STEP]) if math.isfinite(values[STEP]) else -1
         word = ControlWord(weight=weight, step=step, scale=values[SCALE], loss=values[LOSS])
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.optim.stand_ins import step_with_stand_ins
+from lockstep.optim.foreign.stand_ins import step_with_stand_ins
 from lockstep.runtime.layout import local
 
 # The scale of the gradients in each step: an optimizer may treat only large ones differently, by clipping.
