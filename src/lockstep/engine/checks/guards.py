@@ -123,7 +123,9 @@ class GradientGuard:
             noted = []
             for p in watched:
                 gradient = p.grad
-                if gradient is not None:
+                if type(gradient) is Tensor:
+                    noted.append((p, gradient, gradient._version))
+                elif gradient is not None:
                     noted.append((p, gradient, _changes(gradient)))
                     if type(gradient) is DTensor:
                         gradient.__class__ = _WatchedShard
@@ -134,7 +136,8 @@ class GradientGuard:
 
     def forget(self) -> None:
         """Stop watching, and expect nothing: a step or a pass over its batches begins or ends."""
-        self._release()
+        if self._shards:
+            self._release()
         self._noted = []
 
     def _release(self) -> None:
@@ -144,9 +147,14 @@ class GradientGuard:
 
     def check(self, call: str) -> None:
         """Raise if all watched gradients of an optimizer have changed since `note`."""
-        self._release()
+        if self._shards:
+            self._release()
+
         for noted in self._noted:
-            if not any(_is_unchanged(*watched) for watched in noted):
+            for p, gradient, changes in noted:
+                if p.grad is gradient and _changes(gradient) == changes:
+                    break  # one that is unchanged is enough
+            else:
                 raise UserError(
                     f"the gradients of this step were dropped or changed before {call}",
                     "they are sums over the batches so far, not yet divided: zero_grad() loses the earlier batches, "
@@ -177,10 +185,6 @@ class _WatchedShard(DTensor):
 
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
-
-
-def _is_unchanged(p: Tensor, gradient: Tensor, changes: int) -> bool:
-    return p.grad is gradient and _changes(gradient) == changes
 
 
 def _changes_in_lists(gradient: Tensor) -> int:
