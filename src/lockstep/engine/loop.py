@@ -129,7 +129,7 @@ def _write_assets(write: Callable[[Path], None], run_dir: Path) -> None:
 
 def _eval_sets(task: Task, run: Run) -> list[EvaluationSet]:
     """Return the task's evaluation sets after checking them. There may be none."""
-    sets = evaluation_sets(task, run.config.evaluate.decides)
+    sets = evaluation_sets(task, run.config.evaluate.monitor)
     for chosen in sets:
         check_data(chosen.dataset, chosen.name)
 

@@ -210,26 +210,26 @@ class OwnRun(BuiltRunView):
         *,
         name: str | None = None,
         metrics: Mapping[str, Any] | None = None,
-        decides: bool = True,
-        moves_rate: bool | None = None,
+        monitor: bool = True,
+        decides: bool | None = None,
     ) -> dict[str, float]:
         """Return the mean loss and metrics over `dataset`. Every sample counts once, at any world size.
 
-        After each step, the first evaluation with `decides=True` steps ReduceLROnPlateau. Early stopping and
+        After each step, the first evaluation with `monitor=True` steps ReduceLROnPlateau. Early stopping and
         `checkpoint.best` follow all of them. `name` tells several datasets apart: their results are logged as
-        eval/NAME/loss. `metrics` are torchmetrics by name, updated with the `outputs` of each loss. `moves_rate` is the
-        old name of `decides`.
+        eval/NAME/loss. `metrics` are torchmetrics by name, updated with the `outputs` of each loss. `decides` is the
+        old name of `monitor`.
         """
-        if moves_rate is not None:
+        if decides is not None:
             raise UserError(
-                "run.evaluate has no argument moves_rate any more: it is called decides",
-                "it also decides about early stopping",
-                f"call run.evaluate(..., decides={moves_rate})",
+                "run.evaluate has no argument decides any more: it is called monitor",
+                "",
+                f"call run.evaluate(..., monitor={decides})",
             )
 
         self._check_model("run.evaluate(dataset, loss)")
 
-        chosen = EvaluationSet(dataset, loss, collate, name, decides, metrics or {})
+        chosen = EvaluationSet(dataset, loss, collate, name, monitor, metrics or {})
 
         # Before the first step there is no Run yet, and evaluate.batch must be set.
         if self._run:

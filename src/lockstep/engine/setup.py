@@ -564,6 +564,7 @@ class RunBuilder:
             rank=self.runtime.world.rank,
             duplicates=setup.driver.role.duplicates,
             average=setup.average,
+            on_any_rank=lambda value: any(self.runtime.collectives.gather_json(value)),
         )
         checkpoints = CheckpointManager(
             folder=self.folder,

@@ -79,7 +79,7 @@ class RunRecord:
     @cached_property
     def evals(self) -> list[Record]:
         """The evaluations that decide, flat, one per step."""
-        return next((records for records in self.evals_by_set.values() if records[-1].get("decides", True)), [])
+        return next((records for records in self.evals_by_set.values() if records[-1].get("monitor", True)), [])
 
     @cached_property
     def evals_by_set(self) -> dict[str, list[Record]]:

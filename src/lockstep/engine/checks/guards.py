@@ -6,7 +6,7 @@ A check that compares ranks is collective and raises the same error on every ran
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
@@ -18,10 +18,7 @@ from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.hooks.parameter_hooks import hook_ids
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.layout import local
-
-# Checksums reinterpret elements as integers of the same width. The keys are element sizes in bytes.
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from lockstep.runtime.layout import checksums, local
 
 
 class LateHooks:
@@ -205,24 +202,3 @@ def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False
                     "one rank only (`if rank == 0`)",
                     cause="not-synchronised",
                 )
-
-
-def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """Return for each tensor, or this rank's shard of it, the sum of its elements read as integers.
-
-    Unlike a norm, this sum changes with any single bit.
-    """
-    sums = [
-        local(t.detach())
-        .contiguous()
-        .reshape(-1)
-        .view(INTEGERS.get(t.element_size(), torch.uint8))
-        .sum(dtype=torch.int64)
-        for t in tensors
-    ]
-
-    # Read all sums at once, so that the host waits once. A model on several devices cannot do that.
-    if len({total.device for total in sums}) == 1:
-        return torch.stack(sums).tolist()
-
-    return [int(total) for total in sums]

@@ -63,7 +63,7 @@ class EvaluationSet:
     loss_fn: LossFn
     collate: Callable[[list[Any]], Any]
     name: str | None = None  # None: the only one
-    decides: bool = True  # whether early stopping, the best checkpoint and schedulers follow it
+    monitored: bool = True  # whether early stopping, the best checkpoint and schedulers follow it
     metrics: Mapping[str, Any] = field(default_factory=dict)  # torchmetrics, by name
 
     @property
@@ -72,10 +72,10 @@ class EvaluationSet:
         return self.data.dataset if isinstance(self.data, Sampled) else self.data
 
 
-def evaluation_sets(task: Task, decides: str | None) -> list[EvaluationSet]:
+def evaluation_sets(task: Task, monitor: str | None) -> list[EvaluationSet]:
     """Return what a task's `eval_data()` returns, as sets: one without a name, or several by name, or none.
 
-    `decides` is the setting `evaluate.decides`.
+    `monitor` is the setting `evaluate.monitor`.
     """
     data = task.eval_data()
     # A task need not subclass Task.
@@ -88,17 +88,17 @@ def evaluation_sets(task: Task, decides: str | None) -> list[EvaluationSet]:
         )
     make = partial(EvaluationSet, loss_fn=task.eval_loss, collate=task.collate, metrics=metrics)
     if not isinstance(data, Mapping):
-        if decides is not None:
+        if monitor is not None:
             raise UserError(
-                f"evaluate.decides={decides} names an evaluation set, and the task's sets have no names",
+                f"evaluate.monitor={monitor} names an evaluation set, and the task's sets have no names",
                 "",
-                "leave evaluate.decides out, or return {name: dataset} from eval_data()",
+                "leave evaluate.monitor out, or return {name: dataset} from eval_data()",
             )
         return [] if data is None else [make(data)]
 
-    chosen = next(iter(data), None) if decides is None else decides
-    if decides is not None and decides not in data:
-        raise unknown_name("evaluate.decides", decides, list(data))
+    chosen = next(iter(data), None) if monitor is None else monitor
+    if monitor is not None and monitor not in data:
+        raise unknown_name("evaluate.monitor", monitor, list(data))
 
     # Results are called NAME/loss, and in some tools a slash makes a folder.
     for name in data:
@@ -109,7 +109,7 @@ def evaluation_sets(task: Task, decides: str | None) -> list[EvaluationSet]:
                 "use letters, digits, points, _ and - only",
             )
 
-    return [make(dataset, name=name, decides=name == chosen) for name, dataset in data.items()]
+    return [make(dataset, name=name, monitored=name == chosen) for name, dataset in data.items()]
 
 
 def evaluation_batch(config: RunConfig, global_batch: int) -> int:
@@ -228,10 +228,10 @@ class Evaluator:
         return evaluations
 
     def _log(self, evaluation: Evaluation, chosen: EvaluationSet, seconds: float) -> None:
-        # The usual case, one set that decides, has no fields for that.
+        # The usual case, one set that is monitored, has no fields for that.
         fields = {key: value for key, value in vars(evaluation).items() if key != "name"}
         named = {"set": chosen.name} if chosen.name else {}
-        followed = {} if chosen.decides else {"decides": False}
+        followed = {} if chosen.monitored else {"monitor": False}
         self.recorder.event("eval", **fields, **named, **followed, seconds=seconds)
 
     def _split(self, length: int, batch: int) -> tuple[list[range], list[range]]:

@@ -85,7 +85,7 @@ def _names(found: Iterable[tuple[EvaluationSet, Iterable[str]]]) -> dict[str, No
     """Return the names of results as settings use them (see `Evaluations.results`), in their order."""
     names = ["eval_loss"]
     for chosen, metrics in found:
-        names += metrics if chosen.decides else []
+        names += metrics if chosen.monitored else []
         names += [f"{chosen.name}/{name}" for name in ("loss", *metrics)] if chosen.name else []
 
     return dict.fromkeys(names)
