@@ -406,7 +406,7 @@ def _ask(question: str) -> bool:
     """Ask a person, and return whether the answer is yes."""
     if not (sys.stdin and sys.stdin.isatty()):
         raise UserError(
-            "lockstep rm asks before it deletes, and nobody can answer here",
+            "lockstep rm asks before it deletes, and there is no terminal to answer on",
             "the input is not a terminal",
             "add --yes",
         )

@@ -21,7 +21,7 @@ from lockstep.launch.job import parse_nnodes, parse_nproc
 
 
 class Platform(Protocol):
-    """What a module of this package offers. Its own libraries are imported inside its functions."""
+    """The functions of a module of this package. They import what only this platform needs themselves."""
 
     # What `lockstep launch --help` says about it.
     HELP: str
@@ -89,13 +89,14 @@ def main(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         for name, text in texts.items():
             if len(texts) > 1:
                 print(f"# ---- {name} ----")
+
             print(text, end="" if text.endswith("\n") else "\n")
 
         print("lockstep: not submitted; add --submit, or --out DIR to write it to files", file=sys.stderr)
         return 0
 
-    own = request.run_dir if getattr(chosen, "SEES_RUN_DIR", True) else Path("runs") / request.name
-    files = write(texts, options.out or own / "launch", getattr(chosen, "PRIVATE", False)) if texts else {}
+    folder = request.run_dir if getattr(chosen, "SEES_RUN_DIR", True) else Path("runs") / request.name
+    files = write(texts, options.out or folder / "launch", getattr(chosen, "PRIVATE", False)) if texts else {}
     return chosen.submit(request, options, files) if options.submit else 0
 
 

@@ -39,7 +39,7 @@ from lockstep.config.strategies import STRATEGIES, Strategy, StrategyName
 from lockstep.config.value_types import Goal, LoadBalance, PathText, PrecisionName, Remat, Section, key
 
 # Old key -> new key. An old one is refused with its new name.
-RENAMED = {"speed_weights": "load_balance"}
+RENAMED = {"speed_weights": "load_balance", "evaluate.decides": "evaluate.monitor"}
 
 
 # ---- the configuration ----
@@ -160,6 +160,7 @@ class RunConfig(Section):
         problems = [*exclusive(settings), *conflicts(settings)]
         if problems:
             raise ValueError("; ".join(problem.problem for problem in problems))
+
         return self
 
 

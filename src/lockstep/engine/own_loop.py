@@ -76,6 +76,9 @@ class OwnRun(BuiltRunView):
             return moved[0] if len(moved) == 1 else moved
 
         several = SeveralModels(models) if len(models) > 1 else None
+        if _are_trained_in_turn(models, optimizers):
+            self._builder.expect_unused_parameters("each of several models has an optimizer of its own")
+
         setup = self._builder.setup_model(several or model, lambda _: optimizers, schedulers=lambda _: schedulers)
         self._check_setup(setup, len(optimizers))
 
@@ -192,7 +195,7 @@ class OwnRun(BuiltRunView):
             try:
                 yield step
             finally:
-                gradients.release()
+                gradients.forget()
 
             step.check_ended()
             run.maintain()
@@ -207,26 +210,26 @@ class OwnRun(BuiltRunView):
         *,
         name: str | None = None,
         metrics: Mapping[str, Any] | None = None,
-        decides: bool = True,
-        moves_rate: bool | None = None,
+        monitor: bool = True,
+        decides: bool | None = None,
     ) -> dict[str, float]:
         """Return the mean loss and metrics over `dataset`. Every sample counts once, at any world size.
 
-        After each step, the first evaluation with `decides=True` steps ReduceLROnPlateau. Early stopping and
+        After each step, the first evaluation with `monitor=True` steps ReduceLROnPlateau. Early stopping and
         `checkpoint.best` follow all of them. `name` tells several datasets apart: their results are logged as
-        eval/NAME/loss. `metrics` are torchmetrics by name, updated with the `outputs` of each loss. `moves_rate` is the
-        old name of `decides`.
+        eval/NAME/loss. `metrics` are torchmetrics by name, updated with the `outputs` of each loss. `decides` is the
+        old name of `monitor`.
         """
-        if moves_rate is not None:
+        if decides is not None:
             raise UserError(
-                "run.evaluate has no argument moves_rate any more: it is called decides",
-                "it also decides about early stopping",
-                f"call run.evaluate(..., decides={moves_rate})",
+                "run.evaluate has no argument decides any more: it is called monitor",
+                "",
+                f"call run.evaluate(..., monitor={decides})",
             )
 
         self._check_model("run.evaluate(dataset, loss)")
 
-        chosen = EvaluationSet(dataset, loss, collate, name, decides, metrics or {})
+        chosen = EvaluationSet(dataset, loss, collate, name, monitor, metrics or {})
 
         # Before the first step there is no Run yet, and evaluate.batch must be set.
         if self._run:
@@ -385,9 +388,10 @@ class OwnStep:
 
             self._driver.backward(loss, self._progress)
 
-        self._gradients.note()
+        # The exchange is over, and the loop may do anything now, but `apply` needs these gradients.
         if self._progress.backwards_done == self._batches.count:
-            self._run.runtime.heartbeat.beat("user code")  # the exchange is over, and the loop may do anything now
+            self._gradients.note()
+            self._run.runtime.heartbeat.beat("user code")
 
     def apply(self, *optimizers: torch.optim.Optimizer) -> StepResult | None:
         """Divide by the global weight, clip, and step the optimizers.
@@ -454,6 +458,7 @@ class OwnStep:
     def _begin_pass(self) -> None:
         self._yielded = 0
         self._progress = self._run.stepper.begin(self._batches, self.passes_done, self._passes)
+        self._gradients.forget()
         self._driver.begin()
 
     def _end_pass(self) -> None:
@@ -521,6 +526,20 @@ class OwnStep:
             "",
             "call step.backward exactly once per batch; pass weight=0 if a batch should not count",
         )
+
+
+def _are_trained_in_turn(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> bool:
+    """Return whether each of several models belongs to one of several optimizers, as in a GAN."""
+    owners: list[set[int]] = []  # of each model, the optimizers that update a part of it
+    for model in models:
+        own = {id(p) for p in model.parameters() if p.requires_grad}
+        owners.append({i for i, optimizer in enumerate(optimizers) if own & _parameter_ids(optimizer)})
+
+    return all(len(found) <= 1 for found in owners) and len(set[int]().union(*owners)) > 1
+
+
+def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _check_parts(parts: list[Any]) -> None:

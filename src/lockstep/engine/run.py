@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint.manager import CheckpointManager, LoopState, Resumed
+from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.resume import LoopState, Resumed
 from lockstep.config import RunConfig
 from lockstep.data.dataset_source import DatasetSource
 from lockstep.engine.checks.guards import check_replicas
@@ -380,10 +381,12 @@ class Run:
         batch = evaluation_batch(self.config, self.plan.global_batch)
         steps_done = self.stepper.counters.steps_done
 
-        # The data may be the training dataset, which worker processes read too.
-        reading = self.source.reading_here() if isinstance(self.source, DatasetSource) else nullcontext()
-        with reading, setup.evaluation_weights(), setup.averaged_weights(), self.whole_batches():
+        with self.reading_samples(), setup.evaluation_weights(), setup.averaged_weights(), self.whole_batches():
             return setup.evaluator.evaluate_all(sets, batch, steps_done, may_preempt)
+
+    def reading_samples(self) -> AbstractContextManager[None]:
+        """Return a context for reading samples here: they may be those that worker processes read too."""
+        return self.source.reading_here() if isinstance(self.source, DatasetSource) else nullcontext()
 
     @contextmanager
     def whole_batches(self) -> Iterator[None]:

@@ -249,6 +249,7 @@ class Coordinator:
         if refused := refusal_of(hello, self._job, full):
             if returns:
                 state_machine.node_lost(hello.number, "has lost its connection and made a new one", now)
+
             self._hub.send(node, refused)
             return
 

@@ -55,6 +55,7 @@ class FolderWatch:
                 if self._closed.wait(BEAT_S):
                     return
         except Exception as error:
+            # The coordinator's loop raises it, whatever it is: without this thread there is no heartbeat.
             self.error = error
 
     def look(self) -> None:

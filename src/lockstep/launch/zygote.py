@@ -333,6 +333,7 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_SIGNALS)
         rank_process.main(request["spec"], work, lifeline=fds[0])
     except BaseException:
+        # Whatever it is: a rank must not return into the loop of the zygote.
         traceback.print_exc()
 
     os._exit(1)

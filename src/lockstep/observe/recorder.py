@@ -221,7 +221,7 @@ class Recorder:
             self.event("warning", step=step, reason=late)
 
         if slow := self._slow_ranks.look(rows):
-            self.event("slow rank", step=step, rank=slow.rank, cause=slow.cause, reason=str(slow))
+            self.event("slow rank", step=step, rank=slow.rank, cause=slow.work, reason=str(slow))
 
     # ---- events ----
 

@@ -138,9 +138,10 @@ class RemoteAgent:
         except errors.ActorUnavailableError:
             return None  # the connection broke, and the actor may live: Ray will say
         except errors.RayTaskError as error:
-            # What the user can fix is said on that node's behalf, with the exit code that the launcher has for it.
+            # An error that the user can fix is reported like one of a launcher, with the exit code for it.
             if isinstance(error.cause, UserError):
                 return Report([f"lockstep: {error.cause}"], 2)
+
             raise AgentLost(str(error.cause or error)) from None
         except errors.RayActorError as error:
             raise AgentLost(str(error).strip().splitlines()[0]) from None

@@ -225,6 +225,7 @@ class Driver:
             while (join := slot.agent.address(slot.node.host)) is None:
                 if self._signals or self._cluster.now() > deadline:
                     raise AgentLost("interrupted" if self._signals else f"Ray has not started it in {ACTOR_S:.0f} s")
+
                 self._cluster.sleep(TURN_S / 4)
         except AgentLost as lost:
             self._drop(slot, f"could not be started: {lost}", retry=True)
@@ -266,6 +267,7 @@ class Driver:
             # Ray may start an actor that it has not started yet on another node instead.
             if slot.node and slot.node.id not in self._placement.nodes:
                 raise AgentLost("its node is gone")
+
             report = slot.agent.poll()
         except AgentLost as lost:
             self._lose(slot, current, str(lost))

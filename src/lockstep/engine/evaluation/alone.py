@@ -32,7 +32,7 @@ def evaluate(task: Task, builder: RunBuilder, global_batch: int | None) -> list[
     `global_batch` is that of the run whose weights they are; the batch of an evaluation may follow from it.
     """
     config, runtime = builder.config, builder.runtime
-    sets = evaluation_sets(task, config.evaluate.decides)
+    sets = evaluation_sets(task, config.evaluate.monitor)
     if not sets:
         raise UserError(
             "the task has nothing to evaluate: its eval_data() returns None", "", "return a dataset from eval_data()"

@@ -267,6 +267,7 @@ class Search:
                 # A folder that cannot be read says nothing about the job.
                 if not readable:
                     last_seen = now
+
                 watch.reset()
 
             # Checked last: if a successor exists, join it and pass the signal on, rather than end here. A successor

@@ -334,6 +334,6 @@ def reach(address: str, source: str | None, secret: Secret) -> Connection:
 def _authenticated(connection: socket.socket, secret: Secret) -> Connection:
     try:
         return Connection(connection, time.monotonic(), authenticate(connection, secret))
-    except BaseException:
+    except BaseException:  # Ctrl-C as well: the socket must not stay open
         connection.close()
         raise
