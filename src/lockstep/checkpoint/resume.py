@@ -44,6 +44,7 @@ class Resumed:
     steps_done: int
     location: str  # of the checkpoint
     world_size: int  # how many ranks wrote the checkpoint
+    global_batch: int  # samples of a step before
     changed_settings: list[Change]
     changes: list[str]  # all differences, as text, including `changed_settings`
     loop: LoopState
@@ -130,6 +131,7 @@ class Resumer:
             steps_done=steps_done,
             location=reader.checkpoint.location,
             world_size=values["world"],
+            global_batch=values["plan"]["global_batch"],
             changed_settings=changed_settings,
             changes=[*map(str, changed_settings), *other_changes],
             # --resume may name a checkpoint that was set aside, which is never the newest one.

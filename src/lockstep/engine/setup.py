@@ -162,6 +162,8 @@ class RunBuilder:
 
         # Undone if the run fails.
         self._on_failure.callback(release_captures, self.driver.model)
+        if self.driver.compiler:
+            self._on_failure.callback(self.driver.compiler.release)
         self._on_failure.callback(stop_watching)  # a custom loop may fail while it is watched
 
         late_hooks = LateHooks(model, parameters_before)
@@ -590,7 +592,7 @@ class RunBuilder:
     def _continue_plan(self, resumed: Resumed, plan: Plan, source: BatchSource, stepper: Stepper) -> Plan:
         """Return the plan of a resumed run: its epochs are counted by the data, as its steps may have another size."""
         if not isinstance(source, MapSource):
-            check_epochs_countable(self.config, resumed.changed_settings)
+            check_epochs_countable(self.config, resumed.global_batch, plan.global_batch)
             return plan
 
         plan = plan.resumed(self.config, stepper.counters.steps_done, source.order.steps_counted)

@@ -27,6 +27,7 @@ from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device_heartbeat import DeviceHeartbeat
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.host_memory import keep_freed_memory
 from lockstep.runtime.machine import check_interfaces
 from lockstep.runtime.preemption import PreemptionNotice, handle_signals
 from lockstep.runtime.rendezvous.store import open_store, wait_for
@@ -139,6 +140,8 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     # Before anything touches CUDA, or every rank opens a context on GPU 0.
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
 
     _set_numerics(config, device)
 
