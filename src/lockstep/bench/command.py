@@ -102,6 +102,7 @@ def main(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         from lockstep.bench.results import read
 
         print(write_pictures_and_page(read(options.folder), options.folder))
+        _say_without_plots(options.folder)
         return ExitCode.FINISHED
 
     return _measure(options, overrides)
@@ -147,7 +148,18 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     if result.sections:
         print(printable(f"report    {write_pictures_and_page(result, folder)}"))
+        _say_without_plots(folder)
     return ExitCode.FAILED if failed else ExitCode.FINISHED
+
+
+def _say_without_plots(folder: Path) -> None:
+    """Say how to get plots if there is no matplotlib."""
+    from lockstep.bench import plots
+
+    if not plots.available():
+        again = shlex.join(["lockstep", "bench", "report", str(folder)])
+        said = f"no plots: matplotlib is not installed; pip install 'lockstep-train[bench]', then {again}"
+        print(printable(f"lockstep: {said}"), file=sys.stderr)
 
 
 def _sections(name: str, pool: Pool, asked: BenchOptions, peers: bool) -> list[Section]:
