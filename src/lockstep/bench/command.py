@@ -42,8 +42,9 @@ KINDS = {
 SETTINGS = "time and memory of a step with other settings (--way), in turns; not part of `all`"
 
 # `bench all` ends in minutes: fewer rounds and smaller sizes, unless they are typed.
-SMALLER: dict[str, Any] = {"repeats": 5, "max_mb": 16.0, "megabytes": 100, "accumulation": "1", "steps": 200}
-USUAL: dict[str, Any] = {"repeats": 9, "max_mb": 256.0, "megabytes": 400, "accumulation": "1,4", "steps": 500}
+SIZES = ("repeats", "block", "max_mb", "megabytes", "accumulation", "steps")
+SMALLER: dict[str, Any] = dict(zip(SIZES, (5, 5, 16.0, 100, "1", 150), strict=True))
+USUAL: dict[str, Any] = dict(zip(SIZES, (9, 10, 256.0, 400, "1,4", 500), strict=True))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +73,7 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worlds", metavar="1,2,4,8", help="numbers of ranks (default: what this machine has)")
     parser.add_argument("--backend", metavar="nccl,gloo", help="backends to compare (comm)")
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds in which everything takes a turn")
-    parser.add_argument("--block", type=int, metavar="N", help="steps of a turn (default 10)")
+    parser.add_argument("--block", type=int, metavar="N", help="steps of a turn (default 10; all: 5)")
     parser.add_argument(
         "--batch", type=int, metavar="B", help="samples per step; weak: of a rank, strong: of all ranks"
     )
@@ -267,7 +268,7 @@ def _options(options: argparse.Namespace, overrides: Sequence[str]) -> BenchOpti
         worlds=known.parse_worlds(options.worlds),
         backends=known.parse_backends(options.backend),
         repeats=sizes["repeats"],
-        block=10 if options.block is None else options.block,
+        block=sizes["block"],
         batch=options.batch,
         cores_per_rank=options.cores_per_rank,
         max_mb=sizes["max_mb"],
