@@ -50,9 +50,8 @@ def train(run_dir: Path, settings: list[str], ranks: int, faults: list[dict] | N
 
 def losses(run_dir: Path) -> list[float]:
     """By step; a step that was taken again after a failure counts as it was the last time."""
-    return [
-        loss for _, loss in sorted({row["step"]: row["loss"] for row in read_jsonl(run_dir / "metrics.jsonl")}.items())
-    ]
+    found = {row["step"]: row["loss"] for row in read_jsonl(run_dir / "metrics.jsonl")}
+    return [loss for _, loss in sorted(found.items())]
 
 
 def judge(one: Path, two: Path) -> int:
