@@ -54,7 +54,8 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None], peers:
         f"A case is a model, the number of ranks and the micro-batches per step; {options.repeats} rounds of "
         f"{options.block} steps in which all loops take turns in one process; {spread_text(options.repeats)}. "
         "The target is judged by time. CPU time is that of all threads of all ranks.",
-        f"A run of 60 steps is a whole one, from building the model to its end, {plural(short_rounds(options.repeats), 'round')}. fit and the own "
+        f"A run of 60 steps is a whole one, from building the model to its end, "
+        f"{plural(short_rounds(options.repeats), 'round')}. fit and the own "
         "loop also check the start of the training, save a checkpoint and the weights, and write a report; the loop by "
         f"hand and the other libraries only train. '{NOISE}' is the hand-written loop a second time: its ratio shows "
         "the noise of the measurement.",
