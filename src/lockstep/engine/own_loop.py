@@ -35,7 +35,6 @@ from lockstep.parallel.driver import Reduced
 from lockstep.parallel.inner_gradients import TORCH_ENGINE, use_engine
 from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.parallel.several_models import SeveralModels
-from lockstep.precision import full_precision
 from lockstep.runtime import heartbeat
 from lockstep.runtime.seeds import derive, seed_torch
 from lockstep.task import Loss, Metric, MicroBatch, StepBatches, StepResult, Weight
@@ -328,6 +327,8 @@ class OwnStep:
         # Random numbers that the loop draws before its first batch must not depend on the step of a resume.
         seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
         self._driver = run.driver
+        self._watched = use_engine(self._driver.watched_engine)  # for gradients that the loop computes itself
+        self._unwatched = use_engine(TORCH_ENGINE)
         self._begin_pass()
 
         # State that the first forward of the run must not change; compared in the first backward.
@@ -355,7 +356,7 @@ class OwnStep:
             self._gradients.note()
 
             # The body of the user's loop runs at this yield, under autocast. It must call `backward` once.
-            with use_engine(self._driver.watched_engine), self._progress.autocast():
+            with self._watched, self._progress.autocast():
                 yield micro.data
 
             if self._progress.backwards_done != self._yielded:
@@ -381,7 +382,7 @@ class OwnStep:
             self._snapshot = None
 
         # Autocast is on in the body of the loop, but must be off in the backward.
-        with use_engine(TORCH_ENGINE), full_precision(self._run.stepper.context.precision):
+        with self._unwatched, self._run.stepper.context.precision.no_autocast():
             loss = Loss(loss_sum, weight, metrics)
             if self._run.hooks.follow_losses:
                 loss = self._run.hooks.before_backward(loss)

@@ -162,6 +162,8 @@ class RunBuilder:
 
         # Undone if the run fails.
         self._on_failure.callback(release_captures, self.driver.model)
+        if self.driver.compiler:
+            self._on_failure.callback(self.driver.compiler.release)
         self._on_failure.callback(stop_watching)  # a custom loop may fail while it is watched
 
         late_hooks = LateHooks(model, parameters_before)
