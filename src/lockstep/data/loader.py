@@ -120,7 +120,7 @@ class SampleReader:
         """Call a function of the dataset or collate; an error gets the ids of the samples."""
         try:
             return read(key)
-        except Exception as error:
+        except Exception as error:  # the dataset is the user's code
             name_samples(error, ids, where)
             raise
 
@@ -148,7 +148,7 @@ def collate_samples(
         return collate(samples)
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # collate is the user's code
         explained = explain_collate_error(error, samples, ids, where, is_default)
         if explained is error:
             raise

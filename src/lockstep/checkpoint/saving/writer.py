@@ -320,7 +320,7 @@ class Save:
             self.write_s = time.perf_counter() - self._began
             apply_retention(storage, self.context.retention, self.context.token)
             faults.damage_committed(storage, f"{folder_name(self.step)}/{file_name(0)}", self.step)
-        except BaseException as error:
+        except BaseException as error:  # an exception would be lost with the thread
             return _as_text(error)
 
         return ""

@@ -55,9 +55,23 @@ def _tiny(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def _one_rank(module: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    """Do steps whose results are known. Return what came out, by name."""
+    return {
+        **_formats_found(module),
+        "clipped norm": _clipped_norm(module),
+        "tiny update": _tiny_update(module),
+        # What no optimizer may use. In fp16: in bf16 a step may do without the scaler.
+        "overflows": {
+            "an infinite loss": _overflowed(module, math.inf, ()),
+            "an infinite gradient of the first layer alone": _overflowed(module, math.inf, (0,)),
+            "a gradient that is nan": _overflowed(module, math.nan, (0, 1)),
+        },
+        "scales": _scales_found(module),
+    }
 
-    # Formats. The gradient of the mean over 2 x 4 outputs is 2 * 0.5 / 8 for each weight.
+
+def _formats_found(module: Any) -> dict[str, Any]:
+    """Do a step in bf16. The gradient of the mean over 2 x 4 outputs is 2 * 0.5 / 8 for each weight."""
     model, optimizer, batch = _setup()
     formats = []
 
@@ -67,29 +81,31 @@ def _one_rank(module: Any) -> dict[str, Any]:
     model.register_forward_hook(note_format)
     before = model.weight.detach().clone()
     module.train_step(model, _mean, batch, optimizer, module.LossScaler(SCALE), torch.bfloat16)
-    found["computed in"], found["stored in"] = formats[-1], model.weight.dtype
-    found["share of the gradient"] = ((before - model.weight) / 0.125).mean().item()
+    return {
+        "computed in": formats[-1],
+        "stored in": model.weight.dtype,
+        "share of the gradient": ((before - model.weight) / 0.125).mean().item(),
+    }
 
-    # Clipping: the norm of the gradient is 0.5, and the update may have a norm of 0.1.
+
+def _clipped_norm(module: Any) -> float:
+    """Clip: the norm of the gradient is 0.5, and the update may have a norm of 0.1."""
     model, optimizer, batch = _setup()
     before = model.weight.detach().clone()
     module.train_step(model, _mean, batch, optimizer, module.LossScaler(SCALE), torch.bfloat16, 0.1)
-    found["clipped norm"] = (before - model.weight).norm().item()
+    return (before - model.weight).norm().item()
 
-    # A gradient that fp16 loses without a scale.
+
+def _tiny_update(module: Any) -> float:
+    """Do a step with a gradient that fp16 loses without a scale."""
     model, optimizer, batch = _setup()
     nn.init.zeros_(model.weight)
     module.train_step(model, _tiny, batch, optimizer, module.LossScaler(65536.0), torch.float16)
-    found["tiny update"] = -model.weight.mean().item()
+    return -model.weight.mean().item()
 
-    # What no optimizer may use. In fp16: in bf16 a step may do without the scaler.
-    found["overflows"] = {
-        "an infinite loss": _overflowed(module, math.inf, ()),
-        "an infinite gradient of the first layer alone": _overflowed(module, math.inf, (0,)),
-        "a gradient that is nan": _overflowed(module, math.nan, (0, 1)),
-    }
 
-    # The scale over good steps and one overflow, which must begin the count again.
+def _scales_found(module: Any) -> list[float]:
+    """Return the scale over good steps and one overflow, which must begin the count again."""
     model, optimizer, batch = _setup()
     scaler = module.LossScaler(SCALE, interval=3)
     scales = []
@@ -97,8 +113,7 @@ def _one_rank(module: Any) -> dict[str, Any]:
         module.train_step(model, _mean, batch * factor, optimizer, scaler, torch.float16)
         scales.append(float(scaler.scale))
 
-    found["scales"] = scales
-    return found
+    return scales
 
 
 def _overflowed(module: Any, value: float, layers: tuple[int, ...]) -> dict[str, Any]:

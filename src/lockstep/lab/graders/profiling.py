@@ -228,7 +228,14 @@ def _ratio(
 
 
 def _synchronised(ranks: list[dict[str, Any]]) -> Iterator[Finding]:
-    found, world = ranks[0], len(ranks)
+    """Judge two steps: the gradients, the calls and events, and what runs during the backward."""
+    yield _averaged(ranks)
+    yield from _recorded(ranks[0])
+    yield from _overlapped(ranks[0])
+
+
+def _averaged(ranks: list[dict[str, Any]]) -> Finding:
+    world = len(ranks)
     ratios = [ratio for rank in ranks for ratio in rank["ratios"]]
     right = all(abs(ratio - 1) < 1e-4 for ratio in ratios)
     why = (
@@ -239,7 +246,10 @@ def _synchronised(ranks: list[dict[str, Any]]) -> Iterator[Finding]:
     elif abs(ratios[0] - 1) < 1e-4:
         why = "The first step is right, the second is not: begin each step with all gradients missing and nothing sent."
 
-    yield Finding("the gradients of two steps are the average over the ranks", right, "", why)
+    return Finding("the gradients of two steps are the average over the ranks", right, "", why)
+
+
+def _recorded(found: dict[str, Any]) -> Iterator[Finding]:
     yield Finding(
         "one all-reduce for each bucket",
         found["calls"] == 4,
@@ -257,6 +267,9 @@ def _synchronised(ranks: list[dict[str, Any]]) -> Iterator[Finding]:
         'overlap() reads the events: append Event("gradient", bytes) in the hook, and Event("all_reduce", bytes) where '
         "the bucket is sent.",
     )
+
+
+def _overlapped(found: dict[str, Any]) -> Iterator[Finding]:
     yield Finding(
         "buckets are sent while the backward runs",
         found["early"] == 3,

@@ -12,6 +12,7 @@ LOSS, MODEL, BLOCKS = "the loss with the model", "the model", "the blocks"
 SPEEDUPS = {LOSS: 1.5, MODEL: 1.35, BLOCKS: 1.3}
 START_S = 6.0  # seconds to load the compiler and start its workers
 LAYER_S = 0.25  # seconds for one layer, forward and backward
+BLOCK_S = 0.5  # seconds to trace one more block, whose code is then found in torch's cache
 DYNAMIC = 2.0  # with dynamic sizes it takes this many times as long
 
 # The expected saving must be this many times the cost. If a model gains only 1.1, or compiling takes twice as long as
@@ -90,4 +91,7 @@ def expected(facts: Facts, target: str) -> tuple[float, float, float]:
 
     layers = facts.block_layers if target == BLOCKS else facts.layers
     cost_s = START_S + LAYER_S * layers * (DYNAMIC if facts.sizes_vary else 1.0)
+    if target == BLOCKS:
+        cost_s += BLOCK_S * facts.blocks
+
     return cost_s, SPEEDUPS[target], ESTIMATE_MARGIN
