@@ -20,6 +20,10 @@ from lockstep.lab.grading import Finding
 from lockstep.lab.learner import Learner
 
 FUNCTIONS = ("LossScaler", "train_step")
+ERRORS = {
+    "to have the same dtype": "the model was converted, and its input was not. Autocast converts both where they are "
+    "used, and the weights stay float32: do not call .to(dtype), .half() or .bfloat16() on the model",
+}
 SCALE = 1024.0
 
 
@@ -67,7 +71,7 @@ def _one_rank(module: Any) -> dict[str, Any]:
     model.register_forward_hook(note_format)
     before = model.weight.detach().clone()
     module.train_step(model, _mean, batch, optimizer, module.LossScaler(SCALE), torch.bfloat16)
-    found["computed in"], found["stored in"] = formats[-1], model.weight.dtype
+    found["bf16 computed in"], found["stored in"] = formats[-1], model.weight.dtype
     found["share of the gradient"] = ((before - model.weight) / 0.125).mean().item()
 
     # Clipping: the norm of the gradient is 0.5, and the update may have a norm of 0.1.
@@ -79,8 +83,9 @@ def _one_rank(module: Any) -> dict[str, Any]:
     # A gradient that fp16 loses without a scale.
     model, optimizer, batch = _setup()
     nn.init.zeros_(model.weight)
+    model.register_forward_hook(note_format)
     module.train_step(model, _tiny, batch, optimizer, module.LossScaler(65536.0), torch.float16)
-    found["tiny update"] = -model.weight.mean().item()
+    found["tiny update"], found["fp16 computed in"] = -model.weight.mean().item(), formats[-1]
 
     # What no optimizer may use. In fp16: in bf16 a step may do without the scaler.
     found["overflows"] = {
@@ -158,14 +163,20 @@ def _two_ranks(module: Any) -> tuple[list[bool], bool]:
 
 
 def _formats(found: dict[str, Any]) -> Iterator[Finding]:
-    half = found["computed in"] is torch.bfloat16
-    yield Finding(
-        "the forward computes in bf16 when bf16 is asked for",
-        half,
-        str(found["computed in"]),
-        "The forward and its loss belong into `with torch.autocast(device_type, dtype):`. Without it "
-        "everything is float32.",
-    )
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        computed = found[f"{name} computed in"]
+        yield Finding(
+            f"the forward computes in {name} when {name} is asked for",
+            computed is dtype,
+            str(computed),
+            "The forward and its loss belong into `with torch.autocast(device_type, dtype):`. Without it "
+            "everything is float32."
+            if computed is torch.float32
+            else "Pass the dtype that train_step gets on to autocast: its own default is bf16 on a CPU, fp16 on a GPU.",
+        )
+        if computed is not dtype:
+            return
+
     stored = found["stored in"] is torch.float32
     yield Finding(
         "the weights stay float32",
@@ -242,8 +253,11 @@ def _scales(found: dict[str, Any]) -> Iterator[Finding]:
         "an overflow halves the scale",
         scales[2] == half,
         f"{scales[1]:g} became {scales[2]:g}",
-        "With the same scale the next step overflows again, and no step is ever done.",
+        "With the same scale the next step overflows again, and no step is ever done. Call scaler.update() in every "
+        "step, also in one that is skipped.",
     )
+    if scales[2] != half:
+        return
     expected = [SCALE, SCALE, half, half, half, SCALE, SCALE, SCALE, 2 * SCALE, 2 * SCALE, 2 * SCALE]
     yield Finding(
         "3 good steps in a row double it, and 3 more again",
