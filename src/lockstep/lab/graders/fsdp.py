@@ -312,20 +312,20 @@ def _resharded(learner: Learner, folder: Path) -> Iterator[Finding]:
     expected = learner.run(_save_sharded, folder / "sharded", world=2)[0]
     for world in (1, 3):
         loaded = learner.run(_load_sharded, folder / "sharded", expected, world=world)
-        off, lr = max(rank[0] for rank in loaded), loaded[0][1]
+        off, moments, lr = max(rank[0] for rank in loaded), loaded[0][1], loaded[0][2]
         yield Finding(
             f"saved on 2 ranks, loaded on {world}: the next step is the same",
             off < 1e-9,
             f"off by {off:.2g}",
-            _explain_resharded(off, lr),
+            _explain_resharded(off, moments, lr),
         )
         if off >= 1e-9:
             return
 
 
-def _explain_resharded(off: float, lr: float) -> str:
-    """Return what a load has left out, by the weights after the next step and the learning rate."""
-    if lr == OTHER_LR:
+def _explain_resharded(off: float, moments: bool, lr: float) -> str:
+    """Return what a load has left out, by the weights after the next step, Adam's moments and the learning rate."""
+    if moments and lr == OTHER_LR:
         return (
             "dcp.load fills the tensors of the dictionary that it gets. Plain numbers, such as the learning rate, and "
             "tensors that were copied come back with set_state_dict only: call it afterwards"
@@ -350,8 +350,8 @@ def _save_sharded(module: ModuleType, folder: Path) -> dict[str, Tensor]:
     return _next(model, optimizer)
 
 
-def _load_sharded(module: ModuleType, folder: Path, expected: dict[str, Tensor]) -> tuple[float, float]:
-    """Load; return how far the weights after the next step are from those of the run that saved, and the rate."""
+def _load_sharded(module: ModuleType, folder: Path, expected: dict[str, Tensor]) -> tuple[float, bool, float]:
+    """Load; return how far the next step's weights are from those of the run that saved, and what of Adam is back."""
     model, optimizer = module.build(_model(), lr=OTHER_LR)
 
     # Another rate and other weights than those that were saved: a load that does nothing must not pass.
@@ -359,4 +359,5 @@ def _load_sharded(module: ModuleType, folder: Path, expected: dict[str, Tensor])
         for parameter in model.parameters():
             parameter.mul_(0.5)
     module.load_sharded(model, optimizer, folder)
-    return _off(_next(model, optimizer), expected), optimizer.param_groups[0]["lr"]
+    moments = any(bool(state["exp_avg"].to_local().any()) for state in optimizer.state.values())
+    return _off(_next(model, optimizer), expected), moments, optimizer.param_groups[0]["lr"]
