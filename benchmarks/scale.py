@@ -35,8 +35,8 @@ from lockstep.checkpoint import inspect
 from lockstep.checkpoint.format import FileLayout, arrange, file_name
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest, tensors_to_json
 from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.saving.writer import Save, SaveContext
 from lockstep.checkpoint.storage import FileSystemStorage
-from lockstep.checkpoint.writer import Save, SaveContext
 from lockstep.launch.coordinator import WAIT_S
 from lockstep.launch.decisions import state_machine
 from lockstep.launch.nodes.search import RETRY_S, Membership

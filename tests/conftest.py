@@ -59,14 +59,14 @@ LONGEST = (
     "ranks/test_loaders.py",
     "ranks/test_bench.py",
     "recipes/test_pixel_llm.py",
-    "faults/test_door.py",
+    "faults/test_unknown_peers.py",
     "faults/test_disks.py",
     "ranks/test_zoo.py",
     "faults/test_takeover.py",
     "faults/test_first_screen.py",
 )
 
-# Nobody asks a name server: torch looks up the name of whoever connects, also on this machine, and an answer that gets
+# No name server is asked: torch looks up the name of every peer, also on this machine, and an answer that gets
 # lost costs five seconds: about one of twelve jobs with three ranks or more.
 os.environ.setdefault("RES_OPTIONS", "attempts:0")
 

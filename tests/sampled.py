@@ -14,6 +14,9 @@ def out_of_range(cases: dict[str, int]) -> list[str]:
 
 SAMPLED: dict[str, tuple[int, ...]] = {
     "faults/test_disks.py::test_a_damaged_checkpoint_is_passed_over_and_the_model_is_the_same": (0,),
+    "faults/test_launcher.py::test_on_a_stop_request_every_rank_saves_first": (0, 2),
+    "faults/test_nodes.py::test_a_lost_node_ends_a_job_that_needs_it": (0,),
+    "faults/test_nodes.py::test_a_signal_at_any_node_reaches_all": (1,),
     "ranks/test_auto_split.py::test_a_plain_forward_is_cut_between_its_blocks": (1, 2),
     "ranks/test_batchnorm.py::test_many_ranks_have_the_running_statistics_of_plain_pytorch": (1,),
     "ranks/test_bytes.py::test_bytes_follow_the_formula": (0, 2, 4, 8, 10),

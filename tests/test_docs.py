@@ -27,9 +27,10 @@ PAGES = [
     for path in (*sorted(ROOT.glob("*.md")), ROOT / "lab" / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     if path.name != "LOG.md"
 ]
-# Pages that train and verify whole models, or train with another library, for `make test-long`. What they show has
-# faster tests of its own.
+# Pages that train, verify or measure whole models, or train with another library, for `make test-long`. What they show
+# has faster tests of its own.
 LONG_PAGES = {
+    "docs/bench.md",
     "docs/ports.md",
     "docs/projects.md",
     "docs/huggingface.md",
@@ -37,6 +38,7 @@ LONG_PAGES = {
     "docs/howto/from_accelerate.md",
     "docs/howto/from_lightning.md",
     "docs/howto/gan.md",
+    "docs/howto/lora.md",
 }
 PAGE_S = 880  # most seconds for one page, which runs up to a dozen commands, each with its own limit
 

@@ -663,10 +663,10 @@ DATA = {
         Asked(held_out=ROWS),
     ),
     "a set that is not there": Row(
-        {"evaluate.decides": "val", "evaluate.every": 1},
-        "evaluate.decides=val",
+        {"evaluate.monitor": "val", "evaluate.every": 1},
+        "evaluate.monitor=val",
         "",
-        "leave evaluate.decides out",
+        "leave evaluate.monitor out",
         Asked(held_out=ROWS),
     ),
     "the best without evaluations": Row(

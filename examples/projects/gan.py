@@ -9,7 +9,7 @@ from pieces import mlp, ring
 
 import lockstep
 
-with lockstep.start({"global_batch": 24, "micro_batch": 8, "epochs": 4, "ddp.find_unused_parameters": True}) as run:
+with lockstep.start({"global_batch": 24, "micro_batch": 8, "epochs": 4}) as run:
     g, d = mlp(4, 2), mlp(2, 1)
     rates = {"lr": 2e-3, "betas": (0.5, 0.9)}
     optimizers = torch.optim.Adam(g.parameters(), **rates), torch.optim.Adam(d.parameters(), **rates)

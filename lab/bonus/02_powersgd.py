@@ -225,16 +225,17 @@ class Small:
 
     steps, lr, batch = 90, 0.1, 64
 
-    def __init__(self):
+    def __init__(self, place):
+        self.place = place
         random = torch.Generator().manual_seed(1)
         centres = torch.randn(24, 96, generator=random)
         cloud = torch.randint(24, (6144,), generator=random)
-        self.x = centres[cloud] + torch.randn(6144, 96, generator=random)
-        self.y = cloud % 8
+        self.x = (centres[cloud] + torch.randn(6144, 96, generator=random)).to(place)
+        self.y = (cloud % 8).to(place)
 
     def model(self):
         """Return a classifier with three hidden layers of 96."""
-        return mlp_wide(width=96, layers=3, classes=8)
+        return mlp_wide(width=96, layers=3, classes=8).to(self.place)
 
     def samples(self, step, rank, world):
         """Return this rank's part of the batch of a step."""
@@ -432,15 +433,14 @@ def main():
     """Check PowerSGD by itself, against torch's hook, and in training."""
     if torch.cuda.is_available():
         torch.cuda.set_device(device())
-    # The small checks use tensors in host memory, on any machine.
+    # The checks of single buckets use tensors in host memory, on any machine.
     dist.init_process_group("cpu:gloo,cuda:nccl" if backend() == "nccl" else "gloo")
-    place = device() if OPTIONS.full else torch.device("cpu")
     checks = Checks("PowerSGD" + (", resnet_tiny on shapes" if OPTIONS.full else ", a small classifier"))
     check_full_rank(checks)
-    small = Small()
+    small = Small(device())
     check_torch(checks, small)
 
-    task = Shapes(place) if OPTIONS.full else small
+    task = Shapes(device()) if OPTIONS.full else small
     rows = compare(task)
     plain, two = rows["no compression"], rows["PowerSGD rank 2"]
     without = rows["rank 2, no error feedback"]

@@ -259,8 +259,8 @@ def load_class(target: str) -> type[Any]:
 
     # Classes that the file only imports would be odd advice; a package collects those of its modules.
     inside = f"{module.__name__}."
-    own = [value for value in vars(module).values() if f"{getattr(value, '__module__', '')}.".startswith(inside)]
-    raise _not_a_task(path, class_name, kind, [value.__name__ for value in own if _is_task(value)])
+    defined = [value for value in vars(module).values() if f"{getattr(value, '__module__', '')}.".startswith(inside)]
+    raise _not_a_task(path, class_name, kind, [value.__name__ for value in defined if _is_task(value)])
 
 
 def _is_task(value: Any) -> bool:
@@ -305,6 +305,7 @@ def _load_module(target: str, name: str) -> Any:
         # An import inside the module that fails is another matter.
         if error.name and not f"{name}.".startswith(f"{error.name}."):
             raise
+
         raise UserError(
             f"the target {target} cannot be loaded: there is no module {error.name}", "", "correct the name"
         ) from None

@@ -187,7 +187,8 @@ def test_puzzles_that_are_thought_about_for_several_steps(tmp_path: Path) -> Non
     again = lockstep.fit(HRM, **exact, graph=True, resume=str(tmp_path / "half"))
     assert any(reason.startswith("captured") for reason in told(tmp_path / "graph"))
     losses, lengths = curve(tmp_path / "plain")
-    assert list(losses) == list(range(2, 13))
+    # The host waits for the outcome before an evaluation, every third step; one step later nothing new is known.
+    assert list(losses) == [2, 3, 5, 6, 8, 9, 11, 12]
     assert curve(tmp_path / "graph")[1] == pytest.approx(lengths, rel=5e-4)
     for name, weights in {"graph": found.weights, "half": again.weights}.items():
         same = [step for step in losses if name == "graph" or step not in (6, 7)]  # where the first half ends

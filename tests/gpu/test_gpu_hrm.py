@@ -26,7 +26,7 @@ def train_step(task: HRM, model: Any, optimizers: list[Any], batch: Any) -> torc
     for optimizer in optimizers:
         optimizer.grad_scale, optimizer.found_inf = torch.full((), 8.0, device="cuda"), torch.zeros((), device="cuda")
         optimizer.step()
-    task.after_step(SimpleNamespace(model=model, step=1), None)
+    task.after_step(SimpleNamespace(model=model, steps_done=1), None)
     return loss.total.detach()
 
 

@@ -1,4 +1,4 @@
-"""When a run evaluates, and on which sets: several by name, one of which decides."""
+"""When a run evaluates, and on which sets: several by name, one of which is monitored."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BASE = {"global_batch": 8, "micro_batch": 2, "steps": 10, "evaluate.batch": 4, "
 
 
 class TwoSets(Regression):
-    """`val` gets better, `odd` stays as it is: whether a run stops depends on the one that decides."""
+    """`val` gets better, `odd` stays as it is: whether a run stops depends on the one that is monitored."""
 
     def eval_data(self) -> Any:
         x, y = self.data()[:14]
@@ -41,12 +41,12 @@ def evals(folder: Path) -> list[dict[str, Any]]:
     return [event for event in read_jsonl(folder / "events.jsonl") if event["event"] == "eval"]
 
 
-def test_sets_have_names_and_one_decides(pool: Pool, tmp_path: Path) -> None:
+def test_sets_have_names_and_one_is_monitored(pool: Pool, tmp_path: Path) -> None:
     values = BASE | {"evaluate.every": 5, "checkpoint.best": "odd/target", "goals": ["odd/loss <= 9000"]}
     (one,) = pool.run(fit, TwoSets(), values | {"run_dir": str(tmp_path / "1")}, world=1)
-    found = pool.run(fit, TwoSets(), values | {"run_dir": str(tmp_path / "2"), "evaluate.decides": "odd"}, world=2)
+    found = pool.run(fit, TwoSets(), values | {"run_dir": str(tmp_path / "2"), "evaluate.monitor": "odd"}, world=2)
 
-    # The same floats on two ranks; what decides is called eval_loss.
+    # The same floats on two ranks; the monitored one is called eval_loss.
     assert found[0].summary["evaluations"] == one.summary["evaluations"] == found[1].summary["evaluations"]
     assert one.summary["eval_loss"] == one.summary["evaluations"]["val"]["val/loss"]
     assert found[0].summary["eval_loss"] == one.summary["evaluations"]["odd"]["odd/loss"]
@@ -55,15 +55,15 @@ def test_sets_have_names_and_one_decides(pool: Pool, tmp_path: Path) -> None:
 
     logged = evals(tmp_path / "1")
     assert [(event["step"], event["set"]) for event in logged] == [(5, "val"), (5, "odd"), (10, "val"), (10, "odd")]
-    assert [event.get("decides", True) for event in logged[:2]] == [True, False]
+    assert [event.get("monitor", True) for event in logged[:2]] == [True, False]
     assert {"eval/odd/loss", "eval/odd/target"} <= scalars(logged[1]).keys()
     assert "eval odd" in write_report(tmp_path / "1").read_text()
 
 
-def test_the_set_that_decides_stops_the_run(pool: Pool, tmp_path: Path) -> None:
+def test_the_monitored_set_stops_the_run(pool: Pool, tmp_path: Path) -> None:
     values = BASE | {"evaluate.every": 1, "stop.patience": 2}
-    for decides, last in (("val", 10), ("odd", 3)):
-        settings = values | {"run_dir": str(tmp_path / decides), "evaluate.decides": decides}
+    for monitor, last in (("val", 10), ("odd", 3)):
+        settings = values | {"run_dir": str(tmp_path / monitor), "evaluate.monitor": monitor}
         (trace,) = pool.run(fit, TwoSets(), settings, world=1)
         assert trace.summary["step"] == last
 
@@ -96,8 +96,8 @@ class Evaluated(Regression):
 
 def test_which_sets_there_are() -> None:
     assert evaluation_sets(Evaluated(None), None) == []
-    assert [chosen.decides for chosen in evaluation_sets(Evaluated({"a": [1], "b": [2]}), "b")] == [False, True]
-    with pytest.raises(UserError, match=r"evaluate\.decides=c is not known"):
+    assert [chosen.monitored for chosen in evaluation_sets(Evaluated({"a": [1], "b": [2]}), "b")] == [False, True]
+    with pytest.raises(UserError, match=r"evaluate\.monitor=c is not known"):
         evaluation_sets(Evaluated({"a": [1]}), "c")
     with pytest.raises(UserError, match="the task's sets have no names"):
         evaluation_sets(Evaluated([1]), "a")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from lockstep.data.loader import to_device
 from lockstep.errors import UserError
 from lockstep.optim.bf16_masters import MasterWeights
+from lockstep.optim.foreign.trial import TrialFailed, check_independent
 from lockstep.optim.optimizers import ON_DTENSORS, Optimizers, _needs_full_parameters
-from lockstep.optim.trial import TrialFailed, check_independent
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.support import DEVICE, ResidualBlocks, Rows, assert_user_errors, fit, open_watched, trace_of, windows

@@ -125,6 +125,47 @@ def test_a_causal_model_equals_a_plain_loop(pool: Pool, tmp_path: Path, world: i
     assert_same(load_file(tmp_path / "run" / "model.safetensors"), expected)
 
 
+@pytest.mark.parametrize(
+    ("world", "values"),
+    [
+        (2, {"strategy": "fsdp", "micro_batch": 1}),
+        pytest.param(3, {}, marks=pytest.mark.long),
+        pytest.param(2, {"strategy": "zero1"}, marks=pytest.mark.long),
+        pytest.param(2, {"strategy": "tp"}, marks=pytest.mark.long),
+        pytest.param(2, {"strategy": "pp", "micro_batch": 2}, marks=pytest.mark.long),
+    ],
+)
+@pytest.mark.parametrize("tied", [pytest.param(True, marks=pytest.mark.long), False])
+def test_a_loss_without_logits_equals_a_plain_loop(
+    pool: Pool, tmp_path: Path, world: int, values: dict[str, Any], tied: bool
+) -> None:
+    from transformers import LlamaForCausalLM
+
+    pool.preload("transformers.models.llama.modeling_llama")
+    folder = save_tiny(tmp_path / "tiny", tie_word_embeddings=tied)
+    rows = rows_of(sentences())
+    expected = plain_loop(LlamaForCausalLM.from_pretrained(folder), batches_of(rows))
+    task = Tuned(str(folder), rows, fused_loss=True)
+    pool.run(fit, task, BASE | values | {"run_dir": str(tmp_path / "run")}, world=world)
+    assert_same(load_file(tmp_path / "run" / "model.safetensors"), expected)
+
+
+@pytest.mark.long
+def test_packed_rows_equal_a_plain_loop(pool: Pool, tmp_path: Path) -> None:
+    """All texts in every step, so that it does not matter which of them share a row."""
+    from transformers import LlamaForCausalLM
+
+    pool.preload("transformers.models.llama.modeling_llama")
+    folder = save_tiny(tmp_path / "tiny")
+    rows = rows_of(sentences())
+    # The first token of a text has no label among packed ones, and none that counts anywhere else.
+    expected = plain_loop(LlamaForCausalLM.from_pretrained(folder), [padded(rows)] * 3)
+    task = Tuned(str(folder), rows, row_length=16)
+    values = BASE | {"global_batch": len(task.data()), "run_dir": str(tmp_path / "run"), "micro_batch": 1}
+    pool.run(fit, task, values, world=2)
+    assert_same(load_file(tmp_path / "run" / "model.safetensors"), expected)
+
+
 def lora_of(model: Any) -> Any:
     from peft import LoraConfig, get_peft_model
 

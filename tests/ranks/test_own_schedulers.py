@@ -382,9 +382,9 @@ def loop_that_evaluates_twice(world: World, store: Any, first_moves: bool, value
             rates.append(optimizer.param_groups[0]["lr"] / 0.02)
             # Its loss is infinite in all but the first evaluation, so the rate falls if it is followed.
             odd = TensorDataset(*(torch.full_like(part, torch.inf if number else 0.0) for part in easy.tensors))
-            own.evaluate(odd, task.loss, decides=first_moves)
-            with pytest.raises(UserError, match=r"run\.evaluate\(\.\.\., decides=False\)"):
-                own.evaluate(odd, task.loss, moves_rate=False)
+            own.evaluate(odd, task.loss, monitor=first_moves)
+            with pytest.raises(UserError, match=r"run\.evaluate\(\.\.\., monitor=False\)"):
+                own.evaluate(odd, task.loss, decides=False)
             falling = Loss(torch.tensor(8.0 / 1000**number), 1)
             own.evaluate(easy, lambda *_, loss=falling: loss)
         own.close()
@@ -394,7 +394,9 @@ def loop_that_evaluates_twice(world: World, store: Any, first_moves: bool, value
 def test_a_plateau_moves_once_in_a_step(pool: Pool, tmp_path: Path) -> None:
     values = VALUES | {"steps": 4, "evaluate.batch": 8, "run_dir": str(tmp_path / "run")}
     assert pool.run(loop_that_evaluates_twice, True, values, world=1)[0] == [1, 1, 0.5, 0.25]
-    warnings = [line for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines() if "decides" in line]
+    warnings = [
+        line for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines() if "monitor=False" in line
+    ]
     assert len(warnings) == 1
     assert "a second time at step 1" in warnings[0]
 

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
-from lockstep.engine.own_loop import OwnRun
+from lockstep.engine.own_loop import OwnRun, _are_trained_in_turn
 from lockstep.parallel.several_models import SeveralModels
 from lockstep.runtime.world import World
 from lockstep.task import Loss
@@ -145,7 +145,11 @@ def test_a_copy_of_one_of_two_models_is_a_model_by_itself() -> None:
     assert not {id(p) for p in copied.parameters()} & {id(p) for p in plain.parameters()}
 
 
-@pytest.mark.parametrize(("world", "values"), STRATEGIES, ids=str)
+# Of several models with an optimizer each it is known that a loss reaches a part of them only.
+WITHOUT_KEY = [(world, dict(values.items() - UNUSED.items())) for world, values in STRATEGIES]
+
+
+@pytest.mark.parametrize(("world", "values"), WITHOUT_KEY, ids=str)
 def test_two_models_are_what_they_are_in_plain_pytorch(pool: Pool, world: int, values: dict[str, Any]) -> None:
     expected = plain_pytorch(both)
     reference = Gan()
@@ -507,6 +511,23 @@ def test_gradients_of_shards_may_be_measured(pool: Pool) -> None:
         assert {type(gradient) for gradient in gradients} == {DTensor}
 
     pool.run(train, world=2)
+
+
+def test_models_that_are_trained_in_turn() -> None:
+    """The optimizers say so: each has the parameters of other models. Two for all models may share one loss."""
+    plain = Gan()
+    models = [plain.generator, plain.discriminator]
+    assert _are_trained_in_turn(models, [*optimizers_of(plain)])
+    assert not _are_trained_in_turn([plain], [*optimizers_of(plain)])
+    assert not _are_trained_in_turn(models, [torch.optim.SGD(plain.parameters(), lr=0.1)])
+
+    weights, biases = ([p for p in plain.parameters() if p.dim() == dim] for dim in (2, 1))
+    assert not _are_trained_in_turn(models, [torch.optim.SGD(group, lr=0.1) for group in (weights, biases)])
+
+
+def test_a_key_that_is_set_stays(pool: Pool) -> None:
+    errors = pool.errors(train_two_models, {"ddp.find_unused_parameters": False}, world=2)
+    assert_user_errors(errors, "no gradient for 0.0.weight", "ddp.find_unused_parameters=true")
 
 
 def test_buckets_need_every_gradient(pool: Pool) -> None:

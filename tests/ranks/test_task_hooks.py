@@ -334,7 +334,24 @@ def test_callbacks_that_only_their_order_would_tell_apart_are_refused(pool: Pool
             list(Hooks(cast(Any, None), callbacks=callbacks).parts())
 
     names = [name for name, _ in Hooks(cast(Any, None), callbacks=[Counter(), Counter(), Named("a")]).parts()]
-    assert names == ["callback Counter", "callback Counter 2", "callback a"]
+    assert names == ["callback Counter", "callback Counter 2", "callback a", "order of callbacks"]
+
+
+class Every(Counter):
+    def __init__(self, every: int):
+        super().__init__()
+        self.every = every
+
+
+def test_callbacks_without_names_that_change_places_are_refused(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "resume": "auto", "evaluate.every": None}
+    pool.run(hooked, values, Every(1), Every(2), world=1)
+    errors = pool.errors(hooked, values | {"steps": 5}, Every(2), Every(1), world=1)
+    assert_user_errors(errors, "the callbacks Every are in another order", "every=1", "self.name = '...'")
+
+    # Another value is no other order, and neither is another number in all of them.
+    pool.run(hooked, values | {"steps": 5}, Every(1), Every(3), world=1)
+    pool.run(hooked, values | {"steps": 6}, Every(1), Every(3), world=1)
 
 
 class Places:

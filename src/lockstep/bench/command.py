@@ -36,6 +36,8 @@ KINDS = {
     "step": "cost of a step against a hand-written loop, and against other libraries where installed",
     "data": "samples per second of the loader, against what the model takes",
     "checkpoint": "how long training waits for a checkpoint, write and load rates, against torch.save and DCP",
+    "start": "from the command to the first step, against torchrun with a script written by hand",
+    "recovery": "how long training stands still after a rank was killed",
 }
 SETTINGS = "time and memory of a step with other settings (--way), in turns; not part of `all`"
 
@@ -193,6 +195,8 @@ def _settings(section: Section, asked: BenchOptions) -> dict[str, Any]:
     facts = section.extra.get("facts", {})
     if section.name == "checkpoint":
         return {"megabytes": asked.megabytes}
+    if section.name in ("start", "recovery"):
+        return {}
 
     known: dict[str, Any] = {"target": asked.target, "batch": asked.batch, "precision": facts.get("precision")}
     known["settings"] = {key: value for _, values in asked.layers for key, value in values.items()}

@@ -13,12 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import targets
-from lockstep.config import read_layers
+from lockstep.config import flatten, read_layers
 from lockstep.errors import UserError, plural
 from lockstep.runtime.machine import available_cores, visible_gpus
 
 # Settings that belong to the ranks of a measurement, or that every kind sets itself.
 OF_THE_PROCESS = ("device", "backend", "threads", "steps", "epochs", "global_batch", "local_batch", "run_dir", "resume")
+# What a benchmark sets for its ranks, which only train. In a file of settings it is passed over.
+SET_HERE = (
+    "steps",
+    "epochs",
+    "resume",
+    "run_dir",
+    "threads",
+    "log.progress",
+    "evaluate",
+    "checkpoint",
+    "stop",
+    "goals",
+)
+SET_BY_KIND = {"memory": ("micro_batch",), "data": ("data.workers",)}
 BUILT_IN_TARGETS = ("gpt", "mlp")  # see `ranks/workload.py`
 
 
@@ -128,7 +142,7 @@ def parse_backends(text: str | None) -> list[str]:
 
 # The kinds that an option is for. All other kinds refuse it: they would ignore it.
 FOR_KINDS = {
-    "worlds": ("weak", "strong", "comm", "memory", "step", "checkpoint", "settings"),
+    "worlds": ("weak", "strong", "comm", "memory", "step", "checkpoint", "start", "recovery", "settings"),
     "backend": ("comm",),
     "block": ("weak", "strong", "comm", "memory", "step", "data", "settings"),
     "batch": ("weak", "strong", "comm", "memory", "data", "settings"),
@@ -152,17 +166,23 @@ def check_kind(kind: str, typed: Mapping[str, Any]) -> None:
             )
 
 
+# The kinds that measure something of their own: what that is, and what can be chosen.
+WITHOUT_TARGET = {
+    "checkpoint": ("saves tensors of its own", "set their size with --megabytes"),
+    "start": ("starts a script of its own", "leave them out"),
+    "recovery": ("trains a small model of its own", "leave them out"),
+}
+
+
 def check_settings(
     kind: str, target: str, layers: Sequence[tuple[str, Mapping[str, Any]]], ways: Sequence[str] = ()
 ) -> None:
     """Refuse a target and settings that a kind of benchmark would ignore."""
     keys = [key for _, values in layers for key in values]
-    if kind == "checkpoint" and (target != "gpt" or keys):
-        raise UserError(
-            "bench checkpoint saves tensors of its own, and takes no target and no settings",
-            keys[0] if keys else target,
-            "set their size with --megabytes",
-        )
+    if kind in WITHOUT_TARGET and (target != "gpt" or keys):
+        what, advice = WITHOUT_TARGET[kind]
+        found = keys[0] if keys else target
+        raise UserError(f"bench {kind} {what}, and takes no target and no settings", found, advice)
 
     if kind == "settings" and not ways:
         raise UserError(
@@ -171,17 +191,32 @@ def check_settings(
             'name other settings with --way, once or more: --way exact=true --way "graph=auto compile=true"',
         )
 
+    _check_typed(kind, layers)
     for way in ways:
         _check_way(way, target)
+        _check_typed(kind, layers_of(way))
 
     if kind == "step" and (refusal := why_no_step(target, layers)):
         raise UserError(refusal, "", f"name one of its models: {', '.join(BUILT_IN_TARGETS)}, without settings")
 
 
+def _check_typed(kind: str, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
+    """Refuse what was typed and would be passed over."""
+    set_here = (*SET_HERE, *SET_BY_KIND.get(kind, ()))
+    for source, values in layers:
+        for key in flatten(values) if source == "command line" else ():
+            if key.startswith(tuple(f"{name}." for name in set_here)) or key in set_here:
+                raise UserError(
+                    f"bench {kind} sets {key} itself",
+                    "it only trains, on ranks with cores and folders of their own",
+                    "set the cores with --cores-per-rank" if key == "threads" else f"leave {key} out",
+                )
+
+
 def _check_way(way: str, target: str) -> None:
     """Refuse a --way that changes what all ways have in common."""
     for _, values in layers_of(way):
-        for key in values:
+        for key in flatten(values):
             if key in OF_THE_PROCESS:
                 raise UserError(
                     f"--way cannot change {key}: all rows are measured on the same ranks",

@@ -156,7 +156,9 @@ def scaling(section: Section) -> Any:
 def _draw_efficiency(axes: Any, section: Section, worlds: list[int]) -> None:
     """Draw the efficiency with what bounds it: the share of computing, the target, and the machine itself."""
     rows = section.rows
-    _line(axes, worlds, _column(rows, "scaling_efficiency"), COLOURS[0], "scaling efficiency")
+    found = _column(rows, "scaling_efficiency")
+    label = f"scaling efficiency ({middle(found[-1]):.2f} at {worlds[-1]})" if len(worlds) > 1 else "scaling efficiency"
+    _line(axes, worlds, found, COLOURS[0], label)
     axes.plot(worlds, _column(rows, "compute_fraction"), color=COLOURS[1], marker="s", label="compute fraction")
 
     limit = section.verdicts[0].limit if section.verdicts else None
@@ -166,7 +168,8 @@ def _draw_efficiency(axes: Any, section: Section, worlds: list[int]) -> None:
     # Ranks that train side by side without any exchange: what their cores or caches allow.
     limited = [row for row in rows if row.get("machine_limit")]
     if limited:
-        alone = [row["world"] for row in limited]
+        # A little to the right, so that its error bars do not hide the others.
+        alone = [1.05 * row["world"] for row in limited]
         _line(axes, alone, _column(limited, "machine_limit"), GREY, "machine limit (no exchange)", "^")
 
     shown = [*_column(rows, "scaling_efficiency"), *_column(limited, "machine_limit")]
@@ -179,7 +182,7 @@ def _plain_log_labels(axes: Any) -> None:
     """Write 0.1 and 10 on a logarithmic axis, and not powers of ten."""
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}" if value < 1e4 else f"{value:,.0f}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
@@ -256,8 +259,12 @@ def _ratio_points(axes: Any, section: Section, cases: list[str], loops: list[str
             linestyle="none",
         )
 
+    # Bands keep the loops of a case together.
+    for number in range(0, len(cases), 2):
+        axes.axhspan(number - 0.5, number + 0.5, color="#f5f5f5", linewidth=0, zorder=0)
+
     axes.set_yticks(range(len(cases)), cases)
-    axes.invert_yaxis()
+    axes.set_ylim(len(cases) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
 
 
@@ -293,8 +300,8 @@ def collectives(section: Section) -> Any:
     for axes in (times, rates):
         _byte_axis(axes, sorted({row["bytes"] for row in section.rows}))
         axes.set_yscale("log")
+        _plain_log_labels(axes)
 
-    _plain_log_labels(times)
     times.legend()
     figure.suptitle(f"{section.title} ({', '.join(backends)})", fontsize=11)
     return figure
@@ -366,6 +373,7 @@ def memory(section: Section) -> Any:
 
     for axes in (held, time):
         axes.set_xlabel("ranks x micro-batches per step")
+        axes.set_xlim(-0.8, max(2.0, len(labels)) - 0.2)
         axes.grid(axis="x", visible=False)
 
     figure.suptitle(section.title, fontsize=11)
@@ -391,6 +399,7 @@ def leak(section: Section) -> Any:
 
     for axes in (bytes_held, count):
         axes.set_xlabel("step")
+        axes.locator_params(axis="x", integer=True)
         axes.set_ylim(bottom=0)
 
     figure.suptitle(section.title, fontsize=11)
@@ -401,21 +410,25 @@ def leak(section: Section) -> Any:
 
 
 def data(section: Section) -> Any:
-    """Draw how fast loaders are, beside how fast the model takes samples."""
+    """Draw how fast loaders are, beside how fast the model takes samples. Points: a logarithmic axis has no zero."""
     figure, (axes,) = _figure(1, width=7)
     groups = {
         "Lockstep's loader": _column(section.rows, "loader"),
         "torch DataLoader": _column(section.rows, "torch_loader"),
         "the model takes": _column(section.rows, "need"),
     }
-    _grouped(axes, [str(row["workers"]) for row in section.rows], groups)
+    for index, (name, values) in enumerate(groups.items()):
+        places = [number + 0.12 * (index - 1) for number in range(len(values))]
+        medians, spread = _errors(values)
 
-    axes.set(
-        title=section.title,
-        xlabel="worker processes",
-        ylabel="samples/s",
-        yscale="log",
-    )
+        # torch has no rate for a dataset without a length.
+        if all(medians):
+            axes.errorbar(places, medians, yerr=spread, color=COLOURS[index], label=name, marker="o", linestyle="none")
+
+    axes.set(title=section.title, xlabel="worker processes", ylabel="samples/s", yscale="log")
+    axes.set_xticks(range(len(section.rows)), [str(row["workers"]) for row in section.rows])
+    axes.set_xlim(-0.5, len(section.rows) - 0.5)
+    _plain_log_labels(axes)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     return figure
 
@@ -438,6 +451,32 @@ def checkpoint(section: Section) -> Any:
         axes.legend()
 
     figure.suptitle(section.title, fontsize=11)
+    return figure
+
+
+def start(section: Section) -> Any:
+    """Draw how long both commands take to their first step, and to their end."""
+    figure, (axes,) = _figure(1, width=7, height=3.4)
+    names = [row["way"] for row in section.rows]
+    columns = {"first step": "first_s", "end of the command": "end_s"}
+    _grouped(axes, names, {label: _column(section.rows, key) for label, key in columns.items()})
+    axes.set(title=section.title, ylabel="seconds after the command")
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def recovery(section: Section) -> Any:
+    """Draw how long training stands still after a kill, beside how long the first start took."""
+    figure, (axes,) = _figure(1, width=7, height=2.4)
+    row = section.rows[0]
+    bars = {"first start": "start_s", "next step after a kill": "again_s", "kill noticed": "noticed_s"}
+    medians, spread = _errors([row[key] for key in bars.values()])
+
+    axes.barh(list(bars), medians, xerr=spread, color=COLOURS[0], ecolor="#333333", height=0.6)
+    axes.bar_label(axes.containers[-1], [f"{value:.2f} s" for value in medians], padding=8)
+    axes.set(title=section.title, xlabel="seconds", xlim=(0, 1.15 * max(medians)))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
     return figure
 
 
@@ -502,5 +541,7 @@ FIGURES: dict[str, Callable[[Section], Any]] = {
     "step": step,
     "data": data,
     "checkpoint": checkpoint,
+    "start": start,
+    "recovery": recovery,
     "projection": projection,
 }

@@ -110,13 +110,16 @@ class Pool:
         return team
 
     def cpu_seconds(self) -> float:
-        """Return the CPU seconds of all teams that were closed, of the process that forks them, and of this one."""
+        """Return the CPU seconds of all teams that were closed, of the process that forks them, and of this one.
+
+        Commands that this process has started and awaited count as well.
+        """
         # The ranks are children of the zygote, which has their times once it has reaped them.
         forks = psutil.Process(self.zygote.pid).cpu_times()
         ranks = forks.children_user + forks.children_system
 
-        here = os.times()
-        return ranks + forks.user + forks.system + here.user + here.system
+        # The zygote itself is no part of the children here: it is alive.
+        return ranks + forks.user + forks.system + sum(os.times()[:4])
 
     def _environment(self, rank: int, world: int, folder: Path) -> dict[str, str]:
         """Return what a launcher would tell this rank of a team whose files are in `folder`."""

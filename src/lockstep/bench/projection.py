@@ -144,6 +144,8 @@ def section_of(result: Result) -> Section | None:
 def _refusal(section: Section, links: dict[str, Any]) -> str:
     """Return why the model does not hold for a section, or nothing."""
     facts = section.extra["facts"]
+    if section.rows[-1]["world"] == 1:
+        return "only one rank was measured, which exchanges nothing"
     if facts["backend"] not in links:
         return f"the all-reduce of {facts['backend']} was not measured"
     if section.rows[0]["world"] != 1:

@@ -18,36 +18,31 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict
 
 import torch
 from rich.filesize import decimal as size_text
 
 import lockstep
-from lockstep.checkpoint.load import CheckpointReader, find
-from lockstep.checkpoint.manifest import Damaged
+from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.reshard import replicated_sizes, shards_to_write
+from lockstep.checkpoint.resume import LoopState, Resumed, Resumer
 from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint
 from lockstep.checkpoint.run_state import RunState, merge_plain_state
-from lockstep.checkpoint.saver import Saver
-from lockstep.checkpoint.state_tree import pack, unpack
+from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.saving.writer import Committed, Save, SaveContext
+from lockstep.checkpoint.state_tree import pack
 from lockstep.checkpoint.storage import (
     Checkpoint,
     CheckpointStorage,
     committed,
     folder_name,
-    open_storage,
-    set_aside,
-    set_aside_after,
     update_latest,
 )
-from lockstep.checkpoint.writer import Committed, Save, SaveContext
 from lockstep.config import RunConfig
-from lockstep.config.changes import Change, config_changes, settings_as_text
+from lockstep.config.changes import settings_as_text
 from lockstep.errors import UserError, plural
-from lockstep.launch.run_dir import LATEST, is_checkpoint, run_of, step_in
+from lockstep.launch.folder.run_dir import LATEST, step_in
 from lockstep.observe.run_folder import RunFolder
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime
@@ -56,33 +51,6 @@ from lockstep.runtime.seeds import derive, seed_host
 from lockstep.task import StepResult
 
 MIB = 2**20
-
-
-@dataclass(frozen=True)
-class LoopState:
-    """The state of the loop in a checkpoint. A field that an older checkpoint lacks gets its default."""
-
-    evaluation_due: bool = False  # the evaluation of this step was interrupted; the resumed run evaluates first
-    interval: dict[str, Any] | None = None  # sums since the last log line, from `Recorder.interval_state`
-    seconds: float = 0.0  # elapsed seconds of the run at the save
-    early_stop: dict[str, Any] | None = None  # the best evaluation so far, from `EarlyStop.state_dict`
-    stop: dict[str, Any] | None = None  # a stop that the user's code requested: its reason, and whether it is done
-
-    @classmethod
-    def from_saved(cls, saved: dict[str, Any]) -> LoopState:
-        return cls(**{field.name: saved[field.name] for field in fields(cls) if field.name in saved})
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """The result of a resume or a rewind."""
-
-    steps_done: int
-    location: str  # of the checkpoint
-    world_size: int  # how many ranks wrote the checkpoint
-    changed_settings: list[Change]
-    changes: list[str]  # all differences, as text, including `changed_settings`
-    loop: LoopState
 
 
 class CheckpointManager:
@@ -119,6 +87,7 @@ class CheckpointManager:
 
         self.log_event = log_event
         self.before_next_update = before_next_update
+        self.resumer = Resumer(storage, state, config, runtime, log_event)
 
         # All ranks write. The token distinguishes their files from those of an earlier attempt.
         settings = config.checkpoint
@@ -157,28 +126,23 @@ class CheckpointManager:
 
         # After a restart, the run's own checkpoints are newer than the one that --resume named; unless the run has not
         # gone back to that one yet (`RunFolder.goes_back`).
-        reader = self._find(self.storage) if self.folder.resume_newest else None
+        reader = self.resumer.find(self.storage) if self.folder.resume_newest else None
         if reader is None and self.folder.resume_from is not None:
-            reader = self._find_named(self.folder.resume_from)
+            reader = self.resumer.find_named(self.folder.resume_from)
 
         return None if reader is None else self._load(reader)
 
-    def _find_named(self, path: Path) -> CheckpointReader:
-        """Find what --resume names: a checkpoint, or a run, whose newest valid checkpoint is used."""
-        if is_checkpoint(path):
-            checkpoint = Checkpoint.at(path)
-            reader = self._find(checkpoint.storage, checkpoint.name)
-        else:
-            reader = self._find(open_storage(run_of(path) / "checkpoints"))
+    def _load(self, reader: CheckpointReader) -> Resumed:
+        resumed = self.resumer.load(reader)
 
-        if reader is None:
-            raise UserError(
-                f"--resume {path} cannot be used: that run has no checkpoint",
-                "",
-                "leave --resume out to start from the beginning",
-            )
+        # If it was another one, a later attempt must load it again, until this run has saved one of its own.
+        self._saved_step = resumed.steps_done if resumed.in_own_folder else None
+        if self.runtime.is_main and resumed.in_own_folder:
+            self.folder.end_going_back()
 
-        return reader
+        self._saved_at = time.monotonic()
+        self._best_score = None
+        return resumed
 
     def _claim(self) -> None:
         """Make this attempt the only writer. Rank 0 calls it, before any checkpoint is written."""
@@ -210,7 +174,7 @@ class CheckpointManager:
                 "lower lr.peak, set clip.norm, or look at the samples that the events name",
             )
 
-        reader = self._find(self.storage)
+        reader = self.resumer.find(self.storage)
         if reader is None:
             raise UserError(
                 f"step {result.step} was not applied, and the run cannot rewind: it has no checkpoint",
@@ -234,81 +198,6 @@ class CheckpointManager:
             skipped=f"{plural(span[1] - span[0], 'sample')} at positions {span[0]} to {span[1] - 1}",
         )
         return resumed
-
-    def _find(self, storage: CheckpointStorage, only: str | None = None) -> CheckpointReader | None:
-        """Find the newest valid checkpoint. Newer ones that are damaged are set aside if they belong to this run."""
-        self.runtime.heartbeat.beat("load")
-        world = self.runtime.world
-        reader = find(storage, world.rank, world.size, self.runtime.collectives.gather_json, only)
-        if reader is None:
-            return None
-
-        # Only rank 0 renames, and only its event is logged. A checkpoint with the wrong format is not damaged; `_load`
-        # sets it aside with all others that are newer.
-        for skipped in reader.skipped:
-            name = skipped.checkpoint.name
-            problem = f"checkpoint {name} {skipped.verdict}: {skipped.file}: {skipped.why}"
-            text = f"{problem}; resuming from {reader.checkpoint.name}"
-            if isinstance(skipped, Damaged) and self.runtime.is_main and storage == self.storage:
-                text += f". The damaged checkpoint is kept as {set_aside(storage, name, 'damaged')}"
-
-            self.log_event("warning", reason=text)
-
-        return reader
-
-    def _load(self, reader: CheckpointReader) -> Resumed:
-        """Check the settings, restore the state, and set aside later checkpoints of this run. Collective."""
-        values = reader.manifest.values
-        missing = {"state", "config", "world"} - values.keys()
-        if missing:
-            raise UserError(
-                f"the checkpoint cannot be resumed: it does not contain {', '.join(sorted(missing))}",
-                "",
-                "resume with the version of Lockstep that wrote it (lockstep ckpt show)",
-            )
-
-        # Check the settings before anything is changed.
-        changed_settings = config_changes(values["config"], self.config)
-        self._check_lasting(changed_settings)
-        other_changes = self.state.restore(reader, values["state"], changed_settings)
-        steps_done = reader.manifest.step
-
-        # Set aside later checkpoints of this run: it goes back to this step and will write them again. All ranks wait
-        # here, because none may save before that. The storage of another run must not change.
-        in_own_storage = reader.checkpoint.storage == self.storage
-        self.runtime.collectives.run_on_rank0(
-            lambda: set_aside_after(self.storage, steps_done) if in_own_storage else None
-        )
-
-        # --resume may name a checkpoint that was set aside, which is never the newest one. So a later attempt must go
-        # back to it again, until this run has saved another.
-        self._saved_step = steps_done if in_own_storage and step_in(reader.checkpoint.name) is not None else None
-        if self.runtime.is_main and self._saved_step is not None:
-            self.folder.end_going_back()
-        self._saved_at = time.monotonic()
-        self._best_score = None
-
-        # As in `save`, so that the run draws the same random numbers as if it had not stopped.
-        seed_host(derive(self.config.seed, "checkpoint", steps_done))
-        return Resumed(
-            steps_done=steps_done,
-            location=reader.checkpoint.location,
-            world_size=values["world"],
-            changed_settings=changed_settings,
-            changes=[*map(str, changed_settings), *other_changes],
-            loop=LoopState.from_saved(unpack(values.get("loop", {}), reader.read, self.runtime.device)),
-        )
-
-    def _check_lasting(self, changed_settings: list[Change]) -> None:
-        """Refuse a changed setting on which the task's saved state depends (`Task.lasting`)."""
-        lasting = [key for part in self.state.parts.values() for key in getattr(part, "lasting", ())]
-        for key, before, now in changed_settings:
-            if key in lasting:
-                raise UserError(
-                    f"{key}={now} does not fit the checkpoint: the task saved its state with {key}={before}",
-                    "",
-                    f"set {key}={before}, or start a new run from the exported weights",
-                )
 
     # ---- before the first step ----
 
@@ -453,6 +342,9 @@ class CheckpointManager:
 
     def poll(self) -> bool:
         """Log committed saves. Return whether the last save failed on this rank, for the control word."""
+        if not self._unsettled:
+            return False
+
         self._log_committed(self.saver.take_ended(0))
         return self.saver.failure is not None
 

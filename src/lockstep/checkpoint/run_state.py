@@ -13,12 +13,12 @@ Nothing in it depends on the number of ranks: a checkpoint can be resumed on any
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from lockstep.callbacks.weight_average import WeightAverage
+from lockstep.checkpoint.frozen_digests import FrozenDigests
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.optimizer_state import JsonDict, OptimizerStates, different_model, merge_optimizers
 from lockstep.checkpoint.reshard import read_into
@@ -35,6 +35,7 @@ from lockstep.checkpoint.state_tree import (
 from lockstep.config.changes import Change
 from lockstep.errors import UserError, plural
 from lockstep.optim.optimizers import Optimizers
+from lockstep.optim.weight_average import WeightAverage
 from lockstep.runtime.layout import full_tensor
 from lockstep.task import BatchSource, Task
 
@@ -92,6 +93,7 @@ class RunState:
         rank: int = 0,
         duplicates: frozenset[str] = frozenset(),
         average: WeightAverage | None = None,
+        on_any_rank: Callable[[bool], bool] = bool,
     ):
         """Keep references to the objects of a run; nothing is copied.
 
@@ -100,6 +102,7 @@ class RunState:
         `holders`: the ranks that hold a parameter, for parameters that not all ranks hold.
         `duplicates`: see `RankRole.duplicates`.
         `average`: the averages of the parameters that this rank holds, with `ema.decay`.
+        `on_any_rank`: returns whether a value is true on any rank, for digests of sharded parameters. Collective.
         """
         self.model = model
         self.optimizers = optimizers
@@ -119,6 +122,8 @@ class RunState:
 
         # Frozen parameters for which a checkpoint holds only digests.
         self._digest_only = set() if keep_frozen else frozen_names(model)
+        here = self._digest_only - self._held_elsewhere
+        self._frozen = FrozenDigests({name: model.get_parameter(name) for name in here}, on_any_rank)
 
         # Tied parameters are in here under all of their names.
         self._trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
@@ -131,10 +136,7 @@ class RunState:
         Collective under fsdp with checkpoint.frozen=false: digests of frozen parameters need the full tensors.
         """
         captured = self._collect()
-        captured.plain_state["model"]["frozen_digests"] = {
-            name: digest(full_tensor(self.model.get_parameter(name)))
-            for name in sorted(self._digest_only - self._held_elsewhere)
-        }
+        captured.plain_state["model"]["frozen_digests"] = self._frozen.current()
         captured.plain_state["next_samples"] = next_samples(self.source)
 
         # The stepper has state only between two steps, and no tensors.

@@ -136,7 +136,7 @@ class AMPTrainer:
         return TrainingStep(loss.total.detach() / loss.weight, result)
 
     def train_epoch(self, loader: Iterable[Any]) -> float:
-        """Train on all batches of all ranks, however unevenly they are sharded. Returns the mean loss over all.
+        """Train on all batches of all ranks, however unevenly they are sharded. Return the mean loss over all.
 
         A rank that runs out repeats its last batch with weight 0 until the others are done.
         """
@@ -198,7 +198,7 @@ class AMPTrainer:
         return save_state(state, step, self._checkpoint_calls, Path(path), rank, self.time_limit)
 
     def load_checkpoint(self, path: str | Path) -> int:
-        """Load the newest intact checkpoint below `path`, or exactly this one. Returns its step.
+        """Load the newest intact checkpoint below `path`, or exactly this one. Return its step.
 
         Call it on every rank: it returns when all have read, or raises on all. On rank 0 alone it returns after some
         seconds; but the next training step raises, because the ranks would train different weights.

@@ -22,12 +22,12 @@ from lockstep.checkpoint.format import verify
 from lockstep.checkpoint.load import CheckpointReader, find
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.run_state import RunState
-from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.saving.writer import Committed, Failed, SaveContext
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, delete_leftovers, open_storage
-from lockstep.checkpoint.writer import Committed, Failed, SaveContext
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
-from lockstep.launch.run_dir import is_checkpoint
+from lockstep.launch.folder.run_dir import is_checkpoint
 from lockstep.runtime.layout import shard_of
 from lockstep.runtime.rendezvous.store import wait_for
 from lockstep.runtime.world import World

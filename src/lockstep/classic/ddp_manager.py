@@ -35,7 +35,7 @@ class DDPManager:
         self._membership = Membership()
 
     def initialize(self, backend: str = "nccl", timeout_mins: float = 30) -> bool:
-        """Join the ranks that the environment announces. Returns whether there are several.
+        """Join the ranks that the environment announces. Return whether there are several.
 
         `nccl` means gloo where ranks share a GPU or have none.
         """

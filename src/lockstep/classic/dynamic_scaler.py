@@ -73,7 +73,7 @@ class DynamicScaler(precision.DynamicScaler):
         self._overflowed = overflowed
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step the optimizer if every gradient of every rank is finite. Returns whether it was."""
+        """Step the optimizer if every gradient of every rank is finite. Return whether it was."""
         if self._overflowed is None:
             self.unscale(optimizer)
         if not self._overflowed:

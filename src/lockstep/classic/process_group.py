@@ -34,7 +34,7 @@ class Membership:
         backend: str,
         timeout: timedelta | None = None,
     ) -> str:
-        """Join the ranks of `world`, unless this process is in a group already. Returns the name of the backend.
+        """Join the ranks of `world`, unless this process is in a group already. Return the name of the backend.
 
         `nccl` becomes gloo where ranks share a GPU or have none.
         """

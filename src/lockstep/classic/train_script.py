@@ -33,7 +33,7 @@ RIVALS = {
 
 
 def main(target: str, arguments: Sequence[str] | None = None, readers: int = 0, ranks_need_flag: bool = True) -> int:
-    """Train `target`, which has `readers` frozen models that may live on other GPUs. Returns the exit code.
+    """Train `target`, which has `readers` frozen models that may live on other GPUs. Return the exit code.
 
     With `ranks_need_flag` the ranks of a launcher are refused unless --distributed or --elastic_gpu was typed.
     """

@@ -21,7 +21,7 @@ from lockstep.launch.job import parse_nnodes, parse_nproc
 
 
 class Platform(Protocol):
-    """What a module of this package offers. Its own libraries are imported inside its functions."""
+    """The functions of a module of this package. They import what only this platform needs themselves."""
 
     # What `lockstep launch --help` says about it.
     HELP: str
@@ -44,7 +44,7 @@ class Platform(Protocol):
         ...
 
     def submit(self, request: Request, options: argparse.Namespace, files: dict[str, Path]) -> int:
-        """Hand the written files to the platform. Returns an exit code."""
+        """Hand the written files to the platform. Return an exit code."""
         ...
 
 
@@ -77,7 +77,7 @@ def _add_common_options(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Render a job for a platform; print it, write it, or submit it. Returns an exit code."""
+    """Render a job for a platform; print it, write it, or submit it. Return an exit code."""
     chosen = platform(options.platform)
     request = make_request(options, overrides)
     if getattr(chosen, "STARTS_AGAIN", True):
@@ -89,13 +89,14 @@ def main(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         for name, text in texts.items():
             if len(texts) > 1:
                 print(f"# ---- {name} ----")
+
             print(text, end="" if text.endswith("\n") else "\n")
 
         print("lockstep: not submitted; add --submit, or --out DIR to write it to files", file=sys.stderr)
         return 0
 
-    own = request.run_dir if getattr(chosen, "SEES_RUN_DIR", True) else Path("runs") / request.name
-    files = write(texts, options.out or own / "launch", getattr(chosen, "PRIVATE", False)) if texts else {}
+    folder = request.run_dir if getattr(chosen, "SEES_RUN_DIR", True) else Path("runs") / request.name
+    files = write(texts, options.out or folder / "launch", getattr(chosen, "PRIVATE", False)) if texts else {}
     return chosen.submit(request, options, files) if options.submit else 0
 
 
@@ -104,7 +105,7 @@ def make_request(options: argparse.Namespace, overrides: Sequence[str]) -> Reque
     # `lockstep --help` must not wait for pydantic.
     from lockstep.config import check, read_layers, strongest_value
     from lockstep.engine.checks.names import check_names
-    from lockstep.launch.run_dir import new_run_dir
+    from lockstep.launch.folder.run_dir import new_run_dir
 
     layers = read_layers(options.config, overrides)
     targets.check(options.target)
@@ -141,7 +142,7 @@ def _refuse_other_resume(request: Request) -> None:
 
 
 def write(texts: dict[str, str], folder: Path, private: bool = False) -> dict[str, Path]:
-    """Write the files of a job into a folder. Returns name -> path."""
+    """Write the files of a job into a folder. Return name -> path."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():

@@ -271,6 +271,7 @@ def _to_yaml(manifest: Manifest) -> str:
 def _comment(pods: Pods) -> str:
     if not pods.meet:
         return ""
+
     namespace = f" --namespace {shlex.quote(pods.options.namespace)}" if pods.options.namespace else ""
     return (
         "# The pods prove to each other that they know the job's secret, which is not in this file. Make it once:\n"

@@ -81,14 +81,15 @@ class Logins:
         self._end()
 
     def _keep_beating(self) -> None:
-        """Send beats until the context ends. Runs on a thread of its own."""
+        """Send beats until the context ends. Runs in a thread."""
         self._beat()
         while not self._closed.wait(BEAT_S):
             self._beat()
 
     def _beat(self) -> None:
-        """Tell every host which hosts are logged in to. A host that hears nothing for a while takes this machine for
-        lost.
+        """Send every host a beat, with the list of hosts that are logged in to.
+
+        A host that gets none for a while concludes that this machine is lost.
         """
         connected = sorted(self._connected)
 
@@ -148,9 +149,7 @@ class Logins:
         return [answers[place] for place in waiting]
 
     def _no_answer(self, place: int, what: str) -> UserError:
-        """Return the error for a host that cannot be used, with what its login has printed and a command to try by
-        hand.
-        """
+        """Return the error for a host that cannot be used: what its login has printed, and a command to try."""
         host, login = self.hosts[place], self._logins[place]
         words = " ".join(login.last_errors) or what
         test = f"cd {shlex.quote(self._folder)} && {shlex.quote(self._python)} -m lockstep --version"
@@ -167,7 +166,7 @@ class Logins:
     # ---- the job ----
 
     def train(self, jobs: Sequence[Training], least: int) -> int:
-        """Start the job on all hosts and stay until it has ended. Returns its exit code."""
+        """Start the job on all hosts and stay until it has ended. Return its exit code."""
         from lockstep.launch.supervisor import collect_signals
 
         with collect_signals() as signals:
@@ -237,7 +236,7 @@ class _Watch:
         self._patience: float | None = None
 
     def run(self) -> int:
-        """Run the job until every host has ended or is given up. Returns the job's exit code."""
+        """Run the job until every host has ended or is given up. Return the job's exit code."""
         for place, job in enumerate(self._jobs):
             self._logins.send(place, job)
 

@@ -25,7 +25,7 @@ from lockstep.errors import UserError
 from lockstep.launch.job import Bounds, parse_nproc
 from lockstep.runtime.machine import join_host_port
 
-# Whether what is written may hold what others must not read: values of --env.
+# The written commands may hold secrets: values of --env.
 PRIVATE = True
 
 HELP = "hosts that you can log in to: start the job on all of them over ssh, or print the command for each"
@@ -91,7 +91,7 @@ def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
 
 
 def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]) -> int:
-    """Start the job on all hosts and stay until it has ended. Returns the job's exit code."""
+    """Start the job on all hosts and stay until it has ended. Return the job's exit code."""
     hosts = parse_hosts(options.hosts, options.hostfile)
     request = _for_hosts(request, hosts, options.nnodes)
     return _run(request, hosts, options, _resume_command(options.arguments, request))
@@ -102,14 +102,14 @@ def _resume_command(arguments: Sequence[str], request: Request) -> str:
     # What follows -- belongs to the script.
     words = without_values(arguments)
     end = words.index("--") if "--" in words else len(words)
-    own, rest = words[:end], words[end:]
+    words, script_words = words[:end], words[end:]
 
-    if not any(word.startswith("run_dir=") for word in own):
-        own.append(f"run_dir={request.run_dir}")
+    if not any(word.startswith("run_dir=") for word in words):
+        words.append(f"run_dir={request.run_dir}")
     if request.resume != "auto":
-        own = [*(word for word in own if not word.startswith("resume=")), "resume=auto"]
+        words = [*(word for word in words if not word.startswith("resume=")), "resume=auto"]
 
-    return shlex.join(["lockstep", *own, *rest])
+    return shlex.join(["lockstep", *words, *script_words])
 
 
 def train(options: argparse.Namespace, overrides: Sequence[str], resume_command: str) -> int:
@@ -296,33 +296,33 @@ def _look(logins: Logins, request: Request) -> list[Facts]:
 
 
 def _address_of(place: int, hosts: Sequence[Host], facts: Sequence[Facts]) -> str:
-    """Return the address of one host that the others use, which must be one of its own.
+    """Return the address at which the others reach a host; the host must have it.
 
     A host's own name often means 127.0.1.1 to the host itself, so what the others know comes first. A name that only
     the configuration of ssh knows means nothing to any of them: then the address at which the login arrived is taken.
     An address that several hosts have, such as that of a bridge for containers, does not tell them apart, and a
     link-local one means nothing without the name of an interface.
     """
-    name, own = hosts[place].name, facts[place]
+    name, host = hosts[place].name, facts[place]
     others = [other for number, other in enumerate(facts) if number != place]
-    known = [address for other in [*others, own] for address in other.resolved.get(name, [])]
-    candidates = [*known, own.reached_at, *own.addresses]
+    known = [address for other in [*others, host] for address in other.resolved.get(name, [])]
+    candidates = [*known, host.reached_at, *host.addresses]
     alone = len({fact.name for fact in facts}) == 1
 
     def fits(address: str) -> bool:
         is_loopback = address.startswith("127.") or address == "::1"
         if is_loopback or alone:
-            return alone and (is_loopback or address in own.addresses)
+            return alone and (is_loopback or address in host.addresses)
 
         is_shared = any(address in other.addresses for other in others)
         is_link_local = address.startswith(("fe80:", "169.254."))
-        return address in own.addresses and not is_shared and not is_link_local
+        return address in host.addresses and not is_shared and not is_link_local
 
     found = next((address for address in candidates if fits(address)), None)
     if found is None:
         raise UserError(
             f"the other hosts cannot know where {name} is",
-            f"{name} means {', '.join(known) or 'nothing'} to them; its own addresses are {', '.join(own.addresses)}",
+            f"{name} means {', '.join(known) or 'nothing'} to them; its own addresses are {', '.join(host.addresses)}",
             f"use an address of {name} instead of its name",
         )
 

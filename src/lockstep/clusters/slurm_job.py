@@ -23,7 +23,7 @@ from lockstep.launch.job import Bounds, parse_nnodes, parse_nproc
 SIGNAL_EARLY_S = 60
 
 # Options of sbatch that the script sets itself: the rest of the script depends on them.
-OWN_OPTIONS = {
+SCRIPT_OPTIONS = {
     **dict.fromkeys(("-N", "--nodes"), "--nnodes"),
     **dict.fromkeys(("-n", "--ntasks", "--ntasks-per-node"), "--nproc"),
     **dict.fromkeys(("-o", "--output", "-J", "--job-name"), "run_dir="),
@@ -181,9 +181,10 @@ def _parse_component(text: str, partition: str | None) -> Component:
         name = name.replace("-", "_")
         if name not in known or not equals:
             raise unknown_name("--component", word, [f"{name}=..." for name in known])
+
         values[name] = value
 
-    # What is left are words, as they stand in the fields.
+    # The other fields hold text, as it was typed.
     cpus = values.pop("cpus_per_task", None)
     return Component(
         nnodes=parse_nnodes(values.pop("nnodes", None)),
@@ -205,6 +206,7 @@ def _parse_sbatch(text: str) -> str:
 
     if words and not words[0].startswith("-"):
         words = [f"--{word}" for word in words]
+
     return shlex.join(words)
 
 
@@ -255,7 +257,7 @@ def check(job: SlurmJob) -> None:
 
 
 def _check_words(job: SlurmJob) -> None:
-    """A line break or a space in a value would become another option, or another line of the script."""
+    """Refuse text that would change the script: a space or a line break in a value would begin another option."""
     values = {"--time": job.time, "--account": job.account, "--qos": job.qos, "--array": job.array}
     for component in job.components:
         values |= {"--partition": component.partition, "--mem": component.mem, "--constraint": component.constraint}
@@ -264,9 +266,9 @@ def _check_words(job: SlurmJob) -> None:
                 raise UserError(f"{name} {value!r} is not one word", "", f"write {name} without spaces")
 
     for word in (word for text in job.sbatch for word in shlex.split(text)):
-        if (name := _own_option(word)) is not None:
+        if (name := _script_option(word)) is not None:
             raise UserError(
-                f"--sbatch {word}: the script sets {name} itself", "", f"use {OWN_OPTIONS[name]} in its place"
+                f"--sbatch {word}: the script sets {name} itself", "", f"use {SCRIPT_OPTIONS[name]} in its place"
             )
 
     if "\n" in "".join([*job.sbatch, *job.setup]):
@@ -289,13 +291,13 @@ def _check_words(job: SlurmJob) -> None:
         )
 
 
-def _own_option(word: str) -> str | None:
-    """Return the option of OWN_OPTIONS that a word sets, or None. Long ones may be shortened, as sbatch allows."""
+def _script_option(word: str) -> str | None:
+    """Return the option of SCRIPT_OPTIONS that a word sets, or None. Long ones may be shortened, as sbatch allows."""
     name = re.match(r"--[\w-]+|-\w|", word)[0]  # type: ignore[index]
-    if name in OWN_OPTIONS:
+    if name in SCRIPT_OPTIONS:
         return name
 
-    return next((own for own in OWN_OPTIONS if len(name) > 2 and own.startswith(name)), None)
+    return next((option for option in SCRIPT_OPTIONS if len(name) > 2 and option.startswith(name)), None)
 
 
 def _check_time(job: SlurmJob) -> None:

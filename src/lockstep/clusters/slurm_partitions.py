@@ -121,47 +121,64 @@ def _of_partition(component: Component, cluster: Sequence[Nodes]) -> list[Nodes]
     return [nodes for nodes in cluster if (nodes.default if wanted is None else nodes.partition == wanted)]
 
 
-# Something that a job needs of a node: what it is called, whether a node has it, and what to type if none has; {0} is
-# the largest node.
-Need = tuple[str, Callable[[Nodes], bool], str]
+@dataclass(frozen=True)
+class Need:
+    """Something that a job needs of a node."""
+
+    text: str  # as it follows "2 nodes" in an error: " with 8 CPUs"
+    met_by: Callable[[Nodes], bool]
+    fix: Callable[[Nodes], str]  # what to type if too few nodes have it; the argument is the largest node
 
 
 def _needs(job: SlurmJob, component: Component, nodes: Sequence[Nodes]) -> Iterator[Need]:
     # An expression of several features is Slurm's to judge.
     feature = component.constraint
     if feature and re.fullmatch(r"[\w.-]+", feature):
-        yield f" with the feature {feature}", lambda one: feature in one.features, "use another --constraint"
+        yield Need(
+            f" with the feature {feature}", lambda one: feature in one.features, lambda _: "use another --constraint"
+        )
 
     if gpus := component.gpus:
         most = max(one.gpus for one in nodes) or 1
         as_many = -(-gpus * component.nnodes.most // most)
-        fix = f"use --gpus-per-node {{0.gpus}} --nproc {{0.gpus}}, and --nnodes {as_many}"
-        yield f" with {plural(gpus, 'GPU')}", lambda one: one.gpus >= gpus, fix
+        yield Need(
+            f" with {plural(gpus, 'GPU')}",
+            lambda one: one.gpus >= gpus,
+            lambda largest: f"use --gpus-per-node {largest.gpus} --nproc {largest.gpus}, and --nnodes {as_many}",
+        )
 
     cpus = tasks_per_node(job, component) * cpus_per_task(job, component)
-    yield f" with {plural(cpus, 'CPU')}", lambda one: one.cpus >= cpus, "use --cpus-per-task {0.cpus} at most"
+    yield Need(
+        f" with {plural(cpus, 'CPU')}",
+        lambda one: one.cpus >= cpus,
+        lambda largest: f"use --cpus-per-task {largest.cpus} at most",
+    )
 
     if mem_mb := megabytes(component.mem):
-        yield f" with {mem_mb} MB", lambda one: one.mem_mb >= mem_mb, "use --mem {0.mem_mb}M at most"
+        yield Need(
+            f" with {mem_mb} MB",
+            lambda one: one.mem_mb >= mem_mb,
+            lambda largest: f"use --mem {largest.mem_mb}M at most",
+        )
 
 
 def _check_nodes(job: SlurmJob, component: Component, nodes: Sequence[Nodes]) -> None:
     """Check one need after the other, so that the error names the one that no node, or too few nodes, can meet."""
     least = component.nnodes.least
-    enough = sum(one.count for one in nodes) >= least
-    needs = list(_needs(job, component, nodes)) if enough else []
     left = list(nodes)
 
-    for need, has, fix in [("", lambda one: True, ""), *needs]:
-        before, left = left, [one for one in left if has(one)]
+    # The first need is that there are enough nodes of any kind.
+    any_node = Need("", lambda one: True, lambda largest: "")
+    for need in [any_node, *_needs(job, component, nodes)]:
+        before, left = left, [one for one in left if need.met_by(one)]
         count = sum(one.count for one in left)
         if count >= least:
             continue
 
         largest = max(before, key=lambda one: (one.gpus, one.cpus, one.mem_mb))
-        what = f"use --nnodes {count}" if left else fix.format(largest)
+        what = f"use --nnodes {count}" if left else need.fix(largest)
         raise UserError(
-            f"partition {nodes[0].partition} does not have {plural(least, 'node')}{need}",
+            f"partition {nodes[0].partition} does not have {plural(least, 'node')}{need.text}",
             "; ".join(map(str, nodes)),
             f"{what}, or another --partition",
         )

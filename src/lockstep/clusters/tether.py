@@ -127,6 +127,7 @@ def try_out(request: TryOut) -> str:
     while not Path(request.mark).exists():
         if time.monotonic() > deadline:
             return f"it does not see {request.mark}, which the first host has written"
+
         time.sleep(0.1)
 
     return ""
@@ -337,7 +338,7 @@ class Tether:
         return ExitCode.RESTART
 
     def _watch(self, presence: Presence, job: Training) -> None:
-        """Pass signals on to the launcher; when the tether breaks, leave the job. Runs on a thread of its own."""
+        """Pass signals on to the launcher; when the tether breaks, leave the job. Runs in a thread."""
         for request in self._requests:
             if isinstance(request, PassSignal):
                 os.kill(os.getpid(), signal.Signals[request.name])
@@ -379,6 +380,7 @@ def others_go_on(presence: Presence, job: Training, connected: list[int]) -> boo
     while len([place for place in others if not presence.leaves(place)]) >= job.least:
         if time.monotonic() > deadline:
             return True
+
         time.sleep(0.05)
 
     return False

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from lockstep.config.schema import KEYS, RENAMED, RunConfig
 from lockstep.config.settings import flatten, typed
 
-# Settings that may change on resume without being reported.
-NOT_COMPARED = ("run_dir", "resume", "log.progress")
+# Settings that may change on resume without being reported. The last one may follow the number of ranks.
+NOT_COMPARED = ("run_dir", "resume", "log.progress", "ddp.find_unused_parameters")
 
 
 class Change(NamedTuple):

@@ -1,7 +1,7 @@
 """Layers -> one `RunConfig` and the source of each value, or every problem at once with what to type.
 
-A later layer wins over an earlier one, key by key. All problems are collected and raised together: whoever corrects a
-file of settings wants to see all of its mistakes at once, each with its source and the nearest name that exists.
+A later layer wins over an earlier one, key by key. All problems are collected and raised together, so that a user can
+correct all mistakes of a file at once: each is reported with its source and the nearest name that exists.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from lockstep.config.strategies import STRATEGIES, Strategy, StrategyName
 from lockstep.config.value_types import Goal, LoadBalance, PathText, PrecisionName, Remat, Section, key
 
 # Old key -> new key. An old one is refused with its new name.
-RENAMED = {"speed_weights": "load_balance"}
+RENAMED = {"speed_weights": "load_balance", "evaluate.decides": "evaluate.monitor"}
 
 
 # ---- the configuration ----
@@ -82,7 +82,9 @@ class RunConfig(Section):
     remat: Remat = key(
         "none", "activation checkpointing: none, full, selective, or every-N for every N-th block", example="full"
     )
-    compile: Literal["auto"] | bool = key("auto", "torch.compile the model; auto: on for CUDA")
+    compile: Literal["auto"] | bool = key(
+        "auto", "torch.compile the loss with the model, or as much of it as can be; auto: on CUDA, if it pays"
+    )
     graph: Literal["auto"] | bool = key(
         "auto", "capture the model's calls as CUDA graphs and replay them; auto: if it is launch-bound"
     )
@@ -158,6 +160,7 @@ class RunConfig(Section):
         problems = [*exclusive(settings), *conflicts(settings)]
         if problems:
             raise ValueError("; ".join(problem.problem for problem in problems))
+
         return self
 
 

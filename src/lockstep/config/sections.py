@@ -77,7 +77,7 @@ class EvaluateConfig(Section):
         example=10,
         gt=0,
     )
-    decides: str | None = key(
+    monitor: str | None = key(
         None,
         "of several evaluation sets, the one that early stopping, the best checkpoint and schedulers follow; null: the "
         "first",

@@ -246,7 +246,7 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    position_ids: Tensor,
+    position_ids: Tensor | None,
     cu_seqlens: Tensor | None = None,
     causal: bool = True,
     scale: float | None = None,
@@ -254,14 +254,18 @@ def packed_attention(
 ) -> Tensor:
     """Return the attention (rows, heads, length, size) within each document. The first three have the same shape.
 
-    `scale` is that of the products, by default 1 / sqrt(size). With a `window`, a token attends to so many tokens up to
-    itself; only for causal attention.
+    Of `position_ids` and `cu_seqlens` one is enough. `scale` is that of the products, by default 1 / sqrt(size). With a
+    `window`, a token attends to so many tokens up to itself; only for causal attention.
 
     In half precision on a GPU it is torch's `varlen_attn`, which computes nothing between documents, and needs
     `cu_seqlens` of the batch. Elsewhere it is `scaled_dot_product_attention` with `attention_mask`.
     """
     assert causal or window is None
+    rows, _, length, _ = query.shape
     if cu_seqlens is None or not _has_varlen(query):
+        if position_ids is None:
+            assert cu_seqlens is not None
+            position_ids = document_positions(cu_seqlens, rows, length)
         mask = attention_mask(position_ids, causal)
         if window is not None:
             mask = mask.triu(1 - window)
@@ -270,7 +274,6 @@ def packed_attention(
     from torch.nn.attention.varlen import varlen_attn
 
     # One sequence of all rows: (rows * length, heads, size).
-    rows, _, length, _ = query.shape
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
     left = -1 if window is None else window - 1
     seen = (left, 0 if causal else -1)

@@ -141,7 +141,7 @@ def check_sendable(batch: Any, ids: Sequence[int], where: str) -> None:
         _SendCheck(_NullFile()).dump(batch)
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # pickling calls the user's code
         raise UserError(
             f"a worker process cannot send its batch to the rank: {type(error).__name__}: {error}",
             f"samples {some_names([str(i) for i in ids])} {where}, a {type(batch).__name__}",

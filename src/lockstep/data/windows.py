@@ -9,7 +9,6 @@ sample.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from typing import Any, NamedTuple
@@ -19,13 +18,13 @@ import numpy as np
 from lockstep.data.length_balance import divide_by_length
 from lockstep.data.samplers import Sampler
 from lockstep.data.samplers.sampler import OrderCache, checked_ids
+from lockstep.data.samplers.shuffled import SequentialSampler, ShuffledSampler
 from lockstep.data.source_options import SourceOptions
 from lockstep.errors import UserError
 from lockstep.task import MicroBatch
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """The samples of one global step: offsets [start, stop) in the order of `epoch`."""
 
     epoch: int
@@ -129,6 +128,10 @@ class StepOrder:
         self.length = len(sampler)  # of an epoch
         self.position = 0  # where the next step begins
 
+        # These give every sample once, so that their ids need no check. Anyone may write another sampler.
+        own = isinstance(sampler, ShuffledSampler | SequentialSampler)
+        self._is_permutation = own and self.length == samples
+
         # Spans [start, stop) of positions that are left out because their step was skipped.
         self.skipped_spans: list[tuple[int, int]] = []
 
@@ -191,6 +194,8 @@ class StepOrder:
                 position = stop
 
         window = next_window(position, self.length, self.options.global_batch, self.options.tail)
+        if not self.skipped_spans:
+            return window
 
         # With `tail=drop` the window may begin in the next epoch, in a skipped span there.
         begin = self.end_position(window) - window.size
@@ -214,6 +219,8 @@ class StepOrder:
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """Return the ids (stop - start,) of the samples at the offsets [start, stop) of an epoch."""
+        if self._is_permutation:
+            return self.sampler.ids(epoch, start, stop)
         return checked_ids(self.sampler, epoch, start, stop, self.samples)
 
     def micro_batch(self, window: Window, assigned: Assigned) -> MicroBatch:

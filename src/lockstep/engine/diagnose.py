@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lockstep.engine.checks.token_ids import explain_index
 from lockstep.engine.evaluation.evaluator import evaluation_batch
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch import records
@@ -62,6 +63,12 @@ def explained(builder: RunBuilder) -> Iterator[None]:
             ) from error
 
         raise
+    except IndexError as error:
+        explanation = explain_index(error, builder)
+        if explanation:
+            raise explanation from error
+
+        raise
     except RuntimeError as error:
         # For host memory torch raises a plain RuntimeError.
         if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
@@ -93,6 +100,11 @@ def explained(builder: RunBuilder) -> Iterator[None]:
 
         if _is_about_input(str(error), builder):
             raise _explain_changed_input(error, builder) from error
+
+        # An index that is out of range, on a GPU.
+        explanation = explain_index(error, builder)
+        if explanation:
+            raise explanation from error
 
         raise
 

@@ -15,6 +15,7 @@ from lockstep.engine.hooks.show import call_show
 from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
+from lockstep.engine.start_check.metrics import check_metrics
 from lockstep.parallel.meta.init import init_as_configured
 from lockstep.task import StepBatches, Task
 
@@ -50,7 +51,9 @@ class Training:
         _setup_model(task, builder, data)
         self.run = builder.setup_run(data(), task.collate)
         self.run.hooks.before_training()
-        self._loss = self.run.hooks.around_loss(task.loss)
+        compiler = self.run.driver.compiler
+        loss = compiler.around(task.loss) if compiler else task.loss
+        self._loss = self.run.hooks.around_loss(loss)
 
         write_assets = overridden(task, "write_assets")
         if write_assets:
@@ -59,6 +62,7 @@ class Training:
         # Check the evaluation data before the first step, not when the first evaluation is due.
         self._eval_sets = _eval_sets(task, self.run)
         self.run.check_start(task)
+        check_metrics(self.run, task, self._eval_sets)
 
     def evaluate_if_interrupted(self) -> None:
         """Repeat the evaluation during which the run was preempted, if there is one."""
@@ -125,7 +129,7 @@ def _write_assets(write: Callable[[Path], None], run_dir: Path) -> None:
 
 def _eval_sets(task: Task, run: Run) -> list[EvaluationSet]:
     """Return the task's evaluation sets after checking them. There may be none."""
-    sets = evaluation_sets(task, run.config.evaluate.decides)
+    sets = evaluation_sets(task, run.config.evaluate.monitor)
     for chosen in sets:
         check_data(chosen.dataset, chosen.name)
 

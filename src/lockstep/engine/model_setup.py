@@ -6,11 +6,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.engine.checks.guards import TrainableGuard
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluation.evaluator import Evaluator
 from lockstep.optim.optimizers import Optimizers
+from lockstep.optim.weight_average import WeightAverage
 from lockstep.parallel.driver import Driver
 
 

@@ -35,7 +35,6 @@ from lockstep.parallel.driver import Reduced
 from lockstep.parallel.inner_gradients import TORCH_ENGINE, use_engine
 from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.parallel.several_models import SeveralModels
-from lockstep.precision import full_precision
 from lockstep.runtime import heartbeat
 from lockstep.runtime.seeds import derive, seed_torch
 from lockstep.task import Loss, Metric, MicroBatch, StepBatches, StepResult, Weight
@@ -76,6 +75,9 @@ class OwnRun(BuiltRunView):
             return moved[0] if len(moved) == 1 else moved
 
         several = SeveralModels(models) if len(models) > 1 else None
+        if _are_trained_in_turn(models, optimizers):
+            self._builder.expect_unused_parameters("each of several models has an optimizer of its own")
+
         setup = self._builder.setup_model(several or model, lambda _: optimizers, schedulers=lambda _: schedulers)
         self._check_setup(setup, len(optimizers))
 
@@ -123,6 +125,22 @@ class OwnRun(BuiltRunView):
                 fill_model(model, (), lambda _: None, self._builder.runtime)
 
         return [model.to(self.device) for model in models]
+
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function `(model, *batch)` to call in the loop: `loss = run.compile(loss)`, after `run.setup`.
+
+        It is compiled together with the model if `compile` says so and it can be. Without this call the model alone is.
+        """
+        driver = self._builder.driver
+        if driver is None or isinstance(driver.model, SeveralModels):
+            raise UserError(
+                "run.compile(function) needs the one model that the function calls",
+                "run.setup was not called yet" if driver is None else "run.setup got several models",
+                "call it after model, optimizer = run.setup(model, optimizer)",
+            )
+
+        # Without a compiler nothing is compiled, or the model's forward is collective and compiled by itself.
+        return driver.compiler.around(function) if driver.compiler else function
 
     def register(self, name: str, part: Any) -> None:
         """Save `part` with every checkpoint and restore its state on resume. Call it before `run.steps`.
@@ -176,7 +194,7 @@ class OwnRun(BuiltRunView):
             try:
                 yield step
             finally:
-                gradients.release()
+                gradients.forget()
 
             step.check_ended()
             run.maintain()
@@ -191,26 +209,26 @@ class OwnRun(BuiltRunView):
         *,
         name: str | None = None,
         metrics: Mapping[str, Any] | None = None,
-        decides: bool = True,
-        moves_rate: bool | None = None,
+        monitor: bool = True,
+        decides: bool | None = None,
     ) -> dict[str, float]:
         """Return the mean loss and metrics over `dataset`. Every sample counts once, at any world size.
 
-        After each step, the first evaluation with `decides=True` steps ReduceLROnPlateau. Early stopping and
+        After each step, the first evaluation with `monitor=True` steps ReduceLROnPlateau. Early stopping and
         `checkpoint.best` follow all of them. `name` tells several datasets apart: their results are logged as
-        eval/NAME/loss. `metrics` are torchmetrics by name, updated with the `outputs` of each loss. `moves_rate` is the
-        old name of `decides`.
+        eval/NAME/loss. `metrics` are torchmetrics by name, updated with the `outputs` of each loss. `decides` is the
+        old name of `monitor`.
         """
-        if moves_rate is not None:
+        if decides is not None:
             raise UserError(
-                "run.evaluate has no argument moves_rate any more: it is called decides",
-                "it also decides about early stopping",
-                f"call run.evaluate(..., decides={moves_rate})",
+                "run.evaluate has no argument decides any more: it is called monitor",
+                "",
+                f"call run.evaluate(..., monitor={decides})",
             )
 
         self._check_model("run.evaluate(dataset, loss)")
 
-        chosen = EvaluationSet(dataset, loss, collate, name, decides, metrics or {})
+        chosen = EvaluationSet(dataset, loss, collate, name, monitor, metrics or {})
 
         # Before the first step there is no Run yet, and evaluate.batch must be set.
         if self._run:
@@ -309,6 +327,8 @@ class OwnStep:
         # Random numbers that the loop draws before its first batch must not depend on the step of a resume.
         seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
         self._driver = run.driver
+        self._watched = use_engine(self._driver.watched_engine)  # for gradients that the loop computes itself
+        self._unwatched = use_engine(TORCH_ENGINE)
         self._begin_pass()
 
         # State that the first forward of the run must not change; compared in the first backward.
@@ -336,7 +356,7 @@ class OwnStep:
             self._gradients.note()
 
             # The body of the user's loop runs at this yield, under autocast. It must call `backward` once.
-            with use_engine(self._driver.watched_engine), self._progress.autocast():
+            with self._watched, self._progress.autocast():
                 yield micro.data
 
             if self._progress.backwards_done != self._yielded:
@@ -362,16 +382,17 @@ class OwnStep:
             self._snapshot = None
 
         # Autocast is on in the body of the loop, but must be off in the backward.
-        with use_engine(TORCH_ENGINE), full_precision(self._run.stepper.context.precision):
+        with self._unwatched, self._run.stepper.context.precision.no_autocast():
             loss = Loss(loss_sum, weight, metrics)
             if self._run.hooks.follow_losses:
                 loss = self._run.hooks.before_backward(loss)
 
             self._driver.backward(loss, self._progress)
 
-        self._gradients.note()
+        # The exchange is over, and the loop may do anything now, but `apply` needs these gradients.
         if self._progress.backwards_done == self._batches.count:
-            self._run.runtime.heartbeat.beat("user code")  # the exchange is over, and the loop may do anything now
+            self._gradients.note()
+            self._run.runtime.heartbeat.beat("user code")
 
     def apply(self, *optimizers: torch.optim.Optimizer) -> StepResult | None:
         """Divide by the global weight, clip, and step the optimizers.
@@ -438,6 +459,7 @@ class OwnStep:
     def _begin_pass(self) -> None:
         self._yielded = 0
         self._progress = self._run.stepper.begin(self._batches, self.passes_done, self._passes)
+        self._gradients.forget()
         self._driver.begin()
 
     def _end_pass(self) -> None:
@@ -505,6 +527,20 @@ class OwnStep:
             "",
             "call step.backward exactly once per batch; pass weight=0 if a batch should not count",
         )
+
+
+def _are_trained_in_turn(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> bool:
+    """Return whether each of several models belongs to one of several optimizers, as in a GAN."""
+    owners: list[set[int]] = []  # of each model, the optimizers that update a part of it
+    for model in models:
+        own = {id(p) for p in model.parameters() if p.requires_grad}
+        owners.append({i for i, optimizer in enumerate(optimizers) if own & _parameter_ids(optimizer)})
+
+    return all(len(found) <= 1 for found in owners) and len(set[int]().union(*owners)) > 1
+
+
+def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
 def _check_parts(parts: list[Any]) -> None:

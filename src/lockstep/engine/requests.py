@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.checkpoint.manager import CheckpointManager, Resumed
+from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.resume import Resumed
 from lockstep.engine.step import Stepper
 from lockstep.task import StepResult
 

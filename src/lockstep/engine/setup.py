@@ -22,9 +22,9 @@ from typing import Any
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lockstep.callbacks.weight_average import WeightAverage
 from lockstep.checkpoint.initial.weights import InitialWeights, load_initial_weights
-from lockstep.checkpoint.manager import CheckpointManager, Resumed
+from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.resume import Resumed
 from lockstep.checkpoint.run_state import Part, RunState
 from lockstep.checkpoint.state_tree import frozen_names, gather_state, pack
 from lockstep.checkpoint.storage import committed, delete_leftovers, open_storage
@@ -68,7 +68,7 @@ from lockstep.engine.profile.steps import ProfiledSteps
 from lockstep.engine.requests import Requests
 from lockstep.engine.run import Run
 from lockstep.engine.step import Stepper
-from lockstep.errors import Preempted, UserError
+from lockstep.errors import ConfigError, Preempted, UserError
 from lockstep.launch import records
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
@@ -80,6 +80,7 @@ from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, as_list, ch
 from lockstep.optim.registry import build_optimizers
 from lockstep.optim.schedule import LearningRate
 from lockstep.optim.user_scheduler import SchedulerRate, check_schedulers_passed, make_learning_rate
+from lockstep.optim.weight_average import WeightAverage
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver, trainable
@@ -161,6 +162,8 @@ class RunBuilder:
 
         # Undone if the run fails.
         self._on_failure.callback(release_captures, self.driver.model)
+        if self.driver.compiler:
+            self._on_failure.callback(self.driver.compiler.release)
         self._on_failure.callback(stop_watching)  # a custom loop may fail while it is watched
 
         late_hooks = LateHooks(model, parameters_before)
@@ -192,6 +195,23 @@ class RunBuilder:
             average=self._make_average(model),
         )
         return self.model_setup
+
+    def expect_unused_parameters(self, reason: str) -> None:
+        """Set ddp.find_unused_parameters before `setup_model`, for losses that reach only a part of the model.
+
+        It stays as it is where the user has set it, or an option of DDP that excludes it: an error will name the key.
+        """
+        config = self.config
+        is_ddp = config.strategy_record.local_forward and not config.uses_axis("tp", "pp")
+        if self.runtime.world.alone or not is_ddp:
+            return
+
+        key = "ddp.find_unused_parameters"
+        with contextlib.suppress(ConfigError):
+            self.resolved = self.resolved.fill_in("run.setup", {key: True})
+
+        if self.resolved.sources[key] == "run.setup":
+            self.recorder.event("note", reason=f"{key}=true, because {reason}")
 
     def _load_initial_weights(self, driver: Driver) -> InitialWeights:
         """Read the weights at `init_from`; of a run that will resume only those that its checkpoints leave out."""
@@ -546,6 +566,7 @@ class RunBuilder:
             rank=self.runtime.world.rank,
             duplicates=setup.driver.role.duplicates,
             average=setup.average,
+            on_any_rank=lambda value: any(self.runtime.collectives.gather_json(value)),
         )
         checkpoints = CheckpointManager(
             folder=self.folder,
@@ -571,7 +592,7 @@ class RunBuilder:
     def _continue_plan(self, resumed: Resumed, plan: Plan, source: BatchSource, stepper: Stepper) -> Plan:
         """Return the plan of a resumed run: its epochs are counted by the data, as its steps may have another size."""
         if not isinstance(source, MapSource):
-            check_epochs_countable(self.config, resumed.changed_settings)
+            check_epochs_countable(self.config, resumed.global_batch, plan.global_batch)
             return plan
 
         plan = plan.resumed(self.config, stepper.counters.steps_done, source.order.steps_counted)

@@ -150,7 +150,7 @@ class Stepper:
 
     def set_flags(self, **flags: bool) -> None:
         """Set `Flags`, such as `stop` or `save`, in every control word from now on, until they are set to False."""
-        self.context.flags |= {name: int(value) for name, value in flags.items()}
+        self.context.flags |= flags
 
     def measure(self, progress: StepProgress, reduced: Reduced) -> StepResult:
         """End a pass without an update. `p.grad` then holds the gradient of the mean loss."""

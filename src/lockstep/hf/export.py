@@ -260,7 +260,7 @@ def _replace_folder(out: Path, write: Callable[[Path], str]) -> str:
 
         draft.rename(out)
         _sync(out.parent)
-    except BaseException:
+    except BaseException:  # also Ctrl-C: no half of a folder stays
         shutil.rmtree(draft, ignore_errors=True)
         if old.exists() and not out.exists():
             with suppress(OSError):

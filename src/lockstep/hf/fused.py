@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lockstep.errors import UserError
-from lockstep.hf.local import package
 from lockstep.losses import linear_cross_entropy
 
 IGNORED = -100  # the label of tokens that do not count, as everywhere in transformers
@@ -26,6 +25,9 @@ class FusedLoss:
         if labels is None:
             return super().forward(*args, **kwargs)  # pyrefly: ignore[missing-attribute]
 
+        # torch.compile follows an import statement, but no function that imports.
+        from transformers.modeling_outputs import CausalLMOutput
+
         model: Any = self
         hidden = model.base_model(*args, **kwargs).last_hidden_state
         head = model.get_output_embeddings()
@@ -35,7 +37,7 @@ class FusedLoss:
         # The output at a token predicts the next one. Shifting labels is cheaper than copying hidden states.
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         loss = linear_cross_entropy(hidden, head.weight, targets, bias=head.bias)
-        return package("transformers.modeling_outputs").CausalLMOutput(loss=loss)
+        return CausalLMOutput(loss=loss)  # pyrefly: ignore[bad-argument-type]
 
 
 def fuse_loss(model: Any) -> Any:

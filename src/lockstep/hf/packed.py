@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.packing import document_positions, packed_attention
+from lockstep.data.packing import packed_attention
 from lockstep.errors import UserError
 from lockstep.hf.local import package
 
@@ -58,8 +58,11 @@ def _attention(
 ) -> tuple[Tensor, None]:
     """Attend as transformers' interface asks: query (rows, heads, length, size) to (rows, length, heads, size)."""
     if attention_mask is None or attention_mask.dtype != torch.int32:
-        plain = package("transformers.integrations.sdpa_attention").sdpa_attention_forward
-        return plain(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )  # pyrefly: ignore
 
     if dropout or kwargs.get("softcap") is not None:
         what = f"attention dropout {dropout}" if dropout else f"softcap {kwargs['softcap']}"
@@ -70,10 +73,7 @@ def _attention(
     if groups > 1:
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
 
-    bounds = attention_mask.flatten()
-    rows, _, length, _ = query.shape
-    positions = document_positions(bounds, rows, length)
-    out = packed_attention(query, key, value, positions, bounds, scale=scaling, window=sliding_window)
+    out = packed_attention(query, key, value, None, attention_mask.flatten(), scale=scaling, window=sliding_window)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -218,7 +218,8 @@ def load_exception(folder: Path, failure: Failure) -> Exception | None:
 
     import cloudpickle
 
-    # Classes of a notebook's cells come back as the same classes: cloudpickle remembers those that it has sent.
+    # Unpickling may raise anything; then the text of the failure must do. Classes of a notebook's cells come back as
+    # the same classes: cloudpickle remembers those that it has sent.
     with contextlib.suppress(Exception):
         error = cloudpickle.loads((folder / f"error-{failure.rank}").read_bytes())
         if isinstance(error, Exception) and failure.raised_as(type(error)):

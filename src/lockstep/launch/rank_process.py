@@ -56,6 +56,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
     try:
         work(spec)
     except BaseException as error:
+        # Also SystemExit and KeyboardInterrupt: however the user's code ends, the launcher must learn it.
         code = error.code if isinstance(error, SystemExit) else 1
         if code in (None, *failure.CLEAN):
             failure.note_end(folder, rank, failure.raising_line(error))

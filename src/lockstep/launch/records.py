@@ -40,7 +40,7 @@ def replacing(path: Path, suffix: str = "tmp") -> Iterator[Path]:
         draft.unlink(missing_ok=True)
         yield draft
         os.replace(draft, path)
-    except BaseException:
+    except BaseException:  # Ctrl-C as well: no draft may stay behind
         draft.unlink(missing_ok=True)
         raise
 
@@ -116,6 +116,7 @@ def parse(kind: Any, value: Any) -> Any:
     if base is Literal:
         if value not in arguments:
             raise ValueError(f"{str(value)[:200]!r} instead of one of {arguments}")
+
         return value
 
     if base is UnionType:

@@ -11,16 +11,17 @@ from contextlib import closing, contextmanager
 from lockstep.errors import UserError
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import Coordinator
+from lockstep.launch.folder.locks import hold
+from lockstep.launch.folder.resize import remove_old_requests
 from lockstep.launch.job import Job, parse_address
 from lockstep.launch.nodes.node_launcher import NodeLauncher
-from lockstep.launch.run_dir import hold, remove_old_requests
 from lockstep.launch.wire.messages import JobEnd
 from lockstep.runtime.machine import check_interfaces
 from lockstep.runtime.preemption import PREEMPT_SIGNALS, signal_handler
 
 
 def supervise(job: Job) -> tuple[JobEnd, bool]:
-    """Run the job on this node, alone or as one of several. Returns how it ended, and whether this node ended it."""
+    """Run the job on this node, alone or as one of several. Return how it ended, and whether this node ended it."""
     if job.join is None and job.nnodes.least > 1:
         raise UserError(
             f"--nnodes {job.nnodes} needs --join",

@@ -199,7 +199,8 @@ def main(arguments: Sequence[str]) -> None:
     _serve(control, work)
 
 
-def _serve(control: socket.socket, work: Work) -> None:
+def _serve(control: socket.socket, work: Work) -> NoReturn:
+    """Fork ranks and report their ends, until the launcher is gone."""
     # A pipe wakes `poll` when a child ends. Unlike `select`, it takes file descriptors above 1023.
     woken, bell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
@@ -223,16 +224,7 @@ def _serve(control: socket.socket, work: Work) -> None:
 
             if control.fileno() in readable:
                 request, fds = _next_request(control)
-                zygote = os.getpid()
-                pid = os.fork()
-
-                # The rank inherits none of the zygote's descriptors.
-                if pid == 0:
-                    _close([control.detach(), woken, bell])
-                    die_with_parent(zygote)
-                    _become(request, fds, work)
-
-                _close(fds)
+                pid = _fork(control, [woken, bell], request, fds, work)
                 children[pid] = request["rank"]
                 folders.add(request["env"][ATTEMPT_FOLDER])
                 _report(control, RankChange(request["rank"], pid))
@@ -246,6 +238,20 @@ def _serve(control: socket.socket, work: Work) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
     os._exit(0)
+
+
+def _fork(control: socket.socket, wakeup: list[int], request: dict[str, Any], fds: list[int], work: Work) -> int:
+    """Fork the rank of a request, with its file descriptors, and return its process."""
+    zygote = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        # The rank inherits none of the zygote's descriptors.
+        _close([control.detach(), *wakeup])
+        die_with_parent(zygote)
+        _become(request, fds, work)
+
+    _close(fds)
+    return pid
 
 
 def _report(control: socket.socket, change: RankChange) -> None:
@@ -327,6 +333,7 @@ def _become(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_SIGNALS)
         rank_process.main(request["spec"], work, lifeline=fds[0])
     except BaseException:
+        # Whatever it is: a rank must not return into the loop of the zygote.
         traceback.print_exc()
 
     os._exit(1)

@@ -153,6 +153,7 @@ def never_raises(method: Callable[..., None]) -> Callable[..., None]:
         try:
             method(display, *arguments)
         except Exception as error:
+            # Whatever goes wrong with a terminal or a pipe, training must go on.
             display.failure = display.failure or error
             if isinstance(error, BrokenPipeError):
                 point_at_null(display._stream)

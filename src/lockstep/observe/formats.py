@@ -75,6 +75,7 @@ def compact(value: float) -> str:
         # 999.5 would be shown as 1000.
         if abs(value) < 999.5:
             return f"{value:.3g}{suffix}"
+
         value /= 1000
 
     # There is no suffix for more than 999 T.

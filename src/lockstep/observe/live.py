@@ -74,7 +74,7 @@ class LiveDisplay(Display):
     @never_raises
     def event(self, record: Record) -> None:
         # The frame shows start, end and evaluations; everything else scrolls above it.
-        if record.get("event") == "eval" and record.get("decides", True):
+        if record.get("event") == "eval" and record.get("monitor", True):
             self._last_eval = record
         elif record.get("event") not in ("start", "end"):
             self.message(event_line(record))

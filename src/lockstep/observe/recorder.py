@@ -109,13 +109,10 @@ class Recorder:
 
         # Time and memory are measured on rank 0, which writes the line.
         seconds = time.perf_counter() - self._since
-        on_gpu = self.runtime.device.type == "cuda"
-        memory = torch.cuda.max_memory_allocated(self.runtime.device) if on_gpu else self._process.memory_info().rss
-
         known = {
             "time": time.time(),
             **numbers,
-            "memory_mb": memory / 2**20,
+            "memory_mb": self._memory_bytes() / 2**20,
             "step_s": seconds / steps,
             "data_wait_s": self.data_wait_s / steps,
             "samples": samples,
@@ -141,6 +138,10 @@ class Recorder:
 
         self._pending.append((_arrival(packed), make_line))
         self.poll()
+
+    def _memory_bytes(self) -> int:
+        device = self.runtime.device
+        return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else self._process.memory_info().rss
 
     def poll(self, wait: bool = False) -> None:
         """Write the lines whose numbers have arrived from the device, or, with `wait`, all lines."""
@@ -220,7 +221,7 @@ class Recorder:
             self.event("warning", step=step, reason=late)
 
         if slow := self._slow_ranks.look(rows):
-            self.event("slow rank", step=step, rank=slow.rank, cause=slow.cause, reason=str(slow))
+            self.event("slow rank", step=step, rank=slow.rank, cause=slow.work, reason=str(slow))
 
     # ---- events ----
 

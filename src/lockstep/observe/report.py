@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.launch.folder.run_dir import read_mapping
 from lockstep.launch.records import replacing
-from lockstep.launch.run_dir import read_mapping
 from lockstep.observe.charts import Point, Series, Style, line_chart
 from lockstep.observe.formats import (
     SAMPLE,
@@ -79,7 +79,7 @@ class RunRecord:
     @cached_property
     def evals(self) -> list[Record]:
         """The evaluations that decide, flat, one per step."""
-        return next((records for records in self.evals_by_set.values() if records[-1].get("decides", True)), [])
+        return next((records for records in self.evals_by_set.values() if records[-1].get("monitor", True)), [])
 
     @cached_property
     def evals_by_set(self) -> dict[str, list[Record]]:
@@ -396,6 +396,7 @@ def profile_of(run: RunRecord) -> str:
 
     if all(rank.get("busy") is not None for rank in ranks):
         facts.append(f"the GPU is busy for {_average(ranks, 'busy'):.0%} of the time")
+
     heads = ("Part of a step", "ms", "Share", "ms, fastest to slowest rank")
     text = "; ".join(facts) + ". Open profile/trace.json.gz in ui.perfetto.dev or chrome://tracing for the timeline."
     alerts = "".join(f'<p class="reason bad">{escaped(reason)}</p>' for reason in warnings(ranks))

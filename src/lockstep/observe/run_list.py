@@ -17,7 +17,8 @@ from rich.filesize import decimal as size_text
 
 from lockstep.errors import UserError
 from lockstep.launch import records
-from lockstep.launch.run_dir import LOCK, is_running, read_mapping
+from lockstep.launch.folder.locks import LOCK, is_running
+from lockstep.launch.folder.run_dir import read_mapping
 from lockstep.observe.formats import columns, figures, flat, number, one_line
 from lockstep.observe.report import without_undone
 
@@ -133,11 +134,11 @@ def best_evaluation(events: Sequence[dict[str, Any]], config: dict[str, Any]) ->
     metric = str(kept or (settings.get("stop.metric") if stops else None) or "eval_loss")
     mode = settings.get("checkpoint.best_mode" if kept else "stop.mode")
 
-    # `clean/accuracy` is a metric of the set `clean`. Without a set, the evaluation that decides is meant.
+    # `clean/accuracy` is a metric of the set `clean`. Without a set, the evaluation that is monitored is meant.
     of_set, _, name = metric.rpartition("/")
     key = "loss" if name in ("eval_loss", "loss") else f"metrics.{name}"
     evals = [event for event in events if event.get("event") == "eval"]
-    compared = [event for event in evals if (event.get("set") == of_set if of_set else event.get("decides", True))]
+    compared = [event for event in evals if (event.get("set") == of_set if of_set else event.get("monitor", True))]
 
     scores: list[dict[str, Any]] = []
     for event in without_undone(map(flat, compared)):

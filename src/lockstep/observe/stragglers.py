@@ -39,15 +39,15 @@ class SlowRank:
     """A rank that the others wait for."""
 
     rank: int
-    cause: str  # "data" or "compute"
-    own: float  # seconds per step that this rank spends on the cause
+    work: str  # what takes long: "data" or "compute"
+    seconds: float  # per step, that this rank spends on it
     others: float  # the same for the others: their median, scaled to this rank's number of micro-batches
     share: float  # fraction of a step that every rank loses by waiting
 
     def __str__(self) -> str:
-        what = {"data": "waits for data", "compute": "computes"}[self.cause]
+        what = {"data": "waits for data", "compute": "computes"}[self.work]
         return (
-            f"rank {self.rank} is slow: it {what} {self.own:.3g} s a step, the others {self.others:.3g} s; "
+            f"rank {self.rank} is slow: it {what} {self.seconds:.3g} s a step, the others {self.others:.3g} s; "
             f"all ranks lose {self.share:.0%} of their time by waiting for it"
         )
 
@@ -75,27 +75,28 @@ def slowest(rows: Sequence[Mapping[str, float]], threshold: float = 1.3) -> Slow
     if len(rows) < 2:
         return None
 
-    rank = max(range(len(rows)), key=lambda rank: _own(rows[rank]) / _micro_batches(rows[rank]))
+    rank = max(range(len(rows)), key=lambda rank: _work_s(rows[rank]) / _micro_batches(rows[rank]))
     slow = rows[rank]
     others = [row for index, row in enumerate(rows) if index != rank]
 
     # Its work must take longer, and the others must wait for about as long.
-    own = _own(slow)
-    usual = median(_own(row) * _scale(slow, row) for row in others)
-    excess = own - usual
+    work_s = _work_s(slow)
+    usual = median(_work_s(row) * _scale(slow, row) for row in others)
+    excess = work_s - usual
     waits = median(row["exchange"] for row in others) - slow["exchange"]
-    share = min(excess, waits) / max(own + slow["exchange"], 1e-9)
-    if own < threshold * usual or waits < excess / 2 or share < MIN_SHARE:
+    share = min(excess, waits) / max(work_s + slow["exchange"], 1e-9)
+    if work_s < threshold * usual or waits < excess / 2 or share < MIN_SHARE:
         return None
 
     # Blame data or compute, whichever exceeds the others' time by more.
-    usual_of = {cause: median(row[cause] * _scale(slow, row) for row in others) for cause in ("data", "compute")}
-    cause = max(usual_of, key=lambda cause: slow[cause] - usual_of[cause])
-    return SlowRank(rank, cause, slow[cause], usual_of[cause], share)
+    usual_of = {work: median(row[work] * _scale(slow, row) for row in others) for work in ("data", "compute")}
+    longest = max(usual_of, key=lambda work: slow[work] - usual_of[work])
+    return SlowRank(rank, longest, slow[longest], usual_of[longest], share)
 
 
-def _own(row: Mapping[str, float]) -> float:
-    return row["data"] + row["compute"]  # seconds of the rank's own work
+def _work_s(row: Mapping[str, float]) -> float:
+    """Return the seconds per step in which a rank works, and does not wait for others."""
+    return row["data"] + row["compute"]
 
 
 def _micro_batches(row: Mapping[str, float]) -> float:
@@ -118,7 +119,7 @@ class SlowRankWatch:
         self._intervals = 0
         self._since = 0.0
 
-        self._reported: tuple[int, str] | None = None  # the rank and cause of the last report
+        self._reported: tuple[int, str] | None = None  # the rank and the work of the last report
         self._silent_until = -float("inf")
 
     def look(self, rows: Sequence[Mapping[str, float]]) -> SlowRank | None:
@@ -137,12 +138,12 @@ class SlowRankWatch:
             self._reported = None
             return None
 
-        # A rank that stays slow for the same cause is reported once.
+        # A rank that stays slow in the same way is reported once.
         lasts = self._intervals >= LASTING and now - self._since >= LASTING_S
-        if not lasts or now < self._silent_until or (slow.rank, slow.cause) == self._reported:
+        if not lasts or now < self._silent_until or (slow.rank, slow.work) == self._reported:
             return None
 
-        self._reported = (slow.rank, slow.cause)
+        self._reported = (slow.rank, slow.work)
         self._silent_until = now + PAUSE_S
         return slow
 
@@ -173,4 +174,4 @@ class LateDataWatch:
 
 
 def _share_of_data(row: Mapping[str, float]) -> float:
-    return row["data"] / max(_own(row) + row["exchange"], 1e-9)
+    return row["data"] / max(_work_s(row) + row["exchange"], 1e-9)

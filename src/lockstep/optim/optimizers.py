@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError, some_names
-from lockstep.optim.stand_ins import step_with_stand_ins
-from lockstep.optim.trial import TrialFailed, check_independent
+from lockstep.optim.foreign.stand_ins import step_with_stand_ins
+from lockstep.optim.foreign.trial import TrialFailed, check_independent
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import balance, by_mesh
 
@@ -31,7 +31,7 @@ DIVIDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Ad
 # uninitialised.
 SKIPPING = (torch.optim.Adam, torch.optim.AdamW)
 
-# These are correct on DTensors. Other optimizers get plain tensors instead (optim/stand_ins.py).
+# These are correct on DTensors. Other optimizers get plain tensors instead (optim/foreign/stand_ins.py).
 ON_DTENSORS = (
     *DIVIDING,
     torch.optim.Adadelta,

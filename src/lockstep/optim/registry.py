@@ -117,11 +117,9 @@ def build_optimizers(config: RunConfig, optimizers: Any, model: nn.Module | None
     """Return the task's own `optimizers`, or replacements by the setting `optimizer` with the same groups.
 
     `optimizers` is an optimizer or a list of them. Anything else is returned unchanged; `Optimizers` refuses it.
-    `model` tells which matrices are embeddings.
+    `model`: some optimizers treat the matrices of its embeddings differently.
     """
     import torch
-
-    from lockstep.optim.optimizers import HOOK_FIX, step_hook
 
     if config.optimizer == OWN:
         return optimizers
@@ -148,28 +146,32 @@ def build_optimizers(config: RunConfig, optimizers: Any, model: nn.Module | None
             built.append(optimizer)
             continue
 
-        if hook := step_hook(optimizer):
-            raise UserError(
-                f"optimizer={config.optimizer} replaces the task's {type(optimizer).__name__}, which has a hook "
-                f"on its step ({hook})",
-                "the hook would never be called",
-                f"{HOOK_FIX}; or set optimizer={OWN}",
-            )
-
-        if "maximize" not in kind.options and any(group.get("maximize") for group in optimizer.param_groups):
-            raise UserError(
-                f"optimizer={config.optimizer} cannot maximize, and the task's {type(optimizer).__name__} has "
-                "maximize=True",
-                "it would train in the opposite direction",
-                f"return the negative loss, without maximize; or set optimizer={OWN}",
-            )
-
+        _check_replaceable(config.optimizer, kind, optimizer)
         if kind.others is None:
             built.append(_make(kind, optimizer.param_groups))
         else:
             built += _make_both(kind, OPTIMIZERS[kind.others], optimizer.param_groups, model)
 
     return built
+
+
+def _check_replaceable(name: str, kind: OptimizerKind, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse to replace an optimizer that does something which the other one would not do."""
+    from lockstep.optim.optimizers import HOOK_FIX, step_hook
+
+    if hook := step_hook(optimizer):
+        raise UserError(
+            f"optimizer={name} replaces the task's {type(optimizer).__name__}, which has a hook on its step ({hook})",
+            "the hook would never be called",
+            f"{HOOK_FIX}; or set optimizer={OWN}",
+        )
+
+    if "maximize" not in kind.options and any(group.get("maximize") for group in optimizer.param_groups):
+        raise UserError(
+            f"optimizer={name} cannot maximize, and the task's {type(optimizer).__name__} has maximize=True",
+            "it would train in the opposite direction",
+            f"return the negative loss, without maximize; or set optimizer={OWN}",
+        )
 
 
 def _make(kind: OptimizerKind, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -102,16 +102,10 @@ class GuardedRates:
 
     def remember_rates(self) -> None:
         """Remember the current rates as the expected ones."""
-        self._expected = self._identities()
-
-    def _identities(self) -> list[Any]:
-        return [_identity(group["lr"]) for optimizer in self.optimizers for group in optimizer.param_groups]
+        self._expected = [_identity(group["lr"]) for group in self.groups]
 
     def check(self) -> None:
         """Raise if a rate has changed since `remember_rates`."""
-        if self._identities() == self._expected:
-            return
-
         for number, (group, expected) in enumerate(zip(self.groups, self._expected, strict=True)):
             if _identity(group["lr"]) != expected:
                 before = "" if isinstance(expected, tuple) else f"; Lockstep set {expected:.6g}"
@@ -139,15 +133,20 @@ class GuardedRates:
 def set_rate(group: dict[str, Any], rate: float) -> None:
     """Set the rate of a group."""
     # A captured or compiled optimizer reads its rate from a tensor, which must stay the same object.
-    if hasattr(group["lr"], "fill_"):
+    if _is_tensor(group["lr"]):
         group["lr"].fill_(rate)
     else:
         group["lr"] = rate
 
 
+def _is_tensor(rate: Any) -> bool:
+    # Almost always it is a float, for which `hasattr` takes longer.
+    return not isinstance(rate, float) and hasattr(rate, "fill_")
+
+
 def _identity(rate: Any) -> Any:
     """Return a value that changes when the rate is set, without reading a tensor, so that the host does not wait."""
-    return (id(rate), rate._version) if hasattr(rate, "fill_") else rate
+    return (id(rate), rate._version) if _is_tensor(rate) else rate
 
 
 class LearningRate(GuardedRates):

@@ -14,8 +14,9 @@ from typing import Any
 from torch import nn
 
 from lockstep.config import RunConfig
+from lockstep.parallel.batchnorm.sync import is_synchronised
+from lockstep.parallel.compiled.compiler import Compiler
 from lockstep.parallel.cudagraph.graphs import capture_calls
-from lockstep.parallel.ddp.compile_warmup import warm_up_compile
 from lockstep.parallel.ddp.driver import DDPDriver, FlatReduceDriver
 from lockstep.parallel.driver import Driver, SingleDriver
 from lockstep.parallel.exact.block_inputs import group_input_gradients
@@ -53,9 +54,7 @@ def apply(
     axes = None if mesh.is_data_parallel_only else Axes(mesh, runtime)
     pipelined = mesh.sizes["pp"] > 1
 
-    compiled = config.compile
-    if compiled == "auto":
-        compiled = runtime.device.type == "cuda" and not config.exact
+    compiled = wants_compile(config, runtime)
 
     # Refuse unsupported settings before any tensor is moved.
     check_init(model, config)
@@ -92,14 +91,18 @@ def apply(
     if config.exact:
         group_input_gradients(model, config)
 
-    # Compile before capturing: a CUDA graph records the compiled kernels.
-    if compiled and not pipelined:
+    # If forwards are collective, the ranks compile in step, in the first one. Otherwise a compiler watches the driver.
+    at_once = compiled and not pipelined and _collective_forwards(model, config)
+    if at_once:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
-        warm_up_compile(model, config, runtime)
-
-    capture_calls(model, config, runtime, log_event)
 
     driver = _make_driver(model, task, config, runtime, axes, compiled, data)
+    # Compile before capturing: a CUDA graph records the compiled kernels.
+    if compiled and not pipelined and not at_once:
+        driver.compiler = make_compiler(driver, config, runtime, log_event)
+    else:
+        capture_calls(model, config, runtime, log_event)
+
     check_hooks(hooks, model, runtime)
     driver.use_hooks(hooks)
     if driver.statistics:
@@ -112,6 +115,27 @@ def apply(
         reports_loss=mesh.reports_loss,
     )
     return driver
+
+
+def wants_compile(config: RunConfig, runtime: Runtime) -> bool:
+    """Whether to compile, or to find out whether it pays. On a CPU it is slow, and rarely pays."""
+    if config.compile == "auto":
+        return runtime.device.type == "cuda" and not config.exact
+    return config.compile
+
+
+def make_compiler(driver: Driver, config: RunConfig, runtime: Runtime, log_event: EventLogger) -> Compiler:
+    precision = choose_precision(config, runtime.device)
+
+    # Whether compiling pays is a question of time, and a repeatable run must not depend on it. float8 always needs it.
+    judged = config.compile == "auto" and not config.deterministic and not precision.float8
+    loose = runtime.device.type == "cuda" or precision.name != "fp32"
+    return Compiler(driver, config, runtime, log_event, judged, loose)
+
+
+def _collective_forwards(model: nn.Module, config: RunConfig) -> bool:
+    synchronised = any(map(is_synchronised, model.modules()))
+    return not config.strategy_record.local_forward or config.uses_axis("tp") or synchronised
 
 
 def _make_driver(

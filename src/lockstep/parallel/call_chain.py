@@ -1,9 +1,9 @@
 """The only code that sets `nn.Module._compiled_call_impl`, which torch calls in place of a module's hooks and forward.
 
-Several features wrap the call of a module: torch.compile, the warm-up of a compiled call, CUDA graphs, and the
-interception of blocks in a pipeline that is split automatically. Each of them is a link of one chain per module:
+Several features wrap the call of a module: torch.compile, the choice between compiled and eager code, CUDA graphs, and
+the interception of blocks in a pipeline that is split automatically. Each of them is a link of one chain per module:
 
-    intercept ( graph ( warmup ( compiled call, or `_call_impl` ) ) )
+    intercept ( graph ( compile ( compiled call, or `_call_impl` ) ) )
 
 The order does not depend on which link is installed first. A copy of a module has no chain: torch drops the attribute
 when it copies or pickles a module.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -20,8 +21,8 @@ from torch import nn
 
 Call = Callable[..., Any]
 
-# From the innermost to the outermost link: a warm-up runs the compiled code, and a graph must not record the warm-up.
-ORDER = ("warmup", "graph", "intercept")
+# From the innermost to the outermost link: a graph records what the compiled code does.
+ORDER = ("compile", "graph", "intercept")
 
 
 class Link(Protocol):
@@ -71,10 +72,23 @@ class CallChain:
     def find(self, name: str) -> Link | None:
         return self._links.get(name)
 
-    def compile(self) -> None:
-        """Compile the module inside all links."""
-        self._module.compile()  # overwrites `_compiled_call_impl`; `_connect` puts the chain back
+    @property
+    def compiled(self) -> Call | None:
+        """The compiled call of the module, or None."""
+        return self._compiled
+
+    def compile(self, **options: Any) -> None:
+        """Compile the module inside all links. `options` are those of torch.compile."""
+        # A model that overrides `compile` may leave its own call alone, and the chain must not find itself there.
+        self._module._compiled_call_impl = None
+        self._module.compile(**options)
         self._compiled = self._module._compiled_call_impl
+
+        # torch does not compile the forward of its own containers, such as Sequential, but it does so inside ours.
+        kind = type(self._module)
+        if kind.compile is nn.Module.compile and kind.forward.__module__.startswith("torch.nn."):
+            self._compiled = torch.compile(partial(_call, self._module), **options)
+
         self._connect()
 
     def uncompile(self) -> None:
@@ -102,6 +116,10 @@ class CallChain:
 
         # Without links, the module gets back the attribute that torch set.
         self._module._compiled_call_impl = self if self._links else self._compiled
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +34,9 @@ from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
 from lockstep.runtime.layout import full_tensor, squared_norms
 from lockstep.task import Loss, MicroBatch, StepBatches
+
+if TYPE_CHECKING:
+    from lockstep.parallel.compiled.compiler import Compiler  # which calls a driver
 
 LossFn = Callable[[Any, Any], Loss]
 Autocast = Callable[[], AbstractContextManager[Any]]
@@ -118,6 +121,7 @@ class PlacedModel:
     role = RankRole()
     parts: Mapping[str, Any] = {}  # further objects with state_dict and load_state_dict, for the checkpoint
     facts: Mapping[str, str] = {}  # lines for the banner
+    compiler: Compiler | None = None  # if a part of the step may be compiled
     broadcasts_buffers = False  # whether every step begins with rank 0's buffers on all ranks
 
     def __init__(
@@ -143,6 +147,14 @@ class PlacedModel:
         with autocast():
             # Not `self.module`: a wrapper's forward is collective, and ranks may evaluate different numbers of batches.
             return loss_fn(self.model, data)
+
+    def call_inside(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function that calls the model, unwrapped, in a training step. A wrapper runs it as its forward."""
+        return function(*args)
+
+    def no_exchange(self) -> AbstractContextManager[Any]:
+        """Return a context for training forwards whose backward never comes, or exchanges nothing."""
+        return nullcontext()
 
     def many_forwards(self) -> AbstractContextManager[str | None]:
         """Return a context for many small forwards without gradients. It yields a warning for the user, or None.

@@ -72,14 +72,13 @@ def make_plan(config: RunConfig, data_size: int, samples: int | None, most: int 
     global_batch, reasons["global_batch"] = _global_batch(config, data_size)
     micro_batch, reasons["micro_batch"] = _micro_batch(config, global_batch, data_size, most)
 
-    if depth > 1 and config.micro_batch in (None, "auto"):
-        # Every stage of a pipeline should have a micro-batch to work on, if there are enough samples. For a stream the
-        # size must divide the samples of one pipeline.
-        share = global_batch // data_size
-        largest = max(1, share // depth)
-        if micro_batch > largest:
-            micro_batch = _largest_divisor(share, largest) if samples is None else largest
-            reasons["micro_batch"] = f"{share} samples for each pipeline / {depth} stages"
+    # Every stage of a pipeline should have a micro-batch to work on, if there are enough samples. For a stream the size
+    # must divide the samples of one pipeline.
+    share = global_batch // data_size
+    largest = max(1, share // depth)
+    if depth > 1 and config.micro_batch in (None, "auto") and micro_batch > largest:
+        micro_batch = _largest_divisor(share, largest) if samples is None else largest
+        reasons["micro_batch"] = f"{share} samples for each pipeline / {depth} stages"
 
     micro_batches = math.ceil(global_batch / micro_batch)
     accumulation = math.ceil(micro_batches / data_size)
@@ -93,20 +92,23 @@ def make_plan(config: RunConfig, data_size: int, samples: int | None, most: int 
         )
 
     # The run: how many steps.
-    per_epoch = None
-    if samples is not None:
-        per_epoch = samples // global_batch if config.tail == "drop" else math.ceil(samples / global_batch)
+    per_epoch = None if samples is None else _steps_per_epoch(config, global_batch, samples)
+    steps, reasons["steps"] = _steps(config, per_epoch)
+    return Plan(data_size, global_batch, micro_batch, micro_batches, accumulation, steps, per_epoch, samples, reasons)
+
+
+def _steps_per_epoch(config: RunConfig, global_batch: int, samples: int) -> int:
+    steps = samples // global_batch if config.tail == "drop" else math.ceil(samples / global_batch)
 
     # Such a run would end before its first step and look like a success.
-    if per_epoch == 0:
+    if steps == 0:
         raise UserError(
             f"global_batch={global_batch} with tail=drop leaves no step: the dataset has {samples} samples",
             "",
             "set tail=short, or a smaller global_batch",
         )
 
-    steps, reasons["steps"] = _steps(config, per_epoch)
-    return Plan(data_size, global_batch, micro_batch, micro_batches, accumulation, steps, per_epoch, samples, reasons)
+    return steps
 
 
 def smaller_micro_batch(plan: Plan) -> int:

@@ -27,6 +27,7 @@ from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device_heartbeat import DeviceHeartbeat
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.host_memory import keep_freed_memory
 from lockstep.runtime.machine import check_interfaces
 from lockstep.runtime.preemption import PreemptionNotice, handle_signals
 from lockstep.runtime.rendezvous.store import open_store, wait_for
@@ -139,6 +140,8 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
     # Before anything touches CUDA, or every rank opens a context on GPU 0.
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    else:
+        keep_freed_memory()
 
     _set_numerics(config, device)
 
@@ -161,18 +164,15 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
             notice = stack.enter_context(handle_signals())
             threads = _set_threads(config, world, device, stack)
             if device.type == "cuda":
-                stack.enter_context(_own_stream(device))
+                stack.enter_context(_new_stream(device))
 
             stack.enter_context(attention(config, device))
 
             if config.gpu_memory is not None:
                 _limit_memory(config.gpu_memory, device, stack)
 
-            # In evaluations torch's attention layers use other kernels (the fast path), unless their weights are
-            # sharded. `exact` must not use them anywhere.
-            fastpath = torch.backends.mha.get_fastpath_enabled()
-            stack.callback(torch.backends.mha.set_fastpath_enabled, fastpath)
-            torch.backends.mha.set_fastpath_enabled(fastpath and not config.exact)
+            if config.exact:
+                _avoid_fast_path(stack)
 
             yield Runtime(world, device, backend, Collectives(world, device, heartbeat), threads, heartbeat, notice)
     finally:
@@ -193,13 +193,14 @@ def join(
     asked: str = "auto",
     timeout: timedelta | None = None,
 ) -> str:
-    """Join the process group. Returns the backend: `asked`, or with "auto" the backend for these devices."""
+    """Join the process group. Return the backend: `asked`, or with "auto" the backend for these devices."""
     if world.alone:
         return "none"
 
     # Our launcher has checked its own environment before it started ranks.
     if from_launcher(ATTEMPT_FOLDER) is None:
         check_interfaces(os.environ)
+
     # Before the ranks meet: all of them have the same setting.
     check_backend(asked, device)
 
@@ -304,7 +305,7 @@ def device_name(device: torch.device) -> str:
 
 
 @contextmanager
-def _own_stream(device: torch.device) -> Iterator[None]:
+def _new_stream(device: torch.device) -> Iterator[None]:
     """Run everything on a new stream.
 
     CUDA graphs cannot capture the default stream, nor a backward whose gradient accumulators belong to another stream
@@ -312,12 +313,22 @@ def _own_stream(device: torch.device) -> Iterator[None]:
     """
     # At the beginning and at the end one stream waits for the other, so that work stays in order.
     before = torch.cuda.current_stream(device)
-    own = torch.cuda.Stream(device)
-    own.wait_stream(before)
-    with torch.cuda.stream(own):
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(before)
+    with torch.cuda.stream(stream):
         yield
 
-    before.wait_stream(own)
+    before.wait_stream(stream)
+
+
+def _avoid_fast_path(stack: ExitStack) -> None:
+    """Switch off the kernels that torch's attention layers use in evaluations (the fast path), until `stack` ends.
+
+    Layers with sharded weights never use them, and `exact` needs the same kernels everywhere.
+    """
+    before = torch.backends.mha.get_fastpath_enabled()
+    stack.callback(torch.backends.mha.set_fastpath_enabled, before)
+    torch.backends.mha.set_fastpath_enabled(False)
 
 
 def _limit_memory(gibibytes: float, device: torch.device, stack: ExitStack) -> None:

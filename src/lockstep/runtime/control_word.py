@@ -12,11 +12,11 @@ BASE, so that no sum is above MOST_RANKS x BASE = 2^24, and float32 has all inte
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import dataclass, fields
 from itertools import cycle
 from operator import attrgetter
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,7 +94,7 @@ class ControlWordCodec:
     def __init__(self, device: torch.device, dtype: torch.dtype):
         self.device = device
         self.dtype = dtype
-        self._numpy_dtype = torch.empty(0, dtype=dtype).numpy().dtype
+        self._typecode = {torch.float32: "f", torch.float64: "d"}[dtype]
         count = PINNED_BUFFERS if device.type == "cuda" else 0
         self._pinned = cycle([torch.zeros(LENGTH, dtype=dtype, pin_memory=True) for _ in range(count)])
 
@@ -132,6 +132,7 @@ class ControlWordCodec:
         weight = math.nan
         if math.isfinite(high + middle + low + fraction):
             weight = float((round(high) * BASE + round(middle)) * BASE + round(low)) + fraction
+
         step = round(values[STEP]) if math.isfinite(values[STEP]) else -1
         word = ControlWord(weight=weight, step=step, scale=values[SCALE], loss=values[LOSS])
 
@@ -153,9 +154,9 @@ class ControlWordCodec:
         return packed[LOSS] / self.weight(packed)
 
     def _to_device(self, values: list[float]) -> Tensor:
-        # Through numpy: torch.tensor takes several times as long for a list.
+        # Not torch.tensor, which takes several times as long for a list.
         if self.device.type != "cuda":
-            return torch.from_numpy(np.array(values, self._numpy_dtype))
+            return torch.frombuffer(array(self._typecode, values), dtype=self.dtype)
 
         # From pinned memory the copy is asynchronous, so a buffer must not be written again before it has been read.
         buffer = next(self._pinned)

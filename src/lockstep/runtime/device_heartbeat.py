@@ -46,15 +46,12 @@ class DeviceHeartbeat(Heartbeat):
             if phase in TIMED:
                 self._entered = now
 
+        left, on_device = self.phase, self.spent[self.phase]
         super().beat(phase, step)
 
-    def _leave_phase(self, now: float) -> None:
-        on_device = self.spent[self.phase]
-        super()._leave_phase(now)
-
         # `super` has added the host's time, which is not the device's.
-        if self.phase in TIMED:
-            self.spent[self.phase] = on_device
+        if left in TIMED:
+            self.spent[left] = on_device
 
     def _read(self) -> None:
         """Add up the phases that the device has finished and free their events."""

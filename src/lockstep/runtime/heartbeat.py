@@ -98,7 +98,7 @@ class Heartbeat:
         self._visits = dict.fromkeys(PHASES, 0)  # how many times each phase has ended
         self._steps = 0  # steps that this process has ended
         self._since = time.monotonic()  # when the current phase began
-        self._write(self._since)
+        self.beat("start")
 
     @classmethod
     def from_env(cls, rank: int) -> Heartbeat:
@@ -108,14 +108,22 @@ class Heartbeat:
 
     def beat(self, phase: str, step: int | None = None) -> None:
         """Enter `phase`, and a new step if `step` changed."""
+        # Several times in every micro-batch, hence without calls of other methods.
         now = time.monotonic()
-        self._leave_phase(now)
+        left, stayed = self.phase, now - self._since
+        self.spent[left] += stayed
+        self._visits[left] += 1
+        if stayed > self._longest[left]:
+            self._note_longest(left, stayed)
+
         self.phase = phase
+        self._since = now
+        self.beats += 1
         if step is not None and step != self.step:
             self.step = step
             self._steps += 1
 
-        self._write(now)
+        _HEAD.pack_into(self._memory, 0, self.beats, now, self.step, self._steps, _NUMBER[phase])
 
         # Last, so that a fault that ends the process finds the new phase in the file.
         if self.hook is not None:
@@ -138,21 +146,12 @@ class Heartbeat:
         """Set the detail of the phase: the name of a collective, for example."""
         _DETAIL.pack_into(self._memory, _HEAD.size, text.encode()[: _DETAIL.size])
 
-    def _leave_phase(self, now: float) -> None:
-        phase = self.phase
-        stayed = now - self._since
-        self.spent[phase] += stayed
-        self._since = now
-        self._visits[phase] += 1
-
+    def _note_longest(self, phase: str, stayed: float) -> None:
+        """Note the longest stay in a phase so far, for the watchdog."""
         # The first two visits compile, allocate and connect: they say nothing about later visits.
-        if stayed > self._longest[phase] and self._visits[phase] > 2:
+        if self._visits[phase] > 2:
             self._longest[phase] = stayed
             _LONGEST.pack_into(self._memory, _HEAD.size + _DETAIL.size, *self._longest.values())
-
-    def _write(self, now: float) -> None:
-        self.beats += 1
-        _HEAD.pack_into(self._memory, 0, self.beats, now, self.step, self._steps, _NUMBER[self.phase])
 
 
 def waits_in_step(step: int, ranks: int) -> bool:
@@ -167,7 +166,7 @@ def waits_in_step(step: int, ranks: int) -> bool:
 
 
 def read(path: Path) -> View | None:
-    """Read a rank's heartbeat, on the launcher's side. Returns None before the first beat."""
+    """Read a rank's heartbeat, on the launcher's side. Return None before the first beat."""
     try:
         data = path.read_bytes()
     except FileNotFoundError:

@@ -19,6 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+# Checksums reinterpret elements as integers of the same width. The keys are element sizes in bytes.
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def balance(sizes: Sequence[int], holders: Sequence[Sequence[int]]) -> list[int]:
     """Choose one of its `holders` for each item, so that all ranks get about the same number of bytes.
@@ -217,3 +220,24 @@ def _count_shards(tensor: Tensor) -> int:
 
     axes = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
     return math.prod(size for size, placement in axes if placement != Replicate())
+
+
+def checksums(tensors: Iterable[Tensor]) -> list[int]:
+    """Return for each tensor, or this rank's shard of it, the sum of its elements read as integers.
+
+    Unlike a norm, this sum changes with any single bit.
+    """
+    sums = [
+        local(t.detach())
+        .contiguous()
+        .reshape(-1)
+        .view(INTEGERS.get(t.element_size(), torch.uint8))
+        .sum(dtype=torch.int64)
+        for t in tensors
+    ]
+
+    # Read all sums at once, so that the host waits once. A model on several devices cannot do that.
+    if len({total.device for total in sums}) == 1:
+        return torch.stack(sums).tolist()
+
+    return [int(total) for total in sums]

@@ -40,11 +40,11 @@ def hardware_counts(cpus: Path = Path("/sys/devices/system/cpu")) -> set[int]:
     return counts
 
 
-def cpu_quota(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> float | None:
+def cpu_quota(root: Path = Path("/sys/fs/cgroup"), of_process: Path = Path("/proc/self/cgroup")) -> float | None:
     """Return how many cores the control groups of this process allow it (cgroup v2), or None if they set no limit."""
     # The line is "0::/a/b". Every group on that path may have a limit, and the lowest limit applies. In a container the
     # path is often the host's, and only the top of the tree is visible.
-    line = re.search(r"^0::/(.*)$", own.read_text(), re.MULTILINE) if own.exists() else None
+    line = re.search(r"^0::/(.*)$", of_process.read_text(), re.MULTILINE) if of_process.exists() else None
     folder = root / line[1] if line else root
 
     quotas = []
@@ -158,8 +158,8 @@ def interface_towards(host: str) -> str | None:
 
 def nccl_file_names_interface(env: Mapping[str, str]) -> bool:
     """Return whether a file of settings names NCCL's interface. NCCL would take a variable instead."""
-    own = Path(env.get("NCCL_CONF_FILE") or Path(env.get("HOME", "/")) / ".nccl.conf")
-    for path in (own, Path("/etc/nccl.conf")):
+    of_user = Path(env.get("NCCL_CONF_FILE") or Path(env.get("HOME", "/")) / ".nccl.conf")
+    for path in (of_user, Path("/etc/nccl.conf")):
         with suppress(OSError):
             if re.search(rf"^\s*{NCCL_INTERFACE}\s*=", path.read_text(errors="replace"), re.MULTILINE):
                 return True

@@ -408,22 +408,14 @@ def _of_split(case: Case, trial: Trial, first: Divergence) -> Cause:
 
     # The same samples must have the same weight, however they are split.
     if not _close(record.weight(step), reference.weight(step)):
-        weights = {micro.weight for micro in (*record.micros[step], *reference.micros[step])}
-        return named(
-            "mean-of-means" if len(weights) == 1 else "loss-weight",
-            f"the weights of a step add up to {record.weight(step):g} and {reference.weight(step):g} "
-            "in two splits of the same samples",
-        )
+        return _of_weight(record, reference, step)
 
     # The weights agree and the sums do not. A probe shows why, except for a stream, which cannot be read twice.
     if first.kind == "loss" and not record.facts["stream"]:
         return _of_sum(case, evidence)
 
     if first.kind == "loss":
-        # A sum of means is proportional to the number of micro-batches.
-        expected = len(record.micros[step]) / len(reference.micros[step])
-        ratio = record.total(step) / (reference.total(step) or 1.0)
-        return named("mean-for-sum" if math.isclose(ratio, expected, rel_tol=0.25) else "loss-weight", evidence)
+        return _of_sum_of_stream(record, reference, step, evidence)
 
     # The losses agree, so the first thing after them that differs names the cause.
     keys = {
@@ -434,6 +426,23 @@ def _of_split(case: Case, trial: Trial, first: Divergence) -> Cause:
         "state": "average",
     }
     return named(keys.get(first.kind, "unknown"), evidence)
+
+
+def _of_weight(record: Record, reference: Record, step: int) -> Cause:
+    """Tell a weight that is the same for every micro-batch from one that is wrong otherwise."""
+    weights = {micro.weight for micro in (*record.micros[step], *reference.micros[step])}
+    return named(
+        "mean-of-means" if len(weights) == 1 else "loss-weight",
+        f"the weights of a step add up to {record.weight(step):g} and {reference.weight(step):g} "
+        "in two splits of the same samples",
+    )
+
+
+def _of_sum_of_stream(record: Record, reference: Record, step: int, evidence: str) -> Cause:
+    """Name the mistake in a sum without a probe: a sum of means is proportional to the number of micro-batches."""
+    expected = len(record.micros[step]) / len(reference.micros[step])
+    ratio = record.total(step) / (reference.total(step) or 1.0)
+    return named("mean-for-sum" if math.isclose(ratio, expected, rel_tol=0.25) else "loss-weight", evidence)
 
 
 def _batchnorm_alone(case: Case, trial: Trial) -> Cause | None:

@@ -187,6 +187,12 @@ def test_what_asks_ranks_to_measure_does_not_import_torch() -> None:
         (["settings", "--way", "lr.peak='1"], "cannot be read: No closing quotation"),
         (["weak", "--way", "exact=true"], "bench weak has no option --way"),
         (["weak", "--cores-per-rank", "100000"], "--cores-per-rank 100000 is not possible"),
+        (["start", "mlp"], "bench start starts a script of its own, and takes no target"),
+        (["recovery", "lr.peak=1"], "bench recovery trains a small model of its own"),
+        (["weak", "steps=5"], "bench weak sets steps itself"),
+        (["weak", "threads=5"], "--cores-per-rank"),
+        (["data", "data.workers=5"], "bench data sets data.workers itself"),
+        (["settings", "--way", "checkpoint.every=3"], "bench settings sets checkpoint.every itself"),
         (["compare", "here", "there"], "is not the result of a benchmark"),
     ],
 )

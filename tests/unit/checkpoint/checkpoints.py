@@ -14,10 +14,10 @@ import torch
 
 from lockstep.checkpoint.load import CheckpointReader, Gather, find
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.saving.writer import Committed, Save, SaveContext
 from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage
-from lockstep.checkpoint.writer import Committed, Save, SaveContext
 from lockstep.runtime.layout import LocalShard, shard_of
 
 TOKEN = "a1b2c3"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ import xxhash
 
 from lockstep.checkpoint import inspect, manifest
 from lockstep.checkpoint.format import FileLayout, arrange, file_name
-from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest, tensors_to_json
+from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest
 from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.saving.writer import Committed, Confirmation, Failed, Save, SaveContext
 from lockstep.checkpoint.storage import FileSystemStorage
-from lockstep.checkpoint.writer import Committed, Failed, Save, SaveContext
 
 
 class CountingStorage(FileSystemStorage):
@@ -48,8 +47,7 @@ def saved(root: Path, ranks: int) -> tuple[CountingStorage, Save]:
         data = layout.header + bytes(layout.size)
         file = File(file_name(rank), len(data), xxhash.xxh3_128(data).hexdigest())
         (root / save.folder / file.name).write_bytes(data)
-        confirmation = {"file": vars(file), "tensors": tensors_to_json(layout.tensors)}
-        (root / save.folder / f"rank-{rank:05d}.json").write_text(json.dumps(confirmation))
+        (root / save.folder / f"rank-{rank:05d}.json").write_bytes(Confirmation(file, layout.tensors).encode())
     save.run(own, memoryview(bytes(own.size)), lambda: None, {}, {})
     return storage, save
 

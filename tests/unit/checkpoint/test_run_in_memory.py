@@ -14,8 +14,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint.manager import CheckpointManager, LoopState
-from lockstep.checkpoint.snapshot import BackgroundCopy
+from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.resume import LoopState
+from lockstep.checkpoint.saving.snapshot import BackgroundCopy
 from lockstep.checkpoint.storage import FileSystemStorage, committed
 from lockstep.config import flatten, resolve
 from lockstep.config.changes import config_changes

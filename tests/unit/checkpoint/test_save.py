@@ -22,7 +22,6 @@ from rich.filesize import decimal
 from safetensors import safe_open
 
 from lockstep import faults
-from lockstep.checkpoint import writer
 from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.manifest import (
@@ -36,6 +35,7 @@ from lockstep.checkpoint.manifest import (
     read_manifest,
 )
 from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.saving import writer
 from lockstep.checkpoint.state_tree import pack, unpack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, delete_leftovers
 from lockstep.errors import UserError

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 import lockstep
+from lockstep.config import RunConfig
 from lockstep.data.windows import next_window, steps_before
+from lockstep.engine.checks.settings import check_epochs_countable
 from lockstep.errors import UserError
 from lockstep.task import Loss, Task
 
@@ -84,8 +86,23 @@ class Streamed(Counted):
 def test_a_stream_does_not_count_epochs_of_two_batch_sizes(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"run_dir": str(tmp_path / "run"), "log": {"progress": "off"}, "checks": {"loss": "off"}}
     lockstep.fit(Streamed(), epochs=1, global_batch=4, **settings)
-    with pytest.raises(UserError, match=r"epochs=2 cannot be counted(.|\n)*global_batch: 4 -> 8(.|\n)*set steps="):
+    with pytest.raises(UserError, match=r"epochs=2 cannot be counted(.|\n)*changed: 4 -> 8(.|\n)*set steps="):
         lockstep.fit(Streamed(), epochs=2, global_batch=8, resume="auto", **settings)
+
+    # The same batch in another key, and steps in place of epochs.
+    lockstep.fit(Streamed(), epochs=2, local_batch=4, resume="auto", **settings)
+    lockstep.fit(Streamed(), steps=5, global_batch=8, resume="auto", **settings)
+
+
+def test_a_stream_does_not_count_epochs_of_two_numbers_of_ranks() -> None:
+    """With local_batch a step of three ranks is larger than one of two, though no setting has changed."""
+    config = RunConfig(local_batch=4, epochs=2)
+    check_epochs_countable(config, 12, 12)
+    check_epochs_countable(RunConfig(local_batch=4, steps=2), 8, 12)
+    with pytest.raises(UserError, match=r"8 -> 12 \(local_batch=4, on another(.|\n)*resume with global_batch=8"):
+        check_epochs_countable(config, 8, 12)
+    with pytest.raises(UserError, match=r"evaluate.epochs=0.5 cannot be counted(.|\n)*evaluate.every=100"):
+        check_epochs_countable(RunConfig(local_batch=4, steps=9, evaluate={"epochs": 0.5}), 8, 12)
 
 
 @pytest.mark.parametrize("tail", ["short", "drop"])

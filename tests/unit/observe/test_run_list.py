@@ -12,7 +12,7 @@ import pytest
 from run_folders import START, event, make_run
 
 from lockstep.errors import UserError
-from lockstep.launch.run_dir import LAUNCHER_LOCK, LOCK, hold, is_running, lock
+from lockstep.launch.folder.locks import LAUNCHER_LOCK, LOCK, hold, is_running, lock
 from lockstep.observe.run_list import age, facts_of, runs
 
 
@@ -103,7 +103,7 @@ def test_settings_are_read_only_if_they_matter(tmp_path, monkeypatch):
 
 def test_the_best_evaluation_of_several_sets(tmp_path):
     evaluations = [
-        event("eval", step=step, loss=loss, set=name, **({} if name == "val" else {"decides": False}))
+        event("eval", step=step, loss=loss, set=name, **({} if name == "val" else {"monitor": False}))
         for step, name, loss in ((10, "val", 0.5), (10, "clean", 0.1), (20, "val", 0.6), (20, "clean", 0.05))
     ]
     assert facts_of(make_run(tmp_path / "a", *evaluations)).best == 0.5

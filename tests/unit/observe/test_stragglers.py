@@ -21,8 +21,8 @@ def job(works, exchange=0.05, micro_batches=None):
 
 def test_a_rank_that_waits_for_its_data():
     slow = slowest(job([(0.01, 0.2), (0.01, 0.2), (0.31, 0.2), (0.01, 0.2)]))
-    assert (slow.rank, slow.cause) == (2, "data")
-    assert (slow.own, slow.others) == (0.31, 0.01)
+    assert (slow.rank, slow.work) == (2, "data")
+    assert (slow.seconds, slow.others) == (0.31, 0.01)
     assert slow.share == pytest.approx(0.3 / 0.56)
     assert "rank 2 is slow: it waits for data 0.31 s a step, the others 0.01 s" in str(slow)
     assert "54%" in str(slow)
@@ -30,7 +30,7 @@ def test_a_rank_that_waits_for_its_data():
 
 def test_a_rank_that_computes_slowly():
     slow = slowest(job([(0.01, 0.4), (0.02, 0.2)]))
-    assert (slow.rank, slow.cause) == (0, "compute")
+    assert (slow.rank, slow.work) == (0, "compute")
 
 
 def test_equal_ranks_and_slow_communication_name_no_rank():
@@ -62,7 +62,7 @@ def test_more_micro_batches_do_not_make_a_rank_slow():
 
 def test_a_slow_rank_with_fewer_micro_batches_is_found():
     slow = slowest(job([(0.0, 0.4), (0.0, 0.2), (0.0, 0.2)], micro_batches=[1, 2, 2]))
-    assert (slow.rank, slow.own, slow.others) == (0, 0.4, 0.1)
+    assert (slow.rank, slow.seconds, slow.others) == (0, 0.4, 0.1)
     assert slowest(job([(0.0, 0.2)] * 3, micro_batches=[1, 2, 2])) is None  # assigned by speed: no rank waits
 
 

@@ -43,7 +43,7 @@ def test_without_links_a_module_is_as_before() -> None:
         CallChain.of(model).install(name, Noting(name, calls))
     CallChain.of(model).remove("graph")
     model(torch.ones(1, 2))
-    assert calls == ["intercept", "warmup"]
+    assert calls == ["intercept", "compile"]
     assert CallChain.of(model).find("graph") is None
     for name in ORDER:
         CallChain.of(model).remove(name)
@@ -65,10 +65,10 @@ def test_compiled_code_is_innermost_and_stays() -> None:
 
 def test_hooks_run_and_copies_have_no_chain() -> None:
     model, calls = nn.Linear(2, 2), []
-    CallChain.of(model).install("warmup", Noting("warmup", calls))
+    CallChain.of(model).install("compile", Noting("compile", calls))
     model.register_forward_hook(lambda *_: calls.append("hook"))
     model(torch.ones(1, 2))
-    assert calls == ["warmup", "hook"]
+    assert calls == ["compile", "hook"]
     assert copy.deepcopy(model)._compiled_call_impl is None
 
 

@@ -23,9 +23,9 @@ import torch.distributed.checkpoint as dcp
 from lockstep.bench.ranks.turns import in_turn
 from lockstep.checkpoint.load import find
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saver import Saver
+from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.saving.writer import Failed, SaveContext
 from lockstep.checkpoint.storage import FileSystemStorage
-from lockstep.checkpoint.writer import Failed, SaveContext
 from lockstep.config import resolve
 from lockstep.runtime import context
 from lockstep.runtime.context import Runtime

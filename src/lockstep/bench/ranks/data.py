@@ -31,7 +31,6 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
 
     values = {
         "local_batch": batch,
-        "log.every": block,
         "run_dir": str(Path(arguments["folder"]) / "run"),
         "data.workers": workers,
     }

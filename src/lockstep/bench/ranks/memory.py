@@ -25,7 +25,6 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
     values = {
         "global_batch": micro_batch * arguments["accumulation"] * World.from_env().size,
         "micro_batch": micro_batch,
-        "log.every": arguments["block"],
         "run_dir": str(Path(arguments["folder"]) / "run"),
     }
     with opened(arguments, values) as rank:

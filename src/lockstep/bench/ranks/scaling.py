@@ -22,7 +22,6 @@ def measure(arguments: dict[str, Any]) -> Generator[dict[str, Any], str, None]:
     """
     values = {
         "local_batch" if arguments["mode"] == "weak" else "global_batch": batch_of(arguments),
-        "log.every": arguments["block"],
         "run_dir": str(Path(arguments["folder"]) / "run"),  # all ranks of a team share it
     }
     with opened(arguments, values) as rank, tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:

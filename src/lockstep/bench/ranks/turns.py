@@ -60,7 +60,9 @@ class Opened:
 def opened(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[Opened]:
     """Start this rank for the target of a benchmark; `values` are the settings that the benchmark itself needs."""
     kind = load(arguments["target"])
-    settings = settings_of(kind, arguments["layers"], {"threads": arguments["threads"], **values})
+    # A log line for each turn, unless something else was asked for.
+    layers = [("bench", {"log.every": arguments["block"]}), *arguments["layers"]]
+    settings = settings_of(kind, layers, {"threads": arguments["threads"], **values})
 
     with context.start(World.from_env(), settings.config) as runtime:
         yield Opened(targets.make_task(kind, settings.config.task), settings, runtime)

@@ -164,7 +164,7 @@ def recommendations(findings: Iterable[Finding], typed: Mapping[str, Any]) -> Fi
 
 
 def _short_run(trainer: DistributedCLSTMPPOTrainer, steps: int, nproc: int | None = None) -> float:
-    """Train for a moment in a temporary folder. Returns environment steps per second after the first update."""
+    """Train for a moment in a temporary folder. Return environment steps per second after the first update."""
     options = trainer.task.source.options
     # Goals belong to a whole run.
     values = {key: value for key, value in trainer.values.items() if key != "goals"}
@@ -180,7 +180,7 @@ def _short_run(trainer: DistributedCLSTMPPOTrainer, steps: int, nproc: int | Non
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print all checks. Returns 0 if this machine can train, on GPUs or without."""
+    """Print all checks. Return 0 if this machine can train, on GPUs or without."""
     parser = argparse.ArgumentParser(description=f"Check this machine for training the trading agent with {SCRIPT}.")
     parser.add_argument("--num_episodes", type=int, help="to estimate the time for (default: the script's, 5000)")
     parser.add_argument("--preset", choices=list(ClstmPpo.presets), help="size of the agent (default: by the machine)")

@@ -95,7 +95,7 @@ class DistributedCLSTMPPOTrainer:
             self.values["precision"] = self.precision
 
     def train(self) -> dict[str, Any]:
-        """Train on all processes, to the end. Returns the metrics of the run."""
+        """Train on all processes, to the end. Return the metrics of the run."""
         # Scripts call initialize() first; one that does not still trains.
         if not hasattr(self, "agent"):
             self.initialize()
@@ -150,7 +150,7 @@ def in_proportion(preset: dict[str, Any], steps: int) -> dict[str, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train as the arguments say. Returns the exit code."""
+    """Train as the arguments say. Return the exit code."""
     parser = argparse.ArgumentParser(description="Train the trading agent of the recipe clstm_ppo.")
     parser.add_argument("--num_gpus", type=int, default=-1, help="GPUs to use (-1 for all, default: -1)")
     parser.add_argument("--num_episodes", type=int, default=5000, help="training episodes (default: 5000)")

@@ -169,7 +169,7 @@ class NodeAgent:
             )
 
     def _read(self, child: subprocess.Popen[bytes]) -> None:
-        """Keep the lines that the launcher prints. Runs on a thread of its own."""
+        """Keep the lines that the launcher prints. Runs in a thread."""
         assert child.stdout is not None
         for line in child.stdout:
             self._lines.append(line.decode(errors="replace").rstrip("\n"))

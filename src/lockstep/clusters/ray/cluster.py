@@ -138,9 +138,10 @@ class RemoteAgent:
         except errors.ActorUnavailableError:
             return None  # the connection broke, and the actor may live: Ray will say
         except errors.RayTaskError as error:
-            # What the user can fix is said on that node's behalf, with the exit code that the launcher has for it.
+            # An error that the user can fix is reported like one of a launcher, with the exit code for it.
             if isinstance(error.cause, UserError):
                 return Report([f"lockstep: {error.cause}"], 2)
+
             raise AgentLost(str(error.cause or error)) from None
         except errors.RayActorError as error:
             raise AgentLost(str(error).strip().splitlines()[0]) from None
@@ -243,7 +244,7 @@ class RayCluster:
     def reserve(self, count: int, need: Need, node: str | None = None) -> Any:
         """Ask Ray for this on each of `count` nodes, or on this `node`. Raises NoAnswer.
 
-        Returns a group that may not be placed yet.
+        Return a group that may not be placed yet.
         """
         selector = None if node is None else [{"ray.io/node-id": node}]
         make = _ray("util.placement_group").placement_group

@@ -142,7 +142,7 @@ class Driver:
         self._arguments = (secrets.token_hex(32), variables, folder, str(marker))
 
     def _gather(self) -> bool:
-        """Wait until enough nodes can be used. Returns False if that takes too long, or on a signal."""
+        """Wait until enough nodes can be used. Return False if that takes too long, or on a signal."""
         began = self._cluster.now()
         patience = WAIT_S if self._wait is None else self._wait
         said = False
@@ -174,7 +174,7 @@ class Driver:
     # ---- a round ----
 
     def _run_round(self) -> int | None:
-        """Start the agents, and run until all have ended. Returns an exit code, or None if another round follows."""
+        """Start the agents, and run until all have ended. Return an exit code, or None if another round follows."""
         join = self._begin()
         if join is None:
             return None if self._signals else self._again("no agent could be started: trying again")
@@ -208,7 +208,7 @@ class Driver:
             self._cluster.sleep(TURN_S)
 
     def _begin(self) -> str | None:
-        """Make the first agent, and ask it where the others can join. Returns None if it is lost, or on a signal."""
+        """Make the first agent, and ask it where the others can join. Return None if it is lost, or on a signal."""
         slot = min(self._placement.usable(), key=lambda slot: slot.not_before)
         while self._cluster.now() < slot.not_before and not self._signals:
             self._cluster.sleep(TURN_S)
@@ -225,6 +225,7 @@ class Driver:
             while (join := slot.agent.address(slot.node.host)) is None:
                 if self._signals or self._cluster.now() > deadline:
                     raise AgentLost("interrupted" if self._signals else f"Ray has not started it in {ACTOR_S:.0f} s")
+
                 self._cluster.sleep(TURN_S / 4)
         except AgentLost as lost:
             self._drop(slot, f"could not be started: {lost}", retry=True)
@@ -242,7 +243,7 @@ class Driver:
                 self._start(slot, join)
 
     def _make(self, slot: Slot) -> bool:
-        """Make the agent of a slot. Returns False if Ray does not answer."""
+        """Make the agent of a slot. Return False if Ray does not answer."""
         slot.began = slot.heard = self._cluster.now()
         try:
             slot.agent = self._cluster.make_agent(slot.group, slot.bundle, self._need, self._arguments)
@@ -266,6 +267,7 @@ class Driver:
             # Ray may start an actor that it has not started yet on another node instead.
             if slot.node and slot.node.id not in self._placement.nodes:
                 raise AgentLost("its node is gone")
+
             report = slot.agent.poll()
         except AgentLost as lost:
             self._lose(slot, current, str(lost))

@@ -25,7 +25,7 @@ class Round:
     join: str
     codes: list[int] = field(default_factory=list)
     ended_at: float | None = None  # when the first launcher ended
-    asked_others: bool = False  # the job is over, and the launchers that do not end were told so
+    asked_others: bool = False  # the job is over, and the launchers that go on were asked to end
     lost_at: float | None = None  # when an agent was last lost
     leaving: bool = False  # the job saves, to go on without a node that is drained
     port_taken: bool = False  # the nodes cannot meet at `join`
@@ -97,7 +97,7 @@ class Round:
         return next((code for code in FAILURES if self.codes.count(code) > 1), None)
 
     def over(self, asked_to_end: bool) -> bool:
-        """Return whether the job has ended, and not only launchers of it. `asked_to_end`: it was told to save."""
+        """Return whether the job has ended, and not only launchers of it. `asked_to_end`: it was asked to save."""
         # A launcher that has lost the others asks to be restarted, as all do once the job was asked to save and end.
         ends = {ExitCode.FINISHED, ExitCode.INTERRUPTED}
         if asked_to_end:

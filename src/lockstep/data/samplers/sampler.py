@@ -96,14 +96,17 @@ def checked_ids(sampler: Sampler, epoch: int, start: int, stop: int, samples: in
             "return np.array([...], dtype=np.int64), with stop - start ids",
         )
 
-    if len(ids) and not 0 <= ids.min() <= ids.max() < samples:
+    # As unsigned numbers, negative ones are larger than any other: one comparison finds both kinds of mistakes.
+    ids = ids.astype(np.int64, copy=False)
+    if len(ids) and not ids.view(np.uint64).max() < samples:
         raise UserError(
             f"{type(sampler).__name__} gave sample {ids.max() if ids.min() >= 0 else ids.min()} of a dataset of "
             f"{samples} samples",
             f"in epoch {epoch}, at offsets {start} to {stop}",
             "make the sampler for this dataset",
         )
-    return ids.astype(np.int64, copy=False)
+
+    return ids
 
 
 class OrderCache:

@@ -1,7 +1,7 @@
 """Samples drawn by weight, with or without replacement.
 
-With replacement every offset draws by itself, so any of them can be computed directly. Without replacement the order of
-an epoch is computed as a whole, and cached.
+With replacement every offset draws by itself, so any of them can be computed directly. Without replacement the samples
+of an epoch are first put roughly in order, all at once, and then sorted where a part of the order is asked for.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import numpy as np
 
 from lockstep.data.samplers.sampler import OrderCache, SeededSampler, as_numbers, check_whole, uniforms
 from lockstep.errors import UserError
+
+BLOCK = 2**16  # clocks that are computed together
 
 
 @dataclass(eq=False)
@@ -52,7 +54,7 @@ class WeightedSampler(SeededSampler):
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         assert 0 <= start <= stop <= len(self)
         if not self.replacement:
-            return self._orders.get(epoch, lambda: self._make_order(epoch))[start:stop].copy()
+            return self._drawable[self._orders.get(epoch, lambda: _Order(self._clocks(epoch))).part(start, stop)]
 
         # A draw is the place of a uniform number among the cumulated weights.
         draws = uniforms(self.key("weighted", epoch), start, stop) * self._bounds[-1]
@@ -61,15 +63,22 @@ class WeightedSampler(SeededSampler):
         # The product above may round up to the total.
         return self._drawable[np.minimum(places, len(self._drawable) - 1)]
 
-    def _make_order(self, epoch: int) -> np.ndarray:
-        """Return all draws of an epoch without replacement.
+    def _clocks(self, epoch: int) -> np.ndarray:
+        """Return when the clock of each sample rings in an epoch without replacement.
 
         The first of several exponential clocks to ring, with the weights as rates, is a draw by weight; so is the next
         one among the rest. So samples are drawn in the order of their clocks.
         """
-        draws = uniforms(self.key("weighted", epoch), 0, len(self._drawable))
-        clocks = -np.log1p(-draws) / self._weights
-        return self._drawable[np.argsort(clocks, kind="stable")[: self.length]]
+        key = self.key("weighted", epoch)
+        clocks = np.empty_like(self._weights)
+
+        # In blocks that stay in the processor's cache, which is several times as fast. No clock is -0.
+        for start in range(0, len(clocks), BLOCK):
+            weights = self._weights[start : start + BLOCK]
+            draws = uniforms(key, start, start + len(weights))
+            clocks[start : start + BLOCK] = np.log1p(-draws) / -weights
+
+        return clocks
 
     def _check(self, weights: np.ndarray) -> None:
         """Refuse draws that are not possible."""
@@ -84,3 +93,36 @@ class WeightedSampler(SeededSampler):
                 f"{len(self._drawable)} of {len(weights)} samples have one",
                 f"set length={len(self._drawable)} or less, or replacement=True",
             )
+
+
+class _Order:
+    """The order of clocks, as `np.argsort(clocks, kind="stable")` has it, without sorting all of them at once.
+
+    Clocks are divided into up to 2^16 buckets that follow each other. A bucket is sorted when a place in it is needed.
+    """
+
+    def __init__(self, clocks: np.ndarray):
+        self._clocks = clocks
+
+        # The bits of floats from 0 on are in the order of their values: the first 16 that differ make the buckets.
+        bits = clocks.view(np.uint64)
+        lowest, highest = int(bits.min()), int(bits.max())
+        shift = max(0, (highest - lowest).bit_length() - 16)
+        buckets = ((bits - np.uint64(lowest)) >> np.uint64(shift)).astype(np.uint16)
+
+        self._order = np.argsort(buckets, kind="stable")  # of 16 bits: numpy counts them, and compares nothing
+        self._ends = np.cumsum(np.bincount(buckets))
+        self._is_sorted = np.zeros(len(self._ends), dtype=bool)
+
+    def part(self, start: int, stop: int) -> np.ndarray:
+        """Return the places from `start` to before `stop`: indices of clocks."""
+        # The buckets that hold them, and where these begin and end.
+        first = int(np.searchsorted(self._ends, start, side="right"))
+        last = int(np.searchsorted(self._ends, stop, side="left"))
+        if start < stop and not self._is_sorted[first : last + 1].all():
+            places = slice(int(self._ends[first - 1]) if first else 0, int(self._ends[last]))
+            indices = self._order[places]
+            self._order[places] = indices[np.argsort(self._clocks[indices], kind="stable")]
+            self._is_sorted[first : last + 1] = True
+
+        return self._order[start:stop]

@@ -10,6 +10,7 @@ import copy
 import inspect
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
@@ -21,6 +22,26 @@ from lockstep.runtime.seeds import derive, seed_everything
 _END = object()  # in place of a sample: the shard has ended
 
 
+@dataclass(frozen=True)
+class ShardEpoch:
+    """What a cursor reads: one virtual shard in one epoch."""
+
+    shards: Shards
+    files: list[Any]  # those of this shard, in the order of the epoch
+    seed: int
+    epoch: int
+    shard: int
+
+
+@dataclass
+class Reread:
+    """Samples that are read again after a resume, because the stream has no state that says where it was."""
+
+    left: int = 0  # still to be read again
+    samples: int = 0  # how many there were in all
+    seconds: float = 0.0  # how long it took so far
+
+
 class Cursor:
     """A position in a virtual shard.
 
@@ -28,23 +49,11 @@ class Cursor:
     sample after them may already be read, to know whether there is one.
     """
 
-    def __init__(
-        self,
-        shards: Shards,
-        files: list[Any],
-        seed: int,
-        epoch: int,
-        shard: int,
-        state: dict[str, Any] | None = None,
-        reread: bool = False,
-    ):
-        """`files` are those of this shard, in the order of the epoch. `reread`: see `data.resume`."""
-        self._shards = shards
-        self._files = files
-        self._seed = seed
-        self._epoch = epoch
-        self._shard = shard
-        self._reread = reread
+    def __init__(self, source: ShardEpoch, state: dict[str, Any] | None = None, reread: bool = False):
+        """Begin at the first sample, or at a saved state. `reread`: see `data.resume`."""
+        self._source = source
+        self._ignores_states = reread
+        self.reread = Reread()
 
         # The position: the current file, samples read of it, and samples read of the shard in this epoch.
         self._file = 0
@@ -52,16 +61,12 @@ class Cursor:
         self._read_so_far = 0
         self._opened: Any = None  # what `read` returned for the current file
         self._iterator: Iterator[Any] | None = None
-        self._packer = shards.make_packer() if shards.make_packer else None
+        self._packer = source.shards.make_packer() if source.shards.make_packer else None
         self._flushed = False  # the files have ended, and the packer has completed its last rows
 
         self.taken = 0  # samples taken in this epoch, after filtering and packing
         self.ended = False
         self._peeked: list[Any] = []  # at most one sample: the next one
-
-        # To restore the position: samples still to be read again, how many there were, and how long that took.
-        self._behind = 0
-        self.reread_samples, self.reread_s = 0, 0.0
 
         if state is not None:
             self._restore(state)
@@ -69,7 +74,7 @@ class Cursor:
 
     def take(self, count: int) -> list[Any]:
         """Return the next samples: `count`, or fewer if the shard ends. `catch_up` must have returned True."""
-        assert not self._behind, "the position is not restored yet"
+        assert not self.reread.left, "the position is not restored yet"
         samples, self._peeked = self._peeked, []
         while len(samples) < count and (sample := self._next()) is not _END:
             samples.append(sample)
@@ -87,7 +92,7 @@ class Cursor:
     # ---- the state ----
 
     def _state(self) -> dict[str, Any]:
-        by_state = self._iterator is not None and has_state(self._opened) and not self._reread
+        by_state = self._iterator is not None and has_state(self._opened) and not self._ignores_states
         return {
             "file": self._file,
             "in_file": self._in_file,
@@ -113,30 +118,30 @@ class Cursor:
         # By the state of the iterable, or else by reading the samples of this file again.
         self._read_so_far = int(state["read"])
         in_file = int(state["in_file"])
-        if state["inner"] is not None and not self._reread:
+        if state["inner"] is not None and not self._ignores_states:
             self._open(state["inner"])
             self._in_file = in_file
         else:
             self._read_so_far -= in_file
-            self.reread_samples = self._behind = in_file
+            self.reread = Reread(left=in_file, samples=in_file)
 
     def catch_up(self, seconds: float = 1.0) -> bool:
         """Read samples again for some time, until the position is restored. Return whether it is."""
         began = time.perf_counter()
-        while self._behind and time.perf_counter() < began + seconds:
+        while self.reread.left and time.perf_counter() < began + seconds:
             self._read_or_refuse()
-            self._behind -= 1
+            self.reread.left -= 1
 
-        self.reread_s += time.perf_counter() - began
-        return not self._behind
+        self.reread.seconds += time.perf_counter() - began
+        return not self.reread.left
 
     def _read_or_refuse(self) -> None:
         """Read a sample that was trained before the resume."""
         file = self._file
         if self._read_raw() is _END or self._file != file:
             raise UserError(
-                f"virtual shard {self._shard} has fewer samples than when its position was saved",
-                f"epoch {self._epoch}, {name_of(self._files[file])}",
+                f"virtual shard {self._source.shard} has fewer samples than when its position was saved",
+                f"epoch {self._source.epoch}, {name_of(self._source.files[file])}",
                 "resume with the same data, or start a new run from the weights (init_from=RUN)",
             )
 
@@ -144,7 +149,7 @@ class Cursor:
 
     def _next(self) -> Any:
         """Return the next sample after filtering and packing, or _END."""
-        shards, packer = self._shards, self._packer
+        shards, packer = self._source.shards, self._packer
         while True:
             # Complete rows come first.
             row = packer.pop() if packer else None
@@ -176,18 +181,18 @@ class Cursor:
         except UserError as error:
             where = f"sample {self._newest} {self._where}"
             raise UserError(error.problem, f"{error.found}; {where}" if error.found else where, error.fix) from error
-        except Exception as error:
+        except Exception as error:  # the stream is the user's code
             name_samples(error, [self._newest], self._where, "fix it in the data, or skip it with filter()")
             raise
 
     def _read_raw(self) -> Any:
         """Return the next sample of the files, or _END. Each is seeded by its number in the shard."""
-        while self._file < len(self._files):
+        while self._file < len(self._source.files):
             if self._iterator is None:
                 self._open_named()
 
             assert self._iterator is not None
-            seed_everything(derive(self._seed, "shard", self._epoch, self._shard, self._read_so_far))
+            seed_everything(self._derive("shard", self._read_so_far))
             try:
                 sample = next(self._iterator)
             except StopIteration:
@@ -195,7 +200,7 @@ class Cursor:
                 self._in_file = 0
                 self._iterator = self._opened = None
                 continue
-            except Exception as error:
+            except Exception as error:  # the stream is the user's code
                 name_samples(error, [self._in_file], self._where, "fix it in the data, or skip it where it is read")
                 raise
 
@@ -210,17 +215,17 @@ class Cursor:
             self._open()
         except UserError:
             raise
-        except Exception as error:
-            error.add_note(f"lockstep: read() was called for {name_of(self._files[self._file])}")
+        except Exception as error:  # the stream is the user's code
+            error.add_note(f"lockstep: read() was called for {name_of(self._source.files[self._file])}")
             raise
 
     def _open(self, inner: Any = None) -> None:
         """Open the current file, and continue at its state `inner` if there is one."""
         # The file may draw random numbers when it is opened, to shuffle itself for example.
-        seed_everything(derive(self._seed, "file", self._epoch, self._shard, self._file))
-        opened: Any = self._shards.read(self._files[self._file])
+        seed_everything(self._derive("file", self._file))
+        opened: Any = self._source.shards.read(self._source.files[self._file])
         self._set_epoch(opened)
-        if not self._reread:
+        if not self._ignores_states:
             _check_state_is_whole(opened)
             _check_state_needs_no_arguments(opened)
 
@@ -235,13 +240,17 @@ class Cursor:
         sampler = getattr(opened, "sampler", None)
         for part in (opened, getattr(opened, "dataset", None), sampler):
             if hasattr(part, "set_epoch"):
-                part.set_epoch(self._epoch)
+                part.set_epoch(self._source.epoch)
 
         # The generator of a sampler goes on from epoch to epoch, but not in a worker process or a resumed run, which
         # begin with what data() returned. So it is seeded for each epoch after the first.
         generator = getattr(sampler, "generator", None)
-        if generator is not None and self._epoch:
-            generator.manual_seed(derive(self._seed, "loader", self._epoch, self._shard, self._file))
+        if generator is not None and self._source.epoch:
+            generator.manual_seed(self._derive("loader", self._file))
+
+    def _derive(self, purpose: str, number: int) -> int:
+        """Return a seed that is the same on any rank and after any resume."""
+        return derive(self._source.seed, purpose, self._source.epoch, self._source.shard, number)
 
     @property
     def _newest(self) -> int:
@@ -250,8 +259,9 @@ class Cursor:
 
     @property
     def _where(self) -> str:
-        file = self._files[min(self._file, len(self._files) - 1)]
-        return f"of {name_of(file)}, counted from 0, in epoch {self._epoch}"
+        files = self._source.files
+        file = files[min(self._file, len(files) - 1)]
+        return f"of {name_of(file)}, counted from 0, in epoch {self._source.epoch}"
 
 
 def name_of(file: Any) -> str:
@@ -283,7 +293,7 @@ def _check_state_is_whole(iterable: Any) -> None:
 
 
 def _check_state_needs_no_arguments(iterable: Any) -> None:
-    """Refuse a stream that wants to be told how many samples were trained, such as mosaicml's StreamingDataset."""
+    """Refuse a stream whose state_dict() needs arguments, such as mosaicml's StreamingDataset."""
     if not has_state(iterable):
         return
 

@@ -47,7 +47,7 @@ class EpochSource(DatasetSource):
         try:
             self._peeked = self._peeked or self.take()
             return next(iter(self._peeked))
-        except Exception as error:
+        except Exception as error:  # of any kind: `take` raises it again
             self._peek_error = error
             raise
 
@@ -115,7 +115,7 @@ def comparable_copy(sample: Any) -> Any:
         # A copy, because collate may change the sample in place.
         copied = copy.deepcopy(sample)
         check_sendable(copied, [0], "")
-    except Exception:
+    except Exception:  # the user's class refuses one of the two
         return None
 
     return copied

@@ -5,7 +5,8 @@ shard 1, and so on, and is cut into micro-batches, which are assigned to the ran
 rank, and each of its workers, reads the shards of its own micro-batches. If a micro-batch of another one is in the same
 shard, both read that shard.
 
-When a shard has ended, its places in the global batch stay empty until all shards have ended.
+When a shard has ended, its places in the global batch stay empty until all shards have ended. A *cell* is the index of
+a micro-batch in the global step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lockstep.data.loader import collate_samples, is_default_collate, is_empty, 
 from lockstep.data.sample_errors import WorkerError, batch_to_send
 from lockstep.data.samplers import make_sampler
 from lockstep.data.source_options import SourceOptions
-from lockstep.data.streams.cursor import Cursor, has_state
+from lockstep.data.streams.cursor import Cursor, Reread, ShardEpoch, has_state
 from lockstep.data.streams.epochs import EpochSource, comparable_copy
 from lockstep.data.streams.shards import Shards
 from lockstep.data.windows import rank_range
@@ -51,7 +52,7 @@ class _StepRead(NamedTuple):
     micro_batches: list[_Read]
     states: dict[int, State]  # by shard, after this step
     ended: bool  # all shards of this worker have ended
-    reread: tuple[int, float]  # samples that were read again to restore the position, and seconds
+    reread: list[Reread]  # in the first step, of each shard: what was read again to restore the position
     beginning: Any  # in the first step, the first sample of a single shard, to compare between ranks
     spare: _Read | None  # samples of other readers, for a rank that has none of its own in this step
 
@@ -197,8 +198,9 @@ class ExactStreamSource(EpochSource):
         if beginnings:
             self.beginning = beginnings[0]
 
-        samples = sum(part.reread[0] for part in parts)
-        seconds = max(part.reread[1] for part in parts)
+        # Worker processes read at the same time, and each of them one shard after another.
+        samples = sum(reread.samples for part in parts for reread in part.reread)
+        seconds = max(sum(reread.seconds for reread in part.reread) for part in parts)
         if samples:
             reason = f"the stream was read again up to its position: {plural(samples, 'sample')} in {seconds:.1f} s"
             self.options.log_event("note", reason=reason)
@@ -230,7 +232,7 @@ class ExactStreamSource(EpochSource):
         # A copy, because opening a stream a second time would change its state.
         try:
             shards = copy.deepcopy(self.shards)
-        except Exception as error:
+        except Exception as error:  # copying calls the user's code
             raise UserError(
                 "a rank without samples in this step cannot read a sample to run with weight 0",
                 f"the stream cannot be copied: {type(error).__name__}: {error}",
@@ -303,7 +305,8 @@ def open_cursor(shards: Shards, options: SourceOptions, epoch: int, shard: int, 
     """Open a virtual shard: every epoch shuffles the files, and deals them to the shards like cards."""
     order = make_sampler(len(shards.files), options.seed, options.config.shuffle).ids(epoch, 0, len(shards.files))
     files = [shards.files[index] for index in order[shard :: shards.shards]]
-    return Cursor(shards, files, options.seed, epoch, shard, state, reread=options.config.resume == "reread")
+    source = ShardEpoch(shards, files, options.seed, epoch, shard)
+    return Cursor(source, state, reread=options.config.resume == "reread")
 
 
 def _identity(item: Any) -> Any:
@@ -357,35 +360,37 @@ class _StepReader(IterableDataset):
         begins = {shard: cursor.taken for shard, cursor in cursors.items()}
         samples = {shard: [] if cursor.ended else cursor.take(each) for shard, cursor in cursors.items()}
         beginning = self._beginning(samples) if opens else None
-
-        micro_batches = []
-        for cell in cells:
-            places = [divmod(place, each) for place in places_of(cell, self.options)]
-            filled = [(shard, number) for shard, number in places if number < len(samples[shard])]
-            if filled:
-                ids = [(begins[shard] + number) * self.shards.shards + shard for shard, number in filled]
-                chosen = [samples[shard][number] for shard, number in filled]
-                micro_batches.append(_Read(cell, np.array(ids, dtype=np.int64), self._collate(chosen, ids)))
-
-        # Small, and rare: at the end of an epoch.
-        spare = None
-        others = [sample for of_shard in samples.values() for sample in of_shard]
-        if others and not micro_batches:
-            chosen = others[: self.options.micro_batch]
-            spare = _Read(0, np.arange(len(chosen)), self._collate(chosen, list(range(len(chosen)))))
-
-        reread = (0, 0.0)
-        if opens:
-            reread = sum(c.reread_samples for c in cursors.values()), sum(c.reread_s for c in cursors.values())
-
+        micro_batches = [read for cell in cells if (read := self._micro_batch(cell, each, samples, begins))]
         return _StepRead(
             micro_batches,
             {shard: cursor.state for shard, cursor in cursors.items()},
             all(cursor.ended for cursor in cursors.values()),
-            reread,
+            [cursor.reread for cursor in cursors.values()] if opens else [],
             beginning,
-            spare,
+            None if micro_batches else self._spare(samples),
         )
+
+    def _micro_batch(self, cell: int, each: int, samples: dict[int, list[Any]], begins: dict[int, int]) -> _Read | None:
+        """Return a micro-batch, or None if all its places are empty.
+
+        `samples`: of this step, by shard, `each` of them if the shard has not ended. `begins`: the number of the first.
+        """
+        places = [divmod(place, each) for place in places_of(cell, self.options)]
+        filled = [(shard, number) for shard, number in places if number < len(samples[shard])]
+        if not filled:
+            return None
+
+        ids = [(begins[shard] + number) * self.shards.shards + shard for shard, number in filled]
+        chosen = [samples[shard][number] for shard, number in filled]
+        return _Read(cell, np.array(ids, dtype=np.int64), self._collate(chosen, ids))
+
+    def _spare(self, samples: dict[int, list[Any]]) -> _Read | None:
+        """Return a micro-batch of samples that other readers train. Small, and rare: at the end of an epoch."""
+        others = [sample for of_shard in samples.values() for sample in of_shard]
+        chosen = others[: self.options.micro_batch]
+        if not chosen:
+            return None
+        return _Read(0, np.arange(len(chosen)), self._collate(chosen, list(range(len(chosen)))))
 
     def _collate(self, samples: list[Any], ids: list[int]) -> Any:
         return collate_samples(self.collate, samples, ids, self._where, is_default_collate(self.collate))

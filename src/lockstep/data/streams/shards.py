@@ -105,9 +105,9 @@ class Shards:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the samples of all files, in the order of the list: for a look at them, or an evaluation."""
-        from lockstep.data.streams.cursor import Cursor
+        from lockstep.data.streams.cursor import Cursor, ShardEpoch
 
-        cursor = Cursor(self, list(self.files), seed=0, epoch=0, shard=0)
+        cursor = Cursor(ShardEpoch(self, list(self.files), seed=0, epoch=0, shard=0))
         while samples := cursor.take(1):
             yield from samples
 

@@ -227,7 +227,7 @@ class _Shard(IterableDataset):
                 sample = next(samples)
             except StopIteration:
                 return
-            except Exception as error:
+            except Exception as error:  # the stream is the user's code
                 name_samples(error, [number], self._where)
                 raise
 

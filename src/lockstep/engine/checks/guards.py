@@ -6,8 +6,7 @@ A check that compares ranks is collective and raises the same error on every ran
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
-from itertools import chain
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -18,10 +17,7 @@ from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.hooks.parameter_hooks import hook_ids
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.layout import local
-
-# Checksums reinterpret elements as integers of the same width. The keys are element sizes in bytes.
-INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from lockstep.runtime.layout import checksums, local
 
 
 class LateHooks:
@@ -117,28 +113,48 @@ class GradientGuard:
 
         # For each optimizer: parameter, gradient, and how often the gradient had been changed.
         self._noted: list[list[tuple[Tensor, Tensor, int]]] = []
+        self._shards: list[Tensor] = []  # the noted gradients that are sharded
 
     def note(self) -> None:
-        """Record the current gradients as the expected ones, and watch them until `check` or `release`."""
-        self.release()
-        self._noted = [
-            [(p, p.grad, _changes(p.grad)) for p in watched if p.grad is not None] for watched in self._watched
-        ]
-        for _, gradient, _ in chain(*self._noted):
-            if type(gradient) is DTensor:
-                gradient.__class__ = _WatchedShard
+        """Record the current gradients as the expected ones, and watch them until `check` or `forget`."""
+        self.forget()
+        for watched in self._watched:
+            # Loops, because this runs for every micro-batch.
+            noted = []
+            for p in watched:
+                gradient = p.grad
+                if type(gradient) is Tensor:
+                    noted.append((p, gradient, gradient._version))
+                elif gradient is not None:
+                    noted.append((p, gradient, _changes(gradient)))
+                    if type(gradient) is DTensor:
+                        gradient.__class__ = _WatchedShard
+                        self._shards.append(gradient)
 
-    def release(self) -> None:
-        """Stop watching."""
-        for _, gradient, _ in chain(*self._noted):
-            if type(gradient) is _WatchedShard:
-                gradient.__class__ = DTensor  # pyrefly: ignore[bad-argument-type]
+            if noted:
+                self._noted.append(noted)
+
+    def forget(self) -> None:
+        """Stop watching, and expect nothing: a step or a pass over its batches begins or ends."""
+        if self._shards:
+            self._release()
+        self._noted = []
+
+    def _release(self) -> None:
+        for gradient in self._shards:
+            gradient.__class__ = DTensor  # pyrefly: ignore[bad-argument-type]
+        self._shards = []
 
     def check(self, call: str) -> None:
         """Raise if all watched gradients of an optimizer have changed since `note`."""
-        self.release()
+        if self._shards:
+            self._release()
+
         for noted in self._noted:
-            if noted and all(p.grad is not gradient or _changes(gradient) != before for p, gradient, before in noted):
+            for p, gradient, changes in noted:
+                if p.grad is gradient and _changes(gradient) == changes:
+                    break  # one that is unchanged is enough
+            else:
                 raise UserError(
                     f"the gradients of this step were dropped or changed before {call}",
                     "they are sums over the batches so far, not yet divided: zero_grad() loses the earlier batches, "
@@ -177,6 +193,8 @@ def _changes_in_lists(gradient: Tensor) -> int:
 
 def _changes(gradient: Tensor) -> int:
     """Return how often a gradient was changed in place: torch counts each change in the DTensor or in its shard."""
+    if type(gradient) is Tensor:
+        return gradient._version
     return gradient._version + local(gradient)._version + _changes_in_lists(gradient)
 
 
@@ -198,24 +216,3 @@ def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False
                     "one rank only (`if rank == 0`)",
                     cause="not-synchronised",
                 )
-
-
-def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """Return for each tensor, or this rank's shard of it, the sum of its elements read as integers.
-
-    Unlike a norm, this sum changes with any single bit.
-    """
-    sums = [
-        local(t.detach())
-        .contiguous()
-        .reshape(-1)
-        .view(INTEGERS.get(t.element_size(), torch.uint8))
-        .sum(dtype=torch.int64)
-        for t in tensors
-    ]
-
-    # Read all sums at once, so that the host waits once. A model on several devices cannot do that.
-    if len({total.device for total in sums}) == 1:
-        return torch.stack(sums).tolist()
-
-    return [int(total) for total in sums]

@@ -9,12 +9,10 @@ import hashlib
 import os
 import sys
 import sysconfig
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from lockstep.config import RunConfig, flatten
-from lockstep.config.changes import Change
 from lockstep.data.streams.strided import StreamSource
 from lockstep.engine.hooks.calls import Hook
 from lockstep.errors import UserError, plural
@@ -175,14 +173,20 @@ def check_steps_left(steps: int, done: int) -> None:
         )
 
 
-def check_epochs_countable(config: RunConfig, changed_settings: Sequence[Change]) -> None:
-    """Check that a resumed run with `epochs` has steps of the same size, if its data does not count them."""
-    for change in changed_settings:
-        if config.epochs is not None and change.key in ("global_batch", "local_batch"):
+def check_epochs_countable(config: RunConfig, before: int, now: int) -> None:
+    """Check that steps have the same size as before the resume, if epochs are counted and the data does not count them.
+
+    `before` and `now` are the samples of a step. With local_batch they change with the number of ranks.
+    """
+    counted = {"epochs": config.epochs, "evaluate.epochs": config.evaluate.epochs}
+    for key, value in counted.items():
+        if value is not None and before != now:
+            by_ranks = f" (local_batch={config.local_batch}, on another number of ranks)" if config.local_batch else ""
             raise UserError(
-                f"epochs={config.epochs:g} cannot be counted, because the batch size has changed: {change}",
-                "the data does not say how much of its epoch is done",
-                "set steps=1000 in place of epochs; or resume with the same batch size",
+                f"{key}={value:g} cannot be counted, because the global batch has changed: {before} -> {now}{by_ranks}",
+                "the data is a stream, which does not say how much of its epoch is done",
+                f"set {'steps=1000' if key == 'epochs' else 'evaluate.every=100'} in place of {key}; or resume with "
+                f"global_batch={before}",
             )
 
 

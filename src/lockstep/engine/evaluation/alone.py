@@ -21,7 +21,7 @@ from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.errors import Preempted, UserError
-from lockstep.launch.run_dir import is_checkpoint
+from lockstep.launch.folder.run_dir import is_checkpoint
 from lockstep.parallel.meta.init import init_as_configured
 from lockstep.task import Task
 
@@ -32,7 +32,7 @@ def evaluate(task: Task, builder: RunBuilder, global_batch: int | None) -> list[
     `global_batch` is that of the run whose weights they are; the batch of an evaluation may follow from it.
     """
     config, runtime = builder.config, builder.runtime
-    sets = evaluation_sets(task, config.evaluate.decides)
+    sets = evaluation_sets(task, config.evaluate.monitor)
     if not sets:
         raise UserError(
             "the task has nothing to evaluate: its eval_data() returns None", "", "return a dataset from eval_data()"

@@ -7,8 +7,9 @@ at the clock; its request travels in the control word.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Any
 
 from lockstep.config.sections import StopConfig
@@ -66,11 +67,12 @@ class EarlyStop:
         self.evaluations_since = state["evaluations_since"]
 
 
-def check_metric(key: str, metric: str, results: Mapping[str, float]) -> None:
+def check_metric(key: str, metric: str, results: Collection[str]) -> None:
     """Check that the setting `key` names a result of the evaluation."""
     if metric not in results:
+        nearest = get_close_matches(metric, list(results), n=1, cutoff=0.0)[0]
         raise UserError(
             f"{key}={metric} is not a result of the evaluation",
             f"its results are {', '.join(results)}",
-            f"set {key}={next(iter(results))}, or return the metric from eval_loss()",
+            f"set {key}={nearest}, or return the metric from eval_loss()",
         )

@@ -16,7 +16,7 @@ from lockstep.optim.user_scheduler import SchedulerRate
 
 
 class Evaluations:
-    """Lets early stopping, the best checkpoint and ReduceLROnPlateau follow the evaluations that decide.
+    """Lets early stopping, the best checkpoint and ReduceLROnPlateau follow the evaluations that are monitored.
 
     All ranks have the same results, so each of them decides alike without asking the others.
     """
@@ -43,7 +43,7 @@ class Evaluations:
         self._recorder = recorder
 
         # The results.
-        self.newest = newest  # of those that decide
+        self.newest = newest  # of those that are monitored
         self.by_set: dict[str, Evaluation] = {}  # the newest of each named set
         self._warned_of_second = False
 
@@ -62,7 +62,7 @@ class Evaluations:
         self.schedule.seconds = seconds
         self.by_set |= {evaluation.name: evaluation for evaluation in evaluations if evaluation.name}
         for chosen, evaluation in zip(sets, evaluations, strict=True):
-            if chosen.decides:
+            if chosen.monitored:
                 self._decide(evaluation)
 
     def _decide(self, evaluation: Evaluation) -> None:
@@ -91,7 +91,7 @@ class Evaluations:
         self._warned_of_second = True
         reason = (
             f"ReduceLROnPlateau follows the first evaluation of a step, and run.evaluate was called a second time at "
-            f"step {step}: pass decides=False for every dataset except the one that it should follow"
+            f"step {step}: pass monitor=False for every dataset except the one that it should follow"
         )
         self._recorder.event("warning", reason=reason)
 
@@ -104,7 +104,7 @@ class Evaluations:
     def results(self) -> dict[str, float]:
         """Return the newest results by the names that settings use: `eval_loss`, `accuracy`, `val/accuracy`.
 
-        Names without a set are those of the evaluation that decides.
+        Names without a set are those of the evaluation that is monitored.
         """
         if self.newest is None:
             return {}
@@ -115,9 +115,9 @@ class Evaluations:
 
 
 def results_for_hooks(sets: Sequence[EvaluationSet], evaluations: Sequence[Evaluation]) -> dict[str, float]:
-    """Return the results of an evaluation: "loss" and metrics of the set that decides, and "SET/loss" of named sets."""
-    deciding = [evaluation for chosen, evaluation in zip(sets, evaluations, strict=True) if chosen.decides]
-    main = (deciding or list(evaluations))[0]
+    """Return the results of an evaluation: "loss" and metrics of the monitored set, and "SET/loss" of named sets."""
+    monitored = [evaluation for chosen, evaluation in zip(sets, evaluations, strict=True) if chosen.monitored]
+    main = (monitored or list(evaluations))[0]
     return {"loss": main.loss, **main.metrics, **_named(evaluations)}
 
 

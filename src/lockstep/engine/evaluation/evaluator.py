@@ -63,7 +63,7 @@ class EvaluationSet:
     loss_fn: LossFn
     collate: Callable[[list[Any]], Any]
     name: str | None = None  # None: the only one
-    decides: bool = True  # whether early stopping, the best checkpoint and schedulers follow it
+    monitored: bool = True  # whether early stopping, the best checkpoint and schedulers follow it
     metrics: Mapping[str, Any] = field(default_factory=dict)  # torchmetrics, by name
 
     @property
@@ -72,10 +72,10 @@ class EvaluationSet:
         return self.data.dataset if isinstance(self.data, Sampled) else self.data
 
 
-def evaluation_sets(task: Task, decides: str | None) -> list[EvaluationSet]:
+def evaluation_sets(task: Task, monitor: str | None) -> list[EvaluationSet]:
     """Return what a task's `eval_data()` returns, as sets: one without a name, or several by name, or none.
 
-    `decides` is the setting `evaluate.decides`.
+    `monitor` is the setting `evaluate.monitor`.
     """
     data = task.eval_data()
     # A task need not subclass Task.
@@ -88,17 +88,17 @@ def evaluation_sets(task: Task, decides: str | None) -> list[EvaluationSet]:
         )
     make = partial(EvaluationSet, loss_fn=task.eval_loss, collate=task.collate, metrics=metrics)
     if not isinstance(data, Mapping):
-        if decides is not None:
+        if monitor is not None:
             raise UserError(
-                f"evaluate.decides={decides} names an evaluation set, and the task's sets have no names",
+                f"evaluate.monitor={monitor} names an evaluation set, and the task's sets have no names",
                 "",
-                "leave evaluate.decides out, or return {name: dataset} from eval_data()",
+                "leave evaluate.monitor out, or return {name: dataset} from eval_data()",
             )
         return [] if data is None else [make(data)]
 
-    chosen = next(iter(data), None) if decides is None else decides
-    if decides is not None and decides not in data:
-        raise unknown_name("evaluate.decides", decides, list(data))
+    chosen = next(iter(data), None) if monitor is None else monitor
+    if monitor is not None and monitor not in data:
+        raise unknown_name("evaluate.monitor", monitor, list(data))
 
     # Results are called NAME/loss, and in some tools a slash makes a folder.
     for name in data:
@@ -109,7 +109,7 @@ def evaluation_sets(task: Task, decides: str | None) -> list[EvaluationSet]:
                 "use letters, digits, points, _ and - only",
             )
 
-    return [make(dataset, name=name, decides=name == chosen) for name, dataset in data.items()]
+    return [make(dataset, name=name, monitored=name == chosen) for name, dataset in data.items()]
 
 
 def evaluation_batch(config: RunConfig, global_batch: int) -> int:
@@ -166,7 +166,15 @@ class Evaluator:
         With `may_preempt` all ranks stop when one is preempted, and None is returned.
         """
         began = time.perf_counter()
+        evaluation = self.measure(chosen, batch, step, may_preempt)
+        if evaluation is not None:
+            self._log(evaluation, chosen, time.perf_counter() - began)
+            self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
 
+        return evaluation
+
+    def measure(self, chosen: EvaluationSet, batch: int, step: int, may_preempt: bool = False) -> Evaluation | None:
+        """Do what `evaluate` does, without a record."""
         # The launcher allows an evaluation more time than a step.
         self.runtime.heartbeat.beat("evaluate", step)
         check_data(chosen.dataset, chosen.name)
@@ -190,9 +198,20 @@ class Evaluator:
         all_rows = [row for rows, _, _ in gathered for row in rows]
         evaluation = _combine(all_rows, sum(samples for _, samples, _ in gathered), step, chosen.name)
         _add_metrics(evaluation, metrics.compute(self.runtime.collectives))
-        self._log(evaluation, chosen, time.perf_counter() - began)
-        self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
         return evaluation
+
+    def first_names(self, chosen: EvaluationSet, batch: int) -> list[str]:
+        """Return the names of the metrics of the first batch, which every rank runs for itself."""
+        reader = SampleReader(chosen.dataset, chosen.collate, self.config.seed, self.config.data.seed_samples)
+        data = reader(Request(0, range(min(batch, len(chosen.dataset)))))
+        with restore_modes(self.placed.model.modules()), torch.no_grad():
+            self.placed.model.eval()
+            loss = self.placed.evaluate(chosen.loss_fn, to_device(data, self.runtime.device), self.precision.autocast)
+
+        assert loss is not None
+        metrics = MetricStates(chosen.metrics, self.runtime.device)
+        metrics.update(loss.outputs)
+        return [*(name for name, *_ in metric_terms(loss)), *metrics.results()]
 
     def evaluate_all(
         self, sets: Sequence[EvaluationSet], batch: int, step: int, may_preempt: bool = False
@@ -209,10 +228,10 @@ class Evaluator:
         return evaluations
 
     def _log(self, evaluation: Evaluation, chosen: EvaluationSet, seconds: float) -> None:
-        # The usual case, one set that decides, has no fields for that.
+        # The usual case, one set that is monitored, has no fields for that.
         fields = {key: value for key, value in vars(evaluation).items() if key != "name"}
         named = {"set": chosen.name} if chosen.name else {}
-        followed = {} if chosen.decides else {"decides": False}
+        followed = {} if chosen.monitored else {"monitor": False}
         self.recorder.event("eval", **fields, **named, **followed, seconds=seconds)
 
     def _split(self, length: int, batch: int) -> tuple[list[range], list[range]]:

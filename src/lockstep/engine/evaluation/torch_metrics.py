@@ -52,6 +52,10 @@ class MetricStates:
         if not collectives.world.alone:
             self._exchange(parts, collectives)
 
+        return self.results()
+
+    def results(self) -> dict[str, float]:
+        """Return the results of the states that this rank has."""
         results: dict[str, float] = {}
         for name, metric in self.metrics.items():
             results |= _numbers(name, metric.compute())

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from lockstep.checkpoint.run_state import CALLBACK
+from lockstep.engine.hooks.callback_order import CallbackOrder
 from lockstep.errors import UserError
 from lockstep.task import Loss, MicroBatch, RunView, StepResult, Task
 
@@ -69,6 +70,10 @@ class Hooks:
             _check_shared_name(name, callbacks)
             for number, callback in enumerate(callbacks, start=1):
                 yield f"{CALLBACK}{name}" + (f" {number}" if number > 1 else ""), callback
+
+        numbered = {name: callbacks for name, callbacks in sharing.items() if len(callbacks) > 1}
+        if numbered:
+            yield "order of callbacks", CallbackOrder(numbered)
 
     def before_training(self) -> None:
         for hook in self._before_training:

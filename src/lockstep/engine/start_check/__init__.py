@@ -2,5 +2,6 @@
 
 `check.py` defines what is compared, and in which order. `data.py` compares what the ranks and their workers read,
 `probe.py` calls the loss, `random_numbers.py` makes its random numbers comparable, `state_snapshot.py` records and
-restores what it changes, and `judge.py` decides which mistake explains the numbers.
+restores what it changes, and `judge.py` decides which mistake explains the numbers. `metrics.py` looks for the metrics
+that settings name.
 """

@@ -59,42 +59,64 @@ def _tiny(model: nn.Module, batch: Tensor) -> Tensor:
 
 
 def _one_rank(module: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    """Do steps whose results are known. Return what came out, by name."""
+    return {
+        **_formats_found(module),
+        **_tiny_update(module),
+        "clipped norm": _clipped_norm(module),
+        # What no optimizer may use. In fp16: in bf16 a step may do without the scaler.
+        "overflows": {
+            "an infinite loss": _overflowed(module, math.inf, ()),
+            "an infinite gradient of the first layer alone": _overflowed(module, math.inf, (0,)),
+            "a gradient that is nan": _overflowed(module, math.nan, (0, 1)),
+        },
+        "scales": _scales_found(module),
+    }
 
-    # Formats. The gradient of the mean over 2 x 4 outputs is 2 * 0.5 / 8 for each weight.
+
+def _formats_found(module: Any) -> dict[str, Any]:
+    """Do a step in bf16. The gradient of the mean over 2 x 4 outputs is 2 * 0.5 / 8 for each weight."""
     model, optimizer, batch = _setup()
-    formats = []
-
-    def note_format(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        formats.append(output.dtype)
-
-    model.register_forward_hook(note_format)
+    formats = _noted_formats(model)
     before = model.weight.detach().clone()
     module.train_step(model, _mean, batch, optimizer, module.LossScaler(SCALE), torch.bfloat16)
-    found["bf16 computed in"], found["stored in"] = formats[-1], model.weight.dtype
-    found["share of the gradient"] = ((before - model.weight) / 0.125).mean().item()
+    return {
+        "bf16 computed in": formats[-1],
+        "stored in": model.weight.dtype,
+        "share of the gradient": ((before - model.weight) / 0.125).mean().item(),
+    }
 
-    # Clipping: the norm of the gradient is 0.5, and the update may have a norm of 0.1.
+
+def _noted_formats(model: nn.Module) -> list[torch.dtype]:
+    """Return a list to which each forward of the model adds the format of its output."""
+    formats: list[torch.dtype] = []
+
+    def note(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        formats.append(output.dtype)
+
+    model.register_forward_hook(note)
+    return formats
+
+
+def _clipped_norm(module: Any) -> float:
+    """Clip: the norm of the gradient is 0.5, and the update may have a norm of 0.1."""
     model, optimizer, batch = _setup()
     before = model.weight.detach().clone()
     module.train_step(model, _mean, batch, optimizer, module.LossScaler(SCALE), torch.bfloat16, 0.1)
-    found["clipped norm"] = (before - model.weight).norm().item()
+    return (before - model.weight).norm().item()
 
-    # A gradient that fp16 loses without a scale.
+
+def _tiny_update(module: Any) -> dict[str, Any]:
+    """Do a step in fp16, with a gradient that is lost without a scale."""
     model, optimizer, batch = _setup()
     nn.init.zeros_(model.weight)
-    model.register_forward_hook(note_format)
+    formats = _noted_formats(model)
     module.train_step(model, _tiny, batch, optimizer, module.LossScaler(65536.0), torch.float16)
-    found["tiny update"], found["fp16 computed in"] = -model.weight.mean().item(), formats[-1]
+    return {"fp16 computed in": formats[-1], "tiny update": -model.weight.mean().item()}
 
-    # What no optimizer may use. In fp16: in bf16 a step may do without the scaler.
-    found["overflows"] = {
-        "an infinite loss": _overflowed(module, math.inf, ()),
-        "an infinite gradient of the first layer alone": _overflowed(module, math.inf, (0,)),
-        "a gradient that is nan": _overflowed(module, math.nan, (0, 1)),
-    }
 
-    # The scale over good steps and one overflow, which must begin the count again.
+def _scales_found(module: Any) -> list[float]:
+    """Return the scale over good steps and one overflow, which must begin the count again."""
     model, optimizer, batch = _setup()
     scaler = module.LossScaler(SCALE, interval=3)
     scales = []
@@ -102,8 +124,7 @@ def _one_rank(module: Any) -> dict[str, Any]:
         module.train_step(model, _mean, batch * factor, optimizer, scaler, torch.float16)
         scales.append(float(scaler.scale))
 
-    found["scales"] = scales
-    return found
+    return scales
 
 
 def _overflowed(module: Any, value: float, layers: tuple[int, ...]) -> dict[str, Any]:

@@ -164,7 +164,7 @@ def _checkpoints_alone(module: Any, place: Path) -> dict[str, Any]:
     other, other_optimizer = _net(2)
     try:
         found["step"] = module.load(place, other, other_optimizer)
-    except Exception as error:
+    except Exception as error:  # the learner's code
         found["step"] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
 
     weights, momentum = _values(model, optimizer)
@@ -176,7 +176,7 @@ def _checkpoints_alone(module: Any, place: Path) -> dict[str, Any]:
 def _readable(path: Path) -> bool:
     try:
         torch.load(path)
-    except Exception:
+    except Exception:  # torch raises several kinds for a torn file
         return False
     return True
 

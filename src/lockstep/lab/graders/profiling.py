@@ -237,7 +237,19 @@ def _ratio(
 
 
 def _synchronised(ranks: list[dict[str, Any]]) -> Iterator[Finding]:
-    found, world = ranks[0], len(ranks)
+    """Judge two steps: the gradients, the calls and events, and what runs during the backward."""
+    averaged = _averaged(ranks)
+    yield averaged
+
+    # The calls of the second step are judged: they say nothing if that step did not begin anew.
+    if not averaged.passed and abs(ranks[0]["ratios"][0] - 1) < 1e-4:
+        return
+    yield from _recorded(ranks[0])
+    yield from _overlapped(ranks[0])
+
+
+def _averaged(ranks: list[dict[str, Any]]) -> Finding:
+    world = len(ranks)
     ratios = [ratio for rank in ranks for ratio in rank["ratios"]]
     right = all(abs(ratio - 1) < 1e-4 for ratio in ratios)
     why = (
@@ -248,11 +260,10 @@ def _synchronised(ranks: list[dict[str, Any]]) -> Iterator[Finding]:
     elif abs(ratios[0] - 1) < 1e-4:
         why = "The first step is right, the second is not: begin each step with all gradients missing and nothing sent."
 
-    yield Finding("the gradients of two steps are the average over the ranks", right, "", why)
+    return Finding("the gradients of two steps are the average over the ranks", right, "", why)
 
-    # The calls of the second step are judged: they say nothing if that step did not begin anew.
-    if not right and abs(ratios[0] - 1) < 1e-4:
-        return
+
+def _recorded(found: dict[str, Any]) -> Iterator[Finding]:
     yield Finding(
         "one all-reduce for each bucket",
         found["calls"] == 4,
@@ -270,6 +281,9 @@ def _synchronised(ranks: list[dict[str, Any]]) -> Iterator[Finding]:
         'overlap() reads the events: append Event("gradient", bytes) in the hook, and Event("all_reduce", bytes) where '
         "the bucket is sent.",
     )
+
+
+def _overlapped(found: dict[str, Any]) -> Iterator[Finding]:
     yield Finding(
         "buckets are sent while the backward runs",
         found["early"] == 3,

@@ -115,7 +115,7 @@ def _torn(module: ModuleType, folder: Path) -> str:
 
     try:
         step = module.load(path, model, optimizer)
-    except Exception as error:
+    except Exception as error:  # the learner's code
         return f"{type(error).__name__} in load"
 
     return "" if step in (2, 4) else f"load gives step {step}"

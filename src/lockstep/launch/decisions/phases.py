@@ -1,5 +1,6 @@
-"""The phases of a job, the transitions between them, and how long each may last. (A rank has phases as well, which its
-heartbeat shows.)
+"""The phases of a job, the transitions between them, and how long each may last.
+
+A rank has phases as well, which are others: its heartbeat shows them (`lockstep.runtime.heartbeat`).
 
     JOIN --all nodes that may join, or enough nodes and no new one for 3 s--> RUN
     JOIN --too few nodes in time--> OVER
@@ -9,7 +10,7 @@ heartbeat shows.)
     RUN --no rank advances--> COLLECT_STACKS --stacks have arrived, or time is up--> RUN, or KILL if it is a hang
     COLLECT_STACKS --a rank raises--> RUN, with a deadline for an earlier failure to arrive
     RUN, COLLECT_STACKS --signal, resize or new node--> PREEMPT --all ranks have saved--> OVER, or JOIN
-    RUN, COLLECT_STACKS --a rank was preempted by a signal of its own--> PREEMPT
+    RUN, COLLECT_STACKS --a rank has received a signal itself--> PREEMPT
     RUN, COLLECT_STACKS, PREEMPT --a failure, or a second Ctrl-C--> KILL
     RUN, COLLECT_STACKS, PREEMPT, KILL --a zygote cannot import--> KILL
     KILL --all ranks are gone, or their nodes are given up--> JOIN (the next attempt) or OVER

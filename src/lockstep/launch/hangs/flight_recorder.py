@@ -175,6 +175,7 @@ def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
             # Every rank belongs to the default group, including a rank that entered none of its collectives.
             if name not in groups:
                 groups[name] = {member: {} for member in sorted(dumps)} if name == DEFAULT_GROUP else {}
+
             groups[name][rank] = entered
 
     return groups
@@ -198,6 +199,7 @@ def _mismatch(history: History) -> str | None:
     sharing: dict[int, list[int]] = {}
     for rank, entered in history.items():
         sharing.setdefault(id(entered), []).append(rank)
+
     different = [(history[ranks[0]], ranks) for ranks in sharing.values()]
 
     for number in sorted(set().union(*(entered for entered, _ in different))):

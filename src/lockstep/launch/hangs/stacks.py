@@ -221,7 +221,7 @@ def _frame_blocks(lines: list[str]) -> Iterator[tuple[Frame | None, list[str]]]:
 
 
 def _ask(pid: int) -> bool:
-    """Send the signal. Returns whether an answer can come."""
+    """Send the signal. Return whether an answer can come."""
     status = records.read(Path(f"/proc/{pid}/status"))
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
 

@@ -71,7 +71,7 @@ class RankView(heartbeat.View):
 
 
 def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
-    """Read a rank's heartbeat and process state. Returns None for a process that is gone and never had a heartbeat."""
+    """Read a rank's heartbeat and process state. Return None for a process that is gone and never had a heartbeat."""
     # The process's name, in parentheses, may hold spaces. Nothing follows if there is no such process.
     stat = records.read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     view = heartbeat.read(folder / f"heartbeat-{rank}")

@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.launch import records
+from lockstep.launch.folder.run_dir import folder_identity
 from lockstep.launch.job import COORDINATOR
-from lockstep.launch.run_dir import folder_identity
 
 _TERM_NAME = re.compile(r"\.coordinator-(\d{1,15})", re.ASCII)
 _CUT_OFF_NAME = re.compile(r"\.cut-off-(\d{1,15})-(\d{1,9})", re.ASCII)
@@ -145,7 +145,7 @@ class HeldTerm(TermFile):
 def begin_term(run: Path, after: int | None, host: str, address: str) -> HeldTerm | None:
     """Begin term `after` + 1; if `after` is None, the term after the newest one on disk.
 
-    Returns None if another node has begun that term, or a later one, and if term `after` has no file any more: then
+    Return None if another node has begun that term, or a later one, and if term `after` has no file any more: then
     the job has ended.
     """
     numbers = _term_numbers(run)

@@ -15,11 +15,11 @@ from typing import Any
 from lockstep.errors import ExitCode, UserError
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import WAIT_S, Coordinator
+from lockstep.launch.folder.run_dir import prepare
 from lockstep.launch.job import COORDINATOR, FROM_LAUNCHER, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes import election
 from lockstep.launch.nodes.search import CoordinatorRole, Membership, NextStep, Search
-from lockstep.launch.run_dir import prepare
 from lockstep.launch.terminal import say, shares_log
 from lockstep.launch.wire.acceptor import Acceptor
 from lockstep.launch.wire.connections import BEAT_S, Connection, ConnectionLost, Garbled, Hub, local_address
@@ -136,7 +136,7 @@ class NodeLauncher:
                 return self._search().after_loss(last, str(lost))
 
     def _join(self, connection: Connection) -> list[Message]:
-        """Join the job and adopt the coordinator's choices. Returns the first orders."""
+        """Join the job and adopt the coordinator's choices. Return the first orders."""
         nproc = self._agent.nproc if self._agent else self._job.nproc
         hello = Hello(self._name, nproc, self._job.identity)
         if last := self._membership:

@@ -6,6 +6,7 @@ over. The files in the run folder say which (`election.py`).
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from contextlib import ExitStack, suppress
@@ -14,11 +15,12 @@ from dataclasses import dataclass
 from lockstep.errors import ExitCode, PeersMissing, Preempted, UserError
 from lockstep.launch.decisions.restarts import within_last_hour
 from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.folder.locks import break_locks, hold
+from lockstep.launch.folder.resize import remove_old_requests
 from lockstep.launch.job import Job, parse_address
 from lockstep.launch.jsonl import EVENTS
 from lockstep.launch.nodes import election
 from lockstep.launch.nodes.election import CounterWatch, HeldTerm, TakeoverWatch, Term
-from lockstep.launch.run_dir import break_locks, hold, remove_old_requests
 from lockstep.launch.terminal import say, shares_log
 from lockstep.launch.wire.connections import (
     LOST_AFTER_S,
@@ -101,28 +103,53 @@ class Search:
         # Why the last try to reach a coordinator, or to become one, failed.
         self._last_problem = ""
 
+        # When no other program was last seen at the port of this machine.
+        self._last_not_taken = -math.inf
+
     # ---- at the start ----
 
     def find_coordinator(self) -> NextStep:
         """Connect to the coordinating node; coordinate if there is none and this node has the first address."""
         began = time.monotonic()
         now = began
-        last_not_taken = began  # when no other program was last seen at this machine's own port
         announced = False
         watch = CounterWatch()
+        self._last_not_taken = began
 
         while now - began < CONNECT_S:
             if self._signals:
                 return self._end_on_signal()
 
+            if next_step := self._try_once(watch, now):
+                return next_step
+
+            if not announced and now - began > 1.0:
+                announced = True
+                term, _ = self._newest_term()
+                where = term.address if term else ", ".join(self._addresses)
+                problem = f"no answer from {where} yet ({self._last_problem})"
+                say(f"lockstep: {problem}; trying for {CONNECT_S / 60:.0f} minutes")
+
+            time.sleep(RETRY_S)
+            now = time.monotonic()
+
+        raise PeersMissing(
+            f"--join {self._job.join}: no answer within {CONNECT_S / 60:.0f} minutes",
+            self._last_problem,
+            f"start the same command on the node that has the address {self._addresses[0]}",
+        )
+
+    def _try_once(self, watch: CounterWatch, now: float) -> NextStep | None:
+        """Try to connect to a coordinator, or to become the first one. Return None if neither is possible now."""
+        with ExitStack() as resources:
             # The node that binds the first address coordinates a new job. But it may be returning to a job that another
             # node has taken over: first try the other addresses and the one in the run folder.
             listener = self._claim_first()
+            if listener:
+                resources.callback(listener.close)
+
             term, readable = self._newest_term()
             if connection := self._reach(*self._other_addresses(listener, term)):
-                if listener:
-                    listener.close()
-
                 return connection
 
             # A term file whose counter stands still was left by a job that has died.
@@ -134,31 +161,16 @@ class Search:
             # This node may coordinate if no other node does.
             free = readable and (term is None or watch.still_for(now) >= STALE_S)
             if listener and free and (role := self._start_job(listener)):
+                resources.pop_all()  # the role closes the listener
                 return role
 
-            if not announced and now - began > 1.0:
-                announced = True
-                where = term.address if term else ", ".join(self._addresses)
-                problem = f"no answer from {where} yet ({self._last_problem})"
-                say(f"lockstep: {problem}; trying for {CONNECT_S / 60:.0f} minutes")
+        # A coordinator on this machine would have answered long ago.
+        if listener or not is_taken(self._addresses[0]):
+            self._last_not_taken = now
+        elif free and now - self._last_not_taken > TAKEN_S:
+            raise self._port_is_taken()
 
-            if listener:
-                listener.close()
-
-            # A coordinator on this machine would have answered long ago.
-            if listener or not is_taken(self._addresses[0]):
-                last_not_taken = now
-            elif free and now - last_not_taken > TAKEN_S:
-                raise self._port_is_taken()
-
-            time.sleep(RETRY_S)
-            now = time.monotonic()
-
-        raise PeersMissing(
-            f"--join {self._job.join}: no answer within {CONNECT_S / 60:.0f} minutes",
-            self._last_problem,
-            f"start the same command on the node that has the address {self._addresses[0]}",
-        )
+        return None
 
     def _other_addresses(self, listener: socket.socket | None, term: Term | None) -> list[str]:
         """Return where a coordinator may listen, without the address that this node has bound itself."""
@@ -212,7 +224,7 @@ class Search:
         return None
 
     def _start_job(self, listener: socket.socket) -> CoordinatorRole | None:
-        """Begin a term of a job that no other node coordinates. Returns None if another node was faster."""
+        """Begin a term of a job that no other node coordinates. Return None if another node was faster."""
         with ExitStack() as resources:
             resources.callback(listener.close)
 
@@ -256,6 +268,7 @@ class Search:
                 # A folder that cannot be read says nothing about the job.
                 if not readable:
                     last_seen = now
+
                 watch.reset()
 
             # Checked last: if a successor exists, join it and pass the signal on, rather than end here. A successor
@@ -273,7 +286,7 @@ class Search:
     def _look_at_term(
         self, term: Term, last: Membership, watch: TakeoverWatch, now: float, why: str
     ) -> NextStep | None:
-        """Act on the newest term: connect to its coordinator or take over. Returns None to wait and look again."""
+        """Act on the newest term: connect to its coordinator or take over. Return None to wait and look again."""
         run_dir = self._job.run_dir
         watch.look(term.number, election.read_counter(run_dir, term.number), now)
         alive = watch.is_alive(now)
@@ -310,7 +323,7 @@ class Search:
         return connection
 
     def _take_over(self, term: Term, last: Membership, why: str) -> CoordinatorRole | None:
-        """Begin the term after `term`, whose coordinator is lost. Returns None if another node was faster."""
+        """Begin the term after `term`, whose coordinator is lost. Return None if another node was faster."""
         run_dir = self._job.run_dir
         with ExitStack() as resources:
             try:

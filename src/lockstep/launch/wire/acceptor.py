@@ -191,6 +191,7 @@ class Acceptor:
                 # Usually no other connection is waiting, or it was closed already.
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     self._pause(now)
+
                 return
 
             self._pending.append(Handshake(connection, address[0], now))

@@ -241,7 +241,7 @@ class Hub:
 
 
 def bind_join_address(address: str) -> socket.socket | None:
-    """Bind an address of --join. Returns None if it belongs to another machine, or is in use on this one."""
+    """Bind an address of --join. Return None if it belongs to another machine, or is in use on this one."""
     host, port = parse_address(address)
 
     try:
@@ -334,6 +334,6 @@ def reach(address: str, source: str | None, secret: Secret) -> Connection:
 def _authenticated(connection: socket.socket, secret: Secret) -> Connection:
     try:
         return Connection(connection, time.monotonic(), authenticate(connection, secret))
-    except BaseException:
+    except BaseException:  # Ctrl-C as well: the socket must not stay open
         connection.close()
         raise

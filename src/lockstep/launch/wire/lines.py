@@ -15,7 +15,7 @@ from typing import Any
 
 
 def wait_readable(files: Iterable[Any], seconds: float | None) -> bool:
-    """Wait until one of `files` can be read, or was closed by the other side. Returns whether one can.
+    """Wait until one of `files` can be read, or was closed by the other side. Return whether one can.
 
     None means without a limit. Unlike `select.select`, it takes file descriptors above 1023.
     """

@@ -91,8 +91,11 @@ class SharedCollectives:
 
 @dataclass(frozen=True)
 class Stacks(AttemptMessage):
-    """The answer to `CollectStacks`. Most ranks of a node are at the same place, and what they have in common is sent
-    once: on a thousand nodes, everything about every rank would be half a gigabyte."""
+    """The answer to `CollectStacks`.
+
+    Most ranks of a node are at the same place, and what they have in common is sent once: on a thousand nodes,
+    everything about every rank would be half a gigabyte.
+    """
 
     stacks: list[SharedStack]
     collectives: list[SharedCollectives]

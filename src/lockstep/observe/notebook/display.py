@@ -51,7 +51,7 @@ class NotebookDisplay(Display):
         if record.get("event") in ("start", "failure", "error"):
             return
 
-        if record.get("event") == "eval" and record.get("decides", True):
+        if record.get("event") == "eval" and record.get("monitor", True):
             self._add_point("eval_loss", record)
 
         self._lines += printable(event_line(record)).splitlines()

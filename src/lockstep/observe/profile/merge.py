@@ -26,6 +26,7 @@ def merge(files: Sequence[Path], target: Path) -> None:
             # The profiler's own names for processes would contradict ours.
             if event.get("ph") == "M" and event["name"].startswith("process_"):
                 continue
+
             moved = {"ts": event["ts"] + shift} if "ts" in event else {}
             events.append({**event, **moved, "pid": rank})
 
@@ -74,6 +75,7 @@ def warnings(ranks: Sequence[dict[str, Any]]) -> list[str]:
     advice = "more samples per rank (global_batch), or more micro-batches per step (micro_batch), make it rarer"
     if overlap < 0.5:
         advice += "; smaller buckets begin earlier (ddp.bucket_mb=5)"
+
     advice += "; ddp.hook=bf16 halves the bytes, and changes the result"
     return [
         f"{share:.0%} of a step is communication that no computation hides (the limit is {COMMUNICATION_LIMIT:.0%}; "

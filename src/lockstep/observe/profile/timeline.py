@@ -221,6 +221,7 @@ def collectives_of(events: Iterable[Event], window: Interval, element_bytes: int
             found.append(
                 Collective(name.removeprefix(COLLECTIVE_OP).rstrip("_"), _bytes(event, element_bytes), event["ts"])
             )
+
     return sorted(found, key=lambda call: call.start)
 
 
@@ -231,6 +232,7 @@ def _bytes(event: Event, element_bytes: int) -> int:
     kind = (arguments.get("Input type") or [""])[0]
     if not dims[0]:
         return 0
+
     shapes = dims[0] if isinstance(dims[0][0], list) else [dims[0]]
     return sum(math.prod(shape) for shape in shapes) * ELEMENT_BYTES.get(kind, element_bytes)
 
@@ -273,6 +275,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
         elif end > start:
             merged.append((start, end))
+
     return merged
 
 
@@ -284,10 +287,12 @@ def subtract(these: Sequence[Interval], those: Sequence[Interval]) -> list[Inter
         # Intervals that end before this one begins are over for all that follow.
         while first < len(those) and those[first][1] <= start:
             first += 1
+
         index = first
         while index < len(those) and those[index][0] < end:
             if those[index][0] > start:
                 left.append((start, those[index][0]))
+
             start = max(start, those[index][1])
             index += 1
 

@@ -98,7 +98,7 @@ class KubeflowSink:
             step = number(self._progress.last.get("step")) or 0
             status["progressPercentage"] = max(0, min(100, math.floor(100 * step / steps)))
 
-        # Nothing is said about the time as long as it is not known.
+        # The time left is not reported until it is known.
         if left is not None:
             status["estimatedRemainingSeconds"] = math.ceil(left)
 
@@ -108,7 +108,7 @@ class KubeflowSink:
     # ---- on the side thread ----
 
     def _send_all(self) -> None:
-        """Send the newest status, and wait. Runs on a thread of its own."""
+        """Send the newest status, and wait. Runs in a thread."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._status is not None or self._closing.is_set())

@@ -21,7 +21,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     if event not in (None, "eval", "metrics"):
         return {}
 
-    # The sets of a task that has several are told apart: eval/val/loss.
+    # A task with several evaluation sets has one name for each: eval/val/loss.
     prefix = "eval/" if event == "eval" else ""
     prefix += f"{record['set']}/" if event == "eval" and "set" in record else ""
     return {

@@ -29,6 +29,7 @@ class TensorBoardSink:
 
         for name, value in numbers.items():
             self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
+
         self._writer.flush()  # a killed run never closes its sinks
 
     def close(self) -> None:

@@ -69,14 +69,20 @@ def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
 
 def capture_calls(model: nn.Module, config: RunConfig, runtime: Runtime, log_event: EventLogger) -> None:
     """Install graph capture around the (compiled) call of `model`, in place, if the configuration allows it."""
+    link = graph_link(model, config, runtime, log_event)
+    if link:
+        # The chain inserts it outside torch.compile, so that compiled kernels are captured.
+        CallChain.of(model).install("graph", link)
+
+
+def graph_link(model: nn.Module, config: RunConfig, runtime: Runtime, log_event: EventLogger) -> GraphedCall | None:
+    """Return a link that captures, for a call of `model` or of a function of it; None if nothing is captured."""
     # A SyncBatchNorm in the user's model is collective too.
     if config.graph == "auto" and any(map(is_synchronised, model.modules())):
-        return
-    if wants_graph(config, runtime):
-        # The chain inserts it outside torch.compile and the warm-up, so that compiled kernels are captured.
-        CallChain.of(model).install(
-            "graph", GraphedCall(model, CudaDevice(runtime.device), config.graph is True, log_event)
-        )
+        return None
+    if not wants_graph(config, runtime):
+        return None
+    return GraphedCall(model, CudaDevice(runtime.device), config.graph is True, log_event)
 
 
 def has_captures(model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
 """Replicated parameters: torch's DistributedDataParallel, used for sums of gradients instead of means.
 
-hooks.py and powersgd.py compress gradients; compile_warmup.py compiles before the first all-reduce.
+hooks.py and powersgd.py compress gradients.
 """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -40,12 +42,14 @@ class _WithControlWord(Wrapper):
     def __init__(self, model: nn.Module, packed: Tensor):
         super().__init__()
         self.module = model
+        self.__dict__["instead"] = None  # not as an attribute of a module, which takes long to set
         # In a module after the model: DDP fills buckets from the last parameter on, and the backward computes this
         # gradient first.
         self.word_holder = nn.ParameterList([nn.Parameter(packed)])
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.module(*args, **kwargs)
+        # A function that calls the model itself may run in its place, see `Replica.run`.
+        return (self.__dict__["instead"] or self.module)(*args, **kwargs)
 
     # Unlike in `Wrapper`: DDP must find the control word among the parameters.
     named_parameters = nn.Module.named_parameters
@@ -83,6 +87,15 @@ class Replica(Wrapper, DistributedDataParallel):
         calls.any = True
         calls.with_gradients |= torch.is_grad_enabled()
         return super().forward(*args, **kwargs)
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Run a function that calls the unwrapped model as this module's forward: DDP then expects its backward."""
+        carrier = super().user_model()
+        carrier.__dict__["instead"] = function
+        try:
+            return self(*args)
+        finally:
+            carrier.__dict__["instead"] = None
 
     def user_model(self) -> nn.Module:
         carrier: Any = super().user_model()
@@ -168,6 +181,12 @@ class DDPDriver(Driver):
             replica.require_backward_grad_sync = progress.is_last_micro_batch
 
         self._reached.clear()
+
+    def call_inside(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self._replica.run(function, *args)
+
+    def no_exchange(self) -> AbstractContextManager[Any]:
+        return self._replica.no_sync()
 
     def _broadcast_buffers(self) -> None:
         buffers = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]

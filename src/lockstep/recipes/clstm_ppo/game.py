@@ -70,7 +70,7 @@ class Environments:
     def step(self, actions: Tensor, costs: float = 1.0) -> tuple[Tensor, Tensor]:
         """Play a day with `actions` (n, K), at `costs` times the usual costs.
 
-        Returns what the day earned (n,), float64, and whether the episode has ended (n,). If it has, the next episode
+        Return what the day earned (n,), float64, and whether the episode has ended (n,). If it has, the next episode
         has begun.
         """
         raise NotImplementedError

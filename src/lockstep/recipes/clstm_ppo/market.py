@@ -162,7 +162,7 @@ class VectorMarket(Environments):
     def _tables(self, chosen: Tensor | slice, later: int) -> tuple[Tensor, Tensor, Tensor]:
         """Draw the episodes that come `later` after the current ones of the `chosen` environments.
 
-        Returns the returns (n, W + D, K), what is shown of them (n, W + D, features without the position), and
+        Return the returns (n, W + D, K), what is shown of them (n, W + D, features without the position), and
         whether trading is halted (n, W + D).
         """
         returns = self.series.draw(self.envs[chosen], self.episode[chosen] + later, self._length)

@@ -109,7 +109,7 @@ class Agent(nn.Module):
         """Run T days of n environments.
 
         `windows` is (T, n, W, F), `state` the memory before the first day. Where `starts` (T, n) is true an episode
-        begins, and the memory is cleared. Returns logits (T, n, K, A), values (T, n) or (T, n, K), and the state after
+        begins, and the memory is cleared. Return logits (T, n, K, A), values (T, n) or (T, n, K), and the state after
         the last day; with foresight also the first stage's prediction of the coming day (T, n, K, 2).
         """
         T, n = starts.shape

@@ -319,7 +319,7 @@ class Rollouts(BatchSource):
 def assign(first: int, count: int, options: RolloutOptions, seed: int, update: int) -> Tensor:
     """Assign the environments `first` ... `first + count - 1` to the minibatches of an update.
 
-    Returns (epochs * minibatches, positions): for every minibatch one environment of each position, counted from
+    Return (epochs * minibatches, positions): for every minibatch one environment of each position, counted from
     `first`.
     """
     envs = torch.arange(count).view(-1, options.minibatches)

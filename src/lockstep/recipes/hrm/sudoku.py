@@ -101,7 +101,7 @@ class Solver:
             yield from self._search(branch)
 
     def _propagate(self, candidates: list[int]) -> bool:
-        """Remove impossible candidates in place. Returns False if a cell or a digit has no possibility left."""
+        """Remove impossible candidates in place. Return False if a cell or a digit has no possibility left."""
         done = [False] * len(candidates)
         while True:
             # Naked singles: a cell with one candidate takes it from its peers, which may then be single as well.
@@ -131,7 +131,7 @@ class Solver:
     def _fix_hidden_singles(self, candidates: list[int]) -> int | None:
         """Fix the digits that fit only one cell of a unit.
 
-        Returns how many were fixed, or None if a digit fits no cell of some unit.
+        Return how many were fixed, or None if a digit fits no cell of some unit.
         """
         fixed = 0
         for unit in self.units:
@@ -329,7 +329,7 @@ def _relabelled(cells: list[int]) -> bytes:
 def random_symmetry(n: int) -> tuple[np.ndarray, np.ndarray]:
     """Draw a symmetry from Python's generator.
 
-    Returns the source of each cell [cells], and the new digit of each digit [n + 1], where 0 stays 0.
+    Return the source of each cell [cells], and the new digit of each digit [n + 1], where 0 stays 0.
     """
     height, width = BOXES[n]
     # The order of these draws is part of what a seed means.

@@ -34,33 +34,45 @@ def evaluation_metrics(
     metrics: dict[str, Metric] = {"alike": (F.cosine_similarity(wires, neighbours).sum(), len(wires))}
 
     for number, reader in enumerate(readers):
-        read = reads[number]
-        assert read.written is not None
-        expected = batch[f"answer_{number}"].flatten(0, 1).to(read.written.device)
-
-        # The same questions with the text and without it.
-        text = from_text(reader, batch, number).right
-        none = from_text(reader, batch, number, most=0).right
-        exact = read.answered.right
         wrong_context = controls[number].answered.right
-
-        sums = {
-            "exact": exact.sum(),
-            "first": read.answered.first.sum(),
-            "f1": f1(read.written, expected, blanks[number]).sum(),
-            "text": text.sum(),
-            "replay": from_replay(reader, batch, number).right.sum(),
-            "none": none.sum(),
-            # With as many tokens of the text as the wire has vectors.
-            "cut": from_text(reader, batch, number, most=shape.read).right.sum(),
-            "other": wrong_context.sum(),
-            "other_above_none": (wrong_context - none).sum(),
-            "of_text": (exact.sum(), text.sum()),
-            "variety": (float(distinct(read.written)), distinct(expected)),
-        }
+        sums = _sums_of_reader(reader, number, batch, reads[number], wrong_context, blanks[number], shape)
         metrics |= {f"{LETTERS[number]}_{name}": value for name, value in sums.items()}
 
     return metrics
+
+
+def _sums_of_reader(
+    reader: Reader,
+    number: int,
+    batch: dict[str, Tensor],
+    read: Read,
+    wrong_context: Tensor,
+    blank: int | None,
+    shape: WireShape,
+) -> dict[str, Metric]:
+    """Return the sums of one reader; `wrong_context` is 1 where it is right with the context of another sample."""
+    assert read.written is not None
+    expected = batch[f"answer_{number}"].flatten(0, 1).to(read.written.device)
+
+    # The same questions with the text and without it.
+    text = from_text(reader, batch, number).right
+    none = from_text(reader, batch, number, most=0).right
+    exact = read.answered.right
+
+    return {
+        "exact": exact.sum(),
+        "first": read.answered.first.sum(),
+        "f1": f1(read.written, expected, blank).sum(),
+        "text": text.sum(),
+        "replay": from_replay(reader, batch, number).right.sum(),
+        "none": none.sum(),
+        # With as many tokens of the text as the wire has vectors.
+        "cut": from_text(reader, batch, number, most=shape.read).right.sum(),
+        "other": wrong_context.sum(),
+        "other_above_none": (wrong_context - none).sum(),
+        "of_text": (exact.sum(), text.sum()),
+        "variety": (float(distinct(read.written)), distinct(expected)),
+    }
 
 
 def f1(written: Tensor, expected: Tensor, blank: int | None) -> Tensor:

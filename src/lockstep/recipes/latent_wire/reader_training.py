@@ -143,7 +143,7 @@ class ReaderTraining:
         self._enter_stage()
 
     def run(self) -> dict[str, float]:
-        """Train until the accuracy is reached. Returns the steps and the accuracy."""
+        """Train until the accuracy is reached. Return the steps and the accuracy."""
         progress = self.progress
         options = self.options
         while progress.step < options.most_steps:

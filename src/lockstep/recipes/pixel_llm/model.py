@@ -72,7 +72,7 @@ class LayerCache:
     memory: KeysAndValues = ()
 
     def append(self, new: KeysAndValues) -> KeysAndValues:
-        """Append the keys and values of a word to the layer's own. Returns all of them."""
+        """Append the keys and values of a word to the layer's own. Return all of them."""
         if self.own:
             new = tuple(torch.cat(pair, dim=2) for pair in zip(self.own, new, strict=True))
         self.own = new

@@ -174,6 +174,7 @@ def wait_for(store: dist.Store, keys: Sequence[str], timeout: timedelta) -> bool
         # A FileStore has no exception of its own.
         if str(error).partition("\n")[0] != "Wait timeout":
             raise
+
         return False
 
     return True

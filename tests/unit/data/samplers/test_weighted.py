@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 
 from lockstep.data.samplers import WeightedSampler
+from lockstep.data.samplers.weighted import _Order
 from lockstep.errors import UserError
 
 WEIGHTS = [5, 0, 1, 0.5, 3.5]
@@ -42,6 +43,22 @@ def test_the_first_draws_without_replacement():
 def test_without_replacement_all_samples_with_a_weight_come_once():
     sampler = WeightedSampler(WEIGHTS, length=4, replacement=False, seed=3)
     assert sorted(sampler.ids(9, 0, 4)) == [0, 2, 3, 4]
+
+
+@pytest.mark.parametrize("weights", [[1, 2, 3] * 50, [1e-150, 1, 1e150] * 50, np.geomspace(1e-12, 1, 5000)])
+def test_the_order_is_that_of_the_clocks_wherever_one_begins(weights):
+    count = len(weights)
+    sampler = WeightedSampler(weights, replacement=False, seed=3)
+    expected = np.argsort(sampler._clocks(2), kind="stable")
+    for start, stop in [(count // 2, count // 2 + 7), (3, 3), (count - 1, count), (0, 40), (0, count)]:
+        assert np.array_equal(sampler.ids(2, start, stop), expected[start:stop])
+
+
+def test_equal_clocks_are_in_the_order_of_their_samples():
+    clocks = np.array([2.0, 0.0, 2.0, np.inf, 0.0, 1.0, np.inf])
+    order = _Order(clocks)
+    assert order.part(5, 7).tolist() == [3, 6]
+    assert order.part(0, 5).tolist() == [1, 4, 5, 0, 2]
 
 
 @pytest.mark.parametrize(

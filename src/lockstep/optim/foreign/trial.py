@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.optim.stand_ins import step_with_stand_ins
+from lockstep.optim.foreign.stand_ins import step_with_stand_ins
 from lockstep.runtime.layout import local
 
 # The scale of the gradients in each step: an optimizer may treat only large ones differently, by clipping.
@@ -91,29 +91,23 @@ def _copy(
     optimizer: torch.optim.Optimizer, dtype: torch.dtype, generator: torch.Generator
 ) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
     """Return a copy of the optimizer with synthetic parameters, and these parameters."""
-    made: list[nn.Parameter] = []
     groups: list[dict[str, Any]] = []
     state: defaultdict[Any, Any] = defaultdict(dict)
     memo: dict[int, Any] = {}  # what a copy of the settings refers to in place of a parameter
 
     for group in optimizer.param_groups:
-        parameters: list[nn.Parameter] = []
+        # Two synthetic parameters for each number of dimensions: their updates might depend on each other.
         by_dim: dict[int, list[nn.Parameter]] = {}
         for p in group["params"]:
-            # Two synthetic parameters for each number of dimensions: their updates might depend on each other.
             if p.dim() not in by_dim:
                 by_dim[p.dim()] = [_synthetic(p, dtype, generator) for _ in range(2)]
-                parameters += by_dim[p.dim()]
-
-                for tensor in by_dim[p.dim()]:
-                    if optimizer.state.get(p):
-                        state[tensor] = {key: _state_like(v, p, tensor) for key, v in optimizer.state[p].items()}
+                for tensor in by_dim[p.dim()] if optimizer.state.get(p) else ():
+                    state[tensor] = {key: _state_like(v, p, tensor) for key, v in optimizer.state[p].items()}
 
             memo[id(p)] = by_dim[p.dim()][0]
 
         settings = {key: copy.deepcopy(value, memo) for key, value in group.items() if key != "params"}
-        groups.append({"params": parameters} | settings)
-        made += parameters
+        groups.append({"params": [p for pair in by_dim.values() for p in pair]} | settings)
 
         # A warm-up may have set the rate to 0, and then no parameter would change.
         if "lr" in group:
@@ -128,7 +122,7 @@ def _copy(
             copied.__dict__[key] = copy.deepcopy(value, memo)
 
     copied.state, copied.param_groups = state, groups
-    return copied, made
+    return copied, [p for group in groups for p in group["params"]]
 
 
 def _synthetic(p: Tensor, dtype: torch.dtype, generator: torch.Generator) -> nn.Parameter:

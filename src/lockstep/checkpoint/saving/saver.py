@@ -22,8 +22,8 @@ from functools import partial
 from typing import Any
 
 from lockstep.checkpoint.format import file_name
-from lockstep.checkpoint.snapshot import BackgroundCopy, Snapshot
-from lockstep.checkpoint.writer import Failed, Save, SaveContext
+from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Snapshot
+from lockstep.checkpoint.saving.writer import Failed, Save, SaveContext
 from lockstep.runtime.layout import LocalShard
 
 

@@ -23,9 +23,9 @@ import errno
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import xxhash
@@ -99,6 +99,30 @@ class Failed:
 
 
 Outcome = Written | Committed | Failed
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """What a rank writes next to its file, for rank 0: what the manifest will say of the file, or why there is none."""
+
+    file: File | None
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)  # with the pieces that are in this file
+    error: str = ""
+
+    def encode(self) -> bytes:
+        file = vars(self.file) if self.file else None
+        return json.dumps({"file": file, "tensors": tensors_to_json(self.tensors), "error": self.error}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Confirmation:
+        """Undo `encode`. A rank of this attempt has written it, so its fields are not checked here."""
+        fields = json.loads(data)
+        file = File(**fields["file"]) if fields["file"] else None
+        tensors = {
+            name: TensorEntry(entry["dtype"], tuple(entry["shape"]), tuple(Piece(**p) for p in entry["pieces"]))
+            for name, entry in fields["tensors"].items()
+        }
+        return cls(file, tensors, fields["error"])
 
 
 class SaveFailed(Exception):
@@ -177,7 +201,7 @@ class Save:
             # Tell rank 0 not to wait for this rank's file. If this fails as well, the first error is reported.
             if self.context.rank != 0 and not self.abandoned.is_set():
                 with suppress(OSError):
-                    self._confirm({"error": failed.reason})
+                    self._confirm(Confirmation(None, error=failed.reason))
         finally:
             # Training waits for this event and then reads the outcome.
             self.outcome = failed
@@ -224,9 +248,8 @@ class Save:
         digest = xxhash.xxh3_128()
         self.context.storage.write(self._key(name), self._chunks(layout, data, digest))
 
-        # What the manifest will say of this file: rank 0 builds it from the confirmations of all ranks.
-        file = File(name, self.file_size, digest.hexdigest())
-        self._confirm({"file": vars(file), "tensors": tensors_to_json(layout.tensors)})
+        # Rank 0 builds the manifest from the confirmations of all ranks.
+        self._confirm(Confirmation(File(name, self.file_size, digest.hexdigest()), layout.tensors))
 
     def _chunks(self, layout: FileLayout, data: memoryview, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
         """Yield the file chunk by chunk, and update the digest. An abandoned save ends between two chunks."""
@@ -240,8 +263,8 @@ class Save:
             digest.update(chunk)
             yield chunk
 
-    def _confirm(self, confirmation: dict[str, Any]) -> None:
-        self.context.storage.replace(self._confirmation_key(self.context.rank), json.dumps(confirmation).encode())
+    def _confirm(self, confirmation: Confirmation) -> None:
+        self.context.storage.replace(self._confirmation_key(self.context.rank), confirmation.encode())
 
     def _check_abandoned(self) -> None:
         if self.abandoned.is_set():
@@ -257,17 +280,17 @@ class Save:
 
     def _commit(self, aliases: dict[str, str], values: dict[str, Any]) -> Committed:
         storage = self.context.storage
-        confirmations = self._wait_for_confirmations()
-        manifest = encode(self._manifest(confirmations, aliases, values))
+        manifest = self._manifest(self._wait_for_confirmations(), aliases, values)
+        encoded = encode(manifest)
 
         # Check that the manifest can be loaded.
-        decode(manifest, Checkpoint(storage, self.folder))
+        decode(encoded, Checkpoint(storage, self.folder))
 
         # The manifest comes last: when it is durable, the folder has its final contents.
         for rank in range(self.context.world_size):
             storage.delete(self._confirmation_key(rank))
 
-        storage.write(self._key(MANIFEST), [memoryview(manifest)])
+        storage.write(self._key(MANIFEST), [memoryview(encoded)])
         faults.fire("rename", self.step)
 
         # If this process was suspended for a while, its run may already continue elsewhere.
@@ -282,9 +305,8 @@ class Save:
             set_aside(storage, name, "undone")
 
         # The commit.
-        total_bytes = len(manifest) + sum(confirmation["file"]["size"] for confirmation in confirmations)
         storage.rename(self.folder, name)
-        return Committed(Checkpoint(storage, name), total_bytes)
+        return Committed(Checkpoint(storage, name), len(encoded) + manifest.bytes)
 
     def _tidy_up(self) -> str:
         """Do what follows a commit. Return why that failed, or "": the checkpoint is safe whatever fails here."""
@@ -298,18 +320,18 @@ class Save:
             self.write_s = time.perf_counter() - self._began
             apply_retention(storage, self.context.retention, self.context.token)
             faults.damage_committed(storage, f"{folder_name(self.step)}/{file_name(0)}", self.step)
-        except BaseException as error:
+        except BaseException as error:  # an exception would be lost with the thread
             return _as_text(error)
 
         return ""
 
-    def _wait_for_confirmations(self) -> list[dict[str, Any]]:
+    def _wait_for_confirmations(self) -> list[Confirmation]:
         """Wait for the confirmations of all ranks, and return them by rank.
 
         Raise SaveFailed if a rank reports an error, or after a timeout: a rank may have died.
         """
         ranks = set(range(self.context.world_size))
-        confirmations: dict[int, dict[str, Any]] = {}
+        confirmations: dict[int, Confirmation] = {}
         deadline = time.monotonic() + self.context.timeout_s
 
         # Begin with a short pause (in seconds): ranks save at the same time, so the others are probably almost done.
@@ -319,7 +341,7 @@ class Save:
             # A confirmation that exists is complete, since `replace` is atomic.
             for rank in ranks - confirmations.keys():
                 with suppress(FileNotFoundError), self.context.storage.open(self._confirmation_key(rank)) as file:
-                    confirmations[rank] = json.loads(file.read())
+                    confirmations[rank] = Confirmation.decode(file.read())
                 if rank in confirmations:
                     self._check_confirmation(rank, confirmations[rank])
 
@@ -336,39 +358,37 @@ class Save:
             self._check_abandoned()
             pause = min(pause * 1.5, 0.25)
 
-    def _check_confirmation(self, rank: int, confirmation: dict[str, Any]) -> None:
-        if "error" in confirmation:
-            raise SaveFailed(f"rank {rank}: {confirmation['error']}", caused_elsewhere=True)
+    def _check_confirmation(self, rank: int, confirmation: Confirmation) -> None:
+        if confirmation.file is None:
+            raise SaveFailed(f"rank {rank}: {confirmation.error}", caused_elsewhere=True)
 
         # On a shared file system, a file that another machine wrote may not be visible yet, or may be lost: then the
         # save fails.
-        written = confirmation["file"]["size"]
+        written = confirmation.file.size
         with self.context.storage.open(self._key(file_name(rank))) as file:
             size = file.seek(0, 2)
 
         if size != written:
             raise SaveFailed(f"rank {rank} wrote {written:,} bytes, but its file has {size:,}")
 
-    def _manifest(
-        self, confirmations: list[dict[str, Any]], aliases: dict[str, str], values: dict[str, Any]
-    ) -> Manifest:
+    def _manifest(self, confirmations: list[Confirmation], aliases: dict[str, str], values: dict[str, Any]) -> Manifest:
         # The dtype and shape of each tensor, as the first rank has them, and the pieces of all ranks.
         tensors: dict[str, TensorEntry] = {}
         pieces: dict[str, list[Piece]] = {}
 
         for confirmation in confirmations:
-            for name, item in confirmation["tensors"].items():
-                entry = TensorEntry(item["dtype"], item["shape"], ())
-                if tensors.setdefault(name, entry) != entry:
+            for name, entry in confirmation.tensors.items():
+                first = tensors.setdefault(name, entry)
+                if (first.dtype, first.shape) != (entry.dtype, entry.shape):
                     raise SaveFailed(f"the ranks do not agree on the dtype and shape of {name!r}")
 
-                pieces.setdefault(name, []).extend(Piece(**piece) for piece in item["pieces"])
+                pieces.setdefault(name, []).extend(entry.pieces)
 
         return Manifest(
             step=self.step,
             time=time.time(),
             lockstep=lockstep.__version__,
-            files=tuple(File(**confirmation["file"]) for confirmation in confirmations),
+            files=tuple(confirmation.file for confirmation in confirmations if confirmation.file),
             tensors={name: replace(entry, pieces=tuple(pieces[name])) for name, entry in tensors.items()},
             aliases=aliases,
             values=values,

@@ -1,0 +1,151 @@
+"""Finds the checkpoint to resume from, and restores a run from it.
+
+`CheckpointManager` decides when: at the start, and when a run rewinds. All ranks call these methods together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.load import CheckpointReader, find
+from lockstep.checkpoint.manifest import Damaged
+from lockstep.checkpoint.run_state import RunState
+from lockstep.checkpoint.state_tree import unpack
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, open_storage, set_aside, set_aside_after
+from lockstep.config import RunConfig
+from lockstep.config.changes import Change, config_changes
+from lockstep.errors import UserError
+from lockstep.launch.folder.run_dir import is_checkpoint, run_of, step_in
+from lockstep.runtime.context import EventLogger, Runtime
+from lockstep.runtime.seeds import derive, seed_host
+
+
+@dataclass(frozen=True)
+class LoopState:
+    """The state of the loop in a checkpoint. A field that an older checkpoint lacks gets its default."""
+
+    evaluation_due: bool = False  # the evaluation of this step was interrupted; the resumed run evaluates first
+    interval: dict[str, Any] | None = None  # sums since the last log line, from `Recorder.interval_state`
+    seconds: float = 0.0  # elapsed seconds of the run at the save
+    early_stop: dict[str, Any] | None = None  # the best evaluation so far, from `EarlyStop.state_dict`
+    stop: dict[str, Any] | None = None  # a stop that the user's code requested: its reason, and whether it is done
+
+    @classmethod
+    def from_saved(cls, saved: dict[str, Any]) -> LoopState:
+        return cls(**{field.name: saved[field.name] for field in fields(cls) if field.name in saved})
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """The result of a resume or a rewind."""
+
+    steps_done: int
+    location: str  # of the checkpoint
+    world_size: int  # how many ranks wrote the checkpoint
+    global_batch: int  # samples of a step before
+    changed_settings: list[Change]
+    changes: list[str]  # all differences, as text, including `changed_settings`
+    loop: LoopState
+    in_own_folder: bool  # whether it was one of this run's own checkpoints, and not one that was set aside
+
+
+class Resumer:
+    """Finds and loads checkpoints for one run, whose own ones are in `storage`."""
+
+    def __init__(
+        self, storage: CheckpointStorage, state: RunState, config: RunConfig, runtime: Runtime, log_event: EventLogger
+    ):
+        self.storage = storage
+        self.state = state
+        self.config = config
+        self.runtime = runtime
+        self.log_event = log_event
+
+    def find(self, storage: CheckpointStorage, only: str | None = None) -> CheckpointReader | None:
+        """Find the newest valid checkpoint. Newer ones that are damaged are set aside if they belong to this run."""
+        self.runtime.heartbeat.beat("load")
+        world = self.runtime.world
+        reader = find(storage, world.rank, world.size, self.runtime.collectives.gather_json, only)
+        if reader is None:
+            return None
+
+        # Only rank 0 renames, and only its event is logged. A checkpoint with the wrong format is not damaged; `_load`
+        # sets it aside with all others that are newer.
+        for skipped in reader.skipped:
+            name = skipped.checkpoint.name
+            problem = f"checkpoint {name} {skipped.verdict}: {skipped.file}: {skipped.why}"
+            text = f"{problem}; resuming from {reader.checkpoint.name}"
+            if isinstance(skipped, Damaged) and self.runtime.is_main and storage == self.storage:
+                text += f". The damaged checkpoint is kept as {set_aside(storage, name, 'damaged')}"
+
+            self.log_event("warning", reason=text)
+
+        return reader
+
+    def find_named(self, path: Path) -> CheckpointReader:
+        """Find what --resume names: a checkpoint, or a run, whose newest valid checkpoint is used."""
+        if is_checkpoint(path):
+            checkpoint = Checkpoint.at(path)
+            reader = self.find(checkpoint.storage, checkpoint.name)
+        else:
+            reader = self.find(open_storage(run_of(path) / "checkpoints"))
+
+        if reader is None:
+            raise UserError(
+                f"--resume {path} cannot be used: that run has no checkpoint",
+                "",
+                "leave --resume out to start from the beginning",
+            )
+
+        return reader
+
+    def load(self, reader: CheckpointReader) -> Resumed:
+        """Check the settings, restore the state, and set aside later checkpoints of this run. Collective."""
+        values = reader.manifest.values
+        missing = {"state", "config", "world"} - values.keys()
+        if missing:
+            raise UserError(
+                f"the checkpoint cannot be resumed: it does not contain {', '.join(sorted(missing))}",
+                "",
+                "resume with the version of Lockstep that wrote it (lockstep ckpt show)",
+            )
+
+        # Check the settings before anything is changed.
+        changed_settings = config_changes(values["config"], self.config)
+        self._check_lasting(changed_settings)
+        other_changes = self.state.restore(reader, values["state"], changed_settings)
+        steps_done = reader.manifest.step
+
+        # Set aside later checkpoints of this run: it goes back to this step and will write them again. All ranks wait
+        # here, because none may save before that. The storage of another run must not change.
+        in_own_storage = reader.checkpoint.storage == self.storage
+        self.runtime.collectives.run_on_rank0(
+            lambda: set_aside_after(self.storage, steps_done) if in_own_storage else None
+        )
+
+        # As in `CheckpointManager.save`, so that the run draws the same random numbers as if it had not stopped.
+        seed_host(derive(self.config.seed, "checkpoint", steps_done))
+        return Resumed(
+            steps_done=steps_done,
+            location=reader.checkpoint.location,
+            world_size=values["world"],
+            global_batch=values["plan"]["global_batch"],
+            changed_settings=changed_settings,
+            changes=[*map(str, changed_settings), *other_changes],
+            # --resume may name a checkpoint that was set aside, which is never the newest one.
+            in_own_folder=in_own_storage and step_in(reader.checkpoint.name) is not None,
+            loop=LoopState.from_saved(unpack(values.get("loop", {}), reader.read, self.runtime.device)),
+        )
+
+    def _check_lasting(self, changed_settings: list[Change]) -> None:
+        """Refuse a changed setting on which the task's saved state depends (`Task.lasting`)."""
+        lasting = [key for part in self.state.parts.values() for key in getattr(part, "lasting", ())]
+        for key, before, now in changed_settings:
+            if key in lasting:
+                raise UserError(
+                    f"{key}={now} does not fit the checkpoint: the task saved its state with {key}={before}",
+                    "",
+                    f"set {key}={before}, or start a new run from the exported weights",
+                )

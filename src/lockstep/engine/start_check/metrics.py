@@ -1,0 +1,91 @@
+"""Metrics that settings name: a misspelt one is found before the first step, not at the first evaluation.
+
+Only an evaluation shows which metrics a task has. One batch of it is enough if the name is there. If it is not, the
+batch may lack it by chance, and the whole set is evaluated: most likely the run ends with an error then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from lockstep.engine.evaluation.early_stop import check_metric
+from lockstep.engine.evaluation.evaluator import EvaluationSet, evaluation_batch
+from lockstep.engine.start_check.state_snapshot import StateSnapshot
+from lockstep.parallel.call_chain import run_eagerly
+from lockstep.runtime.seeds import preserve_rng
+
+if TYPE_CHECKING:
+    from lockstep.engine.run import Run  # which calls this check
+
+
+def check_metrics(run: Run, task: Any, sets: Sequence[EvaluationSet]) -> None:
+    """Raise if stop.metric or checkpoint.best is not a result of the task's evaluation. Collective."""
+    # The losses are always there.
+    losses = _names((chosen, ()) for chosen in sets)
+    wanted = {"checkpoint.best": run.config.checkpoint.best}
+    if run.config.stop.patience is not None:
+        wanted["stop.metric"] = run.config.stop.metric
+    wanted = {key: metric for key, metric in wanted.items() if metric and metric not in losses}
+
+    # The ranks of a pipeline see different parts of an evaluation.
+    if not wanted or not sets or not run.driver.role.runs_whole_model:
+        return
+
+    with _without_a_trace(run, task):
+        names = _names_of_first_batches(run, sets)
+        if names is not None and not set(wanted.values()) <= names.keys():
+            names = _names_of_all(run, sets)
+
+    for key, metric in wanted.items():
+        if names is not None and metric is not None:
+            check_metric(key, metric, names)
+
+
+@contextmanager
+def _without_a_trace(run: Run, task: Any) -> Iterator[None]:
+    """Return a context after which generators, the model and the task are as before."""
+    model = run.driver.model
+    snapshot = StateSnapshot(model, task, (), copies_parameters=False)
+    with preserve_rng(run.runtime.device), run_eagerly(model), run.reading_samples(), run.whole_batches():
+        try:
+            yield
+        finally:
+            snapshot.restore()
+
+
+def _names_of_first_batches(run: Run, sets: Sequence[EvaluationSet]) -> dict[str, None] | None:
+    """Return the names of the results of one batch of each set; None if it fails. The first evaluation reports that."""
+    evaluator = run.model_setup.evaluator
+    batch = evaluation_batch(run.config, run.plan.global_batch)
+    try:
+        with run.driver.many_forwards():
+            found = [evaluator.first_names(chosen, batch) for chosen in sets]
+    except Exception:
+        found = None
+
+    # A rank that failed must not leave the others in the evaluation that may follow.
+    everyone = run.runtime.collectives.gather_json(found)
+    if found is None or None in everyone:
+        return None
+
+    return _names(zip(sets, found, strict=True))
+
+
+def _names_of_all(run: Run, sets: Sequence[EvaluationSet]) -> dict[str, None]:
+    evaluator = run.model_setup.evaluator
+    batch = evaluation_batch(run.config, run.plan.global_batch)
+    evaluations = [evaluator.measure(chosen, batch, step=0) for chosen in sets]
+    found = [evaluation.metrics if evaluation else () for evaluation in evaluations]
+    return _names(zip(sets, found, strict=True))
+
+
+def _names(found: Iterable[tuple[EvaluationSet, Iterable[str]]]) -> dict[str, None]:
+    """Return the names of results as settings use them (see `Evaluations.results`), in their order."""
+    names = ["eval_loss"]
+    for chosen, metrics in found:
+        names += metrics if chosen.monitored else []
+        names += [f"{chosen.name}/{name}" for name in ("loss", *metrics)] if chosen.name else []
+
+    return dict.fromkeys(names)

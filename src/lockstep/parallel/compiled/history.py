@@ -1,0 +1,75 @@
+"""What compiling has cost and gained on this machine: a small JSON file in the user's cache folder.
+
+It is a hint, never needed: a file that is missing, damaged or cannot be written changes only how well a run estimates.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.parallel.compiled.decision import Record
+
+MOST_MODELS = 200  # the oldest records are dropped beyond this
+
+
+def history_path() -> Path:
+    """Return the file, in the folder that the desktop's convention names for caches."""
+    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(folder) / "lockstep" / "compile.json"
+
+
+def signature(model: nn.Module, device: torch.device, sizes: Any) -> str:
+    """Return a key for a model on this kind of device, with batches of these sizes."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    tensors = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()]
+    autocast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else ""
+    parts = [type(model).__qualname__, tensors, name, torch.__version__, autocast, sizes]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def read(key: str, path: Path | None = None) -> dict[str, Record]:
+    """Return the records of a model by target; none if there is no file, or a damaged one."""
+    records = {}
+    for target, values in _load(path or history_path()).get(key, {}).items():
+        # A file from another version, or one that somebody edited.
+        with suppress(TypeError, ValueError, KeyError):
+            cost_s, speedup = float(values["cost_s"]), float(values["speedup"])
+            if cost_s >= 0 and speedup > 0:
+                records[target] = Record(cost_s, speedup)
+
+    return records
+
+
+def write(key: str, target: str, record: Record, path: Path | None = None) -> None:
+    """Add a record. If the file cannot be written, nothing happens."""
+    path = path or history_path()
+    everything = _load(path)
+    of_model = everything.pop(key, {})
+    of_model[target] = {"cost_s": round(record.cost_s, 2), "speedup": round(record.speedup, 3)}
+    everything[key] = of_model  # the newest is last
+
+    # Two runs may write at once: each replaces the whole file, and the last one wins.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(f".{os.getpid()}")
+        draft.write_text(json.dumps(dict(list(everything.items())[-MOST_MODELS:]), indent=1))
+        draft.replace(path)
+
+
+def _load(path: Path) -> dict[str, dict[str, Any]]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+    if not isinstance(content, dict):
+        return {}
+    return {key: value for key, value in content.items() if isinstance(value, dict)}

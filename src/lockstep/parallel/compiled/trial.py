@@ -1,0 +1,142 @@
+"""Run a function without side effects, and compare compiled code with the eager function: results and gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lockstep.parallel.compiled.shapes import Dims
+from lockstep.task import Loss
+
+# How far compiled code may differ from eager code, relative to the norm: in float32, and if anything is computed in 16
+# bits or in TF32. Fused kernels round less often, so they differ in the last bits; a wrong kernel differs far more.
+TOLERANCE = 1e-3
+LOOSE_TOLERANCE = 0.1
+# A gradient that is small compared with all of them together is allowed an error of this part of theirs.
+SMALL = 0.05
+# With dropout, compiled code draws other masks than eager code. Then all gradients together may differ by this many
+# times as much as those of two eager calls with different random numbers.
+RANDOM = 2.0
+
+Call = Callable[..., Any]
+
+
+@dataclasses.dataclass
+class Outcome:
+    """What one forward and backward computed."""
+
+    results: list[Tensor]  # those that have a gradient; of a Loss, its total
+    gradients: list[Tensor | None]
+
+
+class Trial:
+    """Runs a call on copies of its arguments. It leaves no gradients on the parameters."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], arguments: tuple[tuple[Any, ...], Mapping[str, Any]]):
+        self.parameters = parameters
+        self.args, kwargs = arguments
+        self.kwargs = dict(kwargs)
+
+    def run(self, call: Call, dynamic: Dims = frozenset()) -> Outcome:
+        args, kwargs = tree_map_only(Tensor, _copy, (self.args, self.kwargs))
+        tensors = tensors_in((args, kwargs))
+        for index, dim in dynamic:
+            torch._dynamo.mark_dynamic(tensors[index], dim)
+
+        # Autocast caches converted weights. A trial must neither use copies from outside nor leave its own behind.
+        torch.clear_autocast_cache()
+        results = differentiable(call(*args, **kwargs))
+        torch.clear_autocast_cache()
+
+        with torch.autocast(results[0].device.type, enabled=False):  # as in autograd's own threads
+            ones = [torch.ones_like(result) for result in results]
+            gradients = torch.autograd.grad(results, self.parameters, ones, allow_unused=True)
+
+        return Outcome([result.detach() for result in results], list(gradients))
+
+
+def differentiable(result: Any) -> list[Tensor]:
+    """Return the tensors of a result that a backward starts from."""
+    if isinstance(result, Loss):
+        return [result.total]
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in the arguments of a call, in a fixed order."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        # Containers that torch does not know, such as transformers' BatchEncoding.
+        elif isinstance(leaf, Mapping):
+            found += tensors_in(dict(leaf))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+
+    return found
+
+
+def difference(expected: Outcome, found: Outcome) -> float:
+    """Return the largest relative difference between two outcomes; infinite if they do not have the same parts."""
+    if len(expected.results) != len(found.results):
+        return float("inf")
+
+    results = zip(expected.results, found.results, strict=True)
+    pairs = _gradient_pairs(expected, found)
+    together = sum(_norm(a) ** 2 for a, _ in pairs) ** 0.5
+    return max(
+        _relative(a, b, floor)
+        for a, b, floor in [*((a, b, 0.0) for a, b in results), *((a, b, SMALL * together) for a, b in pairs)]
+    )
+
+
+def gradient_difference(expected: Outcome, found: Outcome) -> float:
+    """Return the relative difference between all gradients together: for calls that draw random numbers."""
+    pairs = _gradient_pairs(expected, found)
+    distance = sum(_norm(a.float() - b.float()) ** 2 for a, b in pairs) ** 0.5
+    size = sum(_norm(a) ** 2 for a, _ in pairs) ** 0.5
+    return distance / size if size > 0 else float("inf")
+
+
+def _gradient_pairs(expected: Outcome, found: Outcome) -> list[tuple[Tensor, Tensor]]:
+    # Compiled code may return zeros where eager code returns no gradient.
+    pairs = []
+    for a, b in zip(expected.gradients, found.gradients, strict=True):
+        if a is not None:
+            pairs.append((a, torch.zeros_like(a) if b is None else b))
+        elif b is not None:
+            pairs.append((torch.zeros_like(b), b))
+
+    return pairs
+
+
+def _relative(expected: Tensor, found: Tensor, floor: float) -> float:
+    if expected.shape != found.shape:
+        return float("inf")
+
+    distance = _norm(expected.float() - found.float())
+    size = max(_norm(expected), floor)
+    if distance == 0.0:
+        return 0.0
+    # A result that is not finite differs from everything: nan is not below any tolerance.
+    return distance / size if size > 0 and distance == distance else float("inf")
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.float()))  # the host waits for the device: only in a trial
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    # A subclass may not be copied by its elements, nor may an expanded tensor; a call rarely changes them.
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or 0 in tensor.stride():
+        return tensor
+
+    # With the strides of the original: compiled code is compiled for them, too.
+    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
