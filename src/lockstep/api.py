@@ -24,18 +24,11 @@ from lockstep.config.settings import typed as typed_value
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import failure
+from lockstep.launch.folder.resize import ask_for_size
+from lockstep.launch.folder.run_dir import choose_run_dir, latest, latest_step, refuse_another_run, run_of, stored
 from lockstep.launch.hangs import stacks
 from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
-from lockstep.launch.run_dir import (
-    ask_for_size,
-    choose_run_dir,
-    latest,
-    latest_step,
-    refuse_another_run,
-    run_of,
-    stored,
-)
 from lockstep.launch.supervisor import JobEnd, supervise
 from lockstep.launch.terminal import shares_log
 from lockstep.observe.history import read_history

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.launch import failure
+from lockstep.launch.folder.run_dir import not_writable
 from lockstep.launch.job import RESUME_COMMAND, Job
 from lockstep.launch.local_attempt import LocalAttempt
-from lockstep.launch.run_dir import not_writable
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     CollectStacks,

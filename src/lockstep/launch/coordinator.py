@@ -18,11 +18,11 @@ from lockstep.launch.decisions.commands import Command, DropNode, LogEvent, Send
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.decisions.validation import problem_with, refusal_of
 from lockstep.launch.failure import Failure
-from lockstep.launch.folder_watch import FolderWatch
+from lockstep.launch.folder.run_dir import latest_step
+from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes.election import HeldTerm
-from lockstep.launch.run_dir import latest_step
 from lockstep.launch.terminal import say
 from lockstep.launch.wire.acceptor import Rejection
 from lockstep.launch.wire.connections import BEAT_S, LOST_AFTER_S, ConnectionLost, Hub

@@ -6,8 +6,8 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.launch import job as module
+from lockstep.launch.folder.run_dir import latest_step
 from lockstep.launch.job import Bounds, Job, parse_address, parse_nnodes, parse_nproc
-from lockstep.launch.run_dir import latest_step
 from lockstep.runtime.machine import visible_gpus
 
 
