@@ -29,6 +29,7 @@ from lockstep.checkpoint.storage import delete_leftovers, open_storage
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.dataset_source import DatasetSource
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
+from lockstep.data.mosaic import DESCRIPTION, by_index, is_streaming_dataset
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.sources import open_source
 from lockstep.engine.checks.guards import LateHooks, TrainableGuard
@@ -249,7 +250,7 @@ class RunBuilder:
         assert setup is not None, "setup_run() before setup_model()"
 
         # A DataLoader may set what the configuration leaves open, so it comes first.
-        data, collate, loader_line = self._take_loader(data, collate)
+        data, collate, loader_lines = self._take_loader(data, collate)
         config, runtime, driver = self.config, self.runtime, setup.driver
         for hook in self.hooks.batch_hooks if self.hooks else ():
             check_before_batch(config, driver.role, runtime.world.alone, hook)
@@ -272,7 +273,7 @@ class RunBuilder:
             plan = checkpoints.plan = continue_plan(resumed, plan, source, stepper, config)
 
         log = StepLog(config.log.every, plan, stepper, self.recorder, samples)
-        facts = self._describe(setup, plan, source, stepper, loader_line)
+        facts = self._describe(setup, plan, source, stepper, loader_lines)
         if resumed:
             facts["resumed"] = self._continue_records(resumed, log, stepper, plan)
         facts |= self._describe_weights(setup, plan, source, resumed)
@@ -353,16 +354,19 @@ class RunBuilder:
 
     # ---- parts of setup_run ----
 
-    def _take_loader(self, data: Any, collate: Collate) -> tuple[Any, Collate, str | None]:
-        """Return (data, collate, banner line). A DataLoader is replaced by its parts; other data has no line."""
+    def _take_loader(self, data: Any, collate: Collate) -> tuple[Any, Collate, dict[str, str]]:
+        """Return (data, collate, banner lines). A DataLoader is replaced by its parts; most other data has no lines."""
+        if is_streaming_dataset(data):
+            return by_index(data), collate, {"StreamingDataset": DESCRIPTION}
+
         if not isinstance(data, DataLoader) or is_stateful_stream(data):
-            return data, collate, None
+            return data, collate, {}
 
         taken = take_loader(data, collate)
         self.resolved = self.resolved.fill_in("DataLoader", taken.settings)
         check_same_config(self.config, self.runtime)
         used = {key for key in taken.settings if self.resolved.sources[key] == "DataLoader"}
-        return taken.data, taken.collate, taken.describe(used)
+        return taken.data, taken.collate, {"DataLoader": taken.describe(used)}
 
     def _plan_data(self, data: Any, collate: Callable[[list[Any]], Any], driver: Driver) -> tuple[Plan, BatchSource]:
         config = self.config
@@ -420,7 +424,7 @@ class RunBuilder:
         return stepper
 
     def _describe(
-        self, setup: ModelSetup, plan: Plan, source: BatchSource, stepper: Stepper, loader_line: str | None
+        self, setup: ModelSetup, plan: Plan, source: BatchSource, stepper: Stepper, loader_lines: dict[str, str]
     ) -> dict[str, str]:
         """Return the lines of the banner about the settings and the plan. Collective."""
         model = setup.driver.model
@@ -431,10 +435,8 @@ class RunBuilder:
         facts |= setup.optimizers.facts
         if source.about:
             facts["data"] = source.about
-        if loader_line:
-            facts["DataLoader"] = loader_line
 
-        return facts
+        return facts | loader_lines
 
     def _describe_weights(
         self, setup: ModelSetup, plan: Plan, source: BatchSource, resumed: Resumed | None
