@@ -15,7 +15,7 @@ from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.call_state import StateSnapshot
 from lockstep.parallel.compiled.shapes import Dims
-from lockstep.parallel.compiled.targets import SIDE_EFFECTS, Function, Target, compiling
+from lockstep.parallel.compiled.targets import Function, Target, Unsuitable, compiling
 from lockstep.parallel.compiled.trial import RANDOM, Outcome, Trial, difference, gradient_difference
 from lockstep.parallel.cudagraph.checks import first_line
 from lockstep.parallel.driver import Driver
@@ -77,7 +77,7 @@ class Attempt:
             target = self.target = Target(
                 name, driver.model, self.function, bool(self.dynamic), driver.runtime.world.alone
             )
-            with compiling(name, len(find_blocks(driver.model))):
+            with compiling(len(find_blocks(driver.model))):
                 found = self._run_compiled(trial, target)
         except torch.OutOfMemoryError:
             return "out of memory"
@@ -158,10 +158,8 @@ def explain(error: Exception) -> str:
     # torch puts what a backend raises into an exception of its own.
     cause = getattr(error, "inner_exception", error)
     name, text = type(cause).__name__, first_line(cause)
-    if SIDE_EFFECTS in text:
-        # torch names what changes as it names its guards: ["L['self'].count"].
-        changed = re.sub(r"[LG]\['(\w+)'\]", r"\1", text.rpartition(": ")[2]).strip('[]"')
-        return f"it has side effects in Python: it changes {changed}"
+    if isinstance(cause, Unsuitable):
+        return text.removeprefix("Unsuitable: ")
 
     # torch names the line of the user's code that it could not compile.
     places = re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code:")[2])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from lockstep.parallel.call_chain import CallChain
 from lockstep.parallel.compiled.decision import BLOCKS, LOSS
 
 BACKEND: Any = "inductor"
-SIDE_EFFECTS = "side effects happened"  # a part of torch's own message
 MOST_VERSIONS = 8  # of one block, for classes of sizes
 
 Function = Callable[..., Any]  # (model, *args), such as a task's loss
@@ -72,8 +72,8 @@ def compiles_itself(model: nn.Module) -> bool:
 
 
 @contextmanager
-def compiling(name: str, blocks: int) -> Iterator[None]:
-    """Set what torch.compile needs while it compiles a target of a model with so many blocks."""
+def compiling(blocks: int) -> Iterator[None]:
+    """Set what torch.compile needs while it compiles a model with so many blocks."""
     import torch._dynamo.config as dynamo  # slow to import, and needed only here
 
     before = symbolic_shapes.use_duck_shape, dynamo.recompile_limit
@@ -85,36 +85,19 @@ def compiling(name: str, blocks: int) -> Iterator[None]:
     # rest eagerly.
     dynamo.recompile_limit = max(dynamo.recompile_limit, blocks + MOST_VERSIONS)
     try:
-        with _no_side_effects(dynamo) if name == LOSS else nullcontext():
-            yield
-    finally:
-        symbolic_shapes.use_duck_shape, dynamo.recompile_limit = before
-
-
-@contextmanager
-def _no_side_effects(dynamo: Any) -> Iterator[None]:
-    """Refuse to compile a function that changes something in Python: appends to a list, counts, keeps a tensor.
-
-    Such a function must be called once for each micro-batch, so it cannot be compared with eager. torch finds it out
-    while it traces, before it runs anything.
-    """
-    before = getattr(dynamo, "side_effect_replay_policy", None)
-    if before is None:
-        raise Unsuitable("this version of torch cannot tell whether it has side effects")
-
-    dynamo.side_effect_replay_policy = "error"
-    try:
         yield
     finally:
-        dynamo.side_effect_replay_policy = before
+        symbolic_shapes.use_duck_shape, dynamo.recompile_limit = before
 
 
 def checked_backend(alone: bool) -> Any:
     """Return a compiler for the graph of a loss that refuses what must not be compiled, before it takes long."""
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        if changed := _changed_objects():
-            raise Unsuitable(f"{SIDE_EFFECTS}: {changed}")
+        # A loss that changes something in Python (counts, appends to a list) must be called once for each micro-batch,
+        # and so cannot be compared with eager. Nothing has run yet.
+        if changed := changed_objects():
+            raise Unsuitable(f"it has side effects in Python: it changes {', '.join(changed)}")
 
         # The ranks do not compile at the same time, and would wait for each other in a collective.
         for node in graph.graph.nodes if not alone else ():
@@ -128,14 +111,41 @@ def checked_backend(alone: bool) -> Any:
     return compile_graph
 
 
-def _changed_objects() -> list[str]:
-    """Return the names of existing Python objects that the function changes which torch traces now.
+def changed_objects() -> list[str]:
+    """Return the names of existing Python objects that are changed by the function that torch traces now.
 
-    This reads private attributes of torch, to refuse early. `_no_side_effects` refuses without them, after compiling.
+    It reads private attributes of torch. Where they are missing, a loss is not compiled.
     """
-    from torch._dynamo.symbolic_convert import InstructionTranslator
-
     try:
-        return list(InstructionTranslator.current_tx().output.get_replayed_side_effect_source_refs())
-    except AttributeError:
-        return []
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+        from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+        effects = InstructionTranslator.current_tx().output.side_effects
+        changed = [variable for variable in effects.id_to_variable.values() if effects.is_modified(variable)]
+    except (ImportError, AttributeError) as error:
+        raise Unsuitable("this version of torch does not tell whether it has side effects") from error
+
+    existing = [v for v in changed if isinstance(v.mutation_type, AttributeMutationExisting | ValueMutationExisting)]
+    # By identity: the variables of lists cannot be compared.
+    stored = {id(variable): values for variable, values in effects.store_attr_mutations.items()}
+    return sorted({_name(v.source) for v in existing if not _is_restored(v, stored.get(id(v)))})
+
+
+def _is_restored(variable: Any, stored: Any) -> bool:
+    """Return whether all that is set on an object has the value from before, as after `with` in transformers."""
+    owner = getattr(variable, "value", None)
+    if owner is None or not stored:
+        return False
+
+    return all(
+        new.is_python_constant()
+        and type(new.as_python_constant()) is type(getattr(owner, name, _name))
+        and new.as_python_constant() == getattr(owner, name)
+        for name, new in stored.items()
+    )
+
+
+def _name(source: Any) -> str:
+    """Return `self.count` for what torch calls `L['self'].count`."""
+    name = source.name if isinstance(getattr(source, "name", None), str) else source.name() if source else "a closure"
+    return re.sub(r"[LG]\['(\w+)'\]", r"\1", name)
