@@ -38,7 +38,7 @@ from lockstep.observe.notebook.result import result_html, result_text
 from lockstep.observe.report import write_report
 from lockstep.runtime import environments
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
-from lockstep.runtime.threads import wait_asleep
+from lockstep.runtime.host.threads import wait_asleep
 from lockstep.runtime.world import World, current_world
 
 if TYPE_CHECKING:

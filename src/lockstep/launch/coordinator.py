@@ -43,7 +43,7 @@ from lockstep.launch.wire.messages import (
     ZygoteLost,
 )
 from lockstep.launch.wire.store_server import StoreServer, store_secret
-from lockstep.runtime.machine import address_family
+from lockstep.runtime.host.network import address_family
 
 # How long an iteration of the loop waits for something to happen.
 WAIT_S = 0.05

@@ -16,7 +16,7 @@ from lockstep.launch.folder.resize import remove_old_requests
 from lockstep.launch.job import Job, parse_address
 from lockstep.launch.nodes.node_launcher import NodeLauncher
 from lockstep.launch.wire.messages import JobEnd
-from lockstep.runtime.machine import check_interfaces
+from lockstep.runtime.host.network import check_interfaces
 from lockstep.runtime.preemption import PREEMPT_SIGNALS, signal_handler
 
 
