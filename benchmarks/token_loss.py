@@ -2,6 +2,7 @@
 
     python benchmarks/token_loss.py                 # on a GPU: about a minute
     python benchmarks/token_loss.py --tiny          # on a CPU: does it run
+    python benchmarks/token_loss.py --tokens 1024 --widths 256 --words 50257 --calls 1 --turns 6    # on a CPU
 
 Hidden states in bfloat16 and a weight in float32, under bf16 autocast, as in a training. The ways take turns; a turn is
 ten calls with their backward. Memory is the peak beyond the hidden states, the weight and the targets.
@@ -34,7 +35,6 @@ from lockstep.bench.ranks.turns import take, take_round
 from lockstep.bench.results import cell, figure, table_lines
 from lockstep.losses import linear_cross_entropy
 
-CALLS = 10  # of a turn
 WIDTHS, WORDS = (768, 2048), (50_257, 32_000, 128_256, 151_936)
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -81,11 +81,11 @@ def inputs(tokens: int, width: int, words: int, device: str) -> Inputs:
     return hidden, weight, torch.randint(words, (tokens,), device=device)
 
 
-def loop(way: Callable[..., Tensor], given: Inputs, device: str) -> Iterator[Tensor]:
+def loop(way: Callable[..., Tensor], given: Inputs, calls: int, device: str) -> Iterator[Tensor]:
     """Yield the loss after each turn."""
     hidden, weight, _ = given
     while True:
-        for _ in range(CALLS):
+        for _ in range(calls):
             with torch.autocast(device, dtype=torch.bfloat16):
                 loss = way(*given)
             loss.backward()
@@ -93,21 +93,21 @@ def loop(way: Callable[..., Tensor], given: Inputs, device: str) -> Iterator[Ten
         yield loss.detach()
 
 
-def measure(tokens: int, width: int, words: int, turns: int, device: str) -> list[dict[str, Any]]:
+def measure(options: argparse.Namespace, width: int, words: int, device: str) -> list[dict[str, Any]]:
     """Return a row for each way. One that fails is reported, and left out."""
     torch.compiler.reset()  # or its limit of compilations is reached
-    given = inputs(tokens, width, words, device)
+    given = inputs(options.tokens, width, words, device)
     held = torch.cuda.memory_allocated() if device == "cuda" else 0
     loops = {}
     for name, way in ways_for(words).items():
         try:
-            take(one := loop(way, given, device))
+            take(one := loop(way, given, options.calls, device))
             loops[name] = one
         except Exception:  # the other ways still count
             print(f"{name}, {words} words, width {width}:\n{traceback.format_exc(limit=-3)}", flush=True)
             given[0].grad = given[1].grad = None
 
-    rounds = [take_round(loops, number) for number in range(turns)]
+    rounds = [take_round(loops, number) for number in range(options.turns)]
     base = [each["plain"].seconds for each in rounds]
     rows = []
     for name in loops:
@@ -117,10 +117,10 @@ def measure(tokens: int, width: int, words: int, turns: int, device: str) -> lis
                 "width": width,
                 "words": words,
                 "way": name,
-                "ms": estimate([1e3 * second / CALLS for second in seconds]).as_dict(),
+                "ms": estimate([1e3 * second / options.calls for second in seconds]).as_dict(),
                 "speedup": ratio(base, seconds).as_dict(),
                 "peak_gib": (max(each[name].peak_bytes for each in rounds) - held) / 2**30,
-                "loss": float(rounds[-1][name].value) / tokens,
+                "loss": float(rounds[-1][name].value) / options.tokens,
             }
         )
     return rows
@@ -146,6 +146,9 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=16_384)
+    parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
+    parser.add_argument("--words", type=int, nargs="+", default=WORDS, help="sizes of the vocabulary")
+    parser.add_argument("--calls", type=int, default=10, help="of a turn")
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--minutes", type=float, default=2.0, help="no new case begins after this time")
     parser.add_argument("--json", type=Path, help="a file for the rows")
@@ -154,17 +157,17 @@ def main() -> None:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.set_float32_matmul_precision("high")
-    widths, vocabularies = ((32,), (131, 192)) if given.tiny else (WIDTHS, WORDS)
-    tokens = 64 if given.tiny else given.tokens
-    print(f"{device}, torch {torch.__version__}, {tokens} tokens", flush=True)
+    if given.tiny:
+        given.tokens, given.widths, given.words = 64, (32,), (131, 192)
+    print(f"{device}, torch {torch.__version__}, {given.tokens} tokens", flush=True)
 
     began, rows = time.monotonic(), []
-    for width in widths:
-        for words in vocabularies:
+    for width in given.widths:
+        for words in given.words:
             if time.monotonic() - began > 60 * given.minutes:
                 print(f"no time left for {words} words, width {width}")
                 continue
-            found = measure(tokens, width, words, given.turns, device)
+            found = measure(given, width, words, device)
             rows += found
             print(*lines(found), sep="\n", flush=True)
             if given.json:

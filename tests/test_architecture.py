@@ -76,7 +76,8 @@ def test_imports_point_down(path):
 
 def test_nothing_is_named_after_nothing():
     forbidden = {"utils.py", "util.py", "common.py", "helpers.py", "misc.py"}
-    ours = (path for folder in ("src", "tests", "benchmarks", "examples") for path in (ROOT / folder).rglob("*.py"))
+    folders = ("src", "tests", "benchmarks", "tools", "examples")
+    ours = (path for folder in folders for path in (ROOT / folder).rglob("*.py"))
     assert not [path for path in ours if path.name in forbidden]
 
 

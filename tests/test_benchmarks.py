@@ -1,4 +1,4 @@
-"""The benchmarks: all of them start, and what they share does what they trust it to do."""
+"""The scripts of `benchmarks` and `tools`: all of them start, and one of them runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
-SCRIPTS = sorted(path.name for path in FOLDER.glob("*.py") if "__main__" in path.read_text())
+FOLDERS = (FOLDER, FOLDER.parent / "tools")
+SCRIPTS = sorted(path for folder in FOLDERS for path in folder.glob("*.py") if "__main__" in path.read_text())
 
 
 @pytest.fixture(autouse=True)
@@ -19,14 +20,14 @@ def beside_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(FOLDER))
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_every_script_says_how_it_is_used(
-    script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    script: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", [script, "--help"])
+    monkeypatch.setattr(sys, "argv", [script.name, "--help"])
     with pytest.raises(SystemExit, match=r"^0$"):
-        runpy.run_path(str(FOLDER / script), run_name="__main__")
-    assert f"usage: {script}" in capsys.readouterr().out
+        runpy.run_path(str(script), run_name="__main__")
+    assert f"usage: {script.name}" in capsys.readouterr().out
 
 
 def test_loops_that_take_turns_in_a_real_script(
@@ -39,14 +40,3 @@ def test_loops_that_take_turns_in_a_real_script(
     assert len(losses) == 6  # two loops: two turns to warm up, and the last one
     assert all(5.5 < loss < 7.0 for loss in losses)  # about log(512): hardly anything is learnt from noise
     assert re.search(r"^ratio \d+\.\d{4} ", said, re.M)
-
-
-def test_of_settings_with_the_same_key_the_last_counts(beside_the_scripts: None) -> None:
-    from trainings import command
-
-    words = command("char_lm", Path("there"), "steps=3", "task.width=8", "steps=5", ranks=2)
-    assert words[1:] == [
-        *("-m", "lockstep.cli", "train", "char_lm", "--nproc", "2"),
-        *("steps=5", "task.width=8", "run_dir=there"),
-    ]
-    assert "--nproc" not in command("char_lm", Path("there"))

@@ -33,8 +33,8 @@ from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime, start
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER
 from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.host.threads import Threads
 from lockstep.runtime.preemption import PreemptionNotice
-from lockstep.runtime.threads import Threads
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, Task
 

@@ -92,15 +92,15 @@ def load_sharded(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Pat
 
 def main() -> None:
     dist.init_process_group("gloo")
-    model, optimizer = build(gpt(2, width=64), lr=1e-3)
+    model, optimizer = build(gpt(2, width=64), lr=1e-2)
     text = MarkovText()
-    for step in range(3):
+    for step in range(61):
         first = (step * dist.get_world_size() + dist.get_rank()) * 4
         optimizer.zero_grad()
         loss = language_loss(model, torch.stack([text[index] for index in range(first, first + 4)]))
         loss.backward()
         optimizer.step()
-        if dist.get_rank() == 0:
+        if dist.get_rank() == 0 and step % 20 == 0:
             print(f"step {step}: loss {loss.item():.3f}")
     if dist.get_rank() == 0:
         print(f"this rank holds {bytes_per_rank(model, optimizer)} bytes")

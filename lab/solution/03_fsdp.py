@@ -50,7 +50,10 @@ from lockstep.lab import (
 
 QUESTIONS = [
     Question(
-        "share", "What share of DDP's bytes (weights, gradients, Adam) does a rank hold under FSDP?", "%", "100 / N"
+        "share",
+        "What share of DDP's bytes (weights, gradients, Adam) does a rank hold under FSDP, on 4 ranks (or LAB_NPROC)?",
+        "%",
+        "100 / N",
     ),
     Question(
         "traffic",

@@ -24,18 +24,11 @@ from lockstep.config.settings import typed as typed_value
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import failure
+from lockstep.launch.folder.resize import ask_for_size
+from lockstep.launch.folder.run_dir import choose_run_dir, latest, latest_step, refuse_another_run, run_of, stored
 from lockstep.launch.hangs import stacks
 from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
-from lockstep.launch.run_dir import (
-    ask_for_size,
-    choose_run_dir,
-    latest,
-    latest_step,
-    refuse_another_run,
-    run_of,
-    stored,
-)
 from lockstep.launch.supervisor import JobEnd, supervise
 from lockstep.launch.terminal import shares_log
 from lockstep.observe.history import read_history
@@ -45,7 +38,7 @@ from lockstep.observe.notebook.result import result_html, result_text
 from lockstep.observe.report import write_report
 from lockstep.runtime import environments
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
-from lockstep.runtime.threads import wait_asleep
+from lockstep.runtime.host.threads import wait_asleep
 from lockstep.runtime.world import World, current_world
 
 if TYPE_CHECKING:

@@ -64,6 +64,11 @@ class Precision:
         """A function that returns the context manager for a forward: torch.autocast, or nullcontext without a cost."""
         return partial(torch.autocast, self.device_type, dtype=self.compute) if self.casts else nullcontext
 
+    @cached_property
+    def no_autocast(self) -> Callable[[], AbstractContextManager[Any]]:
+        """The same for a backward inside that context: its dtypes follow from the forward, so autocast must be off."""
+        return partial(torch.autocast, self.device_type, enabled=False) if self.casts else nullcontext
+
     def set_tf32(self) -> None:
         """Set torch's global switches for TF32 on a GPU. Only an explicit precision=fp32 switches TF32 off."""
         if self.device_type == "cuda":
@@ -280,11 +285,6 @@ def check_batchnorm(model: nn.Module, precision: Precision) -> None:
             "its statistics stay in float32, which torch's CPU kernels do not support with bf16 weights",
             "use GroupNorm, or set precision=bf16",
         )
-
-
-def full_precision(precision: Precision) -> AbstractContextManager[Any]:
-    """Return the context for a backward, which must run without autocast: its dtypes follow from the forward."""
-    return torch.autocast(precision.device_type, enabled=False) if precision.casts else nullcontext()
 
 
 # ---- the loss scale of fp16 ----

@@ -18,7 +18,7 @@ from cluster.jobs import exact
 from faults.runs import read_events
 from faults.torture import digests
 from lockstep.faults import Fault
-from lockstep.launch.run_dir import latest_step
+from lockstep.launch.folder.run_dir import latest_step
 from ports import free_port
 
 # Every micro-batch takes a while, so that there is time to disturb the run.

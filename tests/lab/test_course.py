@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from pathlib import Path
@@ -85,6 +86,7 @@ def test_a_guess_is_kept_and_cannot_be_changed_after_the_answer(lab, capsys):
     shown = capsys.readouterr().out
     assert "your guess: 3" in shown
     assert "no guess yet" in shown
+    assert "To guess: lockstep lab predict 1 speedup=NUMBER\n" in shown
     assert json.loads((lab / "predictions.json").read_text())[0]["guess"] == 3
 
     predictions.reveal("1", BYTES, computed=0.7, measured=0.7005)
@@ -120,6 +122,24 @@ def test_make_lab_names_files_that_are_there():
     files = re.findall(r"(?:lab|docs)/[\w/]+\.(?:py|md)", rule[0])
     assert len(files) >= 3
     assert [file for file in files if not (ROOT / file).exists()] == []
+
+
+def test_no_script_destroys_the_group_of_a_model_that_it_holds():
+    """Freeing a DDP after its group waits for a thread of gloo, which may wait for Python: the rank then hangs."""
+    functions = [
+        node
+        for path in (ROOT / "lab").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+    ]
+    called = [
+        {ast.unparse(call.func).rpartition(".")[2] for call in ast.walk(function) if isinstance(call, ast.Call)}
+        for function in functions
+    ]
+    assert any("destroy_process_group" in names for names in called)
+    assert not [
+        names for names in called if "destroy_process_group" in names and names & {"DDP", "DistributedDataParallel"}
+    ]
 
 
 def test_the_number_of_ranks_is_asked_for(monkeypatch):

@@ -127,6 +127,13 @@ MISTAKES = {
         "            loss.backward()\n",
         "did not change",
     ),
+    "cleared too late": (
+        "1",
+        "            loss.backward()\n            optimizer.step()\n",
+        "            loss.backward()\n            optimizer.zero_grad()\n            optimizer.step()\n",
+        "found no gradients",
+    ),
+    "shuffled twice": ("1", ", sampler=sampler)", ", sampler=sampler, shuffle=True)", "leave shuffle out"),
     "own difference": ("1", "    dist.all_reduce(largest, op=dist.ReduceOp.MAX)\n", "", "ReduceOp.MAX"),
     "divided by 2": ("1", "gradient /= dist.get_world_size()", "gradient /= 2", "divide by dist.get_world_size()"),
     "epoch by rank": ("1", "set_epoch(epoch)\n", "set_epoch(epoch + dist.get_rank())\n", "number on all ranks"),
@@ -139,6 +146,13 @@ MISTAKES = {
     "no abs": ("1", ".abs().max().to(largest)", ".max().to(largest)", "either sign"),
     "healed": ("1", "dist.broadcast(first, src=0)", "dist.broadcast(parameter.data, src=0)", "hides the mistake"),
     "unscaled": ("2", "(loss * len(labels) / samples).backward()", "loss.backward()", "scale each loss"),
+    "sums": (
+        "2",
+        "(loss * len(labels) / samples).backward()",
+        "(loss * len(labels)).backward()",
+        "32 samples were summed",
+    ),
+    "no_sync without DDP": ("2", "if last or not isinstance(model, DDP) else", "if last else", "only if it is a DDP"),
     "by count": ("2", "loss * len(labels) / samples", "loss / len(micro_batches)", "counts by its samples"),
     "stale": ("2", "    optimizer.zero_grad()\n    for number", "    for number", "gradients of the first update"),
     "no no_sync": ("2", "if last or not isinstance(model, DDP) else", "if True else", "4 times the traffic"),
@@ -186,6 +200,20 @@ MISTAKES = {
     ),
     "bf16 sums": ("3", ", reduce_dtype=torch.float32)", ")", "reduce_dtype=torch.float32"),
     "no root": ("3", "    return fully_shard(model, **options)", "    return model", "what the blocks have left"),
+    "model before blocks": (
+        "3",
+        "    for block in model.blocks:\n        fully_shard(block, **options)\n"
+        "    return fully_shard(model, **options)",
+        "    fully_shard(model, **options)\n    for block in model.blocks:\n        fully_shard(block, **options)\n"
+        "    return model",
+        "on every block first",
+    ),
+    "options for the model only": (
+        "3",
+        "        fully_shard(block, **options)\n",
+        "        fully_shard(block)\n",
+        "on to every fully_shard",
+    ),
     "early optimizer": (
         "3",
         "    model = shard(model, **options)\n    return model, torch.optim.AdamW(model.parameters(), lr=lr)",
@@ -223,10 +251,17 @@ MISTAKES = {
         'dcp.load({"model": weights},',
         "Adam began",
     ),
+    "not set": (
+        "3",
+        "    set_state_dict(model, optimizer, model_state_dict",
+        "    return\n    set_state_dict(model, optimizer, model_state_dict",
+        "Plain numbers, such as the learning rate",
+    ),
 }
 # Found only after seconds of grading.
 LATE = {"no policy", "bf16 shards", "all write", "shards only", "forgot Adam", "bytes by formula", "bf16 sums"}
-LATE |= {"first parameter only", "no abs", "other product"}
+LATE |= {"first parameter only", "no abs", "other product", "not set", "options for the model only"}
+LATE |= {"cleared too late"}
 
 
 def with_mistake(name: str, folder: Path) -> tuple[str, Path]:
@@ -281,6 +316,13 @@ def test_other_right_forms_pass(name, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(text.replace(usual, other, 1))
     assert [finding for finding in grade(number, path) if not finding.passed] == []
+
+
+@pytest.mark.long
+def test_one_mistake_is_named_once(tmp_path):
+    """What follows from a mistake would only hide it: the loop is not judged with gradients that are wrong."""
+    number, path = with_mistake("a sum", tmp_path)
+    assert len([finding for finding in grade(number, path) if not finding.passed]) == 1
 
 
 def test_names_bound_by_assignment_or_import_are_defined(tmp_path):

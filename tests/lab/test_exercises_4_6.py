@@ -21,6 +21,7 @@ TORCHRUN = ("-m", "torch.distributed.run")
 MISTAKES = {
     "4": [
         ("with torch.autocast(batch.device.type, dtype):", "if True:", "everything is float32"),
+        ("torch.autocast(batch.device.type, dtype)", "torch.autocast(batch.device.type)", "Pass the dtype"),
         (
             "    optimizer.zero_grad()\n\n    # Autocast",
             "    optimizer.zero_grad()\n    model.to(dtype)\n    # Autocast",
@@ -36,6 +37,11 @@ MISTAKES = {
         ),
         ("    if finite:\n        nn.utils", "    if True:\n        nn.utils", "inf or nan, for good"),
         ("            self.scale /= 2\n", "            pass\n", "overflows again"),
+        (
+            "    if finite:\n        nn.utils",
+            "    if not finite:\n        return False\n    if finite:\n        nn.utils",
+            "also in one that is skipped",
+        ),
         (
             "            self.scale /= 2\n            self.good_steps = 0",
             "            self.scale /= 2",
@@ -103,6 +109,12 @@ MISTAKES = {
             'reduction="mean")',
             "divided once by the global batch",
         ),
+        (
+            'F.cross_entropy(model(pictures.to(device())), classes.to(device()), reduction="sum") / GLOBAL_BATCH',
+            "F.cross_entropy(model(pictures.to(device())), classes.to(device())) / world",
+            "The mean of the ranks' means",
+        ),
+        ('f"step-{step:06}.pt")', 'f"step-{step}.pt")', "Without leading zeros"),
         ("save(folder, step + 1, model, optimizer)", "save(folder, step, model, optimizer)", "twice or never"),
         ("weights = 1 / t", "weights = torch.ones_like(t)", "the largest message decides alone"),
     ],
@@ -124,6 +136,7 @@ MISTAKES = {
             "        self._sent.clear()\n",
             "The first step is right",
         ),
+        ("        self._sent.clear()\n", "", "grow with every step"),
         (
             "self._sent.append((index, flat, work))",
             "self._sent.append((index, flat, work)), work.wait()",

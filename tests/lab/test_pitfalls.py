@@ -93,7 +93,7 @@ def test_zero_as_published():
 
 def test_the_commands(capsys):
     assert cli.main(["lab", "memory"]) == 0
-    assert "WRONG in the course" in capsys.readouterr().out
+    assert "WRONG in the original" in capsys.readouterr().out
     assert cli.main(["lab", "memory", "--parameters", "7.5e9", "--gpus", "64"]) == 0
     assert re.search(r"zero2 +15.0 +0.2 +1.4 +16.6", capsys.readouterr().out)
     assert cli.main(["lab", "cost", "--gpus", "8", "--hours", "24", "--price", "2", "--busy", "0.6"]) == 0

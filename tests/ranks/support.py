@@ -20,7 +20,8 @@ from lockstep.config import Resolved, resolve, resolve_for
 from lockstep.data.samplers import make_sampler
 from lockstep.data.windows import next_window
 from lockstep.engine import loop
-from lockstep.engine.own_loop import OwnRun, OwnStep
+from lockstep.engine.own_loop import OwnRun
+from lockstep.engine.own_step import OwnStep
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder, open_run
 from lockstep.errors import UserError

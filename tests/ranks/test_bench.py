@@ -12,11 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lockstep import cli
 from lockstep.bench.kinds.memory import judge
+from lockstep.bench.kinds.recovery import EVERY
 from lockstep.bench.ranks import data, memory
 from lockstep.bench.ranks.scaling import trace
 from lockstep.bench.ranks.turns import by_lockstep
 from lockstep.bench.ranks.workload import GPTTask, load, settings_of
+from lockstep.bench.results import read
 from lockstep.config import resolve_for
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
@@ -111,6 +114,20 @@ def test_the_leak_check_fails_on_a_task_that_leaks(tmp_path: Path) -> None:
     assert [verdict.passed for verdict in leaking[:2]] == [False, False], leaking
     # One batch of 32 x 64 floats in each step.
     assert leaking[0].value >= 1.0
+
+
+@pytest.mark.long
+def test_starts_and_recoveries_are_measured(tmp_path: Path) -> None:
+    for kind, rows in (("start", 2), ("recovery", 1)):
+        assert cli.main(["bench", kind, "--worlds", "2", "--repeats", "2", "--out", str(tmp_path)]) == 0
+        (section,) = [found for found in read(tmp_path).sections if found.name == kind]
+        assert len(section.rows) == rows
+
+    # A rank that is killed is noticed, and fewer steps are repeated than lie between two checkpoints.
+    (found,) = section.rows
+    assert 0 < found["noticed_s"]["median"] < found["again_s"]["median"]
+    assert 0 <= found["repeated"]["high"] <= EVERY + 1
+    assert {path.name for path in tmp_path.glob("*.png")} == {"start.png", "recovery.png"}
 
 
 HOOKED = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +18,7 @@ from again import Again
 from lockstep.config import resolve
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
+from lockstep.parallel.compiled import targets
 from lockstep.parallel.cudagraph import graphs
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -77,7 +77,7 @@ def trained(
         phases.append("compiled")
         return graph
 
-    with patch.object(torch, "compile", partial(torch.compile, backend=backend)):
+    with patch.object(targets, "BACKEND", backend):
         resolved = resolve([("test", values)])
         with context.start(world, resolved.config, store) as runtime:
             runtime.heartbeat.hook = lambda step, phase: phases.append(phase)

@@ -22,7 +22,7 @@ from lockstep.checkpoint import inspect
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted
-from lockstep.launch.run_dir import latest_step
+from lockstep.launch.folder.run_dir import latest_step
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
 from lockstep.runtime.environments.launcher import ATTEMPT

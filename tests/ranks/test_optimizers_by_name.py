@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.config import resolve
 from lockstep.errors import UserError
@@ -17,7 +17,7 @@ from lockstep.optim.registry import OPTIMIZERS, build_optimizers
 from lockstep.runtime.world import World
 from pool import Pool
 from ranks.test_storage import trained
-from ranks.test_strategies import STRATEGIES, assert_close, final
+from ranks.test_strategies import STRATEGIES, Ragged, assert_close, final
 
 SINGLE: dict[str, dict[str, Tensor]] = {}
 
@@ -51,6 +51,57 @@ def test_its_state_is_resharded(pool: Pool, tmp_path: Path, name: str) -> None:
         assert found[0]["summary"].get("left") == leave_at
         assert found[0]["resumed"] == ((strategy, world, leave_at) != chain[0])
     assert_close(found[0]["weights"], single(pool, name))
+
+
+class Seeded(Ragged):
+    """The same model wherever it is made."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        return super().model()
+
+
+def by_torch(steps: int) -> dict[str, Tensor]:
+    """A plain loop with torch's own Muon for matrices, and AdamW for embeddings and vectors."""
+    task = Seeded()
+    model = task.model()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    matrices = [p for p in trained if p.dim() == 2 and id(p) not in embeddings]
+    rest = [p for p in trained if not any(p is matrix for matrix in matrices)]
+    assert len(matrices) > 2
+    assert rest
+    muon = torch.optim.Muon(matrices, lr=0.01, weight_decay=0.01, adjust_lr_fn="match_rms_adamw")
+    adamw = torch.optim.AdamW(rest, lr=0.01)
+
+    batch = task.data()[:10]
+    for _ in range(steps):
+        loss = task.loss(model, batch)
+        (loss.total / loss.weight).backward()
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+
+def seeded(world: World, store: Any, values: dict[str, Any]) -> dict[str, Tensor]:
+    """A job: the first ten samples in every step, at a constant rate."""
+    alone = {"steps": 3, "epochs": None, "data.shuffle": False, "clip.norm": None, "lr.schedule": "constant"}
+    alone |= {"lr.warmup": 0, "optimizer": "muon", "micro_batch": 5}
+    return final(world, store, alone | values, kind=FirstTen)["weights"]
+
+
+class FirstTen(Seeded):
+    def data(self) -> Any:
+        return torch.utils.data.TensorDataset(*super().data()[:10])
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp", pytest.param("ddp", marks=pytest.mark.long)])
+def test_muon_is_torchs_own_on_whole_matrices(pool: Pool, strategy: str) -> None:
+    """Shards of a matrix, updated one by one, would become other matrices."""
+    expected = by_torch(steps=3)
+    for found in pool.run(seeded, STRATEGIES[strategy], world=2):
+        assert_close(found, {name: expected[name] for name in found})
 
 
 def test_with_bf16_storage(pool: Pool) -> None:

@@ -49,7 +49,7 @@ def command(*words, cwd):
 def runs(pool, tmp_path_factory):
     """`one`, and `two` with a rank killed, of the acceptance run; `undisturbed`: two ranks with the same settings."""
     folder = tmp_path_factory.mktemp("runs")
-    script = ROOT / "benchmarks" / "pixel_acceptance.py"
+    script = Path(__file__).with_name("pixel_acceptance.py")
     output = command(str(script), "--steps", "40", "--preset", "tiny", "--out", "runs", cwd=folder)
     values = {"preset": "tiny", "micro_batch": 8, "threads": 1, "run_dir": str(folder / "runs" / "undisturbed")}
     pool.run(train, PixelLLM, values, world=2)

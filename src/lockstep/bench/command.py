@@ -42,8 +42,9 @@ KINDS = {
 SETTINGS = "time and memory of a step with other settings (--way), in turns; not part of `all`"
 
 # `bench all` ends in minutes: fewer rounds and smaller sizes, unless they are typed.
-SMALLER: dict[str, Any] = {"repeats": 5, "max_mb": 16.0, "megabytes": 100, "accumulation": "1", "steps": 200}
-USUAL: dict[str, Any] = {"repeats": 9, "max_mb": 256.0, "megabytes": 400, "accumulation": "1,4", "steps": 500}
+SIZES = ("repeats", "block", "max_mb", "megabytes", "accumulation", "steps")
+SMALLER: dict[str, Any] = dict(zip(SIZES, (5, 5, 16.0, 100, "1", 150), strict=True))
+USUAL: dict[str, Any] = dict(zip(SIZES, (9, 10, 256.0, 400, "1,4", 500), strict=True))
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +73,7 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worlds", metavar="1,2,4,8", help="numbers of ranks (default: what this machine has)")
     parser.add_argument("--backend", metavar="nccl,gloo", help="backends to compare (comm)")
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds in which everything takes a turn")
-    parser.add_argument("--block", type=int, metavar="N", help="steps of a turn (default 10)")
+    parser.add_argument("--block", type=int, metavar="N", help="steps of a turn (default 10; all: 5)")
     parser.add_argument(
         "--batch", type=int, metavar="B", help="samples per step; weak: of a rank, strong: of all ranks"
     )
@@ -102,6 +103,7 @@ def main(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         from lockstep.bench.results import read
 
         print(write_pictures_and_page(read(options.folder), options.folder))
+        _say_without_plots(options.folder)
         return ExitCode.FINISHED
 
     return _measure(options, overrides)
@@ -147,7 +149,18 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     if result.sections:
         print(printable(f"report    {write_pictures_and_page(result, folder)}"))
+        _say_without_plots(folder)
     return ExitCode.FAILED if failed else ExitCode.FINISHED
+
+
+def _say_without_plots(folder: Path) -> None:
+    """Say how to get plots if there is no matplotlib."""
+    from lockstep.bench import plots
+
+    if not plots.available():
+        again = shlex.join(["lockstep", "bench", "report", str(folder)])
+        said = f"no plots: matplotlib is not installed; pip install 'lockstep-train[bench]', then {again}"
+        print(printable(f"lockstep: {said}"), file=sys.stderr)
 
 
 def _sections(name: str, pool: Pool, asked: BenchOptions, peers: bool) -> list[Section]:
@@ -255,7 +268,7 @@ def _options(options: argparse.Namespace, overrides: Sequence[str]) -> BenchOpti
         worlds=known.parse_worlds(options.worlds),
         backends=known.parse_backends(options.backend),
         repeats=sizes["repeats"],
-        block=10 if options.block is None else options.block,
+        block=sizes["block"],
         batch=options.batch,
         cores_per_rank=options.cores_per_rank,
         max_mb=sizes["max_mb"],

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import plural
-from lockstep.runtime.machine import available_cores, visible_gpus
+from lockstep.runtime.host.resources import available_cores, visible_gpus
 
 BUSY = 0.1  # share of our cores that other processes may use before ranks count as disturbed
 

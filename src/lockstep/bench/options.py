@@ -15,7 +15,7 @@ from typing import Any
 from lockstep import targets
 from lockstep.config import flatten, read_layers
 from lockstep.errors import UserError, plural
-from lockstep.runtime.machine import available_cores, visible_gpus
+from lockstep.runtime.host.resources import available_cores, visible_gpus
 
 # Settings that belong to the ranks of a measurement, or that every kind sets itself.
 OF_THE_PROCESS = ("device", "backend", "threads", "steps", "epochs", "global_batch", "local_batch", "run_dir", "resume")

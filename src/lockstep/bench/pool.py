@@ -26,8 +26,8 @@ from lockstep.launch.job import PRELOAD
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.zygote import Zygote
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, OF_ONE_JOB, STORE_FILE
-from lockstep.runtime.machine import visible_gpus
-from lockstep.runtime.threads import wait_asleep
+from lockstep.runtime.host.resources import visible_gpus
+from lockstep.runtime.host.threads import wait_asleep
 
 LIMIT_S = 900.0  # for one answer
 END_S = 20.0  # for the end of a team

@@ -136,7 +136,7 @@ def section_of(result: Result) -> Section | None:
     measured = {mode: by_name[mode].rows for mode in projected}
 
     # A measurement that was no fair test makes no fair projection.
-    refusals = [by_name[mode].extra.get("refusal", "") for mode in modes]
+    refusals = [by_name[name].extra.get("refusal", "") for name in (*modes, "comm")]
     extra = {"measured": measured, "refusal": next(filter(None, refusals), "")}
     return Section("projection", "Projection to more ranks", COLUMNS, rows, notes, extra=extra)
 

@@ -21,7 +21,7 @@ from lockstep.checkpoint.manifest import MANIFEST, InvalidCheckpoint, Manifest, 
 from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint, steps_to_delete
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, delete_checkpoint, open_storage
 from lockstep.errors import UserError, plural
-from lockstep.launch.run_dir import step_in
+from lockstep.launch.folder.run_dir import step_in
 from lockstep.observe.formats import columns
 
 # How many tensors `show` lists, and how many checkpoints `ls` lists.

@@ -42,7 +42,7 @@ from lockstep.checkpoint.storage import (
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
 from lockstep.errors import UserError, plural
-from lockstep.launch.run_dir import LATEST, step_in
+from lockstep.launch.folder.run_dir import LATEST, step_in
 from lockstep.observe.run_folder import RunFolder
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime

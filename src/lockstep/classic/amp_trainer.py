@@ -29,8 +29,8 @@ from lockstep.precision import DynamicScaler, check_storage, choose_precision
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime, choose_device
 from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.host.threads import Threads
 from lockstep.runtime.preemption import PreemptionNotice
-from lockstep.runtime.threads import Threads
 from lockstep.runtime.world import World
 from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, StepResult
 

@@ -27,7 +27,7 @@ from lockstep.checkpoint.saving.writer import Committed, Failed, SaveContext
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, delete_leftovers, open_storage
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
-from lockstep.launch.run_dir import is_checkpoint
+from lockstep.launch.folder.run_dir import is_checkpoint
 from lockstep.runtime.layout import shard_of
 from lockstep.runtime.rendezvous.store import wait_for
 from lockstep.runtime.world import World

@@ -23,7 +23,7 @@ from typing import IO
 
 from lockstep.clusters.tether_messages import MARK, Answer, Request, decode_answer, encode
 from lockstep.errors import UserError
-from lockstep.runtime.machine import addresses_of_interfaces
+from lockstep.runtime.host.network import addresses_of_interfaces
 
 # Options of ssh: never ask for a password, and notice within fifteen seconds that the other side is gone.
 SSH_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")

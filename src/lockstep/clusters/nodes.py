@@ -23,7 +23,7 @@ from lockstep.clusters.request import Request
 from lockstep.clusters.tether_messages import Facts, Listen, Listening, Look, Problem, Training, Tried, TryOut
 from lockstep.errors import UserError
 from lockstep.launch.job import Bounds, parse_nproc
-from lockstep.runtime.machine import join_host_port
+from lockstep.runtime.host.network import join_host_port
 
 # The written commands may hold secrets: values of --env.
 PRIVATE = True

@@ -63,7 +63,7 @@ def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
 
 def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]) -> int:
     # `lockstep --help` must not wait for yaml and pydantic.
-    from lockstep.launch.run_dir import not_writable
+    from lockstep.launch.folder.run_dir import not_writable
 
     job = read_job(request, options)
     path = str(files[NAME])

@@ -44,7 +44,7 @@ from lockstep.clusters.tether_messages import (
 )
 from lockstep.errors import ExitCode, Preempted, UserError, printable
 from lockstep.launch.wire.lines import LineReader, wait_readable
-from lockstep.runtime.machine import address_family, addresses_of_interfaces
+from lockstep.runtime.host.network import address_family, addresses_of_interfaces
 from lockstep.runtime.preemption import PREEMPT_SIGNALS, signal_handler
 
 # How often the command that logged in says that it lives, and the silence after which a tether counts as broken.

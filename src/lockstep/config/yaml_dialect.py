@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 
 import yaml
+from yaml.composer import Composer
 
 from lockstep.config.schema import RunConfig
 from lockstep.config.settings import flatten, nested
@@ -41,7 +42,7 @@ def _scalar_rules() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     return rules
 
 
-class _Loader(yaml.SafeLoader):
+class _Composer(Composer):
     """Reads our dialect and refuses a key that is set twice (PyYAML would keep the last value)."""
 
     yaml_implicit_resolvers = _scalar_rules()
@@ -59,8 +60,15 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-class _LoaderWithoutAliases(_Loader):
+class _Loader(_Composer, yaml.SafeLoader):
+    """Reads files that people write. PyYAML's own parser explains mistakes better than libyaml's."""
+
+
+class _ComposerWithoutAliases(_Composer):
     """Refuses aliases, which a short text needs to stand for a huge value. Our own files have none."""
+
+    check_event: Any  # of the parser
+    peek_event: Any
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
@@ -68,7 +76,25 @@ class _LoaderWithoutAliases(_Loader):
         return super().compose_node(parent, index)
 
 
-class _Dumper(yaml.SafeDumper):
+# For our own files: libyaml, which most builds of PyYAML have, takes a tenth of the time.
+if yaml.__with_libyaml__:
+
+    class _OwnLoader(_ComposerWithoutAliases, yaml.CSafeLoader):
+        def __init__(self, text: str):
+            Composer.__init__(self)
+            yaml.CSafeLoader.__init__(self, text)
+
+    _SafeDumper: Any = yaml.CSafeDumper
+
+else:
+
+    class _OwnLoader(_ComposerWithoutAliases, yaml.SafeLoader):
+        pass
+
+    _SafeDumper = yaml.SafeDumper
+
+
+class _Dumper(_SafeDumper):
     yaml_implicit_resolvers = _scalar_rules()
 
     def ignore_aliases(self, data: Any) -> bool:
@@ -80,7 +106,7 @@ _Dumper.add_multi_representer(PurePath, lambda dumper, path: dumper.represent_st
 
 
 def load(text: str, aliases: bool = True) -> Any:
-    return yaml.load(text, Loader=_Loader if aliases else _LoaderWithoutAliases)
+    return yaml.load(text, Loader=_Loader if aliases else _OwnLoader)
 
 
 def word(text: str) -> Any:

@@ -135,6 +135,8 @@ def _release(run: Run) -> None:
     setup.optimizers.release()
     run.stepper.learning_rate.release()
     release_captures(setup.driver.model)
+    if setup.driver.compiler:
+        setup.driver.compiler.release()
     run.checkpoints.close()
 
 

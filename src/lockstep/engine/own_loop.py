@@ -10,14 +10,14 @@ with lockstep.start(global_batch=64, steps=1000) as run:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import default_collate
 
 from lockstep.engine.checks.guards import GradientGuard
@@ -26,19 +26,15 @@ from lockstep.engine.evaluation.evaluator import EvaluationSet
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.model_setup import ModelSetup
+from lockstep.engine.own_step import OwnStep
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
-from lockstep.engine.start_check.check import check_own_loop, snapshot_for_own_loop
 from lockstep.errors import UserError
 from lockstep.optim.user_scheduler import SchedulerRate, is_scheduler
-from lockstep.parallel.driver import Reduced
-from lockstep.parallel.inner_gradients import TORCH_ENGINE, use_engine
 from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.parallel.several_models import SeveralModels
-from lockstep.precision import full_precision
 from lockstep.runtime import heartbeat
-from lockstep.runtime.seeds import derive, seed_torch
-from lockstep.task import Loss, Metric, MicroBatch, StepBatches, StepResult, Weight
+from lockstep.task import Loss
 
 BREAK_TIMEOUT = timedelta(seconds=30)  # for all ranks to leave the loop after one of them did
 
@@ -305,227 +301,16 @@ class OwnRun(BuiltRunView):
             )
 
 
-class OwnStep:
-    """One optimizer step. In each pass, iterate over its batches, call `backward` for each of them, then `apply`."""
-
-    def __init__(self, run: Run, batches: StepBatches, gradients: GradientGuard, passes: int = 1):
-        self._run = run
-        self._batches = batches
-        self._gradients = gradients
-
-        # The batches of this step, and the passes over them.
-        self._yielded = 0  # batches so far, in this pass
-        self._passes = passes
-        self._saved_batches: list[MicroBatch] = []  # for later passes
-        self.passes_done = 0
-
-        # What a user may read.
-        self.index = run.stepper.counters.steps_done
-        self.first = 0  # offset of the current batch's first sample in the global step
-        self.ended = False
-        self.result: StepResult | None = None
-
-        # Random numbers that the loop draws before its first batch must not depend on the step of a resume.
-        seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
-        self._driver = run.driver
-        self._begin_pass()
-
-        # State that the first forward of the run must not change; compared in the first backward.
-        self._snapshot = snapshot_for_own_loop(run)
-
-    def __iter__(self) -> Iterator[Any]:
-        if self.ended:
+def _check_parts(parts: list[Any]) -> None:
+    """Raise a UserError if `run.setup` got something that it does not take."""
+    for part in parts:
+        if not isinstance(part, nn.Module | torch.optim.Optimizer) and not is_scheduler(part):
             raise UserError(
-                f"the loop went over the batches of step {self.index} again, after step.apply() had ended the step",
+                f"run.setup got a {type(part).__name__}: it takes models, torch's optimizers and schedulers",
                 "",
-                f"announce the number of passes: run.steps(dataset, passes={self._passes + 1})",
+                "instead of other schedulers pass a function of the step that returns a share of the peak: "
+                "run.setup(model, optimizer, lambda step: 0.99**step)",
             )
-
-        # Not at the end of the previous pass: after `measure` its gradients stay available until here.
-        if self._progress.pass_index != self.passes_done:
-            self._begin_pass()
-
-        for micro in self._batches if self.passes_done == 0 else self._saved_batches:
-            if self.passes_done == 0 and self._passes > 1:
-                self._saved_batches.append(micro)
-
-            self._yielded += 1
-            self.first = micro.first
-            self._driver.before_forward(micro, self._progress)
-            self._gradients.note()
-
-            # The body of the user's loop runs at this yield, under autocast. It must call `backward` once.
-            with use_engine(self._driver.watched_engine), self._progress.autocast():
-                yield micro.data
-
-            if self._progress.backwards_done != self._yielded:
-                raise self._backward_count_error("0 times")
-
-    @property
-    def padding(self) -> bool:
-        """Whether this batch is padding, with weight 0. It runs only because collectives need every rank."""
-        return self._progress.micro is not None and self._progress.micro.padding
-
-    def backward(self, loss_sum: Tensor, weight: Weight, **metrics: Metric) -> None:
-        """Backpropagate the SUM of the loss over this batch; `weight` is the number of terms in the sum.
-
-        `loss_sum` and the metrics, which are sums as well, have shape ().
-        """
-        if self._progress.backwards_done == self._yielded:
-            raise self._backward_count_error("twice")
-
-        self._gradients.check("step.backward")
-
-        if self._snapshot:
-            check_own_loop(self._run, self._snapshot)
-            self._snapshot = None
-
-        # Autocast is on in the body of the loop, but must be off in the backward.
-        with use_engine(TORCH_ENGINE), full_precision(self._run.stepper.context.precision):
-            loss = Loss(loss_sum, weight, metrics)
-            if self._run.hooks.follow_losses:
-                loss = self._run.hooks.before_backward(loss)
-
-            self._driver.backward(loss, self._progress)
-
-        # The exchange is over, and the loop may do anything now, but `apply` needs these gradients.
-        if self._progress.backwards_done == self._batches.count:
-            self._gradients.note()
-            self._run.runtime.heartbeat.beat("user code")
-
-    def apply(self, *optimizers: torch.optim.Optimizer) -> StepResult | None:
-        """Divide by the global weight, clip, and step the optimizers.
-
-        If there are several, pass those to step; the gradients of the others are dropped. Return the newest known
-        result: on a GPU it may be that of the previous step.
-        """
-        self._check_pass("step.apply()")
-        indices = self._indices(optimizers)
-        reduced = self._reduced()
-
-        # Only these optimizers are stepped, so the gradients of all other parameters are dropped.
-        if indices is not None:
-            reduced = reduced.drop_others(self._run.model_setup.optimizers.parameter_ids(indices))
-            if not reduced.parameters:
-                raise UserError(
-                    f"step {self.index} has no gradient for any parameter of the optimizer in step.apply(optimizer)",
-                    "the loss does not depend on them",
-                    "pass the optimizer of the parameters that the loss depends on",
-                    cause="unused",
-                )
-
-        self.result = self._run.stepper.apply(self._progress, reduced, indices)
-        self._end_pass()
-        return self.result
-
-    def measure(self) -> StepResult:
-        """End a pass without an update. Until the next pass begins, p.grad is the gradient of the mean loss.
-
-        The result holds the norm of this gradient over all ranks. The last pass of a step must end with `apply`.
-        """
-        self._check_pass("step.measure()")
-        if self._progress.ends_step:
-            raise UserError(
-                f"step.measure() was called in the last of {self._passes} passes over the batches of step {self.index}",
-                "a step ends with step.apply()",
-                f"add a pass over the batches: run.steps(dataset, passes={self._passes + 1})",
-            )
-
-        # On a GPU the host may not have read the result of the previous update yet.
-        self._run.requests.accept_last()
-        self.result = self._run.stepper.measure(self._progress, self._reduced())
-        self._end_pass()
-        return self.result
-
-    def check_ended(self) -> None:
-        """Raise if the user's loop goes on to the next step without `apply`."""
-        if self.ended:
-            return
-
-        several = self._passes > 1
-        in_pass = f" in pass {self.passes_done + 1} of {self._passes}" if several else ""
-        raise UserError(
-            f"step {self.index} ended without step.apply(){in_pass}",
-            "",
-            "call step.apply() after the loop over its batches" + (", once per pass" if several else ""),
-        )
-
-    def _reduced(self) -> Reduced:
-        """Return the reduced gradients. Some drivers exchange them only now."""
-        self._run.runtime.heartbeat.beat("exchange")
-        return self._driver.collect_reduced()
-
-    def _begin_pass(self) -> None:
-        self._yielded = 0
-        self._progress = self._run.stepper.begin(self._batches, self.passes_done, self._passes)
-        self._gradients.forget()
-        self._driver.begin()
-
-    def _end_pass(self) -> None:
-        self.passes_done += 1
-        if self.passes_done < self._passes:
-            self._run.requests.accept(self.result)
-        else:
-            # End the step here, not after the body of the loop, so that the rest of the body sees the new step count.
-            self.ended = True
-            self._saved_batches.clear()
-            self._run.end_step(self._batches, self.result)
-
-        self._run.runtime.heartbeat.beat("user code")
-
-    def _check_pass(self, call: str) -> None:
-        if self.ended or self._progress is not self._run.stepper.progress:
-            raise UserError(
-                f"{call} was called on step {self.index}, which has ended",
-                "",
-                "call apply() once per step, before the next one begins; to go over its batches more than once, "
-                "run.steps(dataset, passes=2)",
-            )
-
-        # Without the last backward, which includes the all-reduce, the other ranks would wait.
-        done = self._progress.backwards_done if self._progress.pass_index == self.passes_done else 0
-        if done != self._batches.count:
-            raise UserError(
-                f"{call} was called after {done} of {self._batches.count} batches of the step",
-                "",
-                "iterate over all batches first: for batch in step: ... step.backward(loss_sum, weight)",
-            )
-
-        self._gradients.check(call)
-
-    def _indices(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[int] | None:
-        """Return the indices of the optimizers to step, or None for all of them."""
-        known = self._run.model_setup.optimizers.all
-        if len(known) == 1 and not optimizers:
-            return None
-
-        if not optimizers:
-            raise UserError(
-                f"step.apply() must name the optimizers to step, because there are {len(known)}",
-                "a GAN's discriminator must not learn from the generator's loss",
-                "step.apply(optimizer) steps one of them and drops the gradients of the others; or pass all of them",
-            )
-
-        indices = [
-            next((i for i, candidate in enumerate(known) if candidate is optimizer), None) for optimizer in optimizers
-        ]
-        if None in indices:
-            raise UserError(
-                "step.apply(optimizer) got something other than the optimizers of run.setup",
-                "",
-                "pass what run.setup returned: model, first, second = run.setup(model, first, second)",
-            )
-
-        # If all are named, no gradient is dropped.
-        distinct = {index for index in indices if index is not None}
-        return sorted(distinct) if len(distinct) < len(known) else None
-
-    def _backward_count_error(self, times: str) -> UserError:
-        return UserError(
-            f"step.backward was called {times} for batch {self._yielded - 1} of step {self.index}",
-            "",
-            "call step.backward exactly once per batch; pass weight=0 if a batch should not count",
-        )
 
 
 def _are_trained_in_turn(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> bool:
@@ -540,15 +325,3 @@ def _are_trained_in_turn(models: list[nn.Module], optimizers: list[torch.optim.O
 
 def _parameter_ids(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
-
-
-def _check_parts(parts: list[Any]) -> None:
-    """Raise a UserError if `run.setup` got something that it does not take."""
-    for part in parts:
-        if not isinstance(part, nn.Module | torch.optim.Optimizer) and not is_scheduler(part):
-            raise UserError(
-                f"run.setup got a {type(part).__name__}: it takes models, torch's optimizers and schedulers",
-                "",
-                "instead of other schedulers pass a function of the step that returns a share of the peak: "
-                "run.setup(model, optimizer, lambda step: 0.99**step)",
-            )

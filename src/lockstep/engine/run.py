@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from lockstep.checkpoint.manager import CheckpointManager
@@ -188,32 +189,18 @@ class Run:
         steps_done = self.stepper.counters.steps_done
         if self.tracer:
             self.tracer.end_step()
-
         if self.driver.compiler:
-            self.driver.compiler.end_step()
+            self.driver.compiler.end_step()  # it times the first steps, and decides by them
 
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)
         if self.log.samples:
             self.log.samples.write(batches.step, self.stepper.progress.trained)
-
-        self.requests.accept(result)
         if self.load_balancer:
             self.load_balancer.end_step(steps_done)
 
-        # Only the last log line waits for the result of its own step. Earlier lines use the newest known result.
-        is_last = steps_done == self.plan.steps or self.requests.stop_agreed
-        if is_last:
-            result = self.requests.accept_last() or result
-        self.log.end_step(batches.samples, result, is_last)
-
-        if self.model_setup.exactness:
-            self.model_setup.exactness.end_step()
-
-        # Iterating over all modules is too slow for every step.
-        if steps_done % self.config.checks.every == 0:
-            self.model_setup.guard.check_structure()
-
+        result = self._accept(batches, result, steps_done)
+        self._check_model(steps_done)
         self._request_what_is_due()
 
         # The user's code may be slow. The watchdog allows more time in the phase "user code".
@@ -226,6 +213,27 @@ class Run:
         if self.model_setup.average:
             self.model_setup.average.update()
 
+    def _accept(self, batches: StepBatches, result: StepResult | None, steps_done: int) -> StepResult | None:
+        """Accept the requests in a step's control word and count the step in the log. Return the newest result."""
+        self.requests.accept(result)
+
+        # Only the last log line waits for the result of its own step. Earlier lines use the newest known result.
+        is_last = steps_done == self.plan.steps or self.requests.stop_agreed
+        if is_last:
+            result = self.requests.accept_last() or result
+
+        self.log.end_step(batches.samples, result, is_last)
+        return result
+
+    def _check_model(self, steps_done: int) -> None:
+        """Raise if the step, or the user's code meanwhile, did to the model what the run cannot follow."""
+        if self.model_setup.exactness:
+            self.model_setup.exactness.end_step()
+
+        # Iterating over all modules is too slow for every step.
+        if steps_done % self.config.checks.every == 0:
+            self.model_setup.guard.check_structure()
+
     def _request_what_is_due(self) -> None:
         """Request what this rank finds due by its clock, and report a failed save, with the next control word."""
         save_failed = self.checkpoints.poll()
@@ -233,7 +241,7 @@ class Run:
         evaluate = False
 
         # The clocks of the ranks differ, so rank 0 decides, and the others follow.
-        if self.runtime.is_main:
+        if self._has_time_limits and self.runtime.is_main:
             seconds = self.seconds
             evaluate = self.evaluations.schedule.due_by_clock(seconds)
             if self.evaluations.early_stop.time_is_over(seconds):
@@ -241,6 +249,11 @@ class Run:
 
         save |= self.requests.save_requested
         self.stepper.set_flags(save=save, save_failed=save_failed, evaluate=evaluate)
+
+    @cached_property
+    def _has_time_limits(self) -> bool:
+        """Whether an evaluation, or the end of the run, is due by the clock."""
+        return self.config.evaluate.minutes is not None or self.config.stop.max_minutes is not None
 
     # ---- between two steps ----
 

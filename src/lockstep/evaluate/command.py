@@ -17,8 +17,8 @@ from lockstep.checkpoint import inspect
 from lockstep.config import Layer, check, resolve_for
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import UserError
+from lockstep.launch.folder.run_dir import holds_a_run, is_checkpoint, new_run_dir, run_of, stored
 from lockstep.launch.job import Job, parse_nproc
-from lockstep.launch.run_dir import holds_a_run, is_checkpoint, new_run_dir, run_of, stored
 from lockstep.launch.supervisor import supervise
 from lockstep.observe.formats import columns, figures
 

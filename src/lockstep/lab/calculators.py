@@ -105,9 +105,9 @@ def memory_rows() -> list[Row]:
     replicated, sharded = memory(count, gpus, "ddp"), memory(count, gpus, "fsdp")
 
     as_in_course = memory(count, gpus, "fsdp", "course")
-    adam = "the course counts 4 bytes per parameter; two float32 averages and a float32 copy of the weights are 12"
+    adam = "the original counts 4 bytes per parameter; two float32 averages and a float32 copy of the weights are 12"
     state = "the state is 16 bytes per parameter in both; activations are what gets smaller"
-    fit = f"not even the course's own {_gb(as_in_course.total)} per GPU fit into 80 GB"
+    fit = f"not even the original's own {_gb(as_in_course.total)} per GPU fit into 80 GB"
 
     # Mixed precision halves weights and gradients, but keeps a float32 copy of the weights.
     saved = 1 - replicated.total / memory(count, gpus, "ddp", "fp32").total
@@ -164,7 +164,7 @@ def cost_rows() -> list[Row]:
             "4 GPUs, pictures per second with DDP",
             "380 and 360",
             "-",
-            "two tables of the course differ; so do its 750 and 680 on 8 GPUs",
+            "two tables of the original differ; so do its 750 and 680 on 8 GPUs",
         ),
         Row(
             "A100 in fp32",
@@ -185,9 +185,9 @@ def ring_share(ranks: int) -> float:
 def table(rows: list[Row]) -> str:
     """Return the rows as text; a figure that is wrong is marked, with the reason below it."""
     width = max(len(row.what) for row in rows)
-    lines = [f"  {'':{width}}  {'course':12}  here"]
+    lines = [f"  {'':{width}}  {'original':12}  here"]
     for row in rows:
-        mark = "  WRONG in the course" if row.wrong else ""
+        mark = "  WRONG in the original" if row.wrong else ""
         lines.append(f"  {row.what:{width}}  {row.course:12}  {row.computed}{mark}")
         if row.wrong:
             lines.append(f"  {'':{width}}  {row.wrong}")

@@ -28,13 +28,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     predict.set_defaults(lab_run=_predict)
 
     memory = verbs.add_parser("memory", help="the memory of parameters, gradients and AdamW, by strategy")
-    memory.add_argument("--parameters", type=float, metavar="P", help="default: the course's tables, 70e9 on 4 GPUs")
+    memory.add_argument(
+        "--parameters", type=float, metavar="P", help="default: the tables of the original course, 70e9 on 4 GPUs"
+    )
     memory.add_argument("--gpus", type=int, default=4, metavar="N")
     memory.add_argument("--format", choices=["mixed", "fp32"], default="mixed")
     memory.set_defaults(lab_run=_memory)
 
     cost = verbs.add_parser("cost", help="what GPUs cost")
-    cost.add_argument("--gpus", type=int, metavar="N", help="default: the course's figures")
+    cost.add_argument("--gpus", type=int, metavar="N", help="default: the figures of the original course")
     cost.add_argument("--hours", type=float, default=1.0)
     cost.add_argument("--price", type=float, default=2.0, help="dollars for one GPU and hour (default 2)")
     cost.add_argument("--busy", type=float, default=1.0, help="share of the time that GPUs compute (default 1)")
@@ -128,12 +130,19 @@ def _predict(options: argparse.Namespace) -> None:
         predictions.commit(number, questions[key], guess)
 
     # Guesses of this exercise, those of earlier calls included.
-    guesses = {entry.key: entry.guess for entry in predictions.load() if entry.exercise == number}
+    entries = {entry.key: entry for entry in predictions.load() if entry.exercise == number}
+    guesses = {key: entry.guess for key, entry in entries.items()}
     for key, question in questions.items():
         guess = guesses.get(key)
         state = "no guess yet" if guess is None else f"your guess: {guess:g}"
         unit = f" [{question.unit}]" if question.unit else ""
         print(f"  {key}: {question.text}{unit} {state}")
+
+    # After the measurement was shown, a guess would be none.
+    shown = {key for key, entry in entries.items() if entry.measured is not None}
+    missing = [f"{key}=NUMBER" for key in questions if guesses.get(key) is None and key not in shown]
+    if missing:
+        print(f"To guess: lockstep lab predict {number} {' '.join(missing)}")
 
 
 def _page(options: argparse.Namespace) -> None:

@@ -33,6 +33,7 @@ class Grader(Protocol):
     """A module of `lockstep.lab.graders`."""
 
     FUNCTIONS: tuple[str, ...]  # that the file must define
+    ERRORS: dict[str, str]  # words of an error that a usual mistake raises -> what to do about it
 
     def grade(self, learner: Learner) -> Iterator[Finding]:
         """Yield one finding after the other; a call that raises `Failed` ends the grading with that message."""
@@ -66,7 +67,8 @@ def grade(number: str, path: Path, *, limit: timedelta = LIMIT) -> Iterator[Find
     try:
         yield from grader.grade(learner)
     except Failed as failure:
-        yield Finding("the code runs on all ranks", False, str(failure))
+        why = next((why for words, why in grader.ERRORS.items() if words in str(failure)), "")
+        yield Finding("the code runs on all ranks", False, str(failure), why)
 
 
 def _defined(path: Path) -> set[str]:

@@ -21,6 +21,9 @@ def run_ranks(main: Callable[[], object], *, nproc: int = 2) -> None:
     Under torchrun, `python -m torch.distributed.launch` or `lockstep train`, this process is one rank: it calls `main`.
     Otherwise `nproc` processes are forked, or as many as LAB_NPROC says: a number, or "gpu" for one on each GPU. If one
     fails, the others are ended, and so is the script, with exit code 1.
+
+    The group is left after `main` has returned. By then its models are gone, and that matters in torch 2.13: freeing a
+    DDP whose group was destroyed waits for a thread of gloo, which may be waiting for this one.
     """
     if "RANK" in os.environ:
         try:

@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.launch import failure
+from lockstep.launch.folder.run_dir import not_writable
 from lockstep.launch.job import RESUME_COMMAND, Job
 from lockstep.launch.local_attempt import LocalAttempt
-from lockstep.launch.run_dir import not_writable
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     CollectStacks,
@@ -31,8 +31,8 @@ from lockstep.launch.wire.messages import (
 from lockstep.launch.wire.secret import SECRET
 from lockstep.launch.zygote import RankChange, Zygote
 from lockstep.runtime.environments.launcher import OF_ONE_JOB, TERM_FILE
+from lockstep.runtime.host.threads import share_cores
 from lockstep.runtime.rendezvous.handshake import Secret
-from lockstep.runtime.threads import share_cores
 
 # How long the zygote may take to say that killed ranks have ended.
 RANKS_KILL_S = 5.0

@@ -18,11 +18,11 @@ from lockstep.launch.decisions.commands import Command, DropNode, LogEvent, Send
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.decisions.validation import problem_with, refusal_of
 from lockstep.launch.failure import Failure
-from lockstep.launch.folder_watch import FolderWatch
+from lockstep.launch.folder.run_dir import latest_step
+from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes.election import HeldTerm
-from lockstep.launch.run_dir import latest_step
 from lockstep.launch.terminal import say
 from lockstep.launch.wire.acceptor import Rejection
 from lockstep.launch.wire.connections import BEAT_S, LOST_AFTER_S, ConnectionLost, Hub
@@ -43,7 +43,7 @@ from lockstep.launch.wire.messages import (
     ZygoteLost,
 )
 from lockstep.launch.wire.store_server import StoreServer, store_secret
-from lockstep.runtime.machine import address_family
+from lockstep.runtime.host.network import address_family
 
 # How long an iteration of the loop waits for something to happen.
 WAIT_S = 0.05

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.runtime.machine import available_cores, visible_gpus
+from lockstep.runtime.host.resources import available_cores, visible_gpus
 
 # Modules that every rank needs. They are imported once, in the process that all ranks are forked from.
 PRELOAD = (

@@ -21,7 +21,7 @@ from lockstep.launch.wire.messages import NodeBeat, Stacks, Start
 from lockstep.launch.wire.store_server import store_secret
 from lockstep.launch.zygote import kill_rank
 from lockstep.runtime.environments.launcher import ATTEMPT, ATTEMPT_FOLDER, STORE_FILE, STORE_KEY_FILE, STORE_PORT
-from lockstep.runtime.machine import (
+from lockstep.runtime.host.network import (
     GLOO_INTERFACE,
     NCCL_INTERFACE,
     interface_towards,

@@ -11,11 +11,12 @@ from contextlib import closing, contextmanager
 from lockstep.errors import UserError
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import Coordinator
+from lockstep.launch.folder.locks import hold
+from lockstep.launch.folder.resize import remove_old_requests
 from lockstep.launch.job import Job, parse_address
 from lockstep.launch.nodes.node_launcher import NodeLauncher
-from lockstep.launch.run_dir import hold, remove_old_requests
 from lockstep.launch.wire.messages import JobEnd
-from lockstep.runtime.machine import check_interfaces
+from lockstep.runtime.host.network import check_interfaces
 from lockstep.runtime.preemption import PREEMPT_SIGNALS, signal_handler
 
 

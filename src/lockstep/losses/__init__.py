@@ -10,8 +10,8 @@ loss, and immediately the gradients, which need the logits too. The backward onl
 #   - in bfloat16 it returns the loss in bfloat16, with a relative error of 2e-2 (ours: float32, 1e-6);
 #   - it took 1.9 s in float32 and 1.1 s in bfloat16 (ours: 1.4 s and 0.6 s);
 #   - torch.compile(fullgraph=True) refuses it and breaks the graph otherwise (ours is one operator of the graph).
-# On an H200 ours trains GPT-2 at 537k tokens/s with torch 2.11; torch's could not be tried there. Compare again when
-# it compiles and returns float32.
+# On an H200 ours trains GPT-2 at 537k tokens/s with torch 2.11, which has no such function. Compare again when it
+# compiles and returns float32: `python benchmarks/token_loss.py` has a row for it.
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.launch.folder.run_dir import read_mapping
 from lockstep.launch.records import replacing
-from lockstep.launch.run_dir import read_mapping
 from lockstep.observe.charts import Point, Series, Style, line_chart
 from lockstep.observe.formats import (
     SAMPLE,

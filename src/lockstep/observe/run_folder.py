@@ -1,6 +1,6 @@
 """Opens and writes the run folder, which holds everything that a run leaves behind.
 
-`report` reads it back; `launch/run_dir.py` chooses and locks it.
+`report` reads it back; `launch/folder` chooses and locks it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from lockstep.config import Resolved, RunConfig, to_yaml
 from lockstep.errors import UserError
-from lockstep.launch.records import replacing
-from lockstep.launch.run_dir import (
+from lockstep.launch.folder.locks import lock
+from lockstep.launch.folder.run_dir import (
     GOING_BACK,
     choose_run_dir,
     holds_a_run,
     is_checkpoint,
-    lock,
     not_writable,
     prepare,
     refuse_another_run,
     run_of,
 )
+from lockstep.launch.records import replacing
 from lockstep.observe.formats import finite
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.environments.launcher import ATTEMPT, TORCHRUN_RESTARTS, from_launcher

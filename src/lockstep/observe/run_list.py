@@ -17,7 +17,8 @@ from rich.filesize import decimal as size_text
 
 from lockstep.errors import UserError
 from lockstep.launch import records
-from lockstep.launch.run_dir import LOCK, is_running, read_mapping
+from lockstep.launch.folder.locks import LOCK, is_running
+from lockstep.launch.folder.run_dir import read_mapping
 from lockstep.observe.formats import columns, figures, flat, number, one_line
 from lockstep.observe.report import without_undone
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.filesize import decimal as size_text
 
 from lockstep.errors import UserError, plural, some_names
-from lockstep.launch.run_dir import hold_idle
+from lockstep.launch.folder.locks import hold_idle
 from lockstep.observe.run_list import facts_of, files_in, is_run
 
 # What a run writes into its folder, sinks and `lockstep ckpt export` included. Other names stay where they are.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -82,6 +83,12 @@ class CallChain:
         self._module._compiled_call_impl = None
         self._module.compile(**options)
         self._compiled = self._module._compiled_call_impl
+
+        # torch does not compile the forward of its own containers, such as Sequential, but it does so inside ours.
+        kind = type(self._module)
+        if kind.compile is nn.Module.compile and kind.forward.__module__.startswith("torch.nn."):
+            self._compiled = torch.compile(partial(_call, self._module), **options)
+
         self._connect()
 
     def uncompile(self) -> None:
@@ -109,6 +116,10 @@ class CallChain:
 
         # Without links, the module gets back the attribute that torch set.
         self._module._compiled_call_impl = self if self._links else self._compiled
+
+
+def _call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return module._call_impl(*args, **kwargs)
 
 
 @contextmanager

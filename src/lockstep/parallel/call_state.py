@@ -26,8 +26,8 @@ PLAIN_TYPES = frozenset({type(None), bool, int, float, str, torch.dtype})
 Pattern = tuple[bool, ...]  # for every differentiable output of a call, whether the backward passes it a gradient
 
 
-def own_attributes(module: Any) -> dict[str, Any]:
-    """Return the attributes of a module, or of any object, except its parameters, buffers, submodules and hooks."""
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module except its parameters, buffers, submodules and hooks."""
     return {name: value for name, value in vars(module).items() if name not in TORCH_ATTRIBUTES}
 
 
@@ -37,13 +37,8 @@ def own_attributes(module: Any) -> dict[str, Any]:
 class StateSnapshot(AbstractContextManager["StateSnapshot"]):
     """Buffers, attributes and random number generators as they are now; the end of a `with` block restores them."""
 
-    def __init__(
-        self, model: nn.Module, generator: torch.Generator = torch.default_generator, others: Iterable[Any] = ()
-    ):
-        """`generator` is the model device's. The host's generators (torch, numpy, random) are always included.
-
-        `others`: further objects whose attributes are restored, such as a task.
-        """
+    def __init__(self, model: nn.Module, generator: torch.Generator = torch.default_generator):
+        """`generator` is the model device's. The host's generators (torch, numpy, random) are always included."""
         self._generators = [(g, g.get_state()) for g in (torch.default_generator, generator)]
         self._python_random = random.getstate()
         self._numpy_random = np.random.get_state()
@@ -52,8 +47,7 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
         self._registered = [(m, dict(m._buffers), set(m._non_persistent_buffers_set)) for m in model.modules()]
         unique = {id(b): b for _, buffers, _ in self._registered for b in buffers.values() if b is not None}
         self._values = [(buffer, buffer.clone()) for buffer in unique.values()]
-        owners = [*model.modules(), *(other for other in others if hasattr(other, "__dict__"))]
-        self._attributes = [(owner, _with_contents(own_attributes(owner))) for owner in owners]
+        self._attributes = [(module, _with_contents(own_attributes(module))) for module in model.modules()]
 
     def __exit__(self, *_: object) -> None:
         self.restore()
@@ -118,7 +112,7 @@ def _with_contents(attributes: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     }
 
 
-def _restore_attributes(module: Any, before: dict[str, tuple[Any, Any]]) -> None:
+def _restore_attributes(module: nn.Module, before: dict[str, tuple[Any, Any]]) -> None:
     for name in own_attributes(module).keys() - before.keys():
         del vars(module)[name]
 

@@ -27,11 +27,11 @@ from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device_heartbeat import DeviceHeartbeat
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 from lockstep.runtime.heartbeat import Heartbeat
-from lockstep.runtime.host_memory import keep_freed_memory
-from lockstep.runtime.machine import check_interfaces
+from lockstep.runtime.host.memory import keep_freed_memory
+from lockstep.runtime.host.network import check_interfaces
+from lockstep.runtime.host.threads import Threads
 from lockstep.runtime.preemption import PreemptionNotice, handle_signals
 from lockstep.runtime.rendezvous.store import open_store, wait_for
-from lockstep.runtime.threads import Threads
 from lockstep.runtime.world import World
 
 EventLogger = Callable[..., None]  # (event, **fields), as `Recorder.event` takes them

@@ -25,10 +25,9 @@ from lockstep import api
 from lockstep.checkpoint.manifest import float_of
 from lockstep.checkpoint.state_tree import digest, pack
 from lockstep.data.map_source import MapSource
-from lockstep.engine import setup
 from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.run import Run
-from lockstep.engine.setup import RunBuilder
+from lockstep.engine.setup import RunBuilder, builder
 from lockstep.engine.start_check import check as start_check
 from lockstep.errors import UserError
 from lockstep.launch import records
@@ -44,9 +43,9 @@ SHORT = 16  # characters of a digest that are kept: enough to tell samples apart
 
 def work(spec: dict[str, Any]) -> None:
     """Train the target of `spec` with a Run that records."""
-    # `api` looks the class up when a run starts, so replacing it here affects fit and start alike.
+    # `open_run` looks the class up when a run starts, so replacing it here affects fit and start alike.
     RecordedBuilder.orders = spec["orders"]
-    setup.RunBuilder = RecordedBuilder  # pyrefly: ignore[bad-assignment]
+    builder.RunBuilder = RecordedBuilder  # pyrefly: ignore[bad-assignment]
 
     # The script finds its modules as in the parent process and sees none of verify's arguments.
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]

@@ -24,7 +24,7 @@ from lockstep.launch.job import PRELOAD
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.zygote import Zygote
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, OF_ONE_JOB, STORE_FILE
-from lockstep.runtime.machine import available_cores, visible_gpus
+from lockstep.runtime.host.resources import available_cores, visible_gpus
 from lockstep.verify.record import Record, read_record
 from lockstep.verify.trials import Trial
 

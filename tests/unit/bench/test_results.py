@@ -17,12 +17,13 @@ from lockstep.bench import benchmark_weak_scaling, plots, results
 from lockstep.bench.compare import compare
 from lockstep.bench.hardware import Placement
 from lockstep.bench.intervals import estimate, ratio, spread_text
-from lockstep.bench.kinds import comm, settings, step
+from lockstep.bench.kinds import comm, settings, start, step
 from lockstep.bench.kinds.memory import judge, judge_ranks, worst_rank
 from lockstep.bench.options import BenchOptions
 from lockstep.bench.page import write_pictures_and_page
 from lockstep.bench.pool import RanksEnded, rounds_of
 from lockstep.bench.results import Column, Result, Section, Verdict, judged
+from lockstep.cli import main
 from lockstep.errors import UserError
 
 
@@ -100,10 +101,14 @@ def test_the_page_is_complete_by_itself_and_escapes_what_it_shows(tmp_path: Path
     assert ("data:image/png;base64," in page) == plots.available()
 
 
-def test_without_matplotlib_there_is_a_page_without_plots(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_there_is_a_page_without_plots(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(plots, "available", lambda: False)
-    page = write_pictures_and_page(result([10.0, 11.0]), tmp_path).read_text()
-    assert "lockstep bench report" in page
+    results.write(result([10.0, 11.0]), tmp_path)
+    assert main(["bench", "report", str(tmp_path)]) == 0
+    assert f"then lockstep bench report {tmp_path}" in capsys.readouterr().err
+    assert "lockstep bench report" in (tmp_path / "report.html").read_text()
     assert not list(tmp_path.glob("*.png"))
 
 
@@ -199,8 +204,6 @@ def test_what_asks_ranks_to_measure_does_not_import_torch() -> None:
 def test_mistakes_are_refused_before_anything_is_measured(
     words: list[str], problem: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lockstep.cli import main
-
     monkeypatch.chdir(tmp_path)
     assert main(["bench", *words]) == 2
     assert problem in capsys.readouterr().err
@@ -256,6 +259,21 @@ class Answering:
         return SimpleNamespace(
             ready=lambda: [facts] * world, ask=lambda: [turn] * world, placed=lambda _: placed, close=lambda: None
         )
+
+
+def test_starts_are_compared_round_by_round_after_one_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = {start.BASE: iter([99.0, 4.0, 8.0, 6.0]), start.OURS: iter([99.0, 3.0, 4.0, 3.0])}
+    monkeypatch.setattr(start, "first_step", lambda way, *_: (seconds := next(taken[way]), seconds + 1))
+    (found,) = start.run(pool_of_one(), BenchOptions(repeats=3, worlds=[1, 2], cores_per_rank=1), lambda _: None)
+
+    torchrun, ours = found.rows
+    assert (torchrun["way"], torchrun["world"], torchrun["first_s"]["median"]) == ("torchrun", 2, 6.0)
+    assert ours["first_ratio"]["median"] == 0.5  # of 0.75, 0.5 and 0.5, not 3 / 6 by chance
+    assert ours["end_s"]["median"] == 4.0
+
+
+def pool_of_one() -> Any:
+    return SimpleNamespace(cores_per_rank=1)
 
 
 def test_settings_are_compared_with_the_target_as_it_is() -> None:

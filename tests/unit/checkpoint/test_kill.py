@@ -17,7 +17,7 @@ from checkpoints import load, same, state
 
 from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.storage import FileSystemStorage, committed, delete_leftovers
-from lockstep.launch.run_dir import latest_step
+from lockstep.launch.folder.run_dir import latest_step
 
 HERE = Path(__file__).parent
 

@@ -20,7 +20,7 @@ from lockstep.checkpoint.state_tree import pack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, committed, file_system
 from lockstep.checkpoint.storage.protocol import CHUNK, PAGE, split
 from lockstep.errors import UserError
-from lockstep.launch.run_dir import latest_step
+from lockstep.launch.folder.run_dir import latest_step
 
 
 class TestFileSystemStorage(StorageContract):

@@ -1,14 +1,16 @@
 """Files, command line and objects."""
 
+import importlib.util
 import json
 import math
 import sys
 import types
 
 import pytest
+import yaml
 
 from lockstep import config
-from lockstep.config import RunConfig, read_file, read_layers, resolve
+from lockstep.config import RunConfig, read_file, read_layers, resolve, yaml_dialect
 from lockstep.errors import ConfigError, UserError
 
 YAML_SCALARS = [
@@ -226,3 +228,18 @@ def test_a_hydra_config_is_recognised_without_importing_omegaconf(monkeypatch):
 def test_a_value_that_yaml_cannot_hold_is_named():
     with pytest.raises(UserError, match=r"YAML cannot hold task\.thing, a set_iterator object"):
         config.to_yaml(RunConfig(task={"thing": iter({1})}))
+
+
+def test_a_pyyaml_without_libyaml_reads_and_writes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(yaml, "__with_libyaml__", False)
+    spec = importlib.util.find_spec(yaml_dialect.__name__)
+    slow = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(slow)
+
+    text = slow.to_yaml(RunConfig(steps=3, run_dir="a: 'b' \u00e4"))
+    assert text == yaml_dialect.to_yaml(RunConfig(steps=3, run_dir="a: 'b' \u00e4"))
+    assert slow.load(text, aliases=False) == yaml_dialect.load(text, aliases=False)
+
+    for dialect in (slow, yaml_dialect):
+        with pytest.raises(yaml.YAMLError, match="an alias"):
+            dialect.load("a: &x 1\nb: *x", aliases=False)

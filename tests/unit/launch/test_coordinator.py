@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.launch import coordinator as module
-from lockstep.launch import folder_watch
 from lockstep.launch.coordinator import Coordinator
-from lockstep.launch.folder_watch import FolderWatch
+from lockstep.launch.folder import watch as folder_watch
+from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import election
 from lockstep.launch.wire.messages import NodeBeat

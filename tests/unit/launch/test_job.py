@@ -6,9 +6,9 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.launch import job as module
+from lockstep.launch.folder.run_dir import latest_step
 from lockstep.launch.job import Bounds, Job, parse_address, parse_nnodes, parse_nproc
-from lockstep.launch.run_dir import latest_step
-from lockstep.runtime.machine import visible_gpus
+from lockstep.runtime.host.resources import visible_gpus
 
 
 @pytest.mark.parametrize("asked", ["0", "-1", "two", "1.5", "1..", "..2", "4..2", "0..2", "1...2", "", "²"])

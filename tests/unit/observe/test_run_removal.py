@@ -10,7 +10,7 @@ from test_run_list import held_elsewhere
 
 from lockstep import cli
 from lockstep.errors import UserError
-from lockstep.launch.run_dir import LAUNCHER_LOCK, LOCK
+from lockstep.launch.folder.locks import LAUNCHER_LOCK, LOCK
 from lockstep.observe.run_removal import rm
 
 

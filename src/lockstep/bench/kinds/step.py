@@ -15,9 +15,10 @@ from lockstep.bench.intervals import estimate, ratio, spread_text
 from lockstep.bench.options import BenchOptions, why_no_step
 from lockstep.bench.pool import Pool
 from lockstep.bench.results import Column, Section, Verdict, judged
+from lockstep.errors import plural
 
 OVERHEAD = 1.15  # the most that a step may cost against the hand-written loop
-SHORT_ROUNDS = 3
+SHORT_SHARE = 3  # rounds of turns for each round of whole runs, which take much longer
 MICRO_BATCH = {"mlp": 32, "gpt": 4}
 TITLE = "Cost of a step against a hand-written loop"
 BASE, NOISE = "by hand", "by hand again"
@@ -53,7 +54,8 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None], peers:
         f"A case is a model, the number of ranks and the micro-batches per step; {options.repeats} rounds of "
         f"{options.block} steps in which all loops take turns in one process; {spread_text(options.repeats)}. "
         "The target is judged by time. CPU time is that of all threads of all ranks.",
-        f"A run of 60 steps is a whole one, from building the model to its end, {SHORT_ROUNDS} rounds. fit and the own "
+        f"A run of 60 steps is a whole one, from building the model to its end, "
+        f"{plural(short_rounds(options.repeats), 'round')}. fit and the own "
         "loop also check the start of the training, save a checkpoint and the weights, and write a report; the loop by "
         f"hand and the other libraries only train. '{NOISE}' is the hand-written loop a second time: its ratio shows "
         "the noise of the measurement.",
@@ -99,8 +101,8 @@ def _case(
         busy = others.cores(sum(loop["cpu_seconds"] for ranks in rounds for rank in ranks for loop in rank.values()))
 
         shorts: Rounds = []
-        for number in range(min(SHORT_ROUNDS, options.repeats)):
-            report(f"step: {case}: 60 steps, {number + 1} of {SHORT_ROUNDS}")
+        for number in range(short_rounds(options.repeats)):
+            report(f"step: {case}: 60 steps, {number + 1} of {short_rounds(options.repeats)}")
             shorts.append(team.ask("short"))
     finally:
         team.close()
@@ -124,6 +126,11 @@ def _case(
     refusal = placement.shared or disturbance(busy)
     verdict = judged(f"{case}: time of fit / by hand <= {OVERHEAD}", overhead, OVERHEAD, False, refusal)
     return rows, verdict, describe(placement, pool.cores_per_rank) + ".", facts
+
+
+def short_rounds(repeats: int) -> int:
+    """Return how often whole runs are measured, for this many rounds of turns."""
+    return max(1, round(repeats / SHORT_SHARE))
 
 
 def _walls(rounds: Rounds, name: str) -> list[float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,16 @@ def measure(arguments: dict[str, Any]) -> Generator[dict[str, Any], str, None]:
         "local_batch" if arguments["mode"] == "weak" else "global_batch": batch_of(arguments),
         "run_dir": str(Path(arguments["folder"]) / "run"),  # all ranks of a team share it
     }
-    with opened(arguments, values) as rank, tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+    with opened(arguments, values) as rank:
         loop = rank.loop(arguments["block"])
         run = next(loop)  # the warm-up
 
         command = yield _facts(run, rank.task.unit)
         while True:
             if command == "trace":
-                value = trace(run, loop, Path(folder) / "trace.json")
+                # In the folder of the team, which its pool removes: a rank may be killed.
+                file = Path(arguments["folder"]) / f"trace-{rank.runtime.world.rank}.json"
+                value = trace(run, loop, file)
             else:
                 value = take(loop).as_dict()
 

@@ -23,7 +23,7 @@ from lockstep.checkpoint.load import CheckpointReader, find
 from lockstep.checkpoint.manifest import DTYPES
 from lockstep.checkpoint.storage import Checkpoint, open_storage
 from lockstep.errors import UserError
-from lockstep.launch.run_dir import holds_a_run, is_checkpoint
+from lockstep.launch.folder.run_dir import holds_a_run, is_checkpoint
 from lockstep.runtime.context import Runtime
 
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")

@@ -20,7 +20,7 @@ from typing import Literal
 
 from lockstep.checkpoint.storage.file_system import FileSystemStorage
 from lockstep.checkpoint.storage.protocol import CheckpointStorage
-from lockstep.launch.run_dir import LATEST, step_in
+from lockstep.launch.folder.run_dir import LATEST, step_in
 
 __all__ = [
     "Checkpoint",

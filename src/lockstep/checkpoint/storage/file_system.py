@@ -12,8 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.checkpoint.storage.protocol import PAGE
+from lockstep.launch.folder.run_dir import LATEST
 from lockstep.launch.records import open_regular, read_bytes, replacing
-from lockstep.launch.run_dir import LATEST
 
 # A small file at the top level, like LATEST: the token of the only attempt allowed to commit.
 OWNER = "owner"

@@ -29,7 +29,7 @@ from lockstep.classic.clstm_ppo.trainer import DistributedCLSTMPPOTrainer
 from lockstep.errors import UserError
 from lockstep.precision import PRECISIONS
 from lockstep.recipes.clstm_ppo import ClstmPpo
-from lockstep.runtime.machine import available_cores
+from lockstep.runtime.host.resources import available_cores
 
 SCRIPT = "train_distributed_clstm_ppo.py"
 SMOKE_STEPS = 4

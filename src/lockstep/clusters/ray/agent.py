@@ -29,7 +29,7 @@ from lockstep.launch.job import parse_address
 from lockstep.launch.nodes import election
 from lockstep.launch.nodes.election import Term
 from lockstep.launch.wire.secret import SECRET
-from lockstep.runtime.machine import address_family, join_host_port
+from lockstep.runtime.host.network import address_family, join_host_port
 from lockstep.runtime.parent_death import die_with_parent
 
 # Lines that wait for the driver, at most: a driver that does not ask must not fill the memory of the node.

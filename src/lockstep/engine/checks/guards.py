@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
-from itertools import chain
 from typing import Any
 
 import torch
@@ -118,17 +117,27 @@ class GradientGuard:
 
     def note(self) -> None:
         """Record the current gradients as the expected ones, and watch them until `check` or `forget`."""
-        self._release()
-        self._noted = [
-            [(p, p.grad, _changes(p.grad)) for p in watched if p.grad is not None] for watched in self._watched
-        ]
-        self._shards = [gradient for _, gradient, _ in chain(*self._noted) if type(gradient) is DTensor]
-        for gradient in self._shards:
-            gradient.__class__ = _WatchedShard
+        self.forget()
+        for watched in self._watched:
+            # Loops, because this runs for every micro-batch.
+            noted = []
+            for p in watched:
+                gradient = p.grad
+                if type(gradient) is Tensor:
+                    noted.append((p, gradient, gradient._version))
+                elif gradient is not None:
+                    noted.append((p, gradient, _changes(gradient)))
+                    if type(gradient) is DTensor:
+                        gradient.__class__ = _WatchedShard
+                        self._shards.append(gradient)
+
+            if noted:
+                self._noted.append(noted)
 
     def forget(self) -> None:
         """Stop watching, and expect nothing: a step or a pass over its batches begins or ends."""
-        self._release()
+        if self._shards:
+            self._release()
         self._noted = []
 
     def _release(self) -> None:
@@ -138,9 +147,14 @@ class GradientGuard:
 
     def check(self, call: str) -> None:
         """Raise if all watched gradients of an optimizer have changed since `note`."""
-        self._release()
+        if self._shards:
+            self._release()
+
         for noted in self._noted:
-            if noted and all(p.grad is not gradient or _changes(gradient) != before for p, gradient, before in noted):
+            for p, gradient, changes in noted:
+                if p.grad is gradient and _changes(gradient) == changes:
+                    break  # one that is unchanged is enough
+            else:
                 raise UserError(
                     f"the gradients of this step were dropped or changed before {call}",
                     "they are sums over the batches so far, not yet divided: zero_grad() loses the earlier batches, "

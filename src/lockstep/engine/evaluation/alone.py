@@ -21,7 +21,7 @@ from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.errors import Preempted, UserError
-from lockstep.launch.run_dir import is_checkpoint
+from lockstep.launch.folder.run_dir import is_checkpoint
 from lockstep.parallel.meta.init import init_as_configured
 from lockstep.task import Task
 

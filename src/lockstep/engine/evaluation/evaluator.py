@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.config import RunConfig
 from lockstep.data.loader import Request, SampleReader, is_empty, read_all, to_device
+from lockstep.data.mosaic import by_index
 from lockstep.data.samplers import Sampled
 from lockstep.data.windows import rank_range
 from lockstep.engine.evaluation.modes import restore_modes
@@ -94,7 +95,7 @@ def evaluation_sets(task: Task, monitor: str | None) -> list[EvaluationSet]:
                 "",
                 "leave evaluate.monitor out, or return {name: dataset} from eval_data()",
             )
-        return [] if data is None else [make(data)]
+        return [] if data is None else [make(by_index(data))]
 
     chosen = next(iter(data), None) if monitor is None else monitor
     if monitor is not None and monitor not in data:
@@ -109,7 +110,7 @@ def evaluation_sets(task: Task, monitor: str | None) -> list[EvaluationSet]:
                 "use letters, digits, points, _ and - only",
             )
 
-    return [make(dataset, name=name, monitored=name == chosen) for name, dataset in data.items()]
+    return [make(by_index(dataset), name=name, monitored=name == chosen) for name, dataset in data.items()]
 
 
 def evaluation_batch(config: RunConfig, global_batch: int) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lockstep.errors import UserError
+from lockstep.errors import UserError, some_names
 from lockstep.parallel.driver import Driver, Reduced
 
 
@@ -13,7 +13,10 @@ class TrainedParameters:
     """The parameters that are trained at each step: a function of the step, the same on all ranks."""
 
     def __init__(self, driver: Driver, callbacks: Sequence[Any]):
-        """Ask the `callbacks` for the first step of each parameter; of several, the latest counts."""
+        """Ask the `callbacks` for the first step of each parameter; of several, the latest counts.
+
+        A parameter that a callback leaves out is trained from the first step on.
+        """
         if not driver.role.runs_whole_model:
             raise UserError(
                 f"{type(callbacks[0]).__name__} cannot be used in a pipeline (mesh.pp)",
@@ -21,9 +24,10 @@ class TrainedParameters:
                 "set strategy=fsdp or strategy=ddp, or leave the callback out",
             )
 
-        asked = [callback.first_steps(driver.names) for callback in callbacks]
+        asked = [_ask(callback, driver.names) for callback in callbacks]
         self._first_steps = {
-            id(p): max(steps[name] for steps in asked) for name, p in zip(driver.names, driver.parameters, strict=True)
+            id(p): max(steps.get(name, 0) for steps in asked)
+            for name, p in zip(driver.names, driver.parameters, strict=True)
         }
         self._all_from = max(self._first_steps.values())
 
@@ -32,3 +36,32 @@ class TrainedParameters:
         if step >= self._all_from:
             return reduced
         return reduced.drop_others({key for key, first in self._first_steps.items() if first <= step})
+
+
+def _ask(callback: Any, names: Sequence[str]) -> Mapping[str, int]:
+    """Return what `first_steps` of a callback returns, after checking it."""
+    steps = callback.first_steps(names)
+    call = f"{type(callback).__name__}.first_steps"
+    if not isinstance(steps, Mapping):
+        raise UserError(
+            f"{call} must return a dictionary; it returned a {type(steps).__name__}",
+            "",
+            "return {name of a parameter: the first step that trains it}",
+        )
+
+    for name, step in steps.items():
+        if name not in names:
+            raise UserError(
+                f"{call} names {name!r}, which is no trainable parameter",
+                f"they are called {some_names(list(names))}",
+                "take the names from its argument: def first_steps(self, names)",
+            )
+
+        if not isinstance(step, int) or step < 0:
+            raise UserError(
+                f"{call} returned {step!r} for {name!r}, which is no step",
+                "",
+                "return a whole number: the index of the first step that trains it",
+            )
+
+    return steps

@@ -18,6 +18,7 @@ from lockstep.errors import plural
 from lockstep.optim.registry import describe as describe_optimizer
 from lockstep.optim.schedule import LearningRate
 from lockstep.optim.user_scheduler import SchedulerRate
+from lockstep.parallel.apply import wants_compile
 from lockstep.parallel.blocks import class_name, find_blocks, suggest_block_class
 from lockstep.parallel.cudagraph.graphs import wants_graph
 from lockstep.parallel.ddp.hook_table import HOOKS
@@ -66,6 +67,7 @@ def describe_run(
         "dropout": _dropout(model, config, mesh),
         # Settings that change the cost of a step. Those that are off get no line.
         "speeds": describe_speeds(config.load_balance, plan) if several and config.load_balance != "none" else None,
+        "compile": _compile(config) if wants_compile(config, runtime) else None,
         "graph": _graph(config) if wants_graph(config, runtime) else None,
         "optimizer": describe_optimizer(config.optimizer) if config.optimizer != "task" else None,
         "exchange": HOOKS[config.ddp.hook].about(config.ddp) if several and config.ddp.hook != "none" else None,
@@ -141,6 +143,11 @@ def _learning_rate(rate: LearningRate | SchedulerRate, config: RunConfig, plan: 
         return landmarks
     # The landmarks are scaled rates, which differ from lr.peak, so name the rule.
     return f"{landmarks} ({config.lr.scaling} rule: batch {plan.global_batch} against {config.lr.reference_batch})"
+
+
+def _compile(config: RunConfig) -> str:
+    condition = " if it pays: the first steps are timed, and the decision is logged" if config.compile == "auto" else ""
+    return f"the loss with the model, or as much of it as can be{condition}"
 
 
 def _graph(config: RunConfig) -> str:

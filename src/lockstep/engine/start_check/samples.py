@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import default_collate
 
 from lockstep.checkpoint.state_tree import digest
 from lockstep.data.loader import Request
@@ -43,6 +44,10 @@ class Samples:
             chosen = [self._samples[position] for position in positions or range(self.count)]
         elif positions is not None:
             chosen = tree_map(_rows(list(positions)), self._samples)
+
+        # torch's own collate makes new tensors.
+        if self._collate is default_collate:
+            return default_collate(chosen)
 
         # A copy, because the loss may change its batch in place.
         try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import chain
 from types import ModuleType
 from typing import Any
 
@@ -21,6 +22,10 @@ from lockstep.lab.grading import Finding
 from lockstep.lab.learner import Learner
 
 FUNCTIONS = ("setup", "OwnDDP", "make_loader", "train", "replica_difference")
+ERRORS = {
+    "mutually exclusive with shuffle": "a sampler decides the order, and DistributedSampler shuffles by default: leave "
+    "shuffle out of the loader",
+}
 RANKS = 2
 SAMPLES = 24
 
@@ -29,15 +34,14 @@ def grade(learner: Learner) -> Iterator[Finding]:
     """Yield the findings, in the order in which the file is written."""
     yield from _group(learner)
     yield from _replicas(learner)
-    yield from _gradients(learner)
 
-    # What a rank reads must be right before its loop can be compared with another one.
-    split = True
-    for finding in _samples(learner):
-        split &= finding.passed
+    # Gradients, and what a rank reads, must be right before its loop can be compared with another one.
+    right = True
+    for finding in chain(_gradients(learner), _samples(learner)):
+        right &= finding.passed
         yield finding
 
-    if split:
+    if right:
         yield from _loop(learner)
     yield from _proof(learner)
 
@@ -281,9 +285,11 @@ def _loop(learner: Learner) -> Iterator[Finding]:
     )
 
     # The weights are compared with those of a correct loop, and with those of the most frequent mistake.
-    right, stale, still = (found[0][name] for name in ("difference", "stale", "still"))
+    right, stale, still, steps = (found[0][name] for name in ("difference", "stale", "still", "steps"))
     why = "each step: zero_grad, forward, cross_entropy, backward, optimizer.step"
-    if still:
+    if still and steps:
+        why = "optimizer.step() found no gradients: call zero_grad() before backward(), and step() after it"
+    elif still:
         why = "the weights did not change: call optimizer.step() after backward()"
     elif stale < 1e-9:
         why = "the gradients of earlier steps were added to this one: call optimizer.zero_grad() in every step"
@@ -305,7 +311,10 @@ def _train(module: ModuleType) -> dict[str, Any]:
     model = module.OwnDDP(trained)
     start = _weights(model)
     loader = module.make_loader(dataset, 4)
-    module.train(model, loader, torch.optim.SGD(model.parameters(), lr=0.1), 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    steps: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: steps.append(1))
+    module.train(model, loader, optimizer, 2)
 
     # 12 samples on each rank are an epoch.
     read = list(trained.seen)
@@ -336,6 +345,7 @@ def _train(module: ModuleType) -> dict[str, Any]:
         "difference": again(forget=True),
         "stale": again(forget=False),
         "still": torch.equal(start, _weights(model)),
+        "steps": len(steps),
         "weights": _weights(model),
     }
 

@@ -19,6 +19,7 @@ from lockstep.lab.grading import Finding
 from lockstep.lab.learner import Failed, Learner
 
 FUNCTIONS = ("mine", "tree_sum", "add_up", "Small")
+ERRORS: dict[str, str] = {}
 WORLDS = (1, 2, 4)
 PARTS = 8
 SIZE = 4099  # elements of a gradient: many, so that a wrong order cannot agree by chance

@@ -24,6 +24,7 @@ from lockstep.verify.command import verify
 from lockstep.verify.trials import VerifyOptions
 
 FUNCTIONS = ()
+ERRORS: dict[str, str] = {}
 
 
 def grade(learner: Learner) -> Iterator[Finding]:

@@ -25,7 +25,14 @@ from lockstep.lab.learner import Failed, Learner
 from lockstep.lab.workload.models import GPT, language_loss
 
 FUNCTIONS = ("shard", "build", "bytes_per_rank", "save_full", "load_full", "save_sharded", "load_sharded")
+ERRORS = {
+    "Invariant encountered": "the model took the parameters of its blocks: call fully_shard on every block first, and "
+    "on the model at the end",
+    "must have the same dtype": "some units compute in bfloat16 and others in float32: pass the options that shard() "
+    "gets on to every fully_shard",
+}
 RANKS, LAYERS = 2, 3
+OTHER_LR = 2e-3  # than the one that was saved
 
 
 def grade(learner: Learner) -> Iterator[Finding]:
@@ -244,12 +251,17 @@ def _full(learner: Learner, folder: Path) -> Iterator[Finding]:
         return
 
     writes = [rank[0] for rank in found]
+    alone = writes == [1] + [0] * (RANKS - 1)
     yield Finding(
         "rank 0 alone writes the full checkpoint",
-        writes == [1] + [0] * (RANKS - 1),
+        alone,
         f"files written: {writes}",
         "ranks that write one file at the same time destroy it: torch.save under `if dist.get_rank() == 0`",
     )
+
+    # A file that several ranks have written holds what the last of them had, which says nothing more.
+    if not alone:
+        return
     if not path.exists():
         yield Finding("it writes the path that it is given", False, "no file", "")
         return
@@ -299,15 +311,28 @@ def _resharded(learner: Learner, folder: Path) -> Iterator[Finding]:
     """Judge the sharded checkpoint: written by 2 ranks, read by 1 and by 3."""
     expected = learner.run(_save_sharded, folder / "sharded", world=2)[0]
     for world in (1, 3):
-        off = max(learner.run(_load_sharded, folder / "sharded", expected, world=world))
+        loaded = learner.run(_load_sharded, folder / "sharded", expected, world=world)
+        off, moments, lr = max(rank[0] for rank in loaded), loaded[0][1], loaded[0][2]
         yield Finding(
             f"saved on 2 ranks, loaded on {world}: the next step is the same",
             off < 1e-9,
             f"off by {off:.2g}",
-            "the weights came back, but Adam began again: save and load the optimizer's state as well"
-            if off < 0.01
-            else "dcp.load fills the tensors of the dictionary that it gets: give it to set_state_dict afterwards",
+            _explain_resharded(off, moments, lr),
         )
+        if off >= 1e-9:
+            return
+
+
+def _explain_resharded(off: float, moments: bool, lr: float) -> str:
+    """Return what a load has left out, by the weights after the next step, Adam's moments and the learning rate."""
+    if moments and lr == OTHER_LR:
+        return (
+            "dcp.load fills the tensors of the dictionary that it gets. Plain numbers, such as the learning rate, and "
+            "tensors that were copied come back with set_state_dict only: call it afterwards"
+        )
+    if off < 0.01:
+        return "the weights came back, but Adam began again: save and load the optimizer's state as well"
+    return "dcp.load fills the tensors of the dictionary that it gets: give it to set_state_dict afterwards"
 
 
 def _next(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -325,13 +350,14 @@ def _save_sharded(module: ModuleType, folder: Path) -> dict[str, Tensor]:
     return _next(model, optimizer)
 
 
-def _load_sharded(module: ModuleType, folder: Path, expected: dict[str, Tensor]) -> float:
-    """Load, and return how far the weights after the next step are from those of the run that saved."""
-    model, optimizer = module.build(_model(), lr=1e-3)
+def _load_sharded(module: ModuleType, folder: Path, expected: dict[str, Tensor]) -> tuple[float, bool, float]:
+    """Load; return how far the next step's weights are from those of the run that saved, and what of Adam is back."""
+    model, optimizer = module.build(_model(), lr=OTHER_LR)
 
-    # Other weights than those that were saved: a load that does nothing must not pass.
+    # Another rate and other weights than those that were saved: a load that does nothing must not pass.
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
     module.load_sharded(model, optimizer, folder)
-    return _off(_next(model, optimizer), expected)
+    moments = any(bool(state["exp_avg"].to_local().any()) for state in optimizer.state.values())
+    return _off(_next(model, optimizer), expected), moments, optimizer.param_groups[0]["lr"]

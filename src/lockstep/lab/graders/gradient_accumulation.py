@@ -22,6 +22,10 @@ from lockstep.lab.grading import Finding
 from lockstep.lab.learner import Learner
 
 FUNCTIONS = ("accumulated_step", "train_epoch", "effective_batch")
+ERRORS = {
+    "has no attribute 'no_sync'": "`model` may be a plain module, which has nothing to exchange: call no_sync() only "
+    "if it is a DDP",
+}
 RANKS = 2
 Batch = tuple[Tensor, Tensor]
 
@@ -69,7 +73,7 @@ def _moved(model: nn.Module, before: nn.Module) -> Tensor:
 def _step(learner: Learner) -> Iterator[Finding]:
     """Judge one update: with equal micro-batches, with unequal ones, and the second of two."""
     (equal, unequal, twice) = learner.run(_take_steps, world=1)[0]
-    right, why = _same(*equal, parts=4)
+    right, why = _same(*equal, parts=4, samples=32)
     yield Finding("4 micro-batches of 8 = one batch of 32", right, why[0], why[1])
     if not right:
         return
@@ -96,7 +100,7 @@ def _step(learner: Learner) -> Iterator[Finding]:
     )
 
 
-def _same(got: Tensor, wanted: Tensor, parts: int) -> tuple[bool, tuple[str, str]]:
+def _same(got: Tensor, wanted: Tensor, parts: int, samples: int) -> tuple[bool, tuple[str, str]]:
     """Return whether two gradients agree; if not, what is wrong and why."""
     if torch.allclose(got, wanted, atol=1e-9):
         return True, ("", "")
@@ -107,6 +111,12 @@ def _same(got: Tensor, wanted: Tensor, parts: int) -> tuple[bool, tuple[str, str
             f"the gradient is {factor:.3g} times too large",
             f"the gradients of {parts} means were added, as if the learning rate were {parts} times as large: scale "
             "each loss by its share of the samples",
+        )
+
+    if torch.allclose(got, samples * wanted, atol=1e-9):
+        return False, (
+            f"the gradient is {factor:.3g} times too large",
+            f"the losses of {samples} samples were summed: divide each sum by the samples of the whole window",
         )
 
     if factor == 0:

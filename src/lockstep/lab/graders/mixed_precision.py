@@ -20,6 +20,10 @@ from lockstep.lab.grading import Finding
 from lockstep.lab.learner import Learner
 
 FUNCTIONS = ("LossScaler", "train_step")
+ERRORS = {
+    "to have the same dtype": "the model was converted, and its input was not. Autocast converts both where they are "
+    "used, and the weights stay float32: do not call .to(dtype), .half() or .bfloat16() on the model",
+}
 SCALE = 1024.0
 
 
@@ -58,8 +62,8 @@ def _one_rank(module: Any) -> dict[str, Any]:
     """Do steps whose results are known. Return what came out, by name."""
     return {
         **_formats_found(module),
+        **_tiny_update(module),
         "clipped norm": _clipped_norm(module),
-        "tiny update": _tiny_update(module),
         # What no optimizer may use. In fp16: in bf16 a step may do without the scaler.
         "overflows": {
             "an infinite loss": _overflowed(module, math.inf, ()),
@@ -73,19 +77,25 @@ def _one_rank(module: Any) -> dict[str, Any]:
 def _formats_found(module: Any) -> dict[str, Any]:
     """Do a step in bf16. The gradient of the mean over 2 x 4 outputs is 2 * 0.5 / 8 for each weight."""
     model, optimizer, batch = _setup()
-    formats = []
-
-    def note_format(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        formats.append(output.dtype)
-
-    model.register_forward_hook(note_format)
+    formats = _noted_formats(model)
     before = model.weight.detach().clone()
     module.train_step(model, _mean, batch, optimizer, module.LossScaler(SCALE), torch.bfloat16)
     return {
-        "computed in": formats[-1],
+        "bf16 computed in": formats[-1],
         "stored in": model.weight.dtype,
         "share of the gradient": ((before - model.weight) / 0.125).mean().item(),
     }
+
+
+def _noted_formats(model: nn.Module) -> list[torch.dtype]:
+    """Return a list to which each forward of the model adds the format of its output."""
+    formats: list[torch.dtype] = []
+
+    def note(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        formats.append(output.dtype)
+
+    model.register_forward_hook(note)
+    return formats
 
 
 def _clipped_norm(module: Any) -> float:
@@ -96,12 +106,13 @@ def _clipped_norm(module: Any) -> float:
     return (before - model.weight).norm().item()
 
 
-def _tiny_update(module: Any) -> float:
-    """Do a step with a gradient that fp16 loses without a scale."""
+def _tiny_update(module: Any) -> dict[str, Any]:
+    """Do a step in fp16, with a gradient that is lost without a scale."""
     model, optimizer, batch = _setup()
     nn.init.zeros_(model.weight)
+    formats = _noted_formats(model)
     module.train_step(model, _tiny, batch, optimizer, module.LossScaler(65536.0), torch.float16)
-    return -model.weight.mean().item()
+    return {"fp16 computed in": formats[-1], "tiny update": -model.weight.mean().item()}
 
 
 def _scales_found(module: Any) -> list[float]:
@@ -173,14 +184,20 @@ def _two_ranks(module: Any) -> tuple[list[bool], bool]:
 
 
 def _formats(found: dict[str, Any]) -> Iterator[Finding]:
-    half = found["computed in"] is torch.bfloat16
-    yield Finding(
-        "the forward computes in bf16 when bf16 is asked for",
-        half,
-        str(found["computed in"]),
-        "The forward and its loss belong into `with torch.autocast(device_type, dtype):`. Without it "
-        "everything is float32.",
-    )
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        computed = found[f"{name} computed in"]
+        yield Finding(
+            f"the forward computes in {name} when {name} is asked for",
+            computed is dtype,
+            str(computed),
+            "The forward and its loss belong into `with torch.autocast(device_type, dtype):`. Without it "
+            "everything is float32."
+            if computed is torch.float32
+            else "Pass the dtype that train_step gets on to autocast: its own default is bf16 on a CPU, fp16 on a GPU.",
+        )
+        if computed is not dtype:
+            return
+
     stored = found["stored in"] is torch.float32
     yield Finding(
         "the weights stay float32",
@@ -257,8 +274,11 @@ def _scales(found: dict[str, Any]) -> Iterator[Finding]:
         "an overflow halves the scale",
         scales[2] == half,
         f"{scales[1]:g} became {scales[2]:g}",
-        "With the same scale the next step overflows again, and no step is ever done.",
+        "With the same scale the next step overflows again, and no step is ever done. Call scaler.update() in every "
+        "step, also in one that is skipped.",
     )
+    if scales[2] != half:
+        return
     expected = [SCALE, SCALE, half, half, half, SCALE, SCALE, SCALE, 2 * SCALE, 2 * SCALE, 2 * SCALE]
     yield Finding(
         "3 good steps in a row double it, and 3 more again",

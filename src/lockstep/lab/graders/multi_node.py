@@ -21,6 +21,7 @@ from lockstep.lab.grading import Finding
 from lockstep.lab.learner import Learner
 
 FUNCTIONS = ("samples_of", "save", "load", "train", "fit_line")
+ERRORS: dict[str, str] = {}
 GLOBAL_BATCH = 12  # of the starter file
 
 
@@ -48,11 +49,12 @@ def grade(learner: Learner) -> Iterator[Finding]:
         if not loads.passed:
             return
 
-        # The same six steps, on one rank, on two, and on two with an interruption.
+        # The same six steps: on one rank, on two, on five with unequal shares, and on two with an interruption.
         one = learner.run(_trained, place / "one", [6], world=1)[0]
         two = learner.run(_trained, place / "two", [6])[0]
+        five = learner.run(_trained, place / "five", [6], world=5)[0]
         resumed = learner.run(_trained, place / "resumed", [5, 6])[0]
-        yield from _runs(one, two, resumed)
+        yield from _runs(one, two, five, resumed)
 
 
 # ---- Samples --------------------------------------------------------------------------------------------------
@@ -144,6 +146,7 @@ def _checkpoints_alone(module: Any, place: Path) -> dict[str, Any]:
     place.mkdir()
     model, optimizer = _net(1)
     module.save(place, 3, model, optimizer)
+    found: dict[str, Any] = {"names": sorted(path.name for path in place.iterdir())}
 
     with mock.patch("torch.save", half_of_a_save):
         try:
@@ -151,11 +154,10 @@ def _checkpoints_alone(module: Any, place: Path) -> dict[str, Any]:
         except KeyboardInterrupt:
             pass
 
-    found: dict[str, Any] = {"torn": [path.name for path in place.glob("*.pt") if not _readable(path)]}
+    found["torn"] = [path.name for path in place.glob("*.pt") if not _readable(path)]
 
     # Now a torn file is there in any case, as an unlucky disk leaves it.
     good = next((path for path in sorted(place.glob("*.pt")) if _readable(path)), None)
-    found["names"] = [path.name for path in place.iterdir()]
     if good is not None:
         (place / "step-000009.pt").write_bytes(good.read_bytes()[:200])
 
@@ -201,7 +203,18 @@ def _loaded(module: Any, place: Path) -> tuple[int, bool]:
 
 
 def _alone(found: dict[str, Any]) -> Iterator[Finding]:
-    """Judge a save that is interrupted, and a load that meets a torn file."""
+    """Judge the name of a checkpoint, a save that is interrupted, and a load that meets a torn file."""
+    named = "step-000003.pt" in found["names"]
+    yield Finding(
+        "save writes step-000003.pt for step 3",
+        named,
+        "" if named else f"files: {', '.join(found['names']) or 'none'}",
+        "The newest checkpoint is found by its name. Without leading zeros step-9 sorts after step-12, and a resumed "
+        "run goes back.",
+    )
+    if not named:
+        return
+
     yield Finding(
         "a save that is interrupted leaves no torn checkpoint behind",
         not found["torn"],
@@ -263,8 +276,8 @@ def _trained(module: Any, place: Path, stops: list[int]) -> Tensor:
     return weights
 
 
-def _runs(one: Tensor, two: Tensor, resumed: Tensor) -> Iterator[Finding]:
-    """Judge whole runs: one rank against two, and two against two with an interruption."""
+def _runs(one: Tensor, two: Tensor, five: Tensor, resumed: Tensor) -> Iterator[Finding]:
+    """Judge whole runs: one rank against two and five, and two against two with an interruption."""
     apart = (one - two).abs().max().item()
     yield Finding(
         "two ranks train what one rank trains",
@@ -273,6 +286,17 @@ def _runs(one: Tensor, two: Tensor, resumed: Tensor) -> Iterator[Finding]:
         "The gradient of the step is the sum over all samples of all ranks, divided once by the global batch. Check "
         "that gradients are summed over the ranks, and what the loss is divided by.",
     )
+
+    # What is wrong on two ranks would only show again on five.
+    if apart < 1e-6:
+        apart = (one - five).abs().max().item()
+        yield Finding(
+            "and so do five ranks, which have 2 or 3 samples each",
+            apart < 1e-6,
+            f"weights differ by {apart:.2g}",
+            "The mean of the ranks' means counts a sample of a small share more than others. Sum the losses of a rank "
+            "(reduction='sum'), divide by GLOBAL_BATCH, and add up the gradients.",
+        )
 
     apart = (two - resumed).abs().max().item()
     yield Finding(

@@ -29,6 +29,7 @@ REMEDIES = (
     ("fewer ranks", "fewer gpus", "fewer nodes", "shard"),
 )
 FUNCTIONS = ("make_buckets", "BucketedDDP", "overlap", "Event", "communication_fraction", "advice")
+ERRORS: dict[str, str] = {}
 
 
 def grade(learner: Learner) -> Iterator[Finding]:
@@ -36,9 +37,12 @@ def grade(learner: Learner) -> Iterator[Finding]:
     buckets = list(_buckets(learner.run(_made, world=1)[0]))
     yield from buckets
     if all(finding.passed for finding in buckets):
-        yield from _synchronised(learner.run(_backward))
+        synchronised = list(_synchronised(learner.run(_backward)))
+        yield from synchronised
+
         # Several parameters to a bucket, of different shapes, and a number of ranks that is not 2.
-        yield _shared(learner.run(_in_shared_buckets, world=3))
+        if synchronised[0].passed:
+            yield _shared(learner.run(_in_shared_buckets, world=3))
 
     yield from _arithmetic(learner.run(_numbers, world=1)[0])
 
@@ -117,6 +121,7 @@ class _Watched:
         noted = self.parent or self
         noted.waited |= waited
         noted.waited_in_backward |= self.watch.in_backward
+        self.watch.used_again |= self.watch.step_is_over
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.work, name)
@@ -129,6 +134,7 @@ class _Watch:
         self.model, self.real = model, dist.all_reduce
         self.in_backward = False
         self.early = self.blocking = 0
+        self.step_is_over = self.used_again = False
         self.works: list[_Watched] = []
 
     def all_reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -158,16 +164,18 @@ def _backward(module: Any) -> dict[str, Any]:
     model = _net()
     sync = module.BucketedDDP(model, 1)
     inputs = torch.full((2, 64), 1.0 + dist.get_rank())
-    ratios = []
+    ratios, watches = [], []
     for _ in range(2):
         model.zero_grad()
         watch = _Watch(model)
+        watches.append(watch)
         with _watched(module, watch):
             watch.in_backward = True
             model(inputs).sum().backward()
             watch.in_backward = False
             sync.finish()
 
+        watch.step_is_over = True
         ratios.append(_ratio(model))
 
     return {
@@ -175,6 +183,7 @@ def _backward(module: Any) -> dict[str, Any]:
         "early": watch.early,
         "blocks": watch.blocking or any(work.waited_in_backward for work in watch.works),
         "waited": all(work.waited for work in watch.works),
+        "kept": watches[0].used_again,
         "ratios": ratios,
         "events": Counter(event.name for event in sync.events),
     }
@@ -229,7 +238,12 @@ def _ratio(
 
 def _synchronised(ranks: list[dict[str, Any]]) -> Iterator[Finding]:
     """Judge two steps: the gradients, the calls and events, and what runs during the backward."""
-    yield _averaged(ranks)
+    averaged = _averaged(ranks)
+    yield averaged
+
+    # The calls of the second step are judged: they say nothing if that step did not begin anew.
+    if not averaged.passed and abs(ranks[0]["ratios"][0] - 1) < 1e-4:
+        return
     yield from _recorded(ranks[0])
     yield from _overlapped(ranks[0])
 
@@ -289,6 +303,13 @@ def _overlapped(found: dict[str, Any]) -> Iterator[Finding]:
         found["waited"],
         "",
         "A bucket that has not arrived may still be changing: optimizer.step() would use numbers of this rank alone.",
+    )
+    yield Finding(
+        "the second step waits for its own buckets only",
+        not found["kept"],
+        "",
+        "finish() still had the buckets of the first step: memory and time grow with every step. Clear the list of "
+        "what was sent.",
     )
 
 

@@ -26,6 +26,7 @@ from lockstep.lab.grading import Finding
 from lockstep.lab.learner import Failed, Learner
 
 FUNCTIONS = ("Order", "my_ids", "save", "load", "train", "Points")
+ERRORS: dict[str, str] = {}
 SAMPLES, BATCH, STEPS, KILLED_AT = 96, 12, 16, 5
 EPOCH = SAMPLES // BATCH  # steps
 
@@ -33,8 +34,12 @@ EPOCH = SAMPLES // BATCH  # steps
 def grade(learner: Learner) -> Iterator[Finding]:
     """Check the order, the shares of the ranks, a kill and a resume in three worlds, and the task by `verify`."""
     found = learner.run(_order, world=1)[0]
-    yield from _judge_order(found)
-    yield from _judge_shares(learner.run(_shares, world=1)[0])
+    order = list(_judge_order(found))
+    yield from order
+
+    # An order that depends on what was asked before gives every world other samples.
+    if all(finding.passed for finding in order):
+        yield from _judge_shares(learner.run(_shares, world=1)[0])
 
     with tempfile.TemporaryDirectory() as folder:
         # A run that is killed may leave a torn checkpoint as well: what comes next needs saves that are whole.
@@ -170,13 +175,22 @@ def _judge_shares(shares: dict[int, list[list[list[int]]]]) -> Iterator[Finding]
                 yield Finding(
                     "the ranks of a step have the same 12 samples together, on any number of ranks",
                     False,
-                    f"{world} ranks have {len(together)} samples, {len(set(together))} different, in step {number}",
+                    f"{world} ranks have {_counted(together)} in step {number}",
                     "the batch of a step must not depend on the number of ranks. Take the 12 places of the step first, "
                     "then cut them: rank * 12 // world to (rank + 1) * 12 // world, which leaves no rest",
                 )
                 return
 
     yield Finding("the ranks of a step have the same 12 samples together, on any number of ranks", True)
+
+
+def _counted(together: list[int]) -> str:
+    """Return what is wrong with the samples of all ranks, in words."""
+    if len(together) != BATCH:
+        return f"{len(together)} samples"
+    if len(set(together)) != BATCH:
+        return f"{BATCH} samples, {len(set(together))} different,"
+    return "other samples than 1 rank"
 
 
 def _whole(problem: str) -> Finding:

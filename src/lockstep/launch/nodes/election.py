@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.launch import records
+from lockstep.launch.folder.run_dir import folder_identity
 from lockstep.launch.job import COORDINATOR
-from lockstep.launch.run_dir import folder_identity
 
 _TERM_NAME = re.compile(r"\.coordinator-(\d{1,15})", re.ASCII)
 _CUT_OFF_NAME = re.compile(r"\.cut-off-(\d{1,15})-(\d{1,9})", re.ASCII)

@@ -22,7 +22,7 @@ from lockstep.launch.wire.acceptor import Acceptor, Rejection
 from lockstep.launch.wire.lines import LineReader, ReadySockets, wait_readable
 from lockstep.launch.wire.messages import Message, decode, encode
 from lockstep.launch.wire.secret import SECRET, SECRET_FILE
-from lockstep.runtime.machine import address_family, as_others_reach_it, join_host_port
+from lockstep.runtime.host.network import address_family, as_others_reach_it, join_host_port
 from lockstep.runtime.rendezvous.handshake import HandshakeFailed, HandshakeUnanswered, LineSigner, Secret, authenticate
 
 # A node that sends nothing for this long is lost.

@@ -12,52 +12,37 @@ batch whose shape the compiled code does not take, such as a short last one.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from datetime import timedelta
-from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from lockstep.config import RunConfig
-from lockstep.errors import UserError
 from lockstep.parallel.blocks import class_name, find_blocks
 from lockstep.parallel.call_chain import CallChain, Link
-from lockstep.parallel.call_state import StateSnapshot
 from lockstep.parallel.compiled import history
+from lockstep.parallel.compiled.attempt import Arguments, Attempt
 from lockstep.parallel.compiled.decision import BLOCKS, LOSS, MODEL, Facts, Record, decide, preferred
-from lockstep.parallel.compiled.shapes import Dims, SizesSeen, fits
-from lockstep.parallel.compiled.targets import Function, Target, compiles_itself, separate_sizes
-from lockstep.parallel.compiled.trial import (
-    LOOSE_TOLERANCE,
-    RANDOM,
-    TOLERANCE,
-    Outcome,
-    Trial,
-    difference,
-    gradient_difference,
-    tensors_in,
-)
-from lockstep.parallel.cudagraph.checks import first_line
+from lockstep.parallel.compiled.shapes import Dims, Shape, SizesSeen, fits
+from lockstep.parallel.compiled.targets import Function, Target, compiles_itself
+from lockstep.parallel.compiled.trial import LOOSE_TOLERANCE, TOLERANCE, tensors_in
 from lockstep.parallel.cudagraph.graphs import GraphedCall, capture_calls, graph_link, release_captures
+from lockstep.parallel.driver import Driver
 from lockstep.runtime.context import EventLogger, Runtime
 
-if TYPE_CHECKING:
-    from lockstep.parallel.driver import Driver
-
-WARM_UP = 2  # steps that are not timed: they allocate, tune and connect
-TIMED = 3  # steps that are timed, before and after compiling
-TIMED_VARYING = 8  # the same if sizes vary, and steps with them
+WARM_UP, TIMED = 2, 3  # steps that are not timed (they allocate, tune and connect), and steps that are
+# The same if sizes vary: kernels are tuned for each new size, and steps differ.
+WARM_UP_VARYING, TIMED_VARYING = 12, 12
 SLOWER = 1.02  # compiled steps that take longer than this many times an eager one are given up
 MOST_COMPILES = 2
-MISSES = 0.2  # compile once more if this part of the batches did not fit, and all ranks look after so many steps:
+MISSES = 0.2  # compile once more if this part of the batches did not fit. All ranks look after so many steps:
 FIRST_LOOK, LAST_LOOK = 8, 1024  # at the first one, and then after twice as many, up to the last one
-STAGES = ("watch", "try", "compiled", "eager")
+MOST_EXAMPLES = 3
+ALIGNED = 8  # some kernels have a version for sizes that are multiples of this
 
 
 class Compiler:
@@ -75,12 +60,16 @@ class Compiler:
         self.judged = judged
         self.tolerance = LOOSE_TOLERANCE if loose else TOLERANCE
 
-        self.stage = "watch" if judged else "try"
+        self.stage: Literal["watch", "try", "compiled", "eager"] = "watch" if judged else "try"
         self.function: Function | None = None  # what the user's loss computes from the model and a batch
         self.target: Target | None = None
         self.compiles = 0
-        self._targets: Sequence[str] = ()
+        self._targets: Sequence[str] | None = None  # to try next; None: see `preferred`
+        self._problems: dict[str, str] = {}  # of the targets that were tried
         self._graphed: GraphedCall | None = None  # around the compiled function
+
+        # Calls of the model in the watched steps, one for each class of sizes: some kernels need aligned ones.
+        self._examples: dict[tuple[bool, ...], Arguments] = {}
 
         # What the steps so far have shown.
         self.sizes = SizesSeen()
@@ -88,9 +77,10 @@ class Compiler:
         self._began: float | None = None
         self._timings: list[float] = []
         self._eager_s = self._cost_s = 0.0
+        self._key = ""  # of the records of this model on this machine
 
         # The batch that was compiled for, and how many batches since then did not fit.
-        self._shapes: list[tuple[int, ...]] = []
+        self._shapes: list[Shape] = []
         self._dynamic: Dims = frozenset()
         self._calls = self._misses = self._steps = 0
         self._next_look = FIRST_LOOK
@@ -104,25 +94,32 @@ class Compiler:
         self.function = function
 
         def call(module: Any, *args: Any) -> Any:
-            if self.stage == "compiled" and self.target is not None:
-                return self._run(lambda: self._call_function(function, module, args), (args, {}))
             if self.stage in ("watch", "try"):
-                self._prepare(lambda *args: function(module, *args), args, {})
-                return call(module, *args) if self.stage == "compiled" else function(module, *args)
-            return function(module, *args)
+                self._note_sizes(args)
+            if self.stage == "try" and self._next_target() == LOSS and self._is_training():
+                self._try((LOSS,), lambda *args: function(module, *args), (args, {}))
+
+            if self.stage != "compiled":
+                return function(module, *args)
+            return self._run(lambda: self._call_function(function, module, args), args)
 
         return call
 
-    def call_model(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the model itself, for its link."""
-        # Around a function, the choice is made already.
-        if self.function is None:
-            if self.stage in ("watch", "try"):
-                self._prepare(inner, args, kwargs)
-            if self.stage == "compiled":
-                return self._run(lambda: inner(*args, **kwargs), (args, kwargs))
+    def call_model(self, link: Link, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call the model itself in a training step, for its link."""
+        if self.stage in ("watch", "try") and self.function is None:
+            self._note_sizes((args, kwargs))
 
-        return inner(*args, **kwargs)
+        if self.stage == "watch":
+            self._keep_example(args, kwargs)
+        elif self.stage == "try" and self._next_target() != LOSS:
+            # The model alone is called for a trial, never the user's loss, which may have side effects.
+            targets = [target for target in self._targets or () if target != LOSS]
+            self._try(targets, lambda *args, **kwargs: link.inner(*args, **kwargs), (args, kwargs))
+
+        if self.stage != "compiled":
+            return link.inner(*args, **kwargs)
+        return self._run(lambda: link.inner(*args, **kwargs), None if self.function else (args, kwargs))
 
     def _call_function(self, function: Function, module: Any, args: tuple[Any, ...]) -> Any:
         assert self.target is not None
@@ -131,24 +128,36 @@ class Compiler:
         return self.driver.call_inside(self._graphed or self.target, *args)
 
     def _run(self, call: Callable[[], Any], arguments: Any) -> Any:
-        """Run compiled code, or eager code if the batch does not fit it: nothing is compiled any more."""
-        if self._next_look <= LAST_LOOK:
-            shapes = [tuple(t.shape) for t in tensors_in(arguments)]
+        """Run compiled code, or eager code if the batch does not fit it: nothing is compiled any more.
+
+        The sizes of `arguments` are noted, unless they are None.
+        """
+        if arguments is not None and self._next_look <= LAST_LOOK:
+            shapes = self._note_sizes(arguments)
             self._calls += 1
             self._misses += not fits(shapes, self._shapes, self._dynamic)
-            self.sizes.add(shapes)
 
         with torch.compiler.set_stance("eager_on_recompile"):
             return call()
 
-    def _prepare(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Note the batch while the steps are watched, or try to compile it."""
-        if self.runtime.heartbeat.phase != "compute" or not torch.is_grad_enabled():
-            return
-        if self.stage == "watch":
-            self.sizes.add([tuple(t.shape) for t in tensors_in((args, kwargs))])
-        else:
-            self._try(call, args, kwargs)
+    def _note_sizes(self, arguments: Any) -> list[Shape]:
+        shapes = _shapes(arguments)
+        self.sizes.add(shapes)
+        return shapes
+
+    def _keep_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        kind = tuple(size % ALIGNED == 0 for shape in _shapes((args, kwargs)) for size in shape)
+        if len(self._examples) < MOST_EXAMPLES:
+            self._examples.setdefault(kind, (args, kwargs))
+
+    def _is_training(self) -> bool:
+        return self.runtime.heartbeat.phase == "compute" and torch.is_grad_enabled()
+
+    def _next_target(self) -> str | None:
+        """Return the target to try next, or None if there is none left."""
+        if self._targets is None:
+            self._targets = preferred(self._facts(0.0, {}))
+        return self._targets[0] if self._targets else None
 
     # ---- between two steps ----
 
@@ -164,7 +173,7 @@ class Compiler:
             return
         if self.stage == "compiled":
             self._look_for_misses()
-        if self._timings is _ENOUGH or self._began is None:
+        if self._timings is _ENOUGH or self._began is None or self.stage == "try":
             return
 
         # The host waits for the device, in the few steps that are timed.
@@ -172,24 +181,34 @@ class Compiler:
             torch.cuda.synchronize()
 
         self._timings.append(time.perf_counter() - self._began)
-        varying = len(self.sizes.shapes) > 1 if self.stage == "watch" else bool(self._dynamic)
-        if len(self._timings) >= WARM_UP + (TIMED_VARYING if varying else TIMED):
+        warm_up, timed = self._timed_steps()
+        if len(self._timings) >= warm_up + timed:
+            step_s = self._slowest(median(self._timings[warm_up:]))
             if self.stage == "watch":
-                self._decide()
+                self._decide(step_s)
             elif self.stage == "compiled":
-                self._conclude()
+                self._conclude(step_s)
 
-    def _decide(self) -> None:
+    def _timed_steps(self) -> tuple[int, int]:
+        """Return how many steps to leave out, and how many to time. The same on all ranks, whose batches may differ."""
+        if self.stage == "compiled" and self._dynamic:
+            return WARM_UP_VARYING, TIMED_VARYING
+        return WARM_UP, TIMED
+
+    def _decide(self, step_s: float) -> None:
         """Decide what to compile. Collective."""
-        step_s = self._slowest(median(self._timings[WARM_UP:]))
+        # torch cannot go through a compiled graph twice.
+        if any(self.runtime.collectives.gather_json(self.driver.keeps_graphs)):
+            return self._stay_eager("the loss computes a gradient through the model and keeps its graph")
+
         self._agree_on_sizes()
         self._eager_s = step_s
-        records = self.runtime.collectives.run_on_rank0(
-            lambda: {name: [r.cost_s, r.speedup] for name, r in history.read(self._key()).items()}
+        self._key = history.signature(self.model, self.runtime.device, [self.sizes.describe(), bool(self.function)])
+        found = self.runtime.collectives.run_on_rank0(
+            lambda: {name: [record.cost_s, record.speedup] for name, record in history.read(self._key).items()}
         )
-        decision = decide(
-            self._facts(step_s, {name: Record(*values) for name, values in records.items()}),
-        )
+        records = {name: Record(*values) for name, values in found.items()}
+        decision = decide(self._facts(step_s, records))
         if decision.targets:
             self._targets = decision.targets
             self.stage = "try"
@@ -207,6 +226,8 @@ class Compiler:
             layers=_count_layers(self.model),
             blocks=len(blocks),
             block_layers=sum(map(_count_layers, one_of_each)),
+            all_block_layers=sum(map(_count_layers, blocks)),
+            cold=self.runtime.collectives.run_on_rank0(history.is_cold) if step_s else False,
             possible=self._possible(),
             records=records,
         )
@@ -217,15 +238,14 @@ class Compiler:
             return (MODEL,)
         return (LOSS, MODEL, BLOCKS) if self.function else (MODEL, BLOCKS)
 
-    def _conclude(self) -> None:
-        """Compare the steps with those before compiling, remember the result, or go back to eager. Collective."""
-        compiled_s = self._slowest(median(self._timings[WARM_UP:]))
+    def _conclude(self, compiled_s: float) -> None:
+        """Compare the steps with those before compiling, remember the result, or go back to eager."""
         self._timings = _ENOUGH
         speedup = self._eager_s / compiled_s
         assert self.target is not None
 
         if self.runtime.is_main:
-            history.write(self._key(), self.target.name, Record(self._cost_s, speedup))
+            history.write(self._key, self.target.name, Record(self._cost_s, speedup))
 
         times = f"{self._eager_s * 1e3:.3g} ms before, {compiled_s * 1e3:.3g} ms now"
         if compiled_s > SLOWER * self._eager_s:
@@ -233,6 +253,7 @@ class Compiler:
             self._stay_eager(f"compiled steps are slower ({times})")
         else:
             self.log_event("compile", reason=f"steps are {speedup:.2f}x as fast ({times})", speedup=round(speedup, 3))
+            self._capture()
 
     def _look_for_misses(self) -> None:
         """Compile once more, with other dimensions dynamic, if too many batches do not fit. Collective at times."""
@@ -243,12 +264,17 @@ class Compiler:
         self._next_look *= 2
         shares = self.runtime.collectives.gather_json(self._misses / max(1, self._calls))
         self._calls = self._misses = 0
-        if max(shares) > MISSES and self.compiles < MOST_COMPILES:
-            self._agree_on_sizes()
+        if max(shares) <= MISSES or self.compiles >= MOST_COMPILES:
+            return
+
+        self._agree_on_sizes()
+        facts = self._facts(self._eager_s, {})
+        targets = decide(facts).targets if self.judged else preferred(facts)
+        if targets:
             self._remove_target()
-            self._targets = preferred(self._facts(0.0, {}))
+            self._targets = targets
             self.stage = "try"
-            self.log_event("compile", reason=f"{max(shares):.0%} of the batches had another shape: once more")
+            self.log_event("compile", reason=f"once more: {max(shares):.0%} of the batches had another shape")
 
     def _agree_on_sizes(self) -> None:
         for sizes in self.runtime.collectives.gather_json(self.sizes.sizes):
@@ -257,152 +283,72 @@ class Compiler:
     def _slowest(self, seconds: float) -> float:
         return max(self.runtime.collectives.gather_json(seconds))
 
-    def _key(self) -> str:
-        return history.signature(self.model, self.runtime.device, [self.sizes.sizes, bool(self.function)])
-
     # ---- compile and compare ----
 
-    def _try(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Compile the first target that works on all ranks, and compare it with eager. Collective."""
+    def _try(self, targets: Sequence[str], call: Callable[..., Any], arguments: Arguments) -> None:
+        """Compile the first of these targets that works on all ranks, and compare it with eager. Collective."""
         began = time.perf_counter()
         release_captures(self.model)
-        targets = self._targets or preferred(self._facts(0.0, {}))
-        reasons: dict[str, str] = {}
+        dynamic = frozenset() if self.sizes.irregular else self.sizes.varying()
+        attempt = Attempt(
+            driver=self.driver,
+            call=call,
+            arguments=arguments,
+            examples=list(self._examples.values()) if dynamic and targets != (LOSS,) else (),
+            function=self.function,
+            dynamic=dynamic,
+            tolerance=self.tolerance,
+            timeout=timedelta(seconds=self.config.hang.first),
+        )
+        for name in targets:
+            problem = attempt.run(name)
+            if not problem:
+                break
+            self._problems[name] = problem
 
-        owner = getattr(self.function, "__self__", None)
-        with StateSnapshot(self.model, self._generator(), [owner]) as snapshot, self.driver.no_exchange():
-            for name in targets:
-                problem = self._try_target(name, call, args, kwargs, snapshot)
-                problems = [problem for problem in self.runtime.collectives.gather_json(problem) if problem]
-                if not problems:
-                    break
+        self._cost_s += time.perf_counter() - began
+        self._targets = [target for target in self._targets or () if target not in targets]
+        if attempt.target is not None:
+            self._install(attempt)
+        elif not self._targets:
+            self._stay_eager("; ".join(f"not {name}: {problem}" for name, problem in self._problems.items()))
 
-                reasons[name] = problems[0]
-                self._remove_target()
-
-        self.compiles += 1
-        self._cost_s = time.perf_counter() - began
-        self.runtime.heartbeat.beat("compute")
-        self._report(reasons)
-
-    def _report(self, reasons: Mapping[str, str]) -> None:
-        """Log what is compiled, and why nothing better is. From here on calls may be captured."""
-        why = "; ".join(f"not {name}: {problem}" for name, problem in reasons.items())
-        if self.target is None:
-            return self._stay_eager(why)
-
+    def _install(self, attempt: Attempt) -> None:
+        """Run this code from now on, and log what it is and why nothing better is."""
+        self.target = attempt.target
+        assert self.target is not None
         self.stage = "compiled"
-        self._timings = [] if self.judged else _ENOUGH
+        self.compiles += 1
+        self._dynamic = attempt.dynamic
+        # With a function, the sizes are those of its arguments, even if the model alone is compiled.
+        self._shapes = [tuple(sizes[0] for sizes in dims) for dims in self.sizes.sizes or []]
+        if self.function is None or self.target.function is not None:
+            self._shapes = _shapes(attempt.arguments)
+        self._examples.clear()
+
+        # Captures would disturb the steps that are timed.
         self._began = None
+        self._timings = [] if self.judged else _ENOUGH
+        if not self.judged:
+            self._capture()
+
+        why = "; ".join(f"not {name}: {problem}" for name, problem in self._problems.items())
         sizes = f", {len(self._dynamic)} dimensions dynamic" if self._dynamic else ""
-        reason = f"compiled {self.target.name} in {self._cost_s:.1f} s{sizes}, equal to eager"
+        reason = f"compiled {self.target.name} in {self._cost_s:.1f} s{sizes}, {attempt.note}"
         self.log_event("compile", reason=f"{reason} ({why})" if why else reason)
-        self._capture()
 
     def _capture(self) -> None:
+        """Capture calls from now on: those of the compiled function, or else of the model."""
         capture_calls(self.model, self.config, self.runtime, self.log_event)
         if self.target is not None and self.target.function is not None:
             self._graphed = graph_link(self.model, self.config, self.runtime, self.log_event)
             if self._graphed:
                 self._graphed.inner = self.target
 
-    def _try_target(
-        self,
-        name: str,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        snapshot: StateSnapshot,
-    ) -> str | None:
-        """Compile one target, run it forward and backward, and compare. Return what is wrong, or None."""
-        # The first rank of each machine compiles before the others, which find its code on disk.
-        first = self.runtime.world.local_rank == 0
-        problem = None
-        if not first:
-            self._meet("compiled first")
-
-        self.runtime.heartbeat.beat("compile")
-        try:
-            problem = self._compile_and_compare(name, call, args, kwargs, snapshot)
-        except torch.OutOfMemoryError:
-            problem = "out of memory"
-        except Exception as error:
-            problem = _explain(error)
-        finally:
-            snapshot.restore()
-
-        if first:
-            self._meet("compiled first")
-        self._meet("compiled")
-        return problem
-
-    def _compile_and_compare(
-        self,
-        name: str,
-        call: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        snapshot: StateSnapshot,
-    ) -> str | None:
-        self._shapes = [tuple(t.shape) for t in tensors_in((args, kwargs))]
-        self._dynamic = frozenset() if self.sizes.irregular else self.sizes.varying()
-        target = self.target = Target(name, self.model, self.function, bool(self._dynamic))
-        trial = Trial([p for p in self.model.parameters() if p.requires_grad], args, kwargs)
-
-        compiled = call
-        if target.function is not None:
-            compiled = lambda *args: self.driver.call_inside(target, *args)  # noqa: E731
-
-        with separate_sizes() if self._dynamic else nullcontext():
-            found = trial.run(compiled, self._dynamic if target.function is not None else frozenset())
-
-        # A loss that counts its calls, say, would be compiled for every number.
-        snapshot.restore()
-        with torch.compiler.set_stance("fail_on_recompile"):
-            trial.run(compiled)
-
-        return self._compare(trial, call, found, snapshot)
-
-    def _compare(self, trial: Trial, call: Callable[..., Any], found: Outcome, snapshot: StateSnapshot) -> str | None:
-        """Compare with the same call without compiled code."""
-        with torch.compiler.set_stance("force_eager"):
-            snapshot.restore()
-            generator = self._generator()
-            before = generator.get_state()
-            expected = trial.run(call)
-
-            # Compiled code draws other random numbers than eager code. This second call draws others, too.
-            other = None if torch.equal(before, generator.get_state()) else trial.run(call)
-
-        if other is None:
-            distance, limit = difference(expected, found), self.tolerance
-        else:
-            distance = gradient_difference(expected, found)
-            limit = self.tolerance + RANDOM * gradient_difference(expected, other)
-
-        if distance <= limit:
-            return None
-        return f"loss or gradients differ from eager by {distance:.2g} (relative; at most {limit:.2g} is allowed)"
-
-    def _meet(self, name: str) -> None:
-        """Wait for all ranks through the store: the timeout of a collective is shorter than compiling takes."""
-        heartbeat = self.runtime.heartbeat
-        heartbeat.beat("collective")
-        heartbeat.set_detail(name)
-        if not self.runtime.store_barrier(name, timedelta(seconds=self.config.hang.first)):
-            seconds = f"{self.config.hang.first:.0f}"
-            raise UserError(
-                f"some ranks had not compiled the model after {seconds} s (hang.first={seconds})",
-                "all ranks must have compiled it before their next gradient all-reduce",
-                "set hang.first=3600, or compile=false",
-            )
-
-    def _generator(self) -> torch.Generator:
-        device = self.runtime.device
-        return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
-
     def _remove_target(self) -> None:
         self._graphed = None
+        self._problems.clear()
+        self._cost_s = 0.0
         if self.target is not None:
             self.target.remove()
             self.target = None
@@ -410,13 +356,16 @@ class Compiler:
     def _stay_eager(self, reason: str) -> None:
         self.stage = "eager"
         self._timings = _ENOUGH
+        self._examples.clear()
         CallChain.of(self.model).remove("compile")
         self.log_event("compile", reason=f"nothing: {reason}")
         self._capture()
 
     def release(self) -> None:
-        """Free the memory of captures at the end of a run."""
-        self._graphed = None
+        """Return the model without compiled code, and free the memory of captures."""
+        self._remove_target()
+        self.stage = "eager"
+        CallChain.of(self.model).remove("compile")
 
 
 class ModelCall(Link):
@@ -435,21 +384,15 @@ class ModelCall(Link):
             with torch.compiler.set_stance("force_eager"):
                 return self.inner(*args, **kwargs)
 
-        return compiler.call_model(self.inner, args, kwargs)
+        return compiler.call_model(self, args, kwargs)
 
 
 _ENOUGH: list[float] = []  # in place of timings: no step is timed any more
 
 
-def _explain(error: Exception) -> str:
-    """`Unsupported: Data-dependent branching (my_task.py, line 12)`"""
-    name, text = type(error).__name__, first_line(error).removeprefix(f"{type(error).__name__}: ")
-
-    # torch names the line of the user's code that it could not compile.
-    places = re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code:")[2])
-    where = f" ({Path(places[-1][0]).name}, line {places[-1][1]})" if places else ""
-    return f"{name}: {text}{where}"
-
-
 def _count_layers(model: nn.Module) -> int:
-    return sum(not any(True for _ in module.children()) for module in model.modules())
+    return sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules())
+
+
+def _shapes(arguments: Any) -> list[Shape]:
+    return [tuple(tensor.shape) for tensor in tensors_in(arguments)]

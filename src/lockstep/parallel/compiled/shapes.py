@@ -43,6 +43,10 @@ class SizesSeen:
             for ours, others in zip(self.sizes, other, strict=True)
         ]
 
+    def describe(self) -> list[list[int]]:
+        """Return the size of each dimension, or -1 if it varies."""
+        return [[sizes[0] if len(sizes) == 1 else -1 for sizes in dims] for dims in self.sizes or []]
+
     def varying(self) -> Dims:
         """Return the dimensions with more than one size."""
         return frozenset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,13 +15,21 @@ from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.call_chain import CallChain
 from lockstep.parallel.compiled.decision import BLOCKS, LOSS
 
+BACKEND: Any = "inductor"
+MOST_VERSIONS = 8  # of one block, for classes of sizes
+
 Function = Callable[..., Any]  # (model, *args), such as a task's loss
+
+
+class Unsuitable(Exception):
+    """Something that torch could compile, and that must not be compiled."""
 
 
 class Target:
     """The compiled code of one target. It stays on the model until `remove`."""
 
-    def __init__(self, name: str, model: nn.Module, function: Function | None, dynamic: bool):
+    def __init__(self, name: str, model: nn.Module, function: Function | None, dynamic: bool, alone: bool):
+        """`dynamic`: sizes vary. `alone`: there is one rank, so that collectives do not matter."""
         self.name = name
         self.model = model
         self.function: Function | None = None  # the compiled function, if the target is the loss
@@ -29,14 +38,15 @@ class Target:
         if name == LOSS:
             assert function is not None
             # Dimensions that vary are marked in the first call; all others are static.
-            self.function = torch.compile(function, fullgraph=True, dynamic=None if dynamic else False)
+            sizes = None if dynamic else False
+            self.function = torch.compile(function, fullgraph=True, dynamic=sizes, backend=checked_backend(alone))
             return
 
         # A model that overrides `compile` compiles parts of itself, so every module may change.
         before = {module: compiled_call(module) for module in model.modules()}
         for module in find_blocks(model) if name == BLOCKS else [model]:
             own = type(module).compile is not nn.Module.compile
-            CallChain.of(module).compile(**({} if own else {"dynamic": dynamic}))
+            CallChain.of(module).compile(**({} if own else {"dynamic": dynamic, "backend": BACKEND}))
 
         self._modules = [module for module, call in before.items() if compiled_call(module) is not call]
 
@@ -62,11 +72,80 @@ def compiles_itself(model: nn.Module) -> bool:
 
 
 @contextmanager
-def separate_sizes() -> Iterator[None]:
-    """Compile so that two dynamic dimensions which happen to be equal in the first batch may differ in the next."""
-    before = symbolic_shapes.use_duck_shape
+def compiling(blocks: int) -> Iterator[None]:
+    """Set what torch.compile needs while it compiles a model with so many blocks."""
+    import torch._dynamo.config as dynamo  # slow to import, and needed only here
+
+    before = symbolic_shapes.use_duck_shape, dynamo.recompile_limit
+
+    # Two dynamic dimensions that happen to be equal in the first batch may differ in the next.
     symbolic_shapes.use_duck_shape = False
+
+    # Blocks that differ in a number, such as their index, are traced one by one. torch stops at 8, and would run the
+    # rest eagerly.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, blocks + MOST_VERSIONS)
     try:
         yield
     finally:
-        symbolic_shapes.use_duck_shape = before
+        symbolic_shapes.use_duck_shape, dynamo.recompile_limit = before
+
+
+def checked_backend(alone: bool) -> Any:
+    """Return a compiler for the graph of a loss that refuses what must not be compiled, before it takes long."""
+
+    def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        # A loss that changes something in Python (counts, appends to a list) must be called once for each micro-batch,
+        # and so cannot be compared with eager. Nothing has run yet.
+        if changed := changed_objects():
+            raise Unsuitable(f"it has side effects in Python: it changes {', '.join(changed)}")
+
+        # The ranks do not compile at the same time, and would wait for each other in a collective.
+        for node in graph.graph.nodes if not alone else ():
+            home = str(getattr(node.target, "__module__", ""))
+            if "c10d" in str(node.target) or home.startswith("torch.distributed"):
+                raise Unsuitable(f"it contains a collective ({node.target})")
+
+        backend = torch._dynamo.lookup_backend(BACKEND) if isinstance(BACKEND, str) else BACKEND
+        return backend(graph, inputs)
+
+    return compile_graph
+
+
+def changed_objects() -> list[str]:
+    """Return the names of existing Python objects that are changed by the function that torch traces now.
+
+    It reads private attributes of torch. Where they are missing, a loss is not compiled.
+    """
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+        from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
+
+        effects = InstructionTranslator.current_tx().output.side_effects
+        changed = [variable for variable in effects.id_to_variable.values() if effects.is_modified(variable)]
+    except (ImportError, AttributeError) as error:
+        raise Unsuitable("this version of torch does not tell whether it has side effects") from error
+
+    existing = [v for v in changed if isinstance(v.mutation_type, AttributeMutationExisting | ValueMutationExisting)]
+    # By identity: the variables of lists cannot be compared.
+    stored = {id(variable): values for variable, values in effects.store_attr_mutations.items()}
+    return sorted({_name(v.source) for v in existing if not _is_restored(v, stored.get(id(v)))})
+
+
+def _is_restored(variable: Any, stored: Any) -> bool:
+    """Return whether all that is set on an object has the value from before, as after `with` in transformers."""
+    if not stored:
+        return False
+
+    owner = getattr(variable, "value", None)
+    return owner is not None and all(
+        new.is_python_constant()
+        and type(new.as_python_constant()) is type(getattr(owner, name, _name))
+        and new.as_python_constant() == getattr(owner, name)
+        for name, new in stored.items()
+    )
+
+
+def _name(source: Any) -> str:
+    """Return `self.count` for what torch calls `L['self'].count`."""
+    name = source.name if isinstance(getattr(source, "name", None), str) else source.name() if source else "a closure"
+    return re.sub(r"[LG]\['(\w+)'\]", r"\1", name)

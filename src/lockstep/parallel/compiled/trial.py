@@ -37,9 +37,9 @@ class Outcome:
 class Trial:
     """Runs a call on copies of its arguments. It leaves no gradients on the parameters."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], args: tuple[Any, ...], kwargs: Mapping[str, Any]):
+    def __init__(self, parameters: Sequence[nn.Parameter], arguments: tuple[tuple[Any, ...], Mapping[str, Any]]):
         self.parameters = parameters
-        self.args = args
+        self.args, kwargs = arguments
         self.kwargs = dict(kwargs)
 
     def run(self, call: Call, dynamic: Dims = frozenset()) -> Outcome:
@@ -133,7 +133,10 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _copy(tensor: Tensor) -> Tensor:
-    # A subclass may not be copied by its elements, and its call rarely changes it.
-    if type(tensor) is not Tensor:
+    # A subclass may not be copied by its elements, nor may an expanded tensor; a call rarely changes them.
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or 0 in tensor.stride():
         return tensor
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+    # With the strides of the original: compiled code is compiled for them, too.
+    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)

@@ -35,7 +35,7 @@ from lockstep.parallel.tensor.driver import broadcast_unsharded_gradients, reduc
 from lockstep.precision import BF16_STORED, cast_parameters_
 from lockstep.runtime.context import Runtime, device_name
 from lockstep.runtime.control_word import ControlWord
-from lockstep.runtime.machine import available_memory
+from lockstep.runtime.host.resources import available_memory
 from lockstep.runtime.world import World
 
 # torch's name of the autograd node at a block's inputs. A frozen block has no leaf to find it by.

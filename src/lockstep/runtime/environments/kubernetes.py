@@ -17,7 +17,7 @@ from lockstep.runtime.environments.nodes import (
     make_nodes,
     require,
 )
-from lockstep.runtime.machine import join_host_port
+from lockstep.runtime.host.network import join_host_port
 from lockstep.runtime.world import whole_number
 
 # For the user to set, in an indexed Job or elsewhere. LOCKSTEP_JOIN may list several addresses.

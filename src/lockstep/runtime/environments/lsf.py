@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lockstep.errors import UserError
 from lockstep.runtime.environments.nodes import Nodes, check_number, port_of
-from lockstep.runtime.machine import join_host_port
+from lockstep.runtime.host.network import join_host_port
 from lockstep.runtime.world import World, whole_number
 
 # jsrun numbers its tasks from 0, blaunch from 1.

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.errors import UserError, plural
-from lockstep.runtime.machine import join_host_port
+from lockstep.runtime.host.network import join_host_port
 from lockstep.runtime.world import whole_number
 
 # Ports for a rendezvous without a given port, below the ports that systems assign automatically (32768 and up on

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from lockstep.errors import UserError, plural
 from lockstep.runtime.environments.nodes import FIRST_PORT, PORTS, Nodes, check_number
-from lockstep.runtime.machine import join_host_port
+from lockstep.runtime.host.network import join_host_port
 from lockstep.runtime.world import World, whole_number
 
 

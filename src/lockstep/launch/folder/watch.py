@@ -9,8 +9,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.launch import records
+from lockstep.launch.folder.resize import REQUEST
+from lockstep.launch.folder.run_dir import folder_identity
 from lockstep.launch.nodes.election import HeldTerm
-from lockstep.launch.run_dir import folder_identity
 from lockstep.launch.wire.connections import BEAT_S
 
 # How long the end of a job waits for the thread that looks at the run folder, whose disk may not answer.
@@ -79,7 +80,7 @@ class FolderWatch:
 
     def _read_resize_request(self) -> None:
         # Usually there is no such file. After an error of the disk, the next look may read it.
-        request = self._run_dir / "resize"
+        request = self._run_dir / REQUEST
         with suppress(OSError):
             self.resize_requests.append(records.read_bytes(request, most=4096).decode(errors="replace").strip())
             request.unlink()

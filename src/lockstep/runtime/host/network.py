@@ -1,9 +1,8 @@
-"""The resources of this machine, found without importing torch, which takes seconds."""
+"""The network interfaces and addresses of this machine, found without importing torch, which takes seconds."""
 
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import socket
 from collections.abc import Mapping
@@ -18,71 +17,10 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
-def available_cores() -> int:
-    """Return the number of cores that this process may use: by its affinity, and by the quota of its container."""
-    # macOS has no such function.
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quota = cpu_quota()
-    return cores if quota is None else max(1, min(cores, int(quota)))
-
-
-def hardware_counts(cpus: Path = Path("/sys/devices/system/cpu")) -> set[int]:
-    """Return the numbers of hardware threads and cores: of the whole machine, and within the affinity."""
-    everything = set(range(os.cpu_count() or 1))
-    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else everything
-
-    counts = set()
-    for group in (everything, allowed):
-        files = [cpus / f"cpu{number}" / "topology" / "thread_siblings_list" for number in group]
-        cores = {file.read_text() for file in files if file.is_file()}
-        counts |= {len(group), len(cores) or len(group)}
-
-    return counts
-
-
-def cpu_quota(root: Path = Path("/sys/fs/cgroup"), of_process: Path = Path("/proc/self/cgroup")) -> float | None:
-    """Return how many cores the control groups of this process allow it (cgroup v2), or None if they set no limit."""
-    # The line is "0::/a/b". Every group on that path may have a limit, and the lowest limit applies. In a container the
-    # path is often the host's, and only the top of the tree is visible.
-    line = re.search(r"^0::/(.*)$", of_process.read_text(), re.MULTILINE) if of_process.exists() else None
-    folder = root / line[1] if line else root
-
-    quotas = []
-    for group in (folder, *folder.parents):
-        file = group / "cpu.max"
-        if group.is_relative_to(root) and file.is_file() and (limit := re.match(r"(\d+) (\d+)", file.read_text())):
-            quotas.append(int(limit[1]) / int(limit[2]))
-
-    return min(quotas, default=None)
-
-
-def available_memory() -> int:
-    """Return the bytes of host memory that are free, or all host memory where the system does not say (macOS)."""
-    # MemAvailable, in KiB, includes what Linux could reclaim from caches.
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists() and (free := re.search(r"^MemAvailable:\s*(\d+)", meminfo.read_text(), re.MULTILINE)):
-        return int(free[1]) * 1024
-
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def visible_gpus(env: Mapping[str, str] = os.environ) -> int:
-    """Return the number of NVIDIA GPUs that CUDA_VISIBLE_DEVICES allows, or that the driver lists."""
-    # As CUDA reads it: an empty list, or -1, hides all GPUs.
-    visible = env.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return sum(device.strip() not in ("", "-1") for device in visible.split(","))
-
-    return len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
-
-
 def loopback_interface() -> str | None:
     """Return the name of the network interface that no other machine can reach, or None if there is none."""
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
-
-
-# ---- which of several network interfaces ----
 
 
 def addresses_of_interfaces() -> dict[str, list[str]]:

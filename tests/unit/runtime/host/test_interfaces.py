@@ -10,8 +10,8 @@ from lockstep.launch import supervisor
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.local_attempt import LocalAttempt
 from lockstep.launch.wire.messages import Start
-from lockstep.runtime import machine
-from lockstep.runtime.machine import GLOO_INTERFACE, NCCL_INTERFACE, check_interfaces, interface_towards
+from lockstep.runtime.host import network
+from lockstep.runtime.host.network import GLOO_INTERFACE, NCCL_INTERFACE, check_interfaces, interface_towards
 from lockstep.runtime.rendezvous.handshake import Secret
 
 KNOWN = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "docker0": ["172.17.0.1"], "eth1": []}
@@ -20,13 +20,13 @@ KNOWN = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "docker0": ["172.17.0.1"], "
 @pytest.fixture
 def interfaces(monkeypatch):
     """A machine with these interfaces, whose way to everything else is eth0."""
-    monkeypatch.setattr(machine, "addresses_of_interfaces", lambda: KNOWN)
-    monkeypatch.setattr(machine, "address_towards", lambda host: host if host.startswith("127.") else "10.0.0.1")
+    monkeypatch.setattr(network, "addresses_of_interfaces", lambda: KNOWN)
+    monkeypatch.setattr(network, "address_towards", lambda host: host if host.startswith("127.") else "10.0.0.1")
 
 
 def test_the_interface_towards_a_host_has_the_address_of_this_machine(interfaces):
     assert interface_towards("10.0.0.2") == "eth0"
-    assert interface_towards("127.0.0.5") == machine.loopback_interface()
+    assert interface_towards("127.0.0.5") == network.loopback_interface()
 
 
 def test_a_way_that_the_system_knows():
@@ -120,7 +120,7 @@ def test_a_name_that_means_loopback_here_is_reached_by_the_address_in_the_networ
         return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (meanings[host], 0))]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
-    assert machine.as_others_reach_it("node1") == "10.0.0.1"
-    assert machine.as_others_reach_it("node2") == "node2"
-    assert machine.as_others_reach_it("localhost") == "localhost"
-    assert machine.as_others_reach_it("127.0.0.1") == "127.0.0.1"
+    assert network.as_others_reach_it("node1") == "10.0.0.1"
+    assert network.as_others_reach_it("node2") == "node2"
+    assert network.as_others_reach_it("localhost") == "localhost"
+    assert network.as_others_reach_it("127.0.0.1") == "127.0.0.1"

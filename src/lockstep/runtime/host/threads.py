@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from lockstep.errors import plural
-from lockstep.runtime.machine import available_cores, hardware_counts
+from lockstep.runtime.host.resources import available_cores, hardware_counts
 
 OMP_THREADS_VAR = "OMP_NUM_THREADS"
 

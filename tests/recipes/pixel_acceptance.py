@@ -1,7 +1,7 @@
 """The caption recipe on one process and on two, where one of the two is killed after the checkpoint in the middle.
 
-python benchmarks/pixel_acceptance.py
-python benchmarks/pixel_acceptance.py --steps 60 --preset tiny
+python tests/recipes/pixel_acceptance.py
+python tests/recipes/pixel_acceptance.py --steps 60 --preset tiny
 
 The losses of the first 50 steps must agree within 1e-4, the last ones within 2 %, and every checkpoint must be whole.
 Exit code 1 if not.
@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from trainings import command, metrics
+from lockstep.observe.sinks import read_jsonl
 
 FIRST, FIRST_LIMIT = 50, 1e-4
 LAST, LAST_LIMIT = 100, 0.02  # the mean of this many steps: one step's loss depends on its few hard pictures
@@ -44,12 +44,14 @@ def main() -> int:
 
 def train(run_dir: Path, settings: list[str], ranks: int, faults: list[dict] | None = None) -> None:
     env = os.environ | ({"LOCKSTEP_FAULTS": json.dumps(faults)} if faults else {})
-    subprocess.run(command("pixel_llm", run_dir, *settings, ranks=ranks), env=env, check=True)
+    command = [sys.executable, "-m", "lockstep", "train", "pixel_llm", "--nproc", str(ranks), *settings]
+    subprocess.run([*command, f"run_dir={run_dir}"], env=env, check=True)
 
 
 def losses(run_dir: Path) -> list[float]:
     """By step; a step that was taken again after a failure counts as it was the last time."""
-    return [loss for _, loss in sorted({row["step"]: row["loss"] for row in metrics(run_dir)}.items())]
+    found = {row["step"]: row["loss"] for row in read_jsonl(run_dir / "metrics.jsonl")}
+    return [loss for _, loss in sorted(found.items())]
 
 
 def judge(one: Path, two: Path) -> int:

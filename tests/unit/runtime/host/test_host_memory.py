@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
-from lockstep.runtime.host_memory import keep_freed_memory
+from lockstep.runtime.host.memory import keep_freed_memory
 
 # Eight blocks of 8 MB, made and freed in every step. Prints the page faults of ten steps.
 STEPS = """
 import os, resource, sys
-from lockstep.runtime.host_memory import keep_freed_memory
+from lockstep.runtime.host.memory import keep_freed_memory
 
 def step():
     blocks = [bytearray(8 * 2**20) for _ in range(8)]

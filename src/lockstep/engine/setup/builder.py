@@ -15,83 +15,68 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lockstep.checkpoint.initial.weights import InitialWeights, load_initial_weights
+from lockstep.checkpoint.initial.weights import InitialWeights
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.resume import Resumed
 from lockstep.checkpoint.run_state import Part, RunState
-from lockstep.checkpoint.state_tree import frozen_names, gather_state, pack
-from lockstep.checkpoint.storage import committed, delete_leftovers, open_storage
+from lockstep.checkpoint.storage import delete_leftovers, open_storage
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.dataset_source import DatasetSource
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
-from lockstep.data.map_source import MapSource
+from lockstep.data.mosaic import DESCRIPTION, by_index, is_streaming_dataset
 from lockstep.data.samplers.torch_samplers import bind_sampler
-from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import open_source
-from lockstep.data.windows import rank_range
-from lockstep.engine.checks.guards import LateHooks, TrainableGuard, check_replicas
+from lockstep.engine.checks.guards import LateHooks, TrainableGuard
 from lockstep.engine.checks.model import (
-    check_equal_work,
-    check_instance_norms,
     check_not_wrapped,
-    check_supported,
-    refuse_single_samples,
 )
 from lockstep.engine.checks.settings import (
     check_before_batch,
-    check_enough_micro_batches,
-    check_epochs_countable,
     check_same_config,
     check_sample_log,
     check_steps_left,
 )
 from lockstep.engine.determinism import Exactness
-from lockstep.engine.diagnose import recorded_micro_batch
 from lockstep.engine.evaluation.evaluations import Evaluations
 from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, Evaluator
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
 from lockstep.engine.hooks.view import BuiltRunView
-from lockstep.engine.load_balance import LoadBalancer, open_load_balancer, plan_by_speed
+from lockstep.engine.load_balance import LoadBalancer, open_load_balancer
 from lockstep.engine.log.banner import describe_resume, describe_run
 from lockstep.engine.log.step_log import SampleLog, StepLog
 from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.profile.steps import ProfiledSteps
 from lockstep.engine.requests import Requests
 from lockstep.engine.run import Run
+from lockstep.engine.setup.data import attach_source, plan_data, source_options
+from lockstep.engine.setup.model import check_model, initial_weights, make_average, wrap_optimizers
+from lockstep.engine.setup.resumed import continue_plan, last_log_line
 from lockstep.engine.step import Stepper
 from lockstep.errors import ConfigError, Preempted, UserError
 from lockstep.launch import records
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, open_run_dir, write_head
-from lockstep.observe.sinks import read_jsonl
-from lockstep.optim.bf16_masters import MasterWeights
-from lockstep.optim.groups import apply_groups
-from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, as_list, check_kind, rebind
-from lockstep.optim.registry import build_optimizers
-from lockstep.optim.schedule import LearningRate
+from lockstep.optim.optimizers import Optimizers, rebind
 from lockstep.optim.user_scheduler import SchedulerRate, check_schedulers_passed, make_learning_rate
-from lockstep.optim.weight_average import WeightAverage
 from lockstep.parallel.apply import apply
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver, trainable
 from lockstep.parallel.inner_gradients import stop_watching
-from lockstep.plan.plan import Plan, make_plan
-from lockstep.precision import Precision, check_batchnorm, check_storage, choose_precision, for_model
+from lockstep.plan.plan import Plan
+from lockstep.precision import Precision, choose_precision, for_model
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 from lockstep.runtime.seeds import derive, preserve_rng, seed_everything, seed_torch
-from lockstep.runtime.world import World
-from lockstep.task import BatchSource, SourceContext
+from lockstep.task import BatchSource
 
 LAST_SAVE_S = 5.0  # seconds that a save in flight gets when the run fails
 
@@ -154,7 +139,7 @@ class RunBuilder:
 
         check_not_wrapped(model)
         self.precision = for_model(self.precision, self.config.precision, model)
-        self._check_model(model)
+        check_model(model, self.precision, self.runtime)
 
         # Sharding replaces parameters. `rebind` gives the new ones, by name, to optimizers that were made before.
         parameters_before = dict(model.named_parameters())
@@ -162,13 +147,15 @@ class RunBuilder:
 
         # Undone if the run fails.
         self._on_failure.callback(release_captures, self.driver.model)
+        if self.driver.compiler:
+            self._on_failure.callback(self.driver.compiler.release)
         self._on_failure.callback(stop_watching)  # a custom loop may fail while it is watched
 
         late_hooks = LateHooks(model, parameters_before)
 
         # Before the optimizers, which may copy the weights.
         if self.config.init_from:
-            self.add_part("init_from", self._load_initial_weights(self.driver))
+            self.add_part("init_from", initial_weights(self.driver, self.config, self.runtime, self.folder))
 
         # Drivers may have state of their own, such as PowerSGD's errors.
         for name, part in self.driver.parts.items():
@@ -190,7 +177,7 @@ class RunBuilder:
             guard=TrainableGuard(model, late_hooks),
             exactness=exactness,
             schedulers=user_schedulers,
-            average=self._make_average(model),
+            average=make_average(model, self.config, self.driver, self.runtime),
         )
         return self.model_setup
 
@@ -211,24 +198,6 @@ class RunBuilder:
         if self.resolved.sources[key] == "run.setup":
             self.recorder.event("note", reason=f"{key}=true, because {reason}")
 
-    def _load_initial_weights(self, driver: Driver) -> InitialWeights:
-        """Read the weights at `init_from`; of a run that will resume only those that its checkpoints leave out."""
-        config, runtime, folder = self.config, self.runtime, self.folder
-        assert config.init_from is not None
-
-        def will_resume() -> bool:
-            storage = open_storage(folder.path / "checkpoints")
-            return folder.resume_from is not None or (folder.resume_newest and bool(committed(storage)))
-
-        only = None
-        if runtime.collectives.run_on_rank0(will_resume):
-            only = set() if config.checkpoint.frozen else frozen_names(driver.model)
-            if not only:
-                return InitialWeights(config.init_from)
-
-        elsewhere = {name for name, ranks in driver.role.holders.items() if runtime.world.rank not in ranks}
-        return load_initial_weights(driver.model.state_dict(), config, runtime, elsewhere, only)
-
     def _make_optimizers(
         self,
         model: nn.Module,
@@ -240,7 +209,7 @@ class RunBuilder:
         assert self.driver is not None
         user_optimizers = optimizers(self.driver.model)
         rebind(user_optimizers, parameters_before, dict(model.named_parameters()))
-        wrapped = _wrap_optimizers(user_optimizers, model, self.config, self.precision, self.runtime)
+        wrapped = wrap_optimizers(user_optimizers, model, self.config, self.precision, self.runtime)
         if not self.driver.role.runs_whole_model:
             wrapped.refuse_coupled("a stage of a pipeline")
 
@@ -248,29 +217,6 @@ class RunBuilder:
         user_schedulers = schedulers(wrapped.all[0] if len(wrapped.all) == 1 else wrapped.all)
         check_schedulers_passed(user_optimizers, user_schedulers)
         return wrapped, user_schedulers
-
-    def _make_average(self, model: nn.Module) -> WeightAverage | None:
-        decay = self.config.ema.decay
-        if decay is None:
-            return None
-
-        assert self.driver is not None
-        rank = self.runtime.world.rank
-        elsewhere = [name for name, ranks in self.driver.role.holders.items() if rank not in ranks]
-        return WeightAverage(model, decay, elsewhere)
-
-    def _check_model(self, model: nn.Module) -> None:
-        if self.precision.rounding:
-            check_batchnorm(model, self.precision)
-        else:
-            check_storage(model)
-
-        check_supported(model)
-        if not self.runtime.world.alone:
-            check_instance_norms(model)
-
-        # Frozen parameters are never broadcast, so they must already be equal on all ranks.
-        check_replicas(model, self.runtime, only_frozen=True)
 
     def add_part(self, name: str, part: Part) -> None:
         """Save and restore `part` with every checkpoint. The name "data" is reserved for the data source."""
@@ -304,7 +250,7 @@ class RunBuilder:
         assert setup is not None, "setup_run() before setup_model()"
 
         # A DataLoader may set what the configuration leaves open, so it comes first.
-        data, collate, loader_line = self._take_loader(data, collate)
+        data, collate, loader_lines = self._take_loader(data, collate)
         config, runtime, driver = self.config, self.runtime, setup.driver
         for hook in self.hooks.batch_hooks if self.hooks else ():
             check_before_batch(config, driver.role, runtime.world.alone, hook)
@@ -315,7 +261,7 @@ class RunBuilder:
         with preserve_rng(runtime.device):
             runtime.suit_threads(driver.model, plan.micro_batch, largest_input)
 
-        _attach_source(source, driver, plan, config, runtime)
+        attach_source(source, driver, plan, config, runtime)
         samples = self._open_sample_log()
 
         load_balancer = open_load_balancer(config.load_balance, plan, source, driver, runtime, self.recorder.event)
@@ -324,10 +270,10 @@ class RunBuilder:
         checkpoints = self._open_checkpoints(setup, stepper, source, plan)
         resumed = checkpoints.resume()
         if resumed:
-            plan = checkpoints.plan = self._continue_plan(resumed, plan, source, stepper)
+            plan = checkpoints.plan = continue_plan(resumed, plan, source, stepper, config)
 
         log = StepLog(config.log.every, plan, stepper, self.recorder, samples)
-        facts = self._describe(setup, plan, source, stepper, loader_line)
+        facts = self._describe(setup, plan, source, stepper, loader_lines)
         if resumed:
             facts["resumed"] = self._continue_records(resumed, log, stepper, plan)
         facts |= self._describe_weights(setup, plan, source, resumed)
@@ -408,54 +354,27 @@ class RunBuilder:
 
     # ---- parts of setup_run ----
 
-    def _take_loader(self, data: Any, collate: Collate) -> tuple[Any, Collate, str | None]:
-        """Return (data, collate, banner line). A DataLoader is replaced by its parts; other data has no line."""
+    def _take_loader(self, data: Any, collate: Collate) -> tuple[Any, Collate, dict[str, str]]:
+        """Return (data, collate, banner lines). A DataLoader is replaced by its parts; most other data has no lines."""
+        if is_streaming_dataset(data):
+            return by_index(data), collate, {"StreamingDataset": DESCRIPTION}
+
         if not isinstance(data, DataLoader) or is_stateful_stream(data):
-            return data, collate, None
+            return data, collate, {}
 
         taken = take_loader(data, collate)
         self.resolved = self.resolved.fill_in("DataLoader", taken.settings)
         check_same_config(self.config, self.runtime)
         used = {key for key in taken.settings if self.resolved.sources[key] == "DataLoader"}
-        return taken.data, taken.collate, taken.describe(used)
+        return taken.data, taken.collate, {"DataLoader": taken.describe(used)}
 
     def _plan_data(self, data: Any, collate: Callable[[list[Any]], Any], driver: Driver) -> tuple[Plan, BatchSource]:
         config = self.config
-        role = driver.role
-
-        # All ranks of a tp or pp group train on the same samples, so they count as one.
-        data_world = World(role.data_rank, role.data_size)
-
-        # A stream has no length. The largest micro-batch that fits is recorded when a run runs out of memory.
         data = bind_sampler(data, config.seed)
-        length = _known_length(data)
-        max_micro_batch = recorded_micro_batch(self.folder.path, self.runtime) if config.micro_batch == "auto" else None
-
-        plan = make_plan(config, data_world.size, length, max_micro_batch, role.pipeline_depth)
-        plan = plan_by_speed(plan, config.load_balance)
-        check_equal_work(driver.model, plan, config.tail)
-        refuse_single_samples(driver.model, plan, config.tail)
-        if not role.runs_whole_model:
-            check_enough_micro_batches(plan)
-
-        options = SourceOptions(
-            global_batch=plan.global_batch,
-            micro_batch=plan.micro_batch,
-            tail=config.tail,
-            config=config.data,
-            seed=config.seed,
-            data_world=data_world,
-            device=self.runtime.device,
-            interleaved=role.interleaved,
-            collective_forwards=role.collective_forwards,
-            exact=config.exact,
-            watches_dataset=config.checks.first_batch,
-            gather_states=partial(gather_state, self.runtime.collectives),
-            log_event=self.recorder.event,
-            beat=self.runtime.heartbeat.again,
-            check_state=_check_stream_state,
+        plan = plan_data(data, driver, config, self.runtime, self.folder)
+        source = open_source(
+            data, collate, source_options(plan, driver.role, config, self.runtime, self.recorder.event)
         )
-        source = open_source(data, collate, options)
         self._on_failure.callback(source.close)
 
         # A user-defined source may compute its batches on the GPU, so the time in it does not count as data wait.
@@ -505,7 +424,7 @@ class RunBuilder:
         return stepper
 
     def _describe(
-        self, setup: ModelSetup, plan: Plan, source: BatchSource, stepper: Stepper, loader_line: str | None
+        self, setup: ModelSetup, plan: Plan, source: BatchSource, stepper: Stepper, loader_lines: dict[str, str]
     ) -> dict[str, str]:
         """Return the lines of the banner about the settings and the plan. Collective."""
         model = setup.driver.model
@@ -516,10 +435,8 @@ class RunBuilder:
         facts |= setup.optimizers.facts
         if source.about:
             facts["data"] = source.about
-        if loader_line:
-            facts["DataLoader"] = loader_line
 
-        return facts
+        return facts | loader_lines
 
     def _describe_weights(
         self, setup: ModelSetup, plan: Plan, source: BatchSource, resumed: Resumed | None
@@ -587,18 +504,6 @@ class RunBuilder:
         checkpoints.check_space()
         return checkpoints
 
-    def _continue_plan(self, resumed: Resumed, plan: Plan, source: BatchSource, stepper: Stepper) -> Plan:
-        """Return the plan of a resumed run: its epochs are counted by the data, as its steps may have another size."""
-        if not isinstance(source, MapSource):
-            check_epochs_countable(self.config, resumed.global_batch, plan.global_batch)
-            return plan
-
-        plan = plan.resumed(self.config, stepper.counters.steps_done, source.order.steps_counted)
-        if isinstance(stepper.learning_rate, LearningRate):
-            stepper.learning_rate.total_steps = plan.steps
-            stepper.lr = stepper.learning_rate.at(stepper.counters.applied)
-        return plan
-
     def _continue_records(self, resumed: Resumed, log: StepLog, stepper: Stepper, plan: Plan) -> str:
         """Continue the clock and the log of a resumed run. Return a line for the banner."""
         steps_done = stepper.counters.steps_done
@@ -610,7 +515,7 @@ class RunBuilder:
         may_be_stopped = resumed.loop.stop or (self.config.stop.patience and resumed.loop.early_stop)
         if steps_done == plan.steps or may_be_stopped:
             self.recorder.last = self.runtime.collectives.run_on_rank0(
-                lambda: _last_log_line(self.folder.path, steps_done)
+                lambda: last_log_line(self.folder.path, steps_done)
             )
 
         return describe_resume(resumed, self.folder)
@@ -670,72 +575,3 @@ def open_run(
     seed_everything(derive(config.seed, "init"))
     seed_torch(derive(config.seed, "init"), runtime.device)
     return builder
-
-
-def _wrap_optimizers(
-    user_optimizers: Any, model: nn.Module, config: RunConfig, precision: Precision, runtime: Runtime
-) -> Optimizers:
-    """Return the task's optimizers, or their replacements by the setting `optimizer`, as one `Optimizers` object."""
-    for optimizer in as_list(user_optimizers):
-        check_kind(optimizer)
-
-    optimizers = build_optimizers(config, user_optimizers, model)
-    group_line = apply_groups(config.optim.groups, as_list(optimizers), model)
-
-    # FSDP shards the parameters, and the optimizer state with them. zero1 shards only the optimizer state.
-    shards_only_state = config.strategy_record.shards_optimizer and not config.strategy_record.shards_parameters
-    sharded = shards_only_state and not runtime.world.alone
-    wrapped = ShardedOptimizers(optimizers, model, runtime) if sharded else Optimizers(optimizers, model)
-
-    wrapped.group_line = group_line
-
-    # Parameters stored in bfloat16 are updated through float32 copies.
-    if precision.rounding:
-        wrapped.use_masters(MasterWeights(wrapped.all, model, precision.rounding, config.seed))
-
-    return wrapped
-
-
-def _known_length(data: Any) -> int | None:
-    """Return the number of samples, or None for a stream. A torch DataLoader has `__len__` for streams too."""
-    try:
-        return len(data)
-    except TypeError:
-        return None
-
-
-def _check_stream_state(state: Any) -> None:
-    pack(state, "the state of the stream", {})
-
-
-def _last_log_line(run_dir: Path, steps_done: int) -> dict[str, Any]:
-    """Return the last record of metrics.jsonl that was written when at most so many steps were done, or {}."""
-    path = run_dir / "metrics.jsonl"
-    lines = read_jsonl(path) if path.exists() else []
-    return next((line for line in reversed(lines) if line["step"] <= steps_done), {})
-
-
-def _attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunConfig, runtime: Runtime) -> None:
-    role = driver.role
-    calls_model = type(source).attach is not BatchSource.attach
-    if calls_model and not role.runs_whole_model:
-        raise UserError(
-            f"{type(source).__name__} calls the model itself, which is not possible in a pipeline (mesh.pp)",
-            "each rank holds only a part of the model",
-            "set strategy=ddp or strategy=fsdp",
-        )
-
-    source.attach(
-        SourceContext(
-            model=driver.model,
-            device=runtime.device,
-            seed=config.seed,
-            global_batch=plan.global_batch,
-            micro_batch=plan.micro_batch,
-            mine=rank_range(plan.micro_batches, role.data_rank, role.data_size),
-            ranks=role.data_size,
-            collective_forwards=role.collective_forwards,
-            # Only one rank of each tp or pp group contributes, because all of them have the same values.
-            all_reduce=lambda values: runtime.collectives.all_reduce_(values if role.reports_loss else values.zero_()),
-        )
-    )

@@ -14,12 +14,12 @@ from torch import nn
 import lockstep
 from lockstep.launch import agent
 from lockstep.observe.sinks import read_jsonl
-from lockstep.runtime import machine, threads
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.host import resources, threads
+from lockstep.runtime.host.threads import LEAST_WORK, Threads
 from lockstep.runtime.preemption import PreemptionNotice
-from lockstep.runtime.threads import LEAST_WORK, Threads
 from lockstep.runtime.world import World
 
 
@@ -62,7 +62,7 @@ def test_threads_are_chosen_by_the_size_of_the_work() -> None:
     [
         ({"asked": 3}, 3, "as asked"),
         ({"asked": 3, "exact": True, "OMP_NUM_THREADS": "7"}, 3, "as asked"),
-        # The bits of an exact run must not depend on a variable of one machine.
+        # The bits of an exact run must not depend on a variable of one resources.
         ({"exact": True, "OMP_NUM_THREADS": "7"}, 1, "exact=true"),
         ({"OMP_NUM_THREADS": "5"}, 5, "OMP_NUM_THREADS"),
         ({"OMP_NUM_THREADS": "5", "LOCKSTEP_CORES": "4"}, 5, "OMP_NUM_THREADS"),
@@ -162,14 +162,14 @@ def test_what_the_program_has_set_stays(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_all_counts_of_the_hardware_may_be_torchs_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: 8)
-    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0, 1, 2, 4}, raising=False)
-    assert machine.hardware_counts(tmp_path) == {8, 4}
+    monkeypatch.setattr(resources.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(resources.os, "sched_getaffinity", lambda _: {0, 1, 2, 4}, raising=False)
+    assert resources.hardware_counts(tmp_path) == {8, 4}
     for number in range(8):
         topology = tmp_path / f"cpu{number}" / "topology"
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(f"{number // 2 * 2}-{number // 2 * 2 + 1}")
-    assert machine.hardware_counts(tmp_path) == {8, 4, 3}
+    assert resources.hardware_counts(tmp_path) == {8, 4, 3}
 
 
 @pytest.mark.parametrize(("width", "expected"), [(16, 1), (2048, 8)])
@@ -190,16 +190,16 @@ def test_a_run_computes_with_them_and_says_why(
 def test_the_quota_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = tmp_path / "cgroup"
     own.write_text("0::/pod/job\n")
-    assert machine.cpu_quota(tmp_path, own) is None
+    assert resources.cpu_quota(tmp_path, own) is None
 
     (tmp_path / "pod" / "job").mkdir(parents=True)
     (tmp_path / "pod" / "job" / "cpu.max").write_text("max 100000\n")
     (tmp_path / "pod" / "cpu.max").write_text("150000 100000\n")
     (tmp_path / "cpu.max").write_text("400000 100000\n")
-    assert machine.cpu_quota(tmp_path, own) == 1.5
+    assert resources.cpu_quota(tmp_path, own) == 1.5
 
     # In a container the path is that of the host: only the top is there.
     own.write_text("0::/../elsewhere\n")
-    assert machine.cpu_quota(tmp_path, own) == 4.0
-    monkeypatch.setattr(machine, "cpu_quota", lambda: 0.5)
-    assert machine.available_cores() == 1
+    assert resources.cpu_quota(tmp_path, own) == 4.0
+    monkeypatch.setattr(resources, "cpu_quota", lambda: 0.5)
+    assert resources.available_cores() == 1

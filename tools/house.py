@@ -1,8 +1,8 @@
 """Measure the shape of the source, with fixed definitions, so that two commits can be compared.
 
-    python benchmarks/house.py                     # src/lockstep of this checkout
-    python benchmarks/house.py OTHER/src/lockstep
-    python benchmarks/house.py --batch             # trains a few steps, and lists the files that a batch crosses
+    python tools/house.py                     # src/lockstep of this checkout
+    python tools/house.py OTHER/src/lockstep
+    python tools/house.py --batch             # trains a few steps, and lists the files that a batch crosses
 
 statements       AST statements, docstrings included, per 100 lines
 comments         full-line comments, in per cent of all lines

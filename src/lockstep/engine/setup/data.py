@@ -1,0 +1,103 @@
+"""What `RunBuilder.setup_run` makes around the data: the plan, and what the source must know."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from lockstep.checkpoint.state_tree import gather_state, pack
+from lockstep.config import RunConfig
+from lockstep.data.source_options import SourceOptions
+from lockstep.data.windows import rank_range
+from lockstep.engine.checks.model import check_equal_work, refuse_single_samples
+from lockstep.engine.checks.settings import check_enough_micro_batches
+from lockstep.engine.diagnose import recorded_micro_batch
+from lockstep.engine.load_balance import plan_by_speed
+from lockstep.errors import UserError
+from lockstep.observe.run_folder import RunFolder
+from lockstep.parallel.driver import Driver, RankRole
+from lockstep.plan.plan import Plan, make_plan
+from lockstep.runtime.context import EventLogger, Runtime
+from lockstep.runtime.world import World
+from lockstep.task import BatchSource, SourceContext
+
+
+def plan_data(data: Any, driver: Driver, config: RunConfig, runtime: Runtime, folder: RunFolder) -> Plan:
+    """Return the plan: how a batch is split over ranks and micro-batches, and the number of steps."""
+    role = driver.role
+
+    # A stream has no length. The largest micro-batch that fits is recorded when a run runs out of memory.
+    length = _known_length(data)
+    max_micro_batch = recorded_micro_batch(folder.path, runtime) if config.micro_batch == "auto" else None
+
+    plan = make_plan(config, role.data_size, length, max_micro_batch, role.pipeline_depth)
+    plan = plan_by_speed(plan, config.load_balance)
+    check_equal_work(driver.model, plan, config.tail)
+    refuse_single_samples(driver.model, plan, config.tail)
+    if not role.runs_whole_model:
+        check_enough_micro_batches(plan)
+
+    return plan
+
+
+def source_options(
+    plan: Plan, role: RankRole, config: RunConfig, runtime: Runtime, log_event: EventLogger
+) -> SourceOptions:
+    """Return what a source must know about the run."""
+    return SourceOptions(
+        global_batch=plan.global_batch,
+        micro_batch=plan.micro_batch,
+        tail=config.tail,
+        config=config.data,
+        seed=config.seed,
+        # All ranks of a tp or pp group train on the same samples, so they count as one.
+        data_world=World(role.data_rank, role.data_size),
+        device=runtime.device,
+        interleaved=role.interleaved,
+        collective_forwards=role.collective_forwards,
+        exact=config.exact,
+        watches_dataset=config.checks.first_batch,
+        gather_states=partial(gather_state, runtime.collectives),
+        log_event=log_event,
+        beat=runtime.heartbeat.again,
+        check_state=_check_stream_state,
+    )
+
+
+def attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunConfig, runtime: Runtime) -> None:
+    """Give a source what it may need of the run: the model, for one that makes its batches with it."""
+    role = driver.role
+    calls_model = type(source).attach is not BatchSource.attach
+    if calls_model and not role.runs_whole_model:
+        raise UserError(
+            f"{type(source).__name__} calls the model itself, which is not possible in a pipeline (mesh.pp)",
+            "each rank holds only a part of the model",
+            "set strategy=ddp or strategy=fsdp",
+        )
+
+    source.attach(
+        SourceContext(
+            model=driver.model,
+            device=runtime.device,
+            seed=config.seed,
+            global_batch=plan.global_batch,
+            micro_batch=plan.micro_batch,
+            mine=rank_range(plan.micro_batches, role.data_rank, role.data_size),
+            ranks=role.data_size,
+            collective_forwards=role.collective_forwards,
+            # Only one rank of each tp or pp group contributes, because all of them have the same values.
+            all_reduce=lambda values: runtime.collectives.all_reduce_(values if role.reports_loss else values.zero_()),
+        )
+    )
+
+
+def _known_length(data: Any) -> int | None:
+    """Return the number of samples, or None for a stream. A torch DataLoader has `__len__` for streams too."""
+    try:
+        return len(data)
+    except TypeError:
+        return None
+
+
+def _check_stream_state(state: Any) -> None:
+    pack(state, "the state of the stream", {})

@@ -1,0 +1,91 @@
+"""What `RunBuilder.setup_model` makes around the model: checks, first weights, optimizers, the moving average."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from lockstep.checkpoint.initial.weights import InitialWeights, load_initial_weights
+from lockstep.checkpoint.state_tree import frozen_names
+from lockstep.checkpoint.storage import committed, open_storage
+from lockstep.config import RunConfig
+from lockstep.engine.checks.guards import check_replicas
+from lockstep.engine.checks.model import check_instance_norms, check_supported
+from lockstep.observe.run_folder import RunFolder
+from lockstep.optim.bf16_masters import MasterWeights
+from lockstep.optim.groups import apply_groups
+from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, as_list, check_kind
+from lockstep.optim.registry import build_optimizers
+from lockstep.optim.weight_average import WeightAverage
+from lockstep.parallel.driver import Driver
+from lockstep.precision import Precision, check_batchnorm, check_storage
+from lockstep.runtime.context import Runtime
+
+
+def check_model(model: nn.Module, precision: Precision, runtime: Runtime) -> None:
+    """Refuse a model that would train wrongly, before anything is done to it. Collective."""
+    if precision.rounding:
+        check_batchnorm(model, precision)
+    else:
+        check_storage(model)
+
+    check_supported(model)
+    if not runtime.world.alone:
+        check_instance_norms(model)
+
+    # Frozen parameters are never broadcast, so they must already be equal on all ranks.
+    check_replicas(model, runtime, only_frozen=True)
+
+
+def initial_weights(driver: Driver, config: RunConfig, runtime: Runtime, folder: RunFolder) -> InitialWeights:
+    """Read the weights at `init_from`; of a run that will resume only those that its checkpoints leave out."""
+    assert config.init_from is not None
+
+    def will_resume() -> bool:
+        storage = open_storage(folder.path / "checkpoints")
+        return folder.resume_from is not None or (folder.resume_newest and bool(committed(storage)))
+
+    only = None
+    if runtime.collectives.run_on_rank0(will_resume):
+        only = set() if config.checkpoint.frozen else frozen_names(driver.model)
+        if not only:
+            return InitialWeights(config.init_from)
+
+    elsewhere = {name for name, ranks in driver.role.holders.items() if runtime.world.rank not in ranks}
+    return load_initial_weights(driver.model.state_dict(), config, runtime, elsewhere, only)
+
+
+def wrap_optimizers(
+    user_optimizers: Any, model: nn.Module, config: RunConfig, precision: Precision, runtime: Runtime
+) -> Optimizers:
+    """Return the task's optimizers, or their replacements by the setting `optimizer`, as one `Optimizers` object."""
+    for optimizer in as_list(user_optimizers):
+        check_kind(optimizer)
+
+    optimizers = build_optimizers(config, user_optimizers, model)
+    group_line = apply_groups(config.optim.groups, as_list(optimizers), model)
+
+    # FSDP shards the parameters, and the optimizer state with them. zero1 shards only the optimizer state.
+    shards_only_state = config.strategy_record.shards_optimizer and not config.strategy_record.shards_parameters
+    sharded = shards_only_state and not runtime.world.alone
+    wrapped = ShardedOptimizers(optimizers, model, runtime) if sharded else Optimizers(optimizers, model)
+
+    wrapped.group_line = group_line
+
+    # Parameters stored in bfloat16 are updated through float32 copies.
+    if precision.rounding:
+        wrapped.use_masters(MasterWeights(wrapped.all, model, precision.rounding, config.seed))
+
+    return wrapped
+
+
+def make_average(model: nn.Module, config: RunConfig, driver: Driver, runtime: Runtime) -> WeightAverage | None:
+    """Return the moving average of the weights, or None without `ema.decay`."""
+    decay = config.ema.decay
+    if decay is None:
+        return None
+
+    rank = runtime.world.rank
+    elsewhere = [name for name, ranks in driver.role.holders.items() if rank not in ranks]
+    return WeightAverage(model, decay, elsewhere)

@@ -1,0 +1,36 @@
+"""What `RunBuilder.setup_run` continues if the run resumes: the plan, and the last line of the log."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.resume import Resumed
+from lockstep.config import RunConfig
+from lockstep.data.map_source import MapSource
+from lockstep.engine.checks.settings import check_epochs_countable
+from lockstep.engine.step import Stepper
+from lockstep.observe.sinks import read_jsonl
+from lockstep.optim.schedule import LearningRate
+from lockstep.plan.plan import Plan
+from lockstep.task import BatchSource
+
+
+def continue_plan(resumed: Resumed, plan: Plan, source: BatchSource, stepper: Stepper, config: RunConfig) -> Plan:
+    """Return the plan of a resumed run: its epochs are counted by the data, as its steps may have another size."""
+    if not isinstance(source, MapSource):
+        check_epochs_countable(config, resumed.global_batch, plan.global_batch)
+        return plan
+
+    plan = plan.resumed(config, stepper.counters.steps_done, source.order.steps_counted)
+    if isinstance(stepper.learning_rate, LearningRate):
+        stepper.learning_rate.total_steps = plan.steps
+        stepper.lr = stepper.learning_rate.at(stepper.counters.applied)
+    return plan
+
+
+def last_log_line(run_dir: Path, steps_done: int) -> dict[str, Any]:
+    """Return the last record of metrics.jsonl that was written when at most so many steps were done, or {}."""
+    path = run_dir / "metrics.jsonl"
+    lines = read_jsonl(path) if path.exists() else []
+    return next((line for line in reversed(lines) if line["step"] <= steps_done), {})

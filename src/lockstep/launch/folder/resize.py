@@ -1,0 +1,40 @@
+"""The request of `lockstep resize`: a file in the run folder, which the launcher reads (`watch.py`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lockstep.errors import UserError
+from lockstep.launch import records
+from lockstep.launch.folder.locks import LOCK, has_launcher
+
+# The file with the number of processes.
+REQUEST = "resize"
+
+
+def remove_old_requests(run: Path) -> None:
+    """Remove a request of `lockstep resize` that an earlier job did not carry out."""
+    (run / REQUEST).unlink(missing_ok=True)
+
+
+def ask_for_size(run: Path, count: int) -> None:
+    """Leave a file in `run` that asks its launcher to continue with `count` processes."""
+    asked = f"lockstep resize {run} {count}"
+    if not (run / LOCK).exists():
+        raise UserError(
+            f"{asked}: {run} is not the folder of a run", "no file .lock in it", "run `lockstep resize RUN N`"
+        )
+
+    if count < 1:
+        raise UserError(f"{asked}: {count} is not a number of processes", f"{count}", "use 1 or more")
+
+    # The lock of rank 0 does not count: between two attempts there is no rank, and the request is still valid.
+    if not has_launcher(run):
+        raise UserError(
+            f"{asked}: the run is not running",
+            "no launcher (lockstep train --nproc) holds its folder",
+            f"resume it: --nproc {count} --resume {run}",
+        )
+
+    # The launcher looks for the file once a second.
+    records.write(run / REQUEST, f"{count}\n")

@@ -1,0 +1,1 @@
+"""What a rank uses of its machine: cores and threads, memory, network interfaces."""

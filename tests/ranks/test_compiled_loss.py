@@ -1,0 +1,360 @@
+"""The task's loss is compiled with its model, as far as it can be and as long as it pays. The result stays the same."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.data import TensorDataset
+
+import lockstep
+from lockstep.config import resolve
+from lockstep.engine import loop
+from lockstep.engine.own_loop import OwnRun
+from lockstep.engine.setup import open_run
+from lockstep.parallel import apply
+from lockstep.parallel.compiled import decision, history, targets
+from lockstep.runtime import context
+from lockstep.runtime.world import World
+from lockstep.task import Loss, Task
+from ranks.support import QUIET
+
+WORDS = 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.linear(x).tanh()
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.head = nn.Linear(8, WORDS)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Words(Task):
+    """The loss is outside the model, as most people write it."""
+
+    lengths = (6,)
+
+    def model(self) -> nn.Module:
+        return Net()
+
+    def optimizer(self, model: nn.Module) -> Any:
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+
+    def data(self) -> Any:
+        """Samples of different lengths."""
+        generator = torch.Generator().manual_seed(0)
+        rows = torch.randint(WORDS, (60, 12), generator=generator)
+        return [row[: self.lengths[index // 4 % len(self.lengths)]] for index, row in enumerate(rows)]
+
+    def collate(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> Loss:
+        logits = model(batch[:, :-1])
+        total = F.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten(), reduction="sum")
+        right = (logits.argmax(-1) == batch[:, 1:]).sum()
+        return Loss(total, batch[:, 1:].numel(), {"right": right})
+
+
+class Ragged(Words):
+    lengths = (5, 9, 3, 12, 8, 4, 7)
+
+
+class Breaking(Words):
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> Loss:
+        torch._dynamo.graph_break()
+        return super().loss(model, batch)
+
+
+SEEN: list[int] = []
+
+
+class Noting(Words):
+    """Its loss has side effects, and must be called once for each micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.notes: dict[str, list[Any]] = {"batches": []}
+        self.numbers = iter(range(1000))
+        SEEN.clear()
+
+    def state(self) -> Any:
+        return self.calls, len(self.notes["batches"]), len(SEEN), next(self.numbers)
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> Loss:
+        self.note(batch)
+        return super().loss(model, batch)
+
+    def note(self, batch: torch.Tensor) -> None:
+        self.calls += 1
+
+
+class Appending(Noting):
+    def note(self, batch: torch.Tensor) -> None:
+        self.notes["batches"].append(batch.sum())
+
+
+class AppendingGlobally(Noting):
+    def note(self, batch: torch.Tensor) -> None:
+        SEEN.append(1)
+
+
+class Reading(Noting):
+    def note(self, batch: torch.Tensor) -> None:
+        next(self.numbers)
+
+
+class Drawing(Noting):
+    """numpy's random numbers, which torch.compile draws with torch."""
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> Loss:
+        loss = super().loss(model, batch)
+        return Loss(loss.total * (1 + np.random.rand()), loss.weight)
+
+
+def wrong(graph: Any, inputs: Any) -> Any:
+    """A compiler with a bug."""
+    return lambda *args: [2 * out if out.is_floating_point() else out for out in graph(*args)]
+
+
+def slow(graph: Any, inputs: Any) -> Any:
+    """A compiler whose code is slower than eager."""
+
+    def run(*args: Any) -> Any:
+        time.sleep(0.1)
+        return graph(*args)
+
+    return run
+
+
+def trained(
+    world: World,
+    store: Any,
+    folder: str,
+    task: type[Task] = Words,
+    backend: Any = "aot_eager",
+    judged: bool = False,
+    lag: float = 0.0,
+    **settings: Any,
+) -> dict[str, Any]:
+    """Train, and return the weights, the events about compiling, and how often something was compiled.
+
+    judged: as with compile=auto on a GPU, with an estimate that it costs nothing. lag: seconds that rank 1 takes longer
+    """
+    values = {**QUIET, "compile": True, "steps": 4, "global_batch": 16, "micro_batch": 4, "run_dir": folder, **settings}
+    if judged:
+        values["compile"] = "auto"
+
+    events: list[str] = []
+    resolved = resolve([("test", values)])
+    torch._dynamo.reset()
+    counters.clear()
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(targets, "BACKEND", backend))
+        stack.enter_context(patch.object(history, "history_path", lambda: Path(folder).parent / "compile.json"))
+        if judged:
+            stack.enter_context(patch.object(apply, "wants_compile", lambda *_: True))
+            stack.enter_context(
+                patch.multiple(decision, START_S=0.0, COLD_S=0.0, LAYER_S=0.0, REPEATED_S=0.0, BLOCK_S=0.0)
+            )
+
+        runtime = stack.enter_context(context.start(world, resolved.config, store))
+        builder = open_run(resolved, runtime, "test")
+        record = builder.recorder.event
+
+        def noted(event: str, **fields: Any) -> None:
+            if event == "compile":
+                events.append(fields["reason"])
+            record(event, **fields)
+
+        builder.recorder.event = noted  # type: ignore[method-assign]
+        made = task()
+        if world.rank == 1 and lag:
+            collate = made.collate
+            made.collate = lambda rows: time.sleep(lag) or collate(rows)  # type: ignore[method-assign]
+
+        loop.fit(made, builder)
+        weights = {name: value.clone() for name, value in builder.driver.model.state_dict().items()}
+        state = made.state() if isinstance(made, Noting) else None
+        return {"weights": weights, "events": events, "graphs": counters["stats"]["unique_graphs"], "state": state}
+
+
+def start(pool: Any, folder: Path, ranks: int = 1, **options: Any) -> list[dict[str, Any]]:
+    return pool.run(partial(trained, **options), str(folder), world=ranks)
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_the_loss_is_compiled_with_the_model(ranks: int, pool: Any, tmp_path: Any) -> None:
+    plain = start(pool, tmp_path / "plain", ranks=ranks, compile=False)
+    found = start(pool, tmp_path / "compiled", ranks=ranks)
+    for expected, rank in zip(plain, found, strict=True):
+        assert rank["events"][0].startswith("compiled the loss with the model in")
+        assert rank["graphs"] == 1
+        assert expected["graphs"] == 0
+        assert_close(rank, expected)
+
+
+@pytest.mark.long
+def test_a_short_last_batch_does_not_compile_anew(pool: Any, tmp_path: Any) -> None:
+    """60 samples in steps of 16: the fourth step has 12, and with micro-batches of 5 there are short ones."""
+    plain = start(pool, tmp_path / "plain", compile=False, micro_batch=5, steps=8)[0]
+    found = start(pool, tmp_path / "compiled", micro_batch=5, steps=8)[0]
+    assert found["graphs"] == 1
+    assert_close(found, plain)
+
+
+@pytest.mark.parametrize("judged", [pytest.param(False, marks=pytest.mark.long), True])
+def test_ragged_batches_compile_at_most_twice(judged: bool, pool: Any, tmp_path: Any) -> None:
+    settings = {"task": Ragged, "steps": 16}
+    plain = start(pool, tmp_path / "plain", ranks=1, compile=False, **settings)[0]
+    found = start(pool, tmp_path / "found", ranks=1, judged=judged, **settings)[0]
+    compiled = [reason for reason in found["events"] if reason.startswith("compiled")]
+    assert "dimensions dynamic" in compiled[-1]
+    assert "the blocks" in compiled[-1]
+    assert len(compiled) == (1 if judged else 2)
+    assert found["graphs"] <= 2
+    assert_close(found, plain)
+
+
+def test_a_graph_break_leaves_the_model(pool: Any, tmp_path: Any) -> None:
+    (found,) = start(pool, tmp_path / "run", task=Breaking)
+    (reason,) = found["events"]
+    assert reason.startswith("compiled the model in")
+    assert "not the loss with the model: Unsupported" in reason
+    assert "test_compiled_loss.py, line" in reason
+
+
+@pytest.mark.parametrize(
+    "task", [Noting, Appending, *(pytest.param(task, marks=pytest.mark.long) for task in (AppendingGlobally, Reading))]
+)
+def test_a_loss_with_side_effects_is_called_once_for_each_batch(task: type[Task], pool: Any, tmp_path: Any) -> None:
+    plain = start(pool, tmp_path / "plain", task=task, compile=False)[0]
+    found = start(pool, tmp_path / "compiled", task=task)[0]
+    assert found["state"] == plain["state"]
+    assert found["events"][0].startswith("compiled the model in")
+    assert found["graphs"] == 1
+    assert_close(found, plain)
+
+
+@pytest.mark.long
+def test_other_random_numbers_are_found(pool: Any, tmp_path: Any) -> None:
+    (found,) = start(pool, tmp_path / "run", task=Drawing)
+    assert "compiled the loss" not in found["events"][0]
+
+
+def test_wrong_code_is_found_and_not_used(pool: Any, tmp_path: Any) -> None:
+    plain = start(pool, tmp_path / "plain", compile=False)[0]
+    found = start(pool, tmp_path / "wrong", backend=wrong)[0]
+    (reason,) = found["events"]
+    assert reason.startswith("nothing: not the loss with the model: loss or gradients differ from eager by")
+    assert all(torch.equal(value, found["weights"][name]) for name, value in plain["weights"].items())
+
+
+@pytest.mark.long
+def test_ranks_with_different_speeds_decide_alike(pool: Any, tmp_path: Any) -> None:
+    first, second = start(pool, tmp_path / "run", ranks=2, judged=True, lag=0.05, steps=12)
+    begun = [reason for reason in first["events"] if "steps of" in reason]
+    assert len(begun) == 1
+    assert [text.split(" in ")[0] for text in first["events"]] == [text.split(" in ")[0] for text in second["events"]]
+    assert first["events"][0] == second["events"][0]
+
+
+@pytest.mark.long
+def test_code_that_is_slower_is_given_up(pool: Any, tmp_path: Any) -> None:
+    (found,) = start(pool, tmp_path / "run", backend=slow, judged=True, steps=14)
+    assert found["events"][-1].startswith("nothing: compiled steps are slower")
+
+    # The record of this run keeps the next one from trying.
+    (again,) = start(pool, tmp_path / "again", backend=slow, judged=True, steps=14)
+    assert "the loss with the model compiled" not in again["events"][0]
+
+
+def own_loop(world: World, store: Any, folder: str, compiled: bool, function: bool) -> dict[str, Any]:
+    values = {**QUIET, "compile": compiled, "steps": 4, "global_batch": 16, "micro_batch": 4, "run_dir": folder}
+    resolved = resolve([("test", values)])
+    torch._dynamo.reset()
+    counters.clear()
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+
+    def loss(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+        return model(x).square().sum(), len(x)
+
+    with (
+        patch.object(targets, "BACKEND", "aot_eager"),
+        context.start(world, resolved.config, store) as runtime,
+    ):
+        run = OwnRun(open_run(resolved, runtime, "test"))
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        wrapped, _ = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        call = run.compile(loss) if function else loss
+        for step in run.steps(TensorDataset(x)):
+            for (batch,) in step:
+                step.backward(*call(wrapped, batch))
+            step.apply()
+
+        compiler = run._builder.driver.compiler
+        target = compiler.target.name if compiler and compiler.target else None
+        run.close()
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        return {"weights": weights, "target": target, "graphs": counters["stats"]["unique_graphs"]}
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
+def test_an_own_loop(ranks: int, pool: Any, tmp_path: Any) -> None:
+    plain = pool.run(own_loop, str(tmp_path / "plain"), False, True, world=ranks)[0]
+    model = pool.run(own_loop, str(tmp_path / "model"), True, False, world=ranks)[0]
+    function = pool.run(own_loop, str(tmp_path / "function"), True, True, world=ranks)[0]
+    assert (plain["target"], model["target"], function["target"]) == (None, decision.MODEL, decision.LOSS)
+    assert (plain["graphs"], model["graphs"], function["graphs"]) == (0, 1, 1)
+    assert_close(model, plain)
+    assert_close(function, plain)
+
+
+@pytest.mark.long
+def test_a_resumed_run_compiles_again(pool: Any, tmp_path: Any) -> None:
+    whole = start(pool, tmp_path / "whole", steps=6)[0]
+    settings = {"checkpoint.every": 3}
+    start(pool, tmp_path / "parts", ranks=1, steps=3, **settings)
+    rest = start(pool, tmp_path / "parts", ranks=1, steps=6, resume="auto", **settings)[0]
+    assert rest["events"][0].startswith("compiled the loss with the model")
+    assert_close(rest, whole)
+
+
+def test_a_function_before_the_model(tmp_path: Any) -> None:
+    with (
+        lockstep.start(run_dir=tmp_path, global_batch=4, steps=1, log={"progress": "off"}) as run,
+        pytest.raises(lockstep.UserError, match="needs the one model that the function calls"),
+    ):
+        run.compile(lambda model, x: model(x))

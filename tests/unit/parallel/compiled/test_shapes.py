@@ -1,0 +1,37 @@
+"""Which dimensions vary, and which batches compiled code takes."""
+
+from __future__ import annotations
+
+from lockstep.parallel.compiled.shapes import SizesSeen, fits
+
+
+def test_dimensions_that_vary_on_any_rank():
+    mine = SizesSeen()
+    mine.add([(4, 7), (4,)])
+    mine.add([(4, 9), (4,)])
+    assert mine.varying() == {(0, 1)}
+
+    other = SizesSeen()
+    other.add([(3, 7), (3,)])
+    mine.merge(other.sizes)
+    mine.merge(None)
+    assert mine.varying() == {(0, 0), (0, 1), (1, 0)}
+    assert not mine.irregular
+
+
+def test_calls_with_other_tensors_are_irregular():
+    seen = SizesSeen()
+    seen.add([(4, 7)])
+    seen.add([(4, 7), (4,)])
+    assert seen.irregular
+
+
+def test_what_compiled_code_takes():
+    compiled, dynamic = [(4, 7), (4,)], frozenset({(0, 1)})
+    assert fits([(4, 7), (4,)], compiled, frozenset())
+    assert fits([(4, 30), (4,)], compiled, dynamic)
+    assert not fits([(4, 30), (4,)], compiled, frozenset())
+    assert not fits([(3, 7), (3,)], compiled, dynamic)
+    assert not fits([(4, 1), (4,)], compiled, dynamic)  # torch compiles for 0 and 1 separately
+    assert not fits([(4, 7)], compiled, dynamic)
+    assert not fits([(4, 7, 1), (4,)], compiled, dynamic)
