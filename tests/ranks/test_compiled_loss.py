@@ -181,7 +181,9 @@ def trained(
         stack.enter_context(patch.object(history, "history_path", lambda: Path(folder).parent / "compile.json"))
         if judged:
             stack.enter_context(patch.object(apply, "wants_compile", lambda *_: True))
-            stack.enter_context(patch.multiple(decision, START_S=0.0, LAYER_S=0.0, BLOCK_S=0.0))
+            stack.enter_context(
+                patch.multiple(decision, START_S=0.0, COLD_S=0.0, LAYER_S=0.0, REPEATED_S=0.0, BLOCK_S=0.0)
+            )
 
         runtime = stack.enter_context(context.start(world, resolved.config, store))
         builder = open_run(resolved, runtime, "test")
@@ -213,7 +215,7 @@ def assert_close(found: Any, expected: Any) -> None:
         torch.testing.assert_close(found["weights"][name], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_loss_is_compiled_with_the_model(ranks: int, pool: Any, tmp_path: Any) -> None:
     plain = start(pool, tmp_path / "plain", ranks=ranks, compile=False)
     found = start(pool, tmp_path / "compiled", ranks=ranks)
@@ -224,6 +226,7 @@ def test_the_loss_is_compiled_with_the_model(ranks: int, pool: Any, tmp_path: An
         assert_close(rank, expected)
 
 
+@pytest.mark.long
 def test_a_short_last_batch_does_not_compile_anew(pool: Any, tmp_path: Any) -> None:
     """60 samples in steps of 16: the fourth step has 12, and with micro-batches of 5 there are short ones."""
     plain = start(pool, tmp_path / "plain", compile=False, micro_batch=5, steps=8)[0]
@@ -232,7 +235,7 @@ def test_a_short_last_batch_does_not_compile_anew(pool: Any, tmp_path: Any) -> N
     assert_close(found, plain)
 
 
-@pytest.mark.parametrize("judged", [False, True])
+@pytest.mark.parametrize("judged", [pytest.param(False, marks=pytest.mark.long), True])
 def test_ragged_batches_compile_at_most_twice(judged: bool, pool: Any, tmp_path: Any) -> None:
     settings = {"task": Ragged, "steps": 16}
     plain = start(pool, tmp_path / "plain", ranks=1, compile=False, **settings)[0]
@@ -253,7 +256,9 @@ def test_a_graph_break_leaves_the_model(pool: Any, tmp_path: Any) -> None:
     assert "test_compiled_loss.py, line" in reason
 
 
-@pytest.mark.parametrize("task", [Noting, Appending, AppendingGlobally, Reading])
+@pytest.mark.parametrize(
+    "task", [Noting, Appending, *(pytest.param(task, marks=pytest.mark.long) for task in (AppendingGlobally, Reading))]
+)
 def test_a_loss_with_side_effects_is_called_once_for_each_batch(task: type[Task], pool: Any, tmp_path: Any) -> None:
     plain = start(pool, tmp_path / "plain", task=task, compile=False)[0]
     found = start(pool, tmp_path / "compiled", task=task)[0]
@@ -277,6 +282,7 @@ def test_wrong_code_is_found_and_not_used(pool: Any, tmp_path: Any) -> None:
     assert all(torch.equal(value, found["weights"][name]) for name, value in plain["weights"].items())
 
 
+@pytest.mark.long
 def test_ranks_with_different_speeds_decide_alike(pool: Any, tmp_path: Any) -> None:
     first, second = start(pool, tmp_path / "run", ranks=2, judged=True, lag=0.05, steps=12)
     begun = [reason for reason in first["events"] if "steps of" in reason]
@@ -285,6 +291,7 @@ def test_ranks_with_different_speeds_decide_alike(pool: Any, tmp_path: Any) -> N
     assert first["events"][0] == second["events"][0]
 
 
+@pytest.mark.long
 def test_code_that_is_slower_is_given_up(pool: Any, tmp_path: Any) -> None:
     (found,) = start(pool, tmp_path / "run", backend=slow, judged=True, steps=14)
     assert found["events"][-1].startswith("nothing: compiled steps are slower")
@@ -324,7 +331,7 @@ def own_loop(world: World, store: Any, folder: str, compiled: bool, function: bo
         return {"weights": weights, "target": target, "graphs": counters["stats"]["unique_graphs"]}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_an_own_loop(ranks: int, pool: Any, tmp_path: Any) -> None:
     plain = pool.run(own_loop, str(tmp_path / "plain"), False, True, world=ranks)[0]
     model = pool.run(own_loop, str(tmp_path / "model"), True, False, world=ranks)[0]
@@ -335,6 +342,7 @@ def test_an_own_loop(ranks: int, pool: Any, tmp_path: Any) -> None:
     assert_close(function, plain)
 
 
+@pytest.mark.long
 def test_a_resumed_run_compiles_again(pool: Any, tmp_path: Any) -> None:
     whole = start(pool, tmp_path / "whole", steps=6)[0]
     settings = {"checkpoint.every": 3}

@@ -160,6 +160,11 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
 
     # Captured graphs hold extra memory, so the first advice is to switch them off.
     first = [Option("graph=false", None)] if has_captures(driver.model) else []
+
+    # The steps that are timed before anything is compiled need more memory than compiled ones.
+    if driver.compiler and driver.compiler.stage == "watch":
+        first.append(Option("compile=true", None))
+
     advice: list[Option] = []
 
     # The problem and the advice depend on the phase of the run.

@@ -189,6 +189,8 @@ class Run:
         steps_done = self.stepper.counters.steps_done
         if self.tracer:
             self.tracer.end_step()
+        if self.driver.compiler:
+            self.driver.compiler.end_step()  # it times the first steps, and decides by them
 
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)

@@ -202,6 +202,8 @@ class PlacedModel:
 class WatchedModel(PlacedModel):
     """Calls the user's loss in training, and watches for gradients that the loss computes itself."""
 
+    keeps_graphs = False  # whether one of these gradients went through a graph that is needed once more
+
     def call_loss(self, loss_fn: LossFn, module: Any, data: Any) -> Loss:
         """Call the user's loss, and `before_inner_gradient` before each gradient that it computes itself."""
         # The same as `with use_engine(self.watched_engine)`, without its calls for every micro-batch.
@@ -218,6 +220,7 @@ class WatchedModel(PlacedModel):
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         """Prepare for a gradient that the user's loss computes itself, or refuse it with a UserError."""
+        self.keeps_graphs |= inner.retains_graph or inner.differentiable
         refuse_backward(inner, self.leaf_names())
 
     def leaf_names(self) -> dict[int, str]:

@@ -197,6 +197,10 @@ class Compiler:
 
     def _decide(self, step_s: float) -> None:
         """Decide what to compile. Collective."""
+        # torch cannot go through a compiled graph twice.
+        if any(self.runtime.collectives.gather_json(self.driver.keeps_graphs)):
+            return self._stay_eager("the loss computes a gradient through the model and keeps its graph")
+
         self._agree_on_sizes()
         self._eager_s = step_s
         self._key = history.signature(self.model, self.runtime.device, [self.sizes.describe(), bool(self.function)])
@@ -222,6 +226,8 @@ class Compiler:
             layers=_count_layers(self.model),
             blocks=len(blocks),
             block_layers=sum(map(_count_layers, one_of_each)),
+            all_block_layers=sum(map(_count_layers, blocks)),
+            cold=self.runtime.collectives.run_on_rank0(history.is_cold) if step_s else False,
             possible=self._possible(),
             records=records,
         )
@@ -385,7 +391,7 @@ _ENOUGH: list[float] = []  # in place of timings: no step is timed any more
 
 
 def _count_layers(model: nn.Module) -> int:
-    return sum(not any(True for _ in module.children()) for module in model.modules())
+    return sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules())
 
 
 def _shapes(arguments: Any) -> list[Shape]:

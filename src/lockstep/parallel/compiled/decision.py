@@ -11,12 +11,14 @@ LOSS, MODEL, BLOCKS = "the loss with the model", "the model", "the blocks"
 # Estimates for a model that this machine has not compiled yet. Speed-ups are those of a step on a GPU.
 SPEEDUPS = {LOSS: 1.5, MODEL: 1.35, BLOCKS: 1.3}
 START_S = 6.0  # seconds to load the compiler and start its workers
+COLD_S = 6.0  # seconds more if nothing has been compiled on this machine before
 LAYER_S = 0.25  # seconds for one layer, forward and backward
-BLOCK_S = 0.5  # seconds to trace one more block, whose code is then found in torch's cache
+REPEATED_S = 0.05  # seconds for a layer of a further block, whose kernels are found in torch's cache
+BLOCK_S = 0.5  # seconds to trace one more block by itself
 DYNAMIC = 2.0  # with dynamic sizes it takes this many times as long
 
-# The expected saving must be this many times the cost. If a model gains only 1.1, or compiling takes twice as long as
-# estimated, the run then takes at most a tenth longer than without. A measured record is trusted more.
+# The expected saving must be this many times the cost. If a model gains only 1.1, or compiling takes half as long again
+# as estimated, the run then takes at most a tenth longer than without. A measured record is trusted more.
 ESTIMATE_MARGIN = 1.7
 RECORD_MARGIN = 1.1
 
@@ -36,9 +38,11 @@ class Facts:
     steps_left: int
     step_s: float  # seconds of a step without compiled code, on the slowest rank
     sizes_vary: bool  # whether batches have different sizes
-    layers: int  # modules without children, in the whole model
+    layers: int  # modules with parameters of their own, in the whole model
     blocks: int = 0  # repeated blocks
-    block_layers: int = 0  # modules without children, in one block of each class
+    block_layers: int = 0  # those modules, in one block of each class
+    all_block_layers: int = 0  # and in all blocks together
+    cold: bool = False  # nothing has been compiled on this machine before
     possible: tuple[str, ...] = (LOSS, MODEL, BLOCKS)
     records: Mapping[str, Record] = field(default_factory=dict)
 
@@ -89,9 +93,12 @@ def expected(facts: Facts, target: str) -> tuple[float, float, float]:
     if record:
         return record.cost_s, record.speedup, RECORD_MARGIN
 
-    layers = facts.block_layers if target == BLOCKS else facts.layers
-    cost_s = START_S + LAYER_S * layers * (DYNAMIC if facts.sizes_vary else 1.0)
+    # Blocks of one class share their kernels, so further ones cost little.
+    repeated = facts.all_block_layers - facts.block_layers
     if target == BLOCKS:
-        cost_s += BLOCK_S * facts.blocks
+        own_s = LAYER_S * facts.block_layers + BLOCK_S * facts.blocks
+    else:
+        own_s = LAYER_S * (facts.layers - repeated) + REPEATED_S * repeated
 
+    cost_s = START_S + COLD_S * facts.cold + own_s * (DYNAMIC if facts.sizes_vary else 1.0)
     return cost_s, SPEEDUPS[target], ESTIMATE_MARGIN

@@ -5,11 +5,13 @@ It is a hint, never needed: a file that is missing, damaged or cannot be written
 
 from __future__ import annotations
 
+import getpass
 import hashlib
 import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from tempfile import gettempdir
 from typing import Any
 
 import torch
@@ -24,6 +26,12 @@ def history_path() -> Path:
     """Return the file, in the folder that the desktop's convention names for caches."""
     folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(folder) / "lockstep" / "compile.json"
+
+
+def is_cold() -> bool:
+    """Return whether torch has no compiled code on disk: the first compilation of a machine takes longer."""
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{gettempdir()}/torchinductor_{getpass.getuser()}"
+    return not Path(folder).is_dir()
 
 
 def signature(model: nn.Module, device: torch.device, sizes: Any) -> str:

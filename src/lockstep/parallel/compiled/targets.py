@@ -133,11 +133,11 @@ def changed_objects() -> list[str]:
 
 def _is_restored(variable: Any, stored: Any) -> bool:
     """Return whether all that is set on an object has the value from before, as after `with` in transformers."""
-    owner = getattr(variable, "value", None)
-    if owner is None or not stored:
+    if not stored:
         return False
 
-    return all(
+    owner = getattr(variable, "value", None)
+    return owner is not None and all(
         new.is_python_constant()
         and type(new.as_python_constant()) is type(getattr(owner, name, _name))
         and new.as_python_constant() == getattr(owner, name)
