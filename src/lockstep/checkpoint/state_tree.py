@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.checkpoint.manifest import FLOATS
 from lockstep.errors import UserError
 from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.layout import local
+from lockstep.runtime.layout import as_bytes, local
 
 # A dict with one of these keys, and no other, encodes a value that JSON cannot represent. They are part of the file
 # format (see CONTRIBUTING).
@@ -171,7 +171,7 @@ def _feed(sha: Any, data: Any) -> None:
 
             # Every rank holds a different shard of a DTensor, so only its dtype and shape count.
             if not isinstance(data, DTensor):
-                sha.update(data.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+                sha.update(as_bytes(data.cpu()).numpy().tobytes())
 
         case np.ndarray() if data.dtype != object:
             # Not its repr, which omits digits, and the middle of a large array.

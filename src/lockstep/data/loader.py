@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset, TensorDataset, default_collate
 
-from lockstep.data.sample_errors import WorkerError, batch_to_send, explain_collate_error, name_samples
+from lockstep.data.sample_errors import batch_to_send, explain_collate_error, name_samples
 from lockstep.data.worker_copies import check_no_connection
-from lockstep.data.worker_process import open_files, start_reading, start_worker
+from lockstep.data.worker_process import LoaderBatches, open_files, start_worker
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.task import Task
@@ -224,7 +224,7 @@ def read_all(
 
 def start_loader(
     dataset: torch.utils.data.Dataset, workers: int, prefetch: int, pin_memory: bool, **options: Any
-) -> Iterator[Any]:
+) -> LoaderBatches:
     """Return batches from a DataLoader, whose worker processes start now. Without workers it reads in this process.
 
     Each worker reads `prefetch` batches ahead. An error that it sends is raised in place of the batch. `options` are
@@ -234,14 +234,7 @@ def start_loader(
         options |= {"prefetch_factor": prefetch, "worker_init_fn": partial(start_worker, open_files())}
 
     loader = DataLoader(dataset, num_workers=workers, pin_memory=pin_memory and workers > 0, **options)
-    return map(_batch_or_raise, start_reading(loader))
-
-
-def _batch_or_raise(batch: Any) -> Any:
-    """Return the batch, or raise the error that a worker process sent instead of it."""
-    if isinstance(batch, WorkerError):
-        raise UserError(*batch.texts)
-    return batch
+    return LoaderBatches(loader)
 
 
 # ---- to the device ----

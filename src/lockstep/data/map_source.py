@@ -90,7 +90,7 @@ class MapSource(DatasetSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.order.load_state_dict(state)
-        self._prefetched = None  # these batches belong to the old position
+        self.close()  # what was read ahead belongs to the old position
 
     @property
     def skipped_spans(self) -> list[tuple[int, int]]:  # pyrefly: ignore[bad-override]
@@ -152,7 +152,8 @@ class MapSource(DatasetSource):
             self._prefetched_position = self.order.position
 
     def close(self) -> None:
-        self._prefetched = None  # ends the worker processes
+        super().close()
+        self._prefetched = None
 
     def upcoming(self) -> list[Any]:
         """Return the epoch and the ids of the next samples. A resumed run must have the same, at any batch size."""
@@ -202,13 +203,15 @@ class MapSource(DatasetSource):
         return self._prefetched
 
     def _start_reading(self) -> Iterator[Any]:
-        """Start to read ahead from the current position."""
+        """Start to read ahead from the current position, and end what was read ahead from another one."""
+        self.close()
         config = self.options.config
         if self._copies:
             self._copies.record()
 
         requests = self._requests(self.order.position)
         batches = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
+        self._reading = batches
 
         # On a CPU there is no copy to overlap.
         if self.options.device.type != "cuda":

@@ -18,6 +18,8 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from lockstep.data.sample_errors import WorkerError
+from lockstep.errors import UserError
 from lockstep.runtime.parent_death import die_with_parent, signal_on_parents_death
 from lockstep.runtime.preemption import WORKER_NAME
 
@@ -27,13 +29,40 @@ WORKER_GRACE_S = 120.0
 DESCRIPTORS = "/proc/self/fd"  # Linux only: opening an entry opens its file again
 
 
-def start_reading(loader: DataLoader) -> Iterator[Any]:
-    """Start the loader's worker processes, under the name by which a preemption finds them, and return its batches."""
-    batches = iter(loader)
-    for process in getattr(batches, "_workers", []):
-        process.name = WORKER_NAME
+class LoaderBatches(Iterator[Any]):
+    """The batches of a DataLoader, whose worker processes start now and end in `close`.
 
-    return batches
+    To drop the iterator is not enough: the traceback of an error may hold it until the process exits. Python then sends
+    SIGTERM to the workers, which survive it for WORKER_GRACE_S, and waits for them.
+    """
+
+    def __init__(self, loader: DataLoader):
+        self._batches = iter(loader)
+        self._workers: list[Any] = getattr(self._batches, "_workers", [])
+
+        # A preemption finds them by this name.
+        for process in self._workers:
+            process.name = WORKER_NAME
+
+    def __next__(self) -> Any:
+        """Return the next batch, or raise the error that a worker process sent instead of it."""
+        batch = next(self._batches)
+        if isinstance(batch, WorkerError):
+            raise UserError(*batch.texts)
+        return batch
+
+    def close(self) -> None:
+        """End the worker processes. A second call does nothing."""
+        if not self._workers:
+            return
+
+        # It asks them to end, and waits. One that is still alive after that is stuck in the user's code.
+        self._batches._shutdown_workers()  # pyrefly: ignore[missing-attribute]
+        for process in self._workers:
+            if process.is_alive():
+                process.kill()
+
+        self._workers = []
 
 
 def start_worker(files: dict[int, int], worker: int) -> None:

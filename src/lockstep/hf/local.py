@@ -41,7 +41,8 @@ def package(name: str) -> Any:
 def local_folder(path: str | Path) -> Path:
     """Return an existing path as it is, and for the name of a model its folder in the local cache.
 
-    transformers itself must get a folder: given a name, it looks for some files on the network even if told not to.
+    transformers itself must get a folder: given a name, it looks for some files on the network even with
+    local_files_only=True.
     """
     if Path(path).exists():
         return Path(path)

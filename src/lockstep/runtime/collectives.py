@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from lockstep.errors import UserError
 from lockstep.runtime.heartbeat import Heartbeat
+from lockstep.runtime.layout import as_bytes
 from lockstep.runtime.world import World
 
 SMALL = 2**16  # bytes; below this size the overhead of a message dominates, so small tensors share a message
@@ -107,7 +108,7 @@ class Collectives:
         message = torch.zeros(size, dtype=torch.uint8, device=self.device)
         start = 0
         for tensor in tensors:
-            message[start : start + tensor.nbytes] = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            message[start : start + tensor.nbytes] = as_bytes(tensor)
             start += tensor.nbytes
 
         return [_unpack(received, layout) for received, layout in zip(self.gather(message), layouts, strict=True)]
@@ -120,7 +121,7 @@ class Collectives:
         with self._waiting_in("broadcast"):
             for batch in _batches(tensors):
                 # As bytes: gloo does not support every dtype.
-                contents = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in batch]
+                contents = [as_bytes(tensor) for tensor in batch]
                 message = torch.cat(contents) if len(contents) > 1 else contents[0]
                 dist.broadcast(message, group=self.group, group_src=source)
 

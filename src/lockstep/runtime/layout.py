@@ -222,6 +222,16 @@ def _count_shards(tensor: Tensor) -> int:
     return math.prod(size for size, placement in axes if placement != Replicate())
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the elements of a plain tensor as bytes: uint8 (nbytes,). It shares memory with the tensor if it can."""
+    flat = tensor.detach().contiguous().reshape(-1)
+
+    # One element counts as contiguous whatever its stride is, but cannot be viewed as bytes then.
+    if flat.stride() != (1,):
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
+
+
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
     """Return for each tensor, or this rank's shard of it, the sum of its elements read as integers.
 

@@ -77,6 +77,7 @@ def begun(folder: Path, process: subprocess.Popen) -> None:
 # ---- on a host ----
 
 
+@pytest.mark.slow
 def test_silence_ends_a_host_before_the_job_and_within_it(tether, tmp_path):
     """The other end is open: no machine says any more that it is there."""
     before = tether(0.5)
@@ -185,10 +186,12 @@ FACTS = Event(1, 2, answer=Facts("b", {}, [], {}))
         ([ended(0, 1), ended(1, 1)], ExitCode.FAILED),
     ],
 )
+@pytest.mark.slow
 def test_the_exit_code_when_logins_are_lost(events, code):
     assert FakeLogins(*events).watch(least=2) == code
 
 
+@pytest.mark.slow
 def test_a_signal_that_comes_with_the_last_end_has_nobody_to_go_to():
     class LateSignal(FakeLogins):
         def next_event(self, seconds: float) -> Event | None:
@@ -200,6 +203,7 @@ def test_a_signal_that_comes_with_the_last_end_has_nobody_to_go_to():
 
 
 @pytest.mark.parametrize("end", ["SIGTERM", ended(0, 0)])
+@pytest.mark.slow
 def test_a_job_that_ends_is_not_joined_again(monkeypatch, end):
     monkeypatch.setattr(logins, "AGAIN_S", 0.0)
 
@@ -216,6 +220,7 @@ def test_a_job_that_ends_is_not_joined_again(monkeypatch, end):
     assert [request for place, request in hosts.sent if place == 1] == ["Training", "Look"]
 
 
+@pytest.mark.slow
 def test_a_login_that_cannot_be_started_does_not_end_the_job_of_the_other_hosts(monkeypatch):
     """The command gave up, and the hosts that trained were stopped."""
     monkeypatch.setattr(logins, "AGAIN_S", 0.0)

@@ -167,7 +167,7 @@ class ListedSampler:
         generator = getattr(self._sampler, "generator", None)
         value = derive(self._seed, "sampler", epoch)
 
-        # Whatever the sampler draws from is seeded: torch's generator, its own one, or the epoch that it is told.
+        # All that the sampler may draw from is seeded: torch's generator, its own one, or the epoch of `set_epoch`.
         with preserve_rng(torch.device("cpu")):
             seed_everything(value)
             if isinstance(generator, torch.Generator):

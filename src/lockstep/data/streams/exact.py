@@ -87,7 +87,8 @@ class ExactStreamSource(EpochSource):
         self._turn = 0  # the worker process that sends the next part
 
     def close(self) -> None:
-        self._reads = None  # ends the worker processes
+        super().close()
+        self._reads = None
         self._peeked = None
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
@@ -220,6 +221,7 @@ class ExactStreamSource(EpochSource):
             batch_size=None,
             collate_fn=_identity,
         )
+        self._reading = reads
 
         # With workers the DataLoader pins the batches; without them we do.
         if options.pins_memory and not options.config.workers and options.device.type != "cpu":

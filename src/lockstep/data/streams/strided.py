@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from lockstep.data.loader import collate_samples, is_default_collate, pin, start
 from lockstep.data.sample_errors import WorkerError, batch_to_send, name_samples
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.streams.epochs import EpochSource, comparable_copy
+from lockstep.data.worker_process import LoaderBatches
 from lockstep.errors import UserError
 from lockstep.runtime.seeds import derive, seed_everything
 from lockstep.task import MicroBatch
@@ -57,7 +59,8 @@ class StreamSource(EpochSource):
         self._next: _Item | None = None  # the item after the current one, read one ahead
 
     def close(self) -> None:
-        self._batches = None  # ends the worker processes
+        super().close()
+        self._batches = None
         self._next = self._peeked = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,7 +111,8 @@ class StreamSource(EpochSource):
             return None
 
         # Not in this process: reading may change the state of a stream, and later epochs start from this rank's copy.
-        return next(self._start_reading(only_worker=self.options.config.workers - 1)).batch
+        with closing(self._start_reading(only_worker=self.options.config.workers - 1)) as batches:
+            return next(batches).batch
 
     def _open(self) -> Iterable[Any]:
         """Return an iterable over the items of this rank's shard of the epoch; see `_Shard`."""
@@ -116,6 +120,7 @@ class StreamSource(EpochSource):
             self.dataset.set_epoch(self.epoch)
 
         batches = self._start_reading()
+        self._reading = batches
 
         # With workers the DataLoader pins the batches; without them we do.
         if self.options.pins_memory and not self.options.config.workers and self.options.device.type != "cpu":
@@ -123,7 +128,7 @@ class StreamSource(EpochSource):
 
         return batches
 
-    def _start_reading(self, only_worker: int | None = None) -> Iterator[_Item]:
+    def _start_reading(self, only_worker: int | None = None) -> LoaderBatches:
         options = self.options
         return start_loader(
             _Shard(self.dataset, self.collate, options, self.epoch, only_worker),
