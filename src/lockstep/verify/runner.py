@@ -142,6 +142,10 @@ class Runner:
         # The settings of the trial are the strongest layer; `orders` holds what no setting can express.
         layout = {"micro_batch": trial.micro_batch, "strategy": trial.strategy}
         settings = SETTINGS | {"run_dir": str(folder / "run")} | {key: value for key, value in layout.items() if value}
+        # Compiling takes longer than the trial itself, so only if the user asks for it.
+        if any(values.get("compile") is True for _, values in layers):
+            del settings["compile"]
+
         spec = {
             "target": target,
             "layers": json.loads(json.dumps([*layers, ("verify", settings)], default=str)),

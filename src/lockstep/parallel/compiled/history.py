@@ -24,14 +24,21 @@ MOST_MODELS = 200  # the oldest records are dropped beyond this
 
 def history_path() -> Path:
     """Return the file, in the folder that the desktop's convention names for caches."""
-    folder = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")  # not Path.home(), which may raise
     return Path(folder) / "lockstep" / "compile.json"
 
 
 def is_cold() -> bool:
     """Return whether torch has no compiled code on disk: the first compilation of a machine takes longer."""
-    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{gettempdir()}/torchinductor_{getpass.getuser()}"
-    return not Path(folder).is_dir()
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if folder:
+        return not Path(folder).is_dir()
+
+    # In a container the user may have no name.
+    try:
+        return not (Path(gettempdir()) / f"torchinductor_{getpass.getuser()}").is_dir()
+    except (KeyError, OSError):
+        return True
 
 
 def signature(model: nn.Module, device: torch.device, sizes: Any) -> str:
