@@ -1,6 +1,6 @@
 """Apply parallelism to a model, in this order:
 
-tensor parallelism -> BatchNorm -> float8 -> recomputation -> compile -> CUDA graphs -> pipeline, or FSDP, or DDP.
+tensor parallelism -> BatchNorm -> float8 -> recomputation -> pipeline, or FSDP, or DDP -> compile -> CUDA graphs.
 A pipeline (pipeline/driver.py) applies tensor parallelism, compile and FSDP itself, to the stages that it has split.
 All of it happens in place: the model keeps its class and the names of its parameters.
 """
@@ -16,6 +16,7 @@ from torch import nn
 from lockstep.config import RunConfig
 from lockstep.parallel.batchnorm.sync import is_synchronised
 from lockstep.parallel.compiled.compiler import Compiler
+from lockstep.parallel.compiled.targets import compiled_call
 from lockstep.parallel.cudagraph.graphs import capture_calls
 from lockstep.parallel.ddp.driver import DDPDriver, FlatReduceDriver
 from lockstep.parallel.driver import Driver, SingleDriver
@@ -90,6 +91,9 @@ def apply(
     recompute_blocks(model, config)
     if config.exact:
         group_input_gradients(model, config)
+
+    # What the user has compiled stays as it is.
+    compiled = compiled and not any(map(compiled_call, model.modules()))
 
     # If forwards are collective, the ranks compile in step, in the first one. Otherwise a compiler watches the driver.
     at_once = compiled and not pipelined and _collective_forwards(model, config)

@@ -68,8 +68,10 @@ class StateSnapshot(AbstractContextManager["StateSnapshot"]):
             module._non_persistent_buffers_set.update(non_persistent)
 
         with torch.no_grad():
+            # Only what has changed: autograd may have saved a buffer for a backward, and notices every write.
             for buffer, value in self._values:
-                buffer.copy_(value)
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
         for module, before in self._attributes:
             _restore_attributes(module, before)

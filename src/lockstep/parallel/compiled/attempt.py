@@ -36,6 +36,7 @@ class Attempt:
     function: Function | None = None
     dynamic: Dims = frozenset()
     tolerance: float = 0.0
+    eager_fits: bool = False  # into memory: steps have run eagerly
     timeout: timedelta = timedelta(minutes=15)
     target: Target | None = field(init=False, default=None)
     note: str = field(init=False, default="equal to eager")
@@ -88,6 +89,8 @@ class Attempt:
         try:
             return self._compare(trial, found, snapshot)
         except torch.OutOfMemoryError:
+            if self.eager_fits:
+                return "out of memory while it was compared with eager"
             self.note = "not compared with eager, which does not fit into memory"
             return None
         except Exception as error:

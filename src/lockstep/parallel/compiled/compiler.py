@@ -26,6 +26,7 @@ from lockstep.parallel.blocks import class_name, find_blocks
 from lockstep.parallel.call_chain import CallChain, Link
 from lockstep.parallel.compiled import history
 from lockstep.parallel.compiled.attempt import Arguments, Attempt
+from lockstep.parallel.compiled.constants import Constants
 from lockstep.parallel.compiled.decision import BLOCKS, LOSS, MODEL, Facts, Record, decide, preferred
 from lockstep.parallel.compiled.shapes import Dims, Shape, SizesSeen, fits
 from lockstep.parallel.compiled.targets import Function, Target, compiles_itself
@@ -67,6 +68,8 @@ class Compiler:
         self._targets: Sequence[str] | None = None  # to try next; None: see `preferred`
         self._problems: dict[str, str] = {}  # of the targets that were tried
         self._graphed: GraphedCall | None = None  # around the compiled function
+        self._constants: Constants | None = None  # what that function reads besides its arguments
+        self._own_compile = compiles_itself(self.model)  # asked before any code of ours is on the model
 
         # Calls of the model in the watched steps, one for each class of sizes: some kernels need aligned ones.
         self._examples: dict[tuple[bool, ...], Arguments] = {}
@@ -82,6 +85,7 @@ class Compiler:
         # The batch that was compiled for, and how many batches since then did not fit.
         self._shapes: list[Shape] = []
         self._dynamic: Dims = frozenset()
+        self._varying: Dims = frozenset()  # dimensions that vary, as all ranks have agreed
         self._calls = self._misses = self._steps = 0
         self._next_look = FIRST_LOOK
 
@@ -100,6 +104,9 @@ class Compiler:
                 self._try((LOSS,), lambda *args: function(module, *args), (args, {}))
 
             if self.stage != "compiled":
+                return function(module, *args)
+            if self.target and self.target.function and not fits(_shapes(args), self._shapes, self._dynamic):
+                self._note_call(args)
                 return function(module, *args)
             return self._run(lambda: self._call_function(function, module, args), args)
 
@@ -125,25 +132,30 @@ class Compiler:
         assert self.target is not None
         if self.target.function is None:
             return function(module, *args)
-        return self.driver.call_inside(self._graphed or self.target, *args)
+        if self._graphed and self._constants and self._constants.hold:
+            return self.driver.call_inside(self._graphed, *args)
+        return self.driver.call_inside(self.target, *args)
 
     def _run(self, call: Callable[[], Any], arguments: Any) -> Any:
         """Run compiled code, or eager code if the batch does not fit it: nothing is compiled any more.
 
         The sizes of `arguments` are noted, unless they are None.
         """
-        if arguments is not None and self._next_look <= LAST_LOOK:
-            shapes = self._note_sizes(arguments)
-            self._calls += 1
-            self._misses += not fits(shapes, self._shapes, self._dynamic)
+        if arguments is not None:
+            self._note_call(arguments)
 
         with torch.compiler.set_stance("eager_on_recompile"):
             return call()
 
-    def _note_sizes(self, arguments: Any) -> list[Shape]:
-        shapes = _shapes(arguments)
-        self.sizes.add(shapes)
-        return shapes
+    def _note_call(self, arguments: Any) -> None:
+        """Count a call, and whether it fits the compiled code."""
+        if self._next_look <= LAST_LOOK:
+            self._note_sizes(arguments)
+            self._calls += 1
+            self._misses += not fits(_shapes(arguments), self._shapes, self._dynamic)
+
+    def _note_sizes(self, arguments: Any) -> None:
+        self.sizes.add(_shapes(arguments))
 
     def _keep_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         kind = tuple(size % ALIGNED == 0 for shape in _shapes((args, kwargs)) for size in shape)
@@ -222,7 +234,7 @@ class Compiler:
         return Facts(
             steps_left=self._steps_left,
             step_s=step_s,
-            sizes_vary=bool(self.sizes.varying()),
+            sizes_vary=bool(self._varying),
             layers=_count_layers(self.model),
             blocks=len(blocks),
             block_layers=sum(map(_count_layers, one_of_each)),
@@ -234,9 +246,13 @@ class Compiler:
 
     def _possible(self) -> tuple[str, ...]:
         # The model says itself which of its parts to compile.
-        if compiles_itself(self.model):
+        if self._own_compile:
             return (MODEL,)
-        return (LOSS, MODEL, BLOCKS) if self.function else (MODEL, BLOCKS)
+
+        # DDP would look for the parameters in a result of the compiled loss, and not find them.
+        options = self.config.ddp
+        hidden = options.static_graph or options.find_unused_parameters
+        return (LOSS, MODEL, BLOCKS) if self.function and not hidden else (MODEL, BLOCKS)
 
     def _conclude(self, compiled_s: float) -> None:
         """Compare the steps with those before compiling, remember the result, or go back to eager."""
@@ -277,8 +293,14 @@ class Compiler:
             self.log_event("compile", reason=f"once more: {max(shares):.0%} of the batches had another shape")
 
     def _agree_on_sizes(self) -> None:
-        for sizes in self.runtime.collectives.gather_json(self.sizes.sizes):
-            self.sizes.merge(sizes)
+        """Give all ranks the same sizes, merged in the order of the ranks. Collective."""
+        agreed = SizesSeen()
+        for sizes, irregular in self.runtime.collectives.gather_json([self.sizes.sizes, self.sizes.irregular]):
+            agreed.merge(sizes)
+            agreed.irregular |= irregular
+
+        self.sizes.sizes, self.sizes.irregular = agreed.sizes, agreed.irregular
+        self._varying = frozenset() if agreed.irregular else agreed.varying()
 
     def _slowest(self, seconds: float) -> float:
         return max(self.runtime.collectives.gather_json(seconds))
@@ -289,7 +311,7 @@ class Compiler:
         """Compile the first of these targets that works on all ranks, and compare it with eager. Collective."""
         began = time.perf_counter()
         release_captures(self.model)
-        dynamic = frozenset() if self.sizes.irregular else self.sizes.varying()
+        dynamic = self._varying  # not what this rank has seen since: all ranks must compile alike
         attempt = Attempt(
             driver=self.driver,
             call=call,
@@ -298,6 +320,7 @@ class Compiler:
             function=self.function,
             dynamic=dynamic,
             tolerance=self.tolerance,
+            eager_fits=self.judged,
             timeout=timedelta(seconds=self.config.hang.first),
         )
         for name in targets:
@@ -341,6 +364,11 @@ class Compiler:
         """Capture calls from now on: those of the compiled function, or else of the model."""
         capture_calls(self.model, self.config, self.runtime, self.log_event)
         if self.target is not None and self.target.function is not None:
+            assert self.function is not None
+            self._constants = Constants(self.function)
+            if not self._constants.hold:
+                reason = "not captured: the loss may read values that change (attributes of the task, globals)"
+                return self.log_event("graph", reason=reason)
             self._graphed = graph_link(self.model, self.config, self.runtime, self.log_event)
             if self._graphed:
                 self._graphed.inner = self.target
@@ -381,8 +409,10 @@ class ModelCall(Link):
         # An evaluation, or a call outside a step: its shapes and modes would be compiled for once more.
         compiler = self._compiler
         if not torch.is_grad_enabled() or compiler.runtime.heartbeat.phase not in ("compute", "compile"):
-            with torch.compiler.set_stance("force_eager"):
+            if compiler.target is None:
                 return self.inner(*args, **kwargs)
+            with compiler.target.uncompiled():
+                return compiler.model._call_impl(*args, **kwargs)
 
         return compiler.call_model(self, args, kwargs)
 

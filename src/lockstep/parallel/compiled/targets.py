@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ class Target:
             assert function is not None
             # Dimensions that vary are marked in the first call; all others are static.
             sizes = None if dynamic else False
-            self.function = torch.compile(function, fullgraph=True, dynamic=sizes, backend=checked_backend(alone))
+            backend = checked_backend(function, alone)
+            self.function = torch.compile(function, fullgraph=True, dynamic=sizes, backend=backend)
             return
 
         # A model that overrides `compile` compiles parts of itself, so every module may change.
@@ -55,6 +57,14 @@ class Target:
         assert self.function is not None
         with CallChain.of(self.model).bypassed():
             return self.function(self.model, *args)
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Inside the `with` block, run the modules of this target eagerly, and no other compiled code."""
+        with ExitStack() as stack:
+            for module in self._modules:
+                stack.enter_context(CallChain.of(module).bypassed())
+            yield
 
     def remove(self) -> None:
         for module in self._modules:
@@ -90,7 +100,7 @@ def compiling(blocks: int) -> Iterator[None]:
         symbolic_shapes.use_duck_shape, dynamo.recompile_limit = before
 
 
-def checked_backend(alone: bool) -> Any:
+def checked_backend(function: Function, alone: bool) -> Any:
     """Return a compiler for the graph of a loss that refuses what must not be compiled, before it takes long."""
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -98,6 +108,10 @@ def checked_backend(alone: bool) -> Any:
         # and so cannot be compared with eager. Nothing has run yet.
         if changed := changed_objects():
             raise Unsuitable(f"it has side effects in Python: it changes {', '.join(changed)}")
+
+        # The model's buffers are restored after a trial, and batches are copied; other tensors are neither.
+        if changed := changed_inputs(graph, tuple(inspect.signature(function).parameters)):
+            raise Unsuitable(f"it changes tensors in place: {', '.join(changed)}")
 
         # The ranks do not compile at the same time, and would wait for each other in a collective.
         for node in graph.graph.nodes if not alone else ():
@@ -129,6 +143,66 @@ def changed_objects() -> list[str]:
     # By identity: the variables of lists cannot be compared.
     stored = {id(variable): values for variable, values in effects.store_attr_mutations.items()}
     return sorted({_name(v.source) for v in existing if not _is_restored(v, stored.get(id(v)))})
+
+
+# What returns a view of its first argument, so that a change of the view changes the argument.
+VIEWS = {
+    *("getitem", "getattr", "view", "reshape", "detach", "transpose", "t", "permute", "squeeze", "unsqueeze", "narrow"),
+    *("select", "chunk", "split", "unbind", "expand", "flatten", "unflatten", "view_as", "expand_as", "movedim"),
+    *("swapaxes", "diagonal", "alias", "real", "data", "T", "mT"),
+}
+# What changes its first argument, besides functions whose names end in an underscore, and names that only look so.
+IN_PLACE = {
+    "setitem",
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "ifloordiv",
+    "imod",
+    "ipow",
+    "imatmul",
+    "iand",
+    "ior",
+    "ixor",
+}
+NOT_IN_PLACE = {"and_", "or_", "not_", "is_"}
+
+
+def changed_inputs(graph: torch.fx.GraphModule, arguments: tuple[str, ...]) -> list[str]:
+    """Return the tensors that a graph changes in place, besides those that it gets in `arguments`."""
+    changed = set()
+    for node in graph.graph.nodes:
+        if node.op not in ("call_function", "call_method") or not _is_in_place(node):
+            continue
+
+        for argument in (node.kwargs.get("out"), node.args[0] if node.args else None):
+            while isinstance(argument, torch.fx.Node) and argument.op != "placeholder":
+                argument = argument.args[0] if _operation(argument) in VIEWS and argument.args else None
+
+            if isinstance(argument, torch.fx.Node):
+                name = _source(argument)
+                if name.split(".")[0].split("[")[0] not in arguments:
+                    changed.add(name)
+
+    return sorted(changed)
+
+
+def _is_in_place(node: torch.fx.Node) -> bool:
+    name = _operation(node)
+    underscore = name.endswith("_") and not name.endswith("__") and name not in NOT_IN_PLACE
+    return underscore or name in IN_PLACE or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+
+
+def _operation(node: torch.fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def _source(node: torch.fx.Node) -> str:
+    """Return where a graph's input comes from: `self.center`, `batch[0]`."""
+    argument = node.meta.get("grapharg")
+    source = getattr(argument, "source", None) or getattr(node, "_dynamo_source", None)
+    return _name(source) if source else f"an unknown tensor ({node.name})"
 
 
 def _is_restored(variable: Any, stored: Any) -> bool:

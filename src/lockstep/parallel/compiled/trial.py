@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.parallel.compiled.shapes import Dims
 from lockstep.task import Loss
@@ -30,7 +31,7 @@ Call = Callable[..., Any]
 class Outcome:
     """What one forward and backward computed."""
 
-    results: list[Tensor]  # those that have a gradient; of a Loss, its total
+    results: list[Tensor]  # those that have a gradient; of a Loss, its total, and its weight
     gradients: list[Tensor | None]
 
 
@@ -43,21 +44,22 @@ class Trial:
         self.kwargs = dict(kwargs)
 
     def run(self, call: Call, dynamic: Dims = frozenset()) -> Outcome:
-        args, kwargs = tree_map_only(Tensor, _copy, (self.args, self.kwargs))
+        args, kwargs = tree_map(_copy, (self.args, self.kwargs))
         tensors = tensors_in((args, kwargs))
         for index, dim in dynamic:
             torch._dynamo.mark_dynamic(tensors[index], dim)
 
         # Autocast caches converted weights. A trial must neither use copies from outside nor leave its own behind.
         torch.clear_autocast_cache()
-        results = differentiable(call(*args, **kwargs))
+        returned = call(*args, **kwargs)
+        results = differentiable(returned)
         torch.clear_autocast_cache()
 
         with torch.autocast(results[0].device.type, enabled=False):  # as in autograd's own threads
             ones = [torch.ones_like(result) for result in results]
             gradients = torch.autograd.grad(results, self.parameters, ones, allow_unused=True)
 
-        return Outcome([result.detach() for result in results], list(gradients))
+        return Outcome([result.detach() for result in [*results, *numbers(returned)]], list(gradients))
 
 
 def differentiable(result: Any) -> list[Tensor]:
@@ -65,6 +67,11 @@ def differentiable(result: Any) -> list[Tensor]:
     if isinstance(result, Loss):
         return [result.total]
     return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def numbers(result: Any) -> list[Tensor]:
+    """Return the weight of a Loss: a wrong one would scale every gradient. Rounding may change metrics."""
+    return [torch.as_tensor(result.weight, dtype=torch.float64)] if isinstance(result, Loss) else []
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -132,11 +139,20 @@ def _norm(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor.float()))  # the host waits for the device: only in a trial
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _copy_tensor(value)
+
+    # A container that torch does not know, see `tensors_in`.
+    is_container = isinstance(value, Mapping) or dataclasses.is_dataclass(value)
+    return copy.deepcopy(value) if is_container and tensors_in(value) else value
+
+
+def _copy_tensor(tensor: Tensor) -> Tensor:
     # A subclass may not be copied by its elements, nor may an expanded tensor; a call rarely changes them.
     if type(tensor) is not Tensor or tensor.layout != torch.strided or 0 in tensor.stride():
         return tensor
 
     # With the strides of the original: compiled code is compiled for them, too.
-    copy = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-    return copy.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return empty.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)
