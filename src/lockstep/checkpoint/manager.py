@@ -414,7 +414,7 @@ class CheckpointManager:
 
     def close(self, timeout: float = 0.0) -> None:
         """Close the saver. A save that is being written gets `timeout` seconds to finish."""
-        self.saver.take_ended(timeout)
+        self._log_committed(self.saver.take_ended(timeout))
         self.saver.close()
 
     def saved_location(self) -> str | None:

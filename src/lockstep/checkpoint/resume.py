@@ -71,7 +71,7 @@ class Resumer:
         if reader is None:
             return None
 
-        # Only rank 0 renames, and only its event is logged. A checkpoint with the wrong format is not damaged; `_load`
+        # Only rank 0 renames, and only its event is logged. A checkpoint with the wrong format is not damaged; `load`
         # sets it aside with all others that are newer.
         for skipped in reader.skipped:
             name = skipped.checkpoint.name

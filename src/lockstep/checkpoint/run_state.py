@@ -157,7 +157,7 @@ class RunState:
         extra = {name: pack(value, f"extra.{name}", tensors) for name, value in model_state.items() if is_extra(name)}
         optimizers, changed_only_by_update = self._optimizer_states.capture(tensors)
 
-        # An average changes after an update, and only then.
+        # Averages change after every step, even a skipped one; `Run.end_step` waits for the copy, as an update does.
         averages = {f"ema.{name}": tensor for name, tensor in self.average.averages.items()} if self.average else {}
         tensors |= averages
         changed_only_by_update = changed_only_by_update | averages.keys()

@@ -7,7 +7,7 @@
         run.maintain()                       write the log line; rewind or save; end if preempted
     end_training(run), close(run)            the last checkpoint, the weights, the summary (engine/end.py)
 
-setup.py makes a Run with all its parts.
+setup/builder.py makes a Run with all its parts.
 """
 
 from __future__ import annotations
@@ -209,8 +209,10 @@ class Run:
             self.hooks.after_step(result)
             self.runtime.heartbeat.beat("data")
 
-        # After the hooks, which may change the weights: clip them, for example.
+        # After the hooks, which may change the weights: clip them, for example. If the step was skipped, no update has
+        # waited for a save that is still copying the averages.
         if self.model_setup.average:
+            self.stepper.update.wait_for_copy()
             self.model_setup.average.update()
 
     def _accept(self, batches: StepBatches, result: StepResult | None, steps_done: int) -> StepResult | None:
@@ -343,7 +345,7 @@ class Run:
         metrics = self.evaluations.results() if self.evaluations.is_current(steps_done) else {}
         loop = self._loop_state(evaluation_due)
 
-        # The weights are copied at once; only the optimizers' state is copied later.
+        # The weights are copied at once; only the optimizers' state and the averages are copied later.
         with self.model_setup.evaluation_weights():
             self.checkpoints.save(steps_done, loop, metrics)
 

@@ -52,7 +52,8 @@ class Update:
         """Run `callback` once, before the next update: a save may still be copying the optimizers' state."""
         self._before_next = callback
 
-    def _begin(self) -> None:
+    def wait_for_copy(self) -> None:
+        """Wait until a save has copied what it copies while training continues. Every update begins with this."""
         if self._before_next is not None:
             self._before_next()
             self._before_next = None
@@ -74,7 +75,7 @@ class Update:
         `update_count` counts the updates of the run, including skipped ones. `indices` holds the indices of the
         optimizers to step.
         """
-        self._begin()
+        self.wait_for_copy()
         if self._fused:
             # The optimizers divide, hence the inverse.
             self._optimizers.step(update_count, indices, self._divisor.fill_(1.0 / factor))
@@ -90,7 +91,7 @@ class Update:
 
     def step_on_device(self, factor: Tensor, skip: Tensor, update_count: int, indices: Sequence[int]) -> None:
         """Apply the step unless `skip` is true on the device. The other arguments are as in `step`."""
-        self._begin()
+        self.wait_for_copy()
         self._optimizers.step(update_count, indices, (1.0 / factor).float(), skip.float())
 
     def multiply(self, parameters: list[nn.Parameter], factor: float) -> list[Tensor]:

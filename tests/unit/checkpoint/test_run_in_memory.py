@@ -21,7 +21,7 @@ from lockstep.checkpoint.storage import FileSystemStorage, committed
 from lockstep.config import flatten, resolve
 from lockstep.config.changes import config_changes
 from lockstep.config.settings import typed
-from lockstep.engine import setup
+from lockstep.engine.setup import builder
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.testing import fail_at
@@ -46,7 +46,7 @@ def test_a_run_is_preempted_and_resumes_from_memory(tmp_path: Path, monkeypatch:
     undisturbed = lockstep.fit(Dropped(), run_dir=tmp_path / "undisturbed")
 
     storage = MemoryStorage()
-    monkeypatch.setattr(setup, "open_storage", lambda folder: storage)
+    monkeypatch.setattr(builder, "open_storage", lambda folder: storage)
     run_dir = tmp_path / "parts"
     with fail_at(how="term", step=4), pytest.raises(Preempted) as preempted:
         lockstep.fit(Dropped(), run_dir=run_dir)
@@ -95,19 +95,41 @@ def test_data_that_cannot_skip_samples_is_named_if_the_policy_is_rewind(tmp_path
         lockstep.fit(Streamed(), run_dir=tmp_path, spike={"policy": "rewind"})
 
 
-def test_an_update_waits_until_the_state_of_the_optimizer_is_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The copy does not begin before the update waits for it. Otherwise the update would change what is copied."""
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Is set when the run waits for a copy in the background, which does not begin before that, or for 2 s."""
     waits = threading.Event()
     run, wait = BackgroundCopy.run, BackgroundCopy.wait
     monkeypatch.setattr(BackgroundCopy, "run", lambda copy: (waits.wait(2), run(copy)))
     monkeypatch.setattr(BackgroundCopy, "wait", lambda copy: (waits.set(), wait(copy)))
+    return waits
+
+
+def test_an_update_waits_until_the_state_of_the_optimizer_is_copied(tmp_path: Path, waits: threading.Event) -> None:
+    """Otherwise the update would change what is copied."""
     lockstep.fit(Dropped(), run_dir=tmp_path, steps=6, checkpoint={"every": 5, "at_end": False})
     events = [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")]
     assert waits.is_set()
     assert "checkpoint" in events
     assert "warning" not in events
+
+
+def test_averages_do_not_change_while_they_are_copied(tmp_path: Path, waits: threading.Event) -> None:
+    """They change after a skipped step too, in which no update waits for the copy."""
+    with fail_at(how="nan", step=5):
+        lockstep.fit(Dropped(), run_dir=tmp_path, steps=6, ema={"decay": 0.9}, checkpoint={"every": 5, "at_end": False})
+    events = read_jsonl(tmp_path / "events.jsonl")
+    assert waits.is_set()
+    assert [event["step"] for event in events if event["event"] == "checkpoint"] == [5]
+
+
+def test_a_save_that_is_committed_after_the_run_has_failed_is_recorded(tmp_path: Path) -> None:
+    with fail_at(how="raise", step=5, phase="loss"), pytest.raises(RuntimeError):
+        lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"every": 5})
+    events = [event for event in read_jsonl(tmp_path / "events.jsonl") if event["event"] in ("checkpoint", "error")]
+    assert [event["event"] for event in events] == ["checkpoint", "error"]
+    assert events[0]["step"] == 5
+    assert (tmp_path / "checkpoints" / "step-00000005").is_dir()
 
 
 def test_settings_saved_under_a_former_name_are_compared_under_the_present_one():
@@ -138,7 +160,7 @@ def test_what_a_killed_attempt_has_written_does_not_count_as_used(
     """The disk has room for all checkpoints of the run once the uncommitted folder is deleted."""
     storage = MemoryStorage(capacity=200_000)
     storage.write("step-00000004.tmp-dead-1/rank-00000.safetensors", [memoryview(bytes(199_900))])
-    monkeypatch.setattr(setup, "open_storage", lambda folder: storage)
+    monkeypatch.setattr(builder, "open_storage", lambda folder: storage)
     lockstep.fit(Dropped(), run_dir=tmp_path / "run")
     assert storage.folders() == ["step-00000012"]
 
@@ -193,10 +215,10 @@ def test_a_checkpoint_that_must_not_be_read_is_not_called_damaged(
 
 def test_nothing_is_added_to_checkpoints_that_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be saved, and never restored."""
-    add_part = setup.RunBuilder.add_part
-    builders: list[setup.RunBuilder] = []
+    add_part = builder.RunBuilder.add_part
+    builders: list[builder.RunBuilder] = []
 
-    def keep(self: setup.RunBuilder, name: str, part: Any) -> None:
+    def keep(self: builder.RunBuilder, name: str, part: Any) -> None:
         builders.append(self)
         add_part(self, name, part)
 
@@ -205,7 +227,7 @@ def test_nothing_is_added_to_checkpoints_that_are_open(tmp_path: Path, monkeypat
             builders[0].add_part("late", self)
             return super().loss(model, batch)
 
-    monkeypatch.setattr(setup.RunBuilder, "add_part", keep)
+    monkeypatch.setattr(builder.RunBuilder, "add_part", keep)
     with pytest.raises(UserError, match="'late' cannot be saved with the run: its checkpoints are already open"):
         lockstep.fit(Late(), run_dir=tmp_path / "run", checks={"loss": "off"})
 
@@ -223,7 +245,7 @@ def test_a_save_is_abandoned_for_the_reason_of_the_rank_where_it_arose(
         managers.append(CheckpointManager(*args, **options))
         return managers[0]
 
-    monkeypatch.setattr(setup, "CheckpointManager", keep)
+    monkeypatch.setattr(builder, "CheckpointManager", keep)
     lockstep.fit(Dropped(), run_dir=tmp_path / "run")
     [only] = managers
     reasons: list[str] = []

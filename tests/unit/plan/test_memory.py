@@ -103,7 +103,7 @@ def a_builder(folder: Path, phase: str = "compute", **values: Any) -> Any:
     return SimpleNamespace(
         config=config,
         runtime=runtime,
-        driver=SimpleNamespace(model=model, role=RankRole()),
+        driver=SimpleNamespace(model=model, role=RankRole(), compiler=None),
         model_setup=SimpleNamespace(optimizers=Optimizers(optimizer, model)),
         run=run,
     )

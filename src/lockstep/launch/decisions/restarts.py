@@ -36,7 +36,7 @@ class Restarts:
         # The times of the restarts that count.
         self._times: list[float] = []
 
-        # The rank slot that failed at each of these restarts, and the newest checkpoint at that time.
+        # The rank slot to blame for each of these restarts, if there is one, and the newest checkpoint at that time.
         self._culprits: list[tuple[Slot | None, int | None]] = []
 
         # (step, phase) -> how many attempts ended there because no rank advanced.
@@ -84,7 +84,10 @@ class Restarts:
         self.total += 1
         if not failure.asks_for_smaller_micro_batch:
             self._times.append(now)
-            self._culprits.append((slot, saved))
+
+            # A lost node, or a lost zygote, takes all its ranks with it: no slot is to blame.
+            blameless = failure.noticed_as(Kind.NODE, Kind.ZYGOTE)
+            self._culprits.append((None if blameless else slot, saved))
 
     def budget(self, failure: Failure, settings: Settings, now: float) -> str:
         """Return which restart of how many this is, in words."""
@@ -95,11 +98,11 @@ class Restarts:
 
     def keeps_failing(self, failure: Failure) -> bool:
         """Return whether the last three restarts blame the same slot, with no new checkpoint between them."""
-        # The slots of a lost node are gone anyway, and a smaller micro-batch is no fault of a slot.
-        if failure.noticed_as(Kind.NODE) or failure.asks_for_smaller_micro_batch:
+        # A smaller micro-batch is no fault of a slot, and was not counted.
+        if failure.asks_for_smaller_micro_batch or self._culprits[-1][0] is None:
             return False
 
-        # A new checkpoint, or a failure of another slot, starts a new streak.
+        # A new checkpoint, or any other failure, starts a new streak.
         return self._culprits[-TIMES_IN_A_ROW:] == self._culprits[-1:] * TIMES_IN_A_ROW
 
     def end_streak(self) -> None:

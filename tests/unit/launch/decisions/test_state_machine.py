@@ -237,6 +237,17 @@ def test_a_node_whose_rank_slot_keeps_failing_runs_one_rank_fewer():
     assert forms == [1, 1, 1]  # never below the least
 
 
+def test_a_zygote_that_keeps_dying_costs_no_rank():
+    """Nor does it count for the rank that it names, which fails next."""
+    stage = Stage(Bounds(1, 3))
+    stage.tick()
+    for number in range(3):
+        stage.state_machine.zygote_lost(0, ZygoteLost(number, "died", False), stage.now)
+        stage.ranks_gone()
+        assert stage.tick()[-1] == StartAttempt(number + 1, {0: 3})
+    assert stage.kill(0)[-1].counts == {0: 3}
+
+
 def test_progress_or_another_culprit_resets_the_count():
     stage = Stage(Bounds(1, 3))
     stage.tick()
