@@ -26,7 +26,8 @@ class Constants:
         self._owner = getattr(function, "__self__", None)
         self._attributes: set[str] = set()
         self._globals: list[tuple[dict[str, Any], str]] = []
-        self._is_known = self._owner is not None and self._read_code(inspect.unwrap(function.__func__))  # type: ignore
+        code = inspect.unwrap(getattr(function, "__func__", function))
+        self._is_known = self._owner is not None and isinstance(code, FunctionType) and self._read_code(code)
         self._before = self._values()
 
     @property

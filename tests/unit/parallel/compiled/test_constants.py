@@ -79,3 +79,8 @@ def test_what_cannot_be_compared_never_holds() -> None:
     for kind in (Tensors, Global, Closure, Computed):
         assert not Constants(kind().loss).hold, kind
     assert not Constants(helper).hold  # no task: it may be any function
+
+
+def test_a_loss_without_python_code() -> None:
+    task = Plain()
+    assert not Constants(task.names.count).hold
