@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -26,12 +28,7 @@ def run_ranks(main: Callable[[], object], *, nproc: int = 2) -> None:
     DDP whose group was destroyed waits for a thread of gloo, which may be waiting for this one.
     """
     if "RANK" in os.environ:
-        try:
-            main()
-        finally:
-            _leave_group()
-
-        return
+        return _run_and_leave(main)
 
     nproc = _asked(os.environ.get("LAB_NPROC", str(nproc)))
     # The store is served here, on a port that the system chose, so two labs on one machine cannot collide.
@@ -63,16 +60,21 @@ def _rank(rank: int, main: Callable[[], object], launched: dict[str, object]) ->
     variables = launched | {"RANK": rank, "LOCAL_RANK": rank, "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ.update({name: str(value) for name, value in variables.items()})
     torch.set_num_threads(1)
+    _run_and_leave(main)
+
+
+def _run_and_leave(main: Callable[[], object]) -> None:
+    """Call `main`, and leave the group if it has not: a process that ends with its threads running may abort."""
     try:
         main()
+    except BaseException as error:
+        traceback.clear_frames(error.__traceback__)  # they hold what `main` has made
+        raise
     finally:
-        _leave_group()
-
-
-def _leave_group() -> None:
-    """Leave the group if `main` has not: a process that ends with its threads running may abort."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+        # A DDP module over gloo that outlives its group may hang when it is freed (torch 2.13).
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def device() -> torch.device:
