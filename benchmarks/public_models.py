@@ -1,4 +1,4 @@
-"""Models that nobody here wrote, on one GPU, with Lockstep's defaults.
+"""Models of public libraries, on one GPU, with Lockstep's defaults.
 
     python benchmarks/public_models.py models     # six models against a compiled loop by hand: about 3 minutes
     python benchmarks/public_models.py packing    # a ragged Llama, padded and packed: a minute
@@ -354,7 +354,7 @@ def measure_model(name: str, runtime: Runtime, folder: str, given: argparse.Name
     first = 2 * BLOCK if given.tiny else FIRST
     before = BLOCK if given.tiny else BEFORE_TURNS
 
-    # Whoever runs first must not pay for imports and for the GPU's libraries.
+    # The first loop must not pay for imports and for the GPU's libraries.
     eager = by_hand(task, runtime.device, compiled=False)
     report(name, "by hand, eager, with what the first call costs", seconds_of(eager, BLOCK))
     eager.close()

@@ -78,7 +78,7 @@ class Compiler:
         self.sizes = SizesSeen()
         self._steps_left = 0
         self._began: float | None = None
-        self._timings: list[float] = []
+        self._timings: list[float] | None = []  # None: no step is timed any more
         self._eager_s = self._cost_s = 0.0
         self._key = ""  # of the records of this model on this machine
 
@@ -105,10 +105,9 @@ class Compiler:
 
             if self.stage != "compiled":
                 return function(module, *args)
-            if self.target and self.target.function and not fits(_shapes(args), self._shapes, self._dynamic):
-                self._note_call(args)
+            if not self._note_call(args) and self.target and self.target.function:
                 return function(module, *args)
-            return self._run(lambda: self._call_function(function, module, args), args)
+            return self._run(lambda: self._call_function(function, module, args))
 
         return call
 
@@ -126,7 +125,9 @@ class Compiler:
 
         if self.stage != "compiled":
             return link.inner(*args, **kwargs)
-        return self._run(lambda: link.inner(*args, **kwargs), None if self.function else (args, kwargs))
+        if self.function is None:
+            self._note_call((args, kwargs))
+        return self._run(lambda: link.inner(*args, **kwargs))
 
     def _call_function(self, function: Function, module: Any, args: tuple[Any, ...]) -> Any:
         assert self.target is not None
@@ -136,23 +137,21 @@ class Compiler:
             return self.driver.call_inside(self._graphed, *args)
         return self.driver.call_inside(self.target, *args)
 
-    def _run(self, call: Callable[[], Any], arguments: Any) -> Any:
-        """Run compiled code, or eager code if the batch does not fit it: nothing is compiled any more.
-
-        The sizes of `arguments` are noted, unless they are None.
-        """
-        if arguments is not None:
-            self._note_call(arguments)
-
+    def _run(self, call: Callable[[], Any]) -> Any:
+        """Run compiled code, or eager code if the batch does not fit it: nothing is compiled any more."""
         with torch.compiler.set_stance("eager_on_recompile"):
             return call()
 
-    def _note_call(self, arguments: Any) -> None:
-        """Count a call, and whether it fits the compiled code."""
+    def _note_call(self, arguments: Any) -> bool:
+        """Count a call, and return whether it fits the compiled code."""
+        shapes = _shapes(arguments)
+        fitting = fits(shapes, self._shapes, self._dynamic)
         if self._next_look <= LAST_LOOK:
-            self._note_sizes(arguments)
+            self.sizes.add(shapes)
             self._calls += 1
-            self._misses += not fits(_shapes(arguments), self._shapes, self._dynamic)
+            self._misses += not fitting
+
+        return fitting
 
     def _note_sizes(self, arguments: Any) -> None:
         self.sizes.add(_shapes(arguments))
@@ -175,7 +174,7 @@ class Compiler:
 
     def begin_step(self, steps_left: int) -> None:
         """Start the clock of a step."""
-        if self.stage == "watch" or self._timings is not _ENOUGH:
+        if self._timings is not None:
             self._steps_left = steps_left
             self._began = time.perf_counter()
 
@@ -185,7 +184,7 @@ class Compiler:
             return
         if self.stage == "compiled":
             self._look_for_misses()
-        if self._timings is _ENOUGH or self._began is None or self.stage == "try":
+        if self._timings is None or self._began is None or self.stage == "try":
             return
 
         # The host waits for the device, in the few steps that are timed.
@@ -256,7 +255,7 @@ class Compiler:
 
     def _conclude(self, compiled_s: float) -> None:
         """Compare the steps with those before compiling, remember the result, or go back to eager."""
-        self._timings = _ENOUGH
+        self._timings = None
         speedup = self._eager_s / compiled_s
         assert self.target is not None
 
@@ -351,7 +350,7 @@ class Compiler:
 
         # Captures would disturb the steps that are timed.
         self._began = None
-        self._timings = [] if self.judged else _ENOUGH
+        self._timings = [] if self.judged else None
         if not self.judged:
             self._capture()
 
@@ -383,7 +382,7 @@ class Compiler:
 
     def _stay_eager(self, reason: str) -> None:
         self.stage = "eager"
-        self._timings = _ENOUGH
+        self._timings = None
         self._examples.clear()
         CallChain.of(self.model).remove("compile")
         self.log_event("compile", reason=f"nothing: {reason}")
@@ -415,9 +414,6 @@ class ModelCall(Link):
                 return compiler.model._call_impl(*args, **kwargs)
 
         return compiler.call_model(self, args, kwargs)
-
-
-_ENOUGH: list[float] = []  # in place of timings: no step is timed any more
 
 
 def _count_layers(model: nn.Module) -> int:

@@ -77,8 +77,8 @@ def compiled_call(module: nn.Module) -> Any:
 
 
 def compiles_itself(model: nn.Module) -> bool:
-    """Return whether the user has compiled a part of the model, or says how to: it overrides `compile`."""
-    return type(model).compile is not nn.Module.compile or any(map(compiled_call, model.modules()))
+    """Return whether the model says how to compile it: it overrides `compile`."""
+    return type(model).compile is not nn.Module.compile
 
 
 @contextmanager

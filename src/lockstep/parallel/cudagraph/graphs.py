@@ -1,6 +1,7 @@
 """Capture the calls of a launch-bound model, whose kernels finish faster than the host launches them, and replay them.
 
-We capture the model's forward and backward, never `task.loss`, which may run arbitrary Python. Every variant of a call
+We capture the model's forward and backward. `task.loss` may run arbitrary Python: it is captured only if it was
+compiled as one graph, and only while all that it reads is unchanged (compiled/constants.py). Every variant of a call
 (shapes, modes, other arguments) goes through the same stages: a few eager calls are timed, to see whether the device
 waits for the host; then the call is tested, captured, and compared with an eager call; from then on it is replayed. If
 a variant is not replayed, the reason is logged.

@@ -2,8 +2,8 @@
 
 A step allocates and frees the same tensors again and again. By default the C library gives much of that memory back to
 the system, which must fill it with zeros, page by page, for the next step: a few per cent of the time of a small
-GPT, and more on many ranks, because they do it at the same time. Training ends with its process, so nobody else misses
-the memory. Tensors of more than 32 MB are always given back: the C library has no other choice for them.
+GPT, and more on many ranks, because they do it at the same time. Training ends with its process, which then
+gives all of it back. Tensors of more than 32 MB are always given back: the C library has no other choice for them.
 """
 
 from __future__ import annotations
