@@ -233,7 +233,7 @@ def main() -> None:
     print(*table_lines(heads, rows), sep="\n")
     theirs, ours = ([turn.seconds for turn in turns] for turns in found.values())
     speed = ratio(theirs, ours)
-    print(f"ratio {speed.median:.4f} ({speed.low:.4f} to {speed.high:.4f})")
+    print(f"ratio {speed['median']:.4f} ({speed['low']:.4f} to {speed['high']:.4f})")
 
 
 def row(name: str, turns: list[Turn], tokens: int, share: float) -> list[str]:

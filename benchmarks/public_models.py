@@ -29,6 +29,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -58,6 +59,7 @@ BLOCK = 20  # steps of a turn
 FIRST, LATER = 200, 2000  # steps
 BEFORE_TURNS = 100  # steps of the long run that are timed before it takes turns
 SAMPLES = 512
+MOST_S = 60  # for the first turns of a loop by hand
 
 # transformers' special tokens, which lie outside a small vocabulary.
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -332,6 +334,22 @@ def empty_cache(folder: str) -> Any:
     return fresh_cache(dir=folder, delete=False)
 
 
+@contextmanager
+def at_most(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError if the block takes longer: torch.compile may take hours."""
+
+    def end(*_: Any) -> None:
+        raise TimeoutError(f"not done after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def seconds_of(loop: Iterator[Any], steps: int) -> list[float]:
     """Take as many turns as `steps` need, and return when each of them ended."""
     ends = [0.0]
@@ -359,12 +377,6 @@ def measure_model(name: str, runtime: Runtime, folder: str, given: argparse.Name
     report(name, "by hand, eager, with what the first call costs", seconds_of(eager, BLOCK))
     eager.close()
 
-    # A compiled loop on a CPU would only test the C++ compiler.
-    with empty_cache(folder):
-        plain = by_hand(task, runtime.device, compiled=not given.tiny)
-        plain_ends = seconds_of(plain, first)
-    report(name, "by hand", plain_ends)
-
     ours: dict[int, list[float]] = {}
     for steps in (BLOCK, first):
         with empty_cache(folder):
@@ -372,6 +384,12 @@ def measure_model(name: str, runtime: Runtime, folder: str, given: argparse.Name
             ours[steps] = seconds_of(loop, steps)
             loop.close()
         report(name, f"lockstep, steps={steps}", ours[steps])
+
+    # A compiled loop on a CPU would only test the C++ compiler.
+    with empty_cache(folder), at_most(MOST_S):
+        plain = by_hand(task, runtime.device, compiled=not given.tiny)
+        plain_ends = seconds_of(plain, first)
+    report(name, "by hand", plain_ends)
 
     with empty_cache(folder):
         long = lockstep_loop(task, runtime, folder, global_batch=task.batch, steps=LATER)
@@ -389,12 +407,12 @@ def measure_model(name: str, runtime: Runtime, folder: str, given: argparse.Name
         BLOCK: (plain_ends[0], ours[BLOCK][-1]),
         first: (plain_ends[-1], ours[first][-1]),
         LATER: (
-            plain_ends[-1] + (LATER - first) * plain_step.median,
-            long_ends[-1] + (LATER - before) * our_step.median,
+            plain_ends[-1] + (LATER - first) * plain_step["median"],
+            long_ends[-1] + (LATER - before) * our_step["median"],
         ),
     }
-    same = {"model": name, "plain_ms": 1e3 * plain_step.median, "lockstep_ms": 1e3 * our_step.median}
-    same["step_ratio"] = ratio(steady, theirs).as_dict()
+    same = {"model": name, "plain_ms": 1e3 * plain_step["median"], "lockstep_ms": 1e3 * our_step["median"]}
+    same["step_ratio"] = ratio(steady, theirs)
     return [
         {**same, "steps": steps, "plain_s": plain_s, "lockstep_s": our_s, "extrapolated": steps == LATER}
         for steps, (plain_s, our_s) in totals.items()
@@ -474,6 +492,7 @@ class Ragged:
     longest: int  # tokens of a text, and of a packed row
     batch: int  # texts of a step
     micro_batch: int
+    warm_up: int = 2  # turns that do not count
 
 
 def gradient(task: CausalLM, model: nn.Module, batches: list[Any], device: torch.device, low: bool) -> Tensor:
@@ -524,7 +543,7 @@ def measure_packing(
     }
     loops = {name: lockstep_loop(task, runtime, folder, **given) for name, (task, given, _) in ways.items()}
     for name, loop in loops.items():
-        warm = [take(loop).seconds for _ in range(2)]
+        warm = [take(loop).seconds for _ in range(ragged.warm_up)]
         print(f"  {title}, {name}: warm-up turns of {', '.join(f'{second:.1f}' for second in warm)} s", flush=True)
 
     rounds = [take_round(loops, number) for number in range(turns)]
@@ -536,8 +555,8 @@ def measure_packing(
         {
             "case": title,
             "way": name,
-            "tokens_per_s": estimate(found).as_dict(),
-            "against_padding": ratio(found, rates["padded"]).as_dict(),
+            "tokens_per_s": estimate(found),
+            "against_padding": ratio(found, rates["padded"]),
         }
         for name, found in rates.items()
     ]
@@ -546,7 +565,8 @@ def measure_packing(
 def packing(runtime: Runtime, folder: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     small = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "vocab_size": 1000}
     large = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "vocab_size": 32_000}
-    short = Ragged(llama(**small), texts(3, 64, 1000, 2048), 64, batch=16, micro_batch=4)
+    # Calls of the frequent lengths are captured during the warm-up.
+    short = Ragged(llama(**small), texts(3, 64, 1000, 2048), 64, batch=16, micro_batch=4, warm_up=8)
     cases = [("width 128, 3 to 64 tokens, compile=false", short, {"compile": False})]
     if not given.tiny:
         long = Ragged(llama(**large), texts(16, 1024, 32_000, 512), 1024, batch=32, micro_batch=8)
@@ -599,7 +619,7 @@ def fp8(runtime: Runtime, folder: str, given: argparse.Namespace) -> list[dict[s
         seconds = [each[name].seconds for each in rounds]
         rate = estimate([BLOCK * batch * (length - 1) / second for second in seconds])
         faster = ratio(base, seconds)
-        rows.append({"precision": name, "tokens_per_s": rate.as_dict(), "against_bf16": faster.as_dict()})
+        rows.append({"precision": name, "tokens_per_s": rate, "against_bf16": faster})
 
     body = [[row["precision"], cell(row["tokens_per_s"]), cell(row["against_bf16"])] for row in rows]
     print(*table_lines(("precision", "tokens/s", "against bf16"), body), sep="\n")

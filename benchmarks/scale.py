@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import os
 import socket
@@ -33,16 +32,18 @@ from simulated_nodes import SECRET, Nodes, StoreRanks, allow_files, make_coordin
 
 from lockstep.checkpoint import inspect
 from lockstep.checkpoint.format import FileLayout, arrange, file_name
-from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest, tensors_to_json
+from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.writer import Save, SaveContext
+from lockstep.checkpoint.saving.draft import Confirmation, SaveContext
+from lockstep.checkpoint.saving.outcome import Committed
+from lockstep.checkpoint.saving.writer import Save
 from lockstep.checkpoint.storage import FileSystemStorage
 from lockstep.launch.coordinator import WAIT_S
 from lockstep.launch.decisions import state_machine
 from lockstep.launch.nodes.search import RETRY_S, Membership
 from lockstep.launch.wire import connections
 from lockstep.launch.wire.lines import wait_readable
-from lockstep.launch.wire.messages import Start
+from lockstep.launch.wire.messages import Rendezvous, Start
 from lockstep.launch.wire.store_server import StoreServer, store_secret
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -221,7 +222,7 @@ def store_of(ranks: int) -> str:
     """Return what the server of the ranks' store costs until all ranks have met there, without any node."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
     address, port = listener.getsockname()
-    start = Start(0, 0, ranks, ranks, 0, address, port, port, "a store")
+    start = Start(0, 0, ranks, ranks, 0, Rendezvous(address, port, port, "a store"))
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("fork").Process(target=serve, args=(listener, start, theirs))
     process.start()
@@ -239,7 +240,7 @@ def store_of(ranks: int) -> str:
 def serve(listener: socket.socket, start: Start, control: Pipe) -> None:
     """Serve a store until this process is killed, and answer once what it has cost."""
     before = own_usage()
-    server = StoreServer(listener, store_secret(SECRET, start.store_nonce), start.world_size)
+    server = StoreServer(listener, store_secret(SECRET, start.rendezvous.store_nonce), start.world_size)
     while True:
         now = time.monotonic()
         wait_readable([control, *server.sockets(now)], WAIT_S)
@@ -274,11 +275,11 @@ def checkpoint_of(parts: int) -> dict[str, str]:
 
         began = clocks()
         save.run(layout, data, lambda: None, {}, {"step": 1})
-        assert save.checkpoint is not None, save.error
+        assert isinstance(save.outcome, Committed), save.outcome
         seconds["written: all confirmations read, the manifest committed"] = since(began)
 
         began = clocks()
-        manifest = read_manifest(save.checkpoint)
+        manifest = read_manifest(save.outcome.checkpoint)
         assert len(manifest.files) == parts
         seconds["the manifest alone, read and checked"] = since(began)
 
@@ -291,7 +292,8 @@ def checkpoint_of(parts: int) -> dict[str, str]:
         text, _ = inspect.ls(root)
         assert "not verified" in text, text
         seconds["listed: lockstep ckpt ls"] = since(began)
-        seconds["the manifest, MB"] = f"{(root / save.checkpoint.name / 'manifest.json').stat().st_size / 1e6:.1f}"
+        size = (root / save.outcome.checkpoint.name / "manifest.json").stat().st_size
+        seconds["the manifest, MB"] = f"{size / 1e6:.1f}"
     return seconds
 
 
@@ -310,16 +312,15 @@ def staged(root: Path, parts: int) -> tuple[Save, FileLayout, memoryview]:
     storage = FileSystemStorage(root)
     storage.claim("be7c4")
     save = Save(SaveContext(storage, 0, parts, "be7c4", Retention()), 1, 1, 0)
-    (root / save.folder).mkdir(parents=True)
+    (root / save.draft.name).mkdir(parents=True)
     for rank in reversed(range(parts)):
         pieces = {name: (Piece(file_name(rank), name, (rank, 0), (1, 16)),) for name in names}
         layout = arrange({name: TensorEntry("F32", (parts, 16), piece) for name, piece in pieces.items()})
         data = bytes(layout.size)
         if rank > 0:
             file = File(file_name(rank), layout.file_size, xxhash.xxh3_128(layout.header + data).hexdigest())
-            confirmation = {"file": vars(file), "tensors": tensors_to_json(layout.tensors)}
-            (root / save.folder / file.name).write_bytes(layout.header + data)
-            (root / save.folder / f"rank-{rank:05d}.json").write_text(json.dumps(confirmation))
+            (root / save.draft.file(rank)).write_bytes(layout.header + data)
+            (root / save.draft.confirmation(rank)).write_bytes(Confirmation(file, layout.tensors).encode())
     save.file_size = layout.file_size
     return save, layout, memoryview(data)
 

@@ -190,7 +190,7 @@ class SimulatedAgent:
     def sockets(self) -> list[Any]:
         return []
 
-    def kill_ranks(self) -> None:
+    def kill_and_wait(self) -> None:
         pass
 
 
@@ -442,7 +442,7 @@ class StoreRanks:
 
     def __init__(self, start: Start):
         self._start = start
-        self._secret = store_secret(SECRET, start.store_nonce)
+        self._secret = store_secret(SECRET, start.rendezvous.store_nonce)
         self._clients: deque[tuple[socket.socket, Any]] = deque()
 
     def meet(self) -> None:
@@ -470,9 +470,10 @@ class StoreRanks:
             self._clients.appendleft((connection, signer))
 
     def _connect(self) -> tuple[socket.socket, Any]:
+        rendezvous = self._start.rendezvous
         while True:
             try:
-                connection = socket.create_connection((self._start.address, self._start.store_port), 60.0)
+                connection = socket.create_connection((rendezvous.address, rendezvous.store_port), 60.0)
                 signer = authenticate(connection, self._secret)
                 connection.settimeout(PATIENCE_S)
                 return connection, signer

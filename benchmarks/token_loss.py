@@ -117,8 +117,8 @@ def measure(options: argparse.Namespace, width: int, words: int, device: str) ->
                 "width": width,
                 "words": words,
                 "way": name,
-                "ms": estimate([1e3 * second / options.calls for second in seconds]).as_dict(),
-                "speedup": ratio(base, seconds).as_dict(),
+                "ms": estimate([1e3 * second / options.calls for second in seconds]),
+                "speedup": ratio(base, seconds),
                 "peak_gib": (max(each[name].peak_bytes for each in rounds) - held) / 2**30,
                 "loss": float(rounds[-1][name].value) / options.tokens,
             }

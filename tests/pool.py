@@ -282,7 +282,7 @@ def main() -> None:
     connection, store_port = Connection(int(sys.argv[1])), int(sys.argv[2])
     faulthandler.enable()
     signal.signal(DUMP, signal.SIG_IGN)
-    gc.disable()  # as in `lockstep.launch.zygote`
+    gc.disable()  # as in `lockstep.launch.ranks.zygote`
     for name in IMPORTED:
         importlib.import_module(name)
     gc.collect()

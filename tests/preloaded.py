@@ -58,7 +58,7 @@ IMPORTED = (
 )
 COMMAND = ("-m", "lockstep.cli")
 TORCHRUN = ("-m", "torch.distributed.run")
-ZYGOTE = "lockstep.launch.zygote"
+ZYGOTE = "lockstep.launch.ranks.zygote"
 OPTIONS = ("-P", "-u")  # of Python, which `_work` knows
 SPARES = 3  # processes that wait to become one that a command starts; a `lockstep` command rarely starts a second one
 LARGE_PAGES = "glibc.malloc.hugetlb=1"  # of what malloc gives: a fork takes a quarter less time
@@ -220,7 +220,7 @@ def run_python(
 @contextmanager
 def zygotes() -> Iterator[None]:
     """Let launchers of this process, that of `lockstep.fit` for one, have zygotes that are forked from the server."""
-    from lockstep.launch import zygote
+    from lockstep.launch.ranks import zygote_client
 
     def popen(words: Sequence[str], *, env: Mapping[str, str], pass_fds: Sequence[int], **_: Any) -> Command:
         assert _known(list(words)), words
@@ -229,13 +229,13 @@ def zygotes() -> Iterator[None]:
     if fresh():
         yield
         return
-    real = zygote.subprocess
+    real = zygote_client.subprocess
     names = {"Popen": popen, "DEVNULL": real.DEVNULL, "TimeoutExpired": real.TimeoutExpired}
-    zygote.subprocess = SimpleNamespace(**names)  # pyrefly: ignore
+    zygote_client.subprocess = SimpleNamespace(**names)  # pyrefly: ignore
     try:
         yield
     finally:
-        zygote.subprocess = real  # pyrefly: ignore
+        zygote_client.subprocess = real  # pyrefly: ignore
 
 
 SHIMS = {"lockstep": COMMAND, "torchrun": TORCHRUN, "python": ()}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from classic_net import among, net, numbers, weights
 from lockstep.checkpoint.format import verify
-from lockstep.checkpoint.run_state import RunState
+from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage import Checkpoint
 from lockstep.classic import AMPConfig, AMPTrainer, DistributedAMPTrainer, checkpoints
 from lockstep.errors import UserError
@@ -124,16 +124,16 @@ def test_a_checkpoint_can_be_deleted_when_load_checkpoint_has_returned(pool: Poo
 def slow_verification(world: World, store: Any, folder: Path) -> str:
     trainer = trainer_of(world, store)
     trainer.save_checkpoint(folder)
-    find = checkpoints.find
+    newest_valid = checkpoints.newest_valid
 
-    def slow_find(*arguments: Any) -> Any:
+    def slow_search(*arguments: Any) -> Any:
         tell("verifying")
         wait("rank 1 has raised")
-        return find(*arguments)
+        return newest_valid(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
         if world.rank == 0:
-            patch.setattr(checkpoints, "find", slow_find)
+            patch.setattr(checkpoints, "newest_valid", slow_search)
         else:
             wait("verifying")
             trainer.time_limit = SHORT

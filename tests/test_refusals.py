@@ -36,7 +36,7 @@ from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.host.threads import Threads
 from lockstep.runtime.preemption import PreemptionNotice
 from lockstep.runtime.world import World
-from lockstep.task import Loss, MicroBatch, Task
+from lockstep.task import Loss, MicroBatch, RunView, Task
 
 
 class Echo(Collectives):
@@ -182,7 +182,7 @@ class Asked(Task):
 class Placed(Asked):
     """Keeps something for every place in the global batch."""
 
-    def before_batch(self, micro: MicroBatch) -> None:
+    def before_batch(self, run: RunView, micro: MicroBatch) -> None:
         pass
 
 

@@ -19,7 +19,7 @@ import pytest
 from lockstep import cli
 from lockstep.causes import CAUSES
 from lockstep.errors import UserError
-from lockstep.verify.command import WIDTH, Report, json_of, text_of, verify
+from lockstep.verify.command import WIDTH, VerifyReport, json_of, text_of, verify
 from lockstep.verify.compare import FACTOR, compare, first_chaotic_step, gap, same_bits
 from lockstep.verify.runner import Runner
 from lockstep.verify.trials import Trial, VerifyOptions, check, choose
@@ -41,7 +41,7 @@ def runner(zygotes: None) -> Iterator[Runner]:
         yield made
 
 
-def assert_readable(report: Report) -> None:
+def assert_readable(report: VerifyReport) -> None:
     lines = text_of(report).splitlines()
     assert max(map(len, lines[1:])) <= WIDTH, text_of(report)  # the first line has a path of the user's
     assert lines[-1].startswith("PASS" if report.passed else "FAIL")

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lockstep.parallel.call_chain import run_eagerly as run_eagerly
     from lockstep.precision import DynamicScaler as DynamicScaler
     from lockstep.task import BatchSource as BatchSource
+    from lockstep.task import EvalData as EvalData
     from lockstep.task import Loss as Loss
     from lockstep.task import MicroBatch as MicroBatch
     from lockstep.task import RunView as RunView
@@ -53,6 +54,7 @@ _HOMES = {
     "run_eagerly": "parallel.call_chain",
     "DynamicScaler": "precision",
     "BatchSource": "task",
+    "EvalData": "task",
     "Loss": "task",
     "MicroBatch": "task",
     "RunView": "task",
@@ -62,16 +64,10 @@ _HOMES = {
     "Task": "task",
 }
 
-# Old name -> new name, for the error message.
-_RENAMED = {"Share": "StepBatches", "Surroundings": "SourceContext"}
-
 __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    if name in _RENAMED:
-        # Not an AttributeError: `from lockstep import Share` would replace its text.
-        raise ImportError(f"lockstep.{name} is now called lockstep.{_RENAMED[name]}", name=name)
     if name not in _HOMES:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}", name=name)
     return getattr(importlib.import_module(f"lockstep.{_HOMES[name]}"), name)

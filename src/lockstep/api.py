@@ -23,12 +23,13 @@ from lockstep.config import Layer, Resolved, check, flatten, from_object, resolv
 from lockstep.config.settings import typed as typed_value
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
-from lockstep.launch import failure
 from lockstep.launch.folder.resize import ask_for_size
 from lockstep.launch.folder.run_dir import choose_run_dir, latest, latest_step, refuse_another_run, run_of, stored
+from lockstep.launch.folder.start_from import step_to_go_back_to
 from lockstep.launch.hangs import stacks
 from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
+from lockstep.launch.ranks import rank_record
 from lockstep.launch.supervisor import JobEnd, supervise
 from lockstep.launch.terminal import shares_log
 from lockstep.observe.history import read_history
@@ -111,7 +112,7 @@ class RunResult:
         """The trained model, on the CPU."""
         from safetensors.torch import load_model
 
-        from lockstep.checkpoint.state_tree import frozen_names
+        from lockstep.checkpoint.state.state_tree import frozen_names
 
         model = self.task.model()
         missing, extra = load_model(model, str(self.run_dir / "model.safetensors"), strict=False)
@@ -192,7 +193,8 @@ def train(
     processes, nodes = parse_nproc(placement.nproc), parse_nnodes(placement.nnodes)
     program = {} if placement.join is None else {PROGRAM: targets.program_of(target)}
     spec = {**spec, **program}
-    ending, ended_here = _launch(spec, run_dir, processes, nodes, placement.join, placement.node)
+    back = step_to_go_back_to(resume, run_dir)
+    ending, ended_here = _launch(spec, run_dir, processes, nodes, placement.join, placement.node, back)
     if ending.code and (ended_here or not shares_log()):
         print(printable(f"lockstep: {_describe_exit(ending)}"), file=sys.stderr)
 
@@ -340,7 +342,7 @@ def fit(
     pickled = _pickled(task, resolved.config.task, callbacks)
     with pickled as path, following(run_dir) if in_notebook else nullcontext():
         spec = {"task": path, "name": name, "layers": layers, "resume_command": command}
-        ending, _ = _launch(spec, run_dir, count)
+        ending, _ = _launch(spec, run_dir, count, goes_back_to=step_to_go_back_to(resume, run_dir))
         _raise_unless_done(ending, run_dir, count, Path(path).parent)
 
     return RunResult(run_dir, json.loads((run_dir / "summary.json").read_text()), task)
@@ -393,7 +395,7 @@ def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds, errors: Pat
     """
     if culprit := ending.failure:
         who = f"rank {culprit.rank} failed first" if culprit.rank is not None else "they could not be started"
-        error = failure.load_exception(errors, culprit)
+        error = rank_record.load_exception(errors, culprit)
         if error is not None:
             where = f"raised on rank {culprit.rank} of {count}; {run_dir / 'logs'} holds the output of all ranks"
             trace = [] if culprit.for_user else stacks.fold(culprit.traceback)
@@ -452,7 +454,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
                 raise
             regular_exit = error  # sys.exit() inside the loop is a regular end, if all ranks do it
 
-        own.close(f"sys.exit() at {failure.raising_line(regular_exit)}" if regular_exit else "")
+        own.close(f"sys.exit() at {rank_record.raising_line(regular_exit)}" if regular_exit else "")
 
     if regular_exit is not None:
         raise regular_exit
@@ -482,7 +484,7 @@ def work(spec: dict[str, Any]) -> None:
     try:
         _fit_here(task, resolved, spec["name"], callbacks)
     except Exception as error:
-        failure.leave_exception(Path(spec["task"]).parent, current_world().rank, error)
+        rank_record.leave_exception(Path(spec["task"]).parent, current_world().rank, error)
         raise
 
 
@@ -512,7 +514,7 @@ def running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[Run
                 yield builder
         except BaseException as error:
             # The time is stamped first: the launcher blames the rank that failed first.
-            failure.stamp(error)
+            rank_record.stamp(error)
             builder.fail(error)
             raise
 
@@ -527,14 +529,15 @@ def _launch(
     nnodes: Bounds = Bounds(1, 1),
     join: str | None = None,
     node: int | None = None,
+    goes_back_to: int | None = None,
 ) -> tuple[JobEnd, bool]:
-    """Run `spec` on the ranks of a launcher until they end; record why, if they fail.
+    """Run `spec` on the ranks of a launcher until they end; record why, if they fail. `goes_back_to`: see `Job`.
 
     Returns how the job ended, and whether this launcher ended it.
     """
     # Ranks get plain JSON: a Path in the configuration, say, becomes text.
     plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
-    ending, ended_here = supervise(Job(plain, run_dir, nproc, nnodes, join, node=node))
+    ending, ended_here = supervise(Job(plain, run_dir, nproc, nnodes, join, node=node, goes_back_to=goes_back_to))
 
     # All launchers of a job have the same folder: one of them writes there.
     culprit = ending.failure

@@ -16,7 +16,7 @@ from lockstep import skeletons, targets
 from lockstep.bench import command as bench
 from lockstep.clusters import command as clusters
 from lockstep.clusters import nodes
-from lockstep.errors import FINAL_CODES, ExitCode, Preempted, UserError, code_for_srun, printable
+from lockstep.errors import FINAL_CODES, DeviceLostError, ExitCode, Preempted, UserError, code_for_srun, printable
 from lockstep.lab import command as lab
 
 if TYPE_CHECKING:
@@ -81,6 +81,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         return VERBS[options.verb](options, overrides) or 0
     except UserError as error:
         print(printable(f"lockstep: {error}"), file=sys.stderr)
+        if isinstance(error, DeviceLostError):
+            _end_at_once(error.exit_code)
         return error.exit_code
     except BrokenPipeError:
         # The reader of a pipe closed it (`lockstep ckpt ls | head`). Python's flush at exit must not fail either.
@@ -91,6 +93,13 @@ def _run(arguments: Sequence[str] | None) -> int:
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)
         return Preempted.INTERRUPTED
+
+
+def _end_at_once(code: int) -> NoReturn:
+    """End the process without freeing anything."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -356,7 +365,9 @@ def _evaluate(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep.config import read_layers
     from lockstep.evaluate import command
 
-    request = command.Request(options.target, options.path, options.step, options.best, options.nproc, options.json)
+    request = command.EvaluateRequest(
+        options.target, options.path, options.step, options.best, options.nproc, options.json
+    )
     return command.main(request, read_layers(options.config, overrides))
 
 
@@ -395,9 +406,13 @@ def _runs(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _rm(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from lockstep.checkpoint.inspect import delete_objects
     from lockstep.observe.run_removal import rm
 
-    lines, code = rm(options.runs, options.checkpoints, options.dry_run, lambda text: options.yes or _ask(text))
+    def confirm(text: str) -> bool:
+        return options.yes or _ask(text)
+
+    lines, code = rm(options.runs, options.checkpoints, options.dry_run, confirm, delete_objects)
     print(printable("\n".join(lines)))
     return code
 

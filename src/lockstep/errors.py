@@ -94,6 +94,10 @@ class UserError(Exception):
         return f"{self.problem}{found}\n  do:    {self.fix}"
 
 
+class DeviceLostError(UserError):
+    """The same, after an error that leaves this process without its GPU. Freeing a tensor would abort the process."""
+
+
 class ConfigError(UserError):
     """All problems of a configuration, reported together instead of one per attempt."""
 
@@ -163,7 +167,12 @@ def printable(value: object) -> str:
     Text from the wire, from files, exceptions and logs passes through here before it is shown. Characters that change
     the direction of text, and surrogates, which no terminal can show, are written as escapes too.
     """
-    text = str(value).replace("\r\n", "\n")
+    text = str(value)
+    # Most text is harmless: a report has hundreds of such cells.
+    if text.isascii() and text.isprintable():
+        return text
+
+    text = text.replace("\r\n", "\n")
     unsafe = {c for c in set(text) - {"\n", "\t"} if category(c) in ("Cc", "Cs") or c in _DIRECTIONS}
     for character in unsafe:
         text = text.replace(character, character.encode("unicode_escape").decode())

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import extend
+from lockstep.errors import UserError
 from lockstep.runtime.control_word import Flags
 
 # A tensor on the device costs no synchronisation.
@@ -174,10 +175,6 @@ class BatchSource(ABC):
     # A line about the data for the banner, or None; `attach` may set it.
     about: str | None = None
 
-    # Whether `skip` works: `policy=rewind` needs it. `skipped_spans` then holds all spans that were skipped.
-    can_skip: bool = False
-    skipped_spans: Sequence[tuple[int, int]] = ()
-
     def attach(self, context: SourceContext) -> None:  # noqa: B027
         """Prepare to make batches by calling the model (a rollout).
 
@@ -193,8 +190,16 @@ class BatchSource(ABC):
         return None
 
     def skip(self, span: tuple[int, int]) -> None:
-        """Leave out the positions [start, stop) from now on: their step was skipped, and the policy is rewind."""
-        raise NotImplementedError(f"{type(self).__name__}.skip(span) must leave out the span, since can_skip is True")
+        """Leave out the positions [start, stop) from now on: their step was skipped, and the policy is rewind.
+
+        The positions are those of `StepBatches.span`. A source without this method is refused with that policy.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no method skip(span)")
+
+    @property
+    def skipped_spans(self) -> Sequence[tuple[int, int]]:
+        """All spans that were skipped, for a source with `skip`."""
+        return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +218,32 @@ class SourceContext:
     ranks: int
     collective_forwards: bool  # forwards contain collectives: all ranks must run the same number of them
     all_reduce: Callable[[Tensor], Tensor]  # sums a tensor over the ranks, in place; collective
+
+
+# ---- evaluations ----
+
+
+@dataclass(frozen=True)
+class EvalData:
+    """A dataset to evaluate on in its own way: `Task.eval_data` may return it in place of a dataset.
+
+    What is left out is as for the other sets: the task's `eval_loss`, `collate` and `eval_metrics`, and the batch size
+    of all evaluations.
+    """
+
+    dataset: Any
+    loss: Callable[[nn.Module, Any], Loss] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    metrics: Mapping[str, Any] | None = None  # torchmetrics, by name
+    batch: int | None = None  # samples of a forward
+
+    def __post_init__(self) -> None:
+        if self.batch is not None and (not isinstance(self.batch, int) or self.batch < 1):
+            raise UserError(
+                f"EvalData(batch={self.batch!r}): a batch has a whole number of samples, at least 1",
+                "",
+                "pass batch=8, or leave it out",
+            )
 
 
 # ---- the run, as hooks see it ----
@@ -369,7 +400,10 @@ class Task:
         return None
 
     def eval_data(self) -> Any:
-        """Return a map-style dataset to evaluate on, several by name ({"val": ..., "test": ...}), or None for none."""
+        """Return a map-style dataset to evaluate on, several by name ({"val": ..., "test": ...}), or None for none.
+
+        `EvalData(dataset, loss=...)` in place of a dataset evaluates it with a loss or a batch size of its own.
+        """
         return None
 
     def eval_loss(self, model: nn.Module, batch: Any) -> Loss:
@@ -386,17 +420,24 @@ class Task:
 
         return default_collate(samples)
 
-    def before_batch(self, micro: MicroBatch) -> None:
-        """Prepare for `micro`. It is called before each training loss.
-
-        This is for tasks that keep state from step to step for every place in the global batch: `micro.first` is the
-        place of the micro-batch's first sample.
-        """
-
     # ---- hooks: docs/hooks.md. Each is called on every rank ----
 
     def before_training(self, run: RunView) -> None:
         """Prepare for training: called once in each process, after a resume, before the first step."""
+
+    def first_steps(self, names: Sequence[str]) -> Mapping[str, int]:
+        """Return {name of a trainable parameter: the first step that trains it}, to unfreeze them one by one.
+
+        It is called once. Parameters that are left out are trained from the first step on.
+        """
+        return {}
+
+    def before_batch(self, run: RunView, micro: MicroBatch) -> None:
+        """Prepare for `micro`, before its forward in training. The step's index is `run.steps_done`.
+
+        A task may keep state from step to step for every place in the global batch: `micro.first` is the place of the
+        micro-batch's first sample. It may also replace `micro.data`.
+        """
 
     def before_backward(self, run: RunView, loss: Loss) -> Loss | None:
         """Return another loss for this micro-batch, or None to keep `loss`. The step's index is `run.steps_done`."""

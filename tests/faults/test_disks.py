@@ -72,3 +72,13 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_model_is_the_same(
     assert "resuming from step-00000015" in ended.output
     assert (ended.run / "checkpoints" / "step-00000020.damaged").is_dir()
     assert digests(ended.run) == undisturbed
+
+
+@pytest.mark.long
+def test_a_checkpoint_that_all_ranks_have_written_survives_the_error_of_another_rank(tmp_path: Path) -> None:
+    """Rank 0 takes 2 s for the commit, and rank 1 raises meanwhile: without that checkpoint there is no restart."""
+    words = ("preset=tiny", "steps=8", "checkpoint.every=5", "checks.loss=off")
+    slow = Fault("slow", rank=0, step=5, phase="rename", times=1, seconds=2.0)
+    ended = train(tmp_path / "run", *words, nproc=2, faults=(slow, Fault("raise", rank=1, step=6, phase="compute")))
+    assert ended.code == 0, ended.output
+    assert "restarting 2 ranks from the checkpoint of step 5" in ended.output

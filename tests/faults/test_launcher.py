@@ -133,7 +133,7 @@ def test_a_rank_that_only_complains_is_not_the_culprit(run, capfd, monkeypatch):
             time.sleep(0.01)
         me.kill()
     if me.attempt == 0:
-        raise RuntimeError("connection reset by peer")
+        raise RuntimeError("[pair.cc:537] Read error: connection reset by peer")
     """
     assert run(dedent(code)).restarts == 1
     text = capfd.readouterr().err
@@ -309,7 +309,9 @@ def test_the_process_that_starts_ranks_is_replaced(run, tmp_path, capfd):
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr("lockstep.launch.hangs.suspicion.HALTED_S", 0.3)
-    monkeypatch.setattr("lockstep.launch.local_attempt.RANKS_STACKS_S", 60.0)  # a rank that can answer does so sooner
+    monkeypatch.setattr(
+        "lockstep.launch.ranks.local_attempt.RANKS_STACKS_S", 60.0
+    )  # a rank that can answer does so sooner
     monkeypatch.setattr("lockstep.launch.agent.RANKS_KILL_S", 0.3)
 
 
@@ -320,7 +322,7 @@ def in_the_meantime(act) -> None:
 @pytest.mark.usefixtures("impatient")
 def test_a_stopped_process_that_starts_ranks_is_replaced(run, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(
-        "lockstep.launch.local_attempt.RANKS_STACKS_S", 0.3
+        "lockstep.launch.ranks.local_attempt.RANKS_STACKS_S", 0.3
     )  # the dead rank would not answer in any time
 
     def hurt() -> None:

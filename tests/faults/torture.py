@@ -110,11 +110,11 @@ def digests(run: Path, step: int | None = None) -> dict[str, str]:
     """Of every tensor of the newest checkpoint, or of the one of a step, however it was cut."""
     import hashlib
 
-    from lockstep.checkpoint.load import find
+    from lockstep.checkpoint.load import newest_valid
     from lockstep.checkpoint.storage import FileSystemStorage, folder_name
 
     only = None if step is None else folder_name(step)
-    reader = find(FileSystemStorage(run / "checkpoints"), 0, 1, lambda value: [value], only)
+    reader = newest_valid(FileSystemStorage(run / "checkpoints"), 0, 1, lambda value: [value], only)
     assert reader is not None
     tensors = {name: reader.read(name) for name in reader.names()}
     return {name: hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest() for name, t in tensors.items()}

@@ -19,7 +19,7 @@ from lockstep.config import resolve
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.parallel.compiled import targets
-from lockstep.parallel.cudagraph import graphs
+from lockstep.parallel.cudagraph import install
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -89,8 +89,8 @@ def trained(
 def captured(world: World, store: Any, folder: str) -> tuple[dict[str, torch.Tensor], int]:
     device = Again()
     with (  # a rank runs other tests after this one
-        patch.object(graphs, "wants_graph", lambda config, runtime: True),
-        patch.object(graphs, "CudaDevice", lambda _: device),
+        patch.object(install, "wants_graph", lambda config, runtime: True),
+        patch.object(install, "CudaDevice", lambda _: device),
     ):
         return trained(world, store, folder, False)[0], device.replayed
 

@@ -154,6 +154,31 @@ def slow(graph: Any, inputs: Any) -> Any:
     return run
 
 
+class Short:
+    """A compiler whose code runs out of memory, in the first `times` targets."""
+
+    def __init__(self, times: int):
+        self.left = times
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.left -= 1
+        fails = self.left >= 0
+
+        def run(*args: Any) -> Any:
+            if fails:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return graph(*args)
+
+        return run
+
+
+def endless(graph: Any, inputs: Any) -> Any:
+    """A compiler that does not come to an end, as far as a test can wait."""
+    for _ in range(600):
+        time.sleep(0.1)
+    return graph
+
+
 def trained(
     world: World,
     store: Any,
@@ -182,7 +207,9 @@ def trained(
         if judged:
             stack.enter_context(patch.object(apply, "wants_compile", lambda *_: True))
             stack.enter_context(
-                patch.multiple(decision, START_S=0.0, COLD_S=0.0, LAYER_S=0.0, REPEATED_S=0.0, BLOCK_S=0.0)
+                patch.multiple(
+                    decision, START_S=0.0, COLD_S=0.0, LAYER_S=0.0, REPEATED_S=0.0, BLOCK_S=0.0, MOST_LOST=1e6
+                )
             )
 
         runtime = stack.enter_context(context.start(world, resolved.config, store))
@@ -190,7 +217,7 @@ def trained(
         record = builder.recorder.event
 
         def noted(event: str, **fields: Any) -> None:
-            if event == "compile":
+            if event == "compile" and not fields["reason"].startswith("begins with"):
                 events.append(fields["reason"])
             record(event, **fields)
 
@@ -282,6 +309,24 @@ def test_wrong_code_is_found_and_not_used(pool: Any, tmp_path: Any) -> None:
     assert all(torch.equal(value, found["weights"][name]) for name, value in plain["weights"].items())
 
 
+@pytest.mark.parametrize("times", [1, pytest.param(100, marks=pytest.mark.long)])
+def test_a_shortage_of_memory_leaves_less_or_nothing_compiled(times: int, pool: Any, tmp_path: Any) -> None:
+    plain = start(pool, tmp_path / "plain", compile=False)[0]
+    found = start(pool, tmp_path / "short", backend=Short(times))[0]
+    (reason,) = found["events"]
+    assert reason.startswith("compiled the model in" if times == 1 else "nothing: not the loss")
+    assert "not the loss with the model: out of memory" in reason
+    assert all(torch.equal(value, found["weights"][name]) for name, value in plain["weights"].items())
+
+
+def test_a_compilation_without_end_is_given_up(pool: Any, tmp_path: Any) -> None:
+    plain = start(pool, tmp_path / "plain", compile=False)[0]
+    found = start(pool, tmp_path / "endless", backend=endless, **{"hang.first": 1})[0]
+    (reason,) = found["events"]
+    assert reason == "nothing: not the loss with the model: it takes longer than 1 s to compile"
+    assert all(torch.equal(value, found["weights"][name]) for name, value in plain["weights"].items())
+
+
 @pytest.mark.long
 def test_ranks_with_different_speeds_decide_alike(pool: Any, tmp_path: Any) -> None:
     first, second = start(pool, tmp_path / "run", ranks=2, judged=True, lag=0.05, steps=12)
@@ -325,7 +370,7 @@ def own_loop(world: World, store: Any, folder: str, compiled: bool, function: bo
             step.apply()
 
         compiler = run._builder.driver.compiler
-        target = compiler.target.name if compiler and compiler.target else None
+        target = compiler.code.target.name if compiler and compiler.code else None
         run.close()
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         return {"weights": weights, "target": target, "graphs": counters["stats"]["unique_graphs"]}

@@ -115,8 +115,8 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert main(["evaluate", "runs/averaged", "line.py:Line", "--json", "found.json"]) == 0
     assert json.loads(Path("found.json").read_text())["sets"]["eval"]["loss"] == summary["eval_loss"]
 
-    request = command.Request("line.py:Line", Path("runs/line"), json_file=Path("nowhere/found.json"))
+    request = command.EvaluateRequest("line.py:Line", Path("runs/line"), json_file=Path("nowhere/found.json"))
     with pytest.raises(UserError, match="its folder does not exist"):
         command.main(request, read_layers([], []))
     with pytest.raises(UserError, match="is not a run, so it has no steps to choose from"):
-        command.main(command.Request("line.py:Line", Path("found.json"), best=True), read_layers([], []))
+        command.main(command.EvaluateRequest("line.py:Line", Path("found.json"), best=True), read_layers([], []))

@@ -17,7 +17,7 @@ from lockstep.errors import UserError
 from lockstep.observe.report import write_report
 from lockstep.observe.sinks import read_jsonl
 from lockstep.observe.sinks.scalars import scalars
-from lockstep.task import Loss
+from lockstep.task import EvalData, Loss
 from pool import Pool
 from ranks.support import Regression, fit
 
@@ -89,6 +89,34 @@ def test_minutes_count_on_rank_0_and_all_evaluate_together(pool: Pool, tmp_path:
     assert traces[0].summary["evaluations"] == traces[1].summary["evaluations"]
 
 
+class OwnWays(Regression):
+    """`all` is evaluated as the task says, `counts` in its own way."""
+
+    def eval_data(self) -> Any:
+        x, y = self.data()[:14]
+        dataset = TensorDataset(x, y)
+        return {"all": dataset, "counts": EvalData(dataset, self.count, lambda samples: samples, batch=5)}
+
+    def count(self, model: nn.Module, batch: Any) -> Loss:
+        assert isinstance(batch, list)  # of samples: its own collate
+        return Loss(torch.tensor(float(len(batch))), 1, {"samples": torch.tensor(float(len(batch)))})
+
+
+def test_a_set_may_have_its_own_loss_collate_and_batch(pool: Pool, tmp_path: Path) -> None:
+    traces = pool.run(fit, OwnWays(), BASE | {"run_dir": str(tmp_path), "steps": 1}, world=2)
+    for trace in traces:
+        found = trace.summary["evaluations"]["counts"]
+        assert found["counts/loss"] == pytest.approx(14 / 3)  # batches of 5, 5 and 4 samples
+        assert trace.summary["eval_loss"] == trace.summary["evaluations"]["all"]["all/loss"]
+
+    plain, own = evaluation_sets(OwnWays(), None)
+    assert (plain.batch, own.batch, plain.metrics, own.metrics) == (None, 5, {}, {})
+    with pytest.raises(UserError, match=r"EvalData\(batch=0\): a batch has a whole number of samples"):
+        EvalData([1], batch=0)
+    with pytest.raises(UserError, match=r"EvalData\(metrics=\.\.\.\) must give metrics by name; it gave a list"):
+        evaluation_sets(Evaluated(EvalData([1], metrics=[2])), None)  # pyrefly: ignore[bad-argument-type]
+
+
 class Evaluated(Regression):
     def __init__(self, data: Any):
         self.eval_data = lambda: data
@@ -110,5 +138,5 @@ def test_which_sets_there_are() -> None:
     task.eval_metrics = lambda: None  # pyrefly: ignore[bad-assignment]
     assert evaluation_sets(task, None)[0].metrics == {}
     task.eval_metrics = lambda: [torch.nn.Linear(1, 1)]
-    with pytest.raises(UserError, match="must return metrics by name; it returned a list"):
+    with pytest.raises(UserError, match=r"eval_metrics\(\) must give metrics by name; it gave a list"):
         evaluation_sets(task, None)

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 import lockstep
 from lockstep import Shards
-from lockstep.checkpoint.state_tree import gather_state
+from lockstep.checkpoint.state.state_tree import gather_state
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted, UserError
@@ -45,7 +45,7 @@ class Noisy(Task):
     def data(self) -> Any:
         return Shards(FILES, shards=4).filter(kept).map(lambda number: (number, torch.rand(1)))
 
-    def before_batch(self, micro: Any) -> None:
+    def before_batch(self, run: Any, micro: Any) -> None:
         if not micro.padding:
             self.seen.append((micro.epoch, micro.data[0].tolist()))
 

@@ -12,7 +12,8 @@ from lockstep.data.loader import to_device
 from lockstep.errors import UserError
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.foreign.trial import TrialFailed, check_independent
-from lockstep.optim.optimizers import ON_DTENSORS, Optimizers, _needs_full_parameters
+from lockstep.optim.kinds import ON_DTENSORS, needs_full_parameters
+from lockstep.optim.optimizers import Optimizers
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.support import DEVICE, ResidualBlocks, Rows, assert_user_errors, fit, open_watched, trace_of, windows
@@ -163,8 +164,8 @@ def test_what_takes_float32_only_is_tried_in_it() -> None:
 
 def test_a_trial_never_proves_that_shards_are_enough() -> None:
     """Lion is elementwise; so, on small parameters, is what looks at matrices only if they are large."""
-    assert _needs_full_parameters(Lion(small().parameters()))
-    assert not _needs_full_parameters(torch.optim.Rprop(small().parameters()))
+    assert needs_full_parameters(Lion(small().parameters()))
+    assert not needs_full_parameters(torch.optim.Rprop(small().parameters()))
 
 
 # ---- as in plain PyTorch ----

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
+from lockstep.parallel.caches import disable_kv_cache
 from lockstep.parallel.remat import recompute_blocks
 from pool import Pool
 from ranks.support import ALL_PAIRS, configured
@@ -53,6 +54,7 @@ class Stack(nn.Module):
 def stack(remat: str, make: Callable[[], nn.Module] = Stack, **more: Any) -> Any:
     torch.manual_seed(0)
     model = make()
+    disable_kv_cache(model, always=False)
     recompute_blocks(model, RunConfig(remat=remat, **more))
     return model
 

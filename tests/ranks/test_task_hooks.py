@@ -156,8 +156,8 @@ def test_a_save_of_one_rank_is_made_by_all(pool: Pool, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000003"]
 
 
-class OldHook(Hooked):
-    def after_step(self, model: Any, step: Any) -> None:
+class NoRun(Hooked):
+    def before_batch(self, micro: Any) -> None:  # pyrefly: ignore[bad-override]
         raise AssertionError
 
 
@@ -186,8 +186,8 @@ class Raises(Hooked):
 
 
 def test_what_is_wrong_with_a_hook_is_said_in_words(pool: Pool) -> None:
-    errors = pool.errors(fit, OldHook(), BASE, world=1)
-    assert_user_errors(errors, "OldHook.after_step(model, step)", "def after_step(self, run, result)", "run.model")
+    errors = pool.errors(fit, NoRun(), BASE, world=1)
+    assert_user_errors(errors, "NoRun.before_batch(micro)", "def before_batch(self, run, micro)")
     assert_user_errors(pool.errors(fit, Waits(), BASE, world=1), "Waits.after_step is an async function")
     assert_user_errors(pool.errors(fit, Number(), BASE, world=1), "must return a lockstep.Loss, or None", "a float")
     assert_user_errors(pool.errors(hooked, BASE, Counter, world=1), "Counter is a class", "pass Counter(...)")
@@ -355,7 +355,7 @@ def test_callbacks_without_names_that_change_places_are_refused(pool: Pool, tmp_
 
 
 class Places:
-    def before_batch(self, micro: Any) -> None:
+    def before_batch(self, run: Any, micro: Any) -> None:
         raise AssertionError
 
 

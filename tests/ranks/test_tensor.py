@@ -12,9 +12,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.data import IterableDataset, TensorDataset
 
+from lockstep.checkpoint.load import newest_valid
+from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.outcome import Committed
+from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.state.reshard import shards_to_write
+from lockstep.checkpoint.storage import FileSystemStorage
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
@@ -26,7 +33,7 @@ from lockstep.parallel.tensor.driver import redistribute_gradient
 from lockstep.parallel.tensor.plans import choose_plan, recognise
 from lockstep.recipes.char_lm.model import GPT
 from lockstep.runtime import context
-from lockstep.runtime.layout import local
+from lockstep.runtime.layout import LocalShard, local
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
@@ -300,7 +307,7 @@ def written(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
         run = builder.run
         assert run is not None
         tensors = run.checkpoints.state.capture().tensors
-        mine = {name: shard.local.numel() for name, shard in run.checkpoints._shards(tensors).items()}
+        mine = {name: shard.local.numel() for name, shard in run.checkpoints.contents.shards().items()}
         return {name: tensor.numel() - world.size * mine.get(name, 0) for name, tensor in tensors.items()}
 
 
@@ -308,6 +315,41 @@ def written(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
 def test_every_number_is_written_once(pool: Pool, values: dict[str, Any]) -> None:
     everybody = pool.run(written, values | {"steps": 1}, world=4)
     assert {name: sum(rank[name] for rank in everybody) for name in everybody[0]} == dict.fromkeys(everybody[0], 0)
+
+
+def written_if_empty(world: World, store: Any) -> dict[str, LocalShard]:
+    with context.start(world, configured({}).config, store=store) as runtime:
+        mesh = Axes(Mesh({"pp": 1, "dp": 1, "tp": world.size}, world.rank), runtime).device_mesh["tp"]
+        tensors: dict[str, Tensor] = {
+            "model.rows": DTensor.from_local(torch.zeros(0, 3), mesh, [Shard(0)]),
+            "model.copies": DTensor.from_local(torch.zeros(0), mesh, [Replicate()]),
+            "model.one_row": DTensor.from_local(
+                torch.ones(1 - world.rank, 3), mesh, [Shard(0)], shape=torch.Size((1, 3)), stride=(3, 1)
+            ),
+        }
+        return shards_to_write(tensors, world.rank, [{}] * world.size)
+
+
+def test_a_tensor_without_elements_is_in_the_checkpoint_too(pool: Pool, tmp_path: Path) -> None:
+    """Otherwise it would be missing when the run resumes. An empty shard of another tensor is not written."""
+    first, second = pool.run(written_if_empty, world=2)
+    assert {*first, *second} == {"model.rows", "model.copies", "model.one_row"}
+    assert "model.one_row" not in second
+
+    storage = FileSystemStorage(tmp_path)
+    storage.claim("token")
+    team = [Saver(SaveContext(storage, rank, 2, "token", Retention())) for rank in range(2)]
+    for saver, shards in zip(team, (first, second), strict=True):
+        saver.start(1, shards, {}, {})
+    [save] = team[0].take_ended()
+    assert isinstance(save.outcome, Committed), save.outcome
+    reader = newest_valid(storage, 0, 1, lambda value: [value])
+    assert reader is not None
+    assert {name: tuple(reader.read(name).shape) for name in reader.names()} == {
+        "model.rows": (0, 3),
+        "model.copies": (0,),
+        "model.one_row": (1, 3),
+    }
 
 
 def settled(world: World, store: Any) -> list[float]:

@@ -427,7 +427,7 @@ def test_the_setup_is_checked_by_a_real_run(tmp_path, capsys, monkeypatch):
 def test_a_model_that_does_not_fit_is_reported_with_a_batch_size_that_does(monkeypatch):
     monkeypatch.setattr(setup_check, "get_gpu_info", lambda: [{"free_gb": 8.0}])
 
-    def memory(batch_size: int) -> setup_check.Finding:
+    def memory(batch_size: int) -> setup_check.SetupFinding:
         trainer = DistributedCLSTMPPOTrainer(1, 10, batch_size, preset="gpu")
         trainer.initialize()
         return setup_check.model_memory(trainer)

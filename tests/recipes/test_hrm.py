@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from lockstep.engine.setup import open_run
 from lockstep.errors import ConfigError
 from lockstep.recipes.hrm import HRM
 from lockstep.recipes.hrm.arguments import overrides
-from lockstep.recipes.hrm.model import SparseEmbedding
+from lockstep.recipes.hrm.model import HierarchicalReasoningModel, SparseEmbedding
 from lockstep.recipes.hrm.optimizers import AdamATan2, CastedSparseEmbeddingSignSGD_Distributed, MovingAverage
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -133,6 +134,24 @@ def test_a_frozen_table_stays_zero(pool: Pool, tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert [goal["target"] for goal in summary["goals"]] == ["exact <= 0.01", "cell <= 0.25"]
     assert summary["goals"][0]["value"] == summary["eval_metrics"]["exact"] == 0
+
+
+def train_compiled(world: World, store: Any, run_dir: str) -> Ended:
+    """A job: the model's own `compile`, without the C++ compiler."""
+    compile_parts = HierarchicalReasoningModel.compile
+    with patch.object(HierarchicalReasoningModel, "compile", lambda model: compile_parts(model, backend="aot_eager")):
+        return train(world, store, run_dir, 3, {"compile": True})
+
+
+def test_compiled_parts_change_nothing(pool: Pool, tmp_path: Path) -> None:
+    """The loss keeps the carry, so that it is called once for each micro-batch, and only the model is compiled."""
+    (plain,) = pool.run(train, str(tmp_path / "plain"), 3, world=1)
+    (found,) = pool.run(train_compiled, str(tmp_path / "compiled"), world=1)
+    assert_alike(plain.state, found.state)
+    events = [json.loads(line) for line in (tmp_path / "compiled" / "events.jsonl").read_text().splitlines()]
+    reasons = [event["reason"] for event in events if event["event"] == "compile"]
+    assert reasons[-1].startswith("compiled the model in")
+    assert reasons[-1].endswith("equal to eager")
 
 
 @pytest.mark.parametrize("preset", HRM.presets)

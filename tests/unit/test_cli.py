@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import cli
+from lockstep.errors import DeviceLostError
 
 
 def lockstep(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
@@ -178,3 +179,20 @@ def test_a_script_gets_its_own_arguments(tmp_path):
         refused = forked(*typed.split(), folder=tmp_path)
         assert refused.returncode == 2
         assert "only a script" in refused.stderr
+
+
+def test_a_process_without_its_gpu_ends_at_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """Its tensors cannot be freed: the end of the interpreter would abort it, with another exit code."""
+
+    def lose(options: object, overrides: object) -> None:
+        raise DeviceLostError("a kernel stopped", "", "mend it")
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setitem(cli.VERBS, "recipes", lose)
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["recipes"])
+    assert ended.value.code == 2
+    assert "lockstep: a kernel stopped" in capsys.readouterr().err

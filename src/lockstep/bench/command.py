@@ -41,10 +41,15 @@ KINDS = {
 }
 SETTINGS = "time and memory of a step with other settings (--way), in turns; not part of `all`"
 
-# `bench all` ends in minutes: fewer rounds and smaller sizes, unless they are typed.
-SIZES = ("repeats", "block", "max_mb", "megabytes", "accumulation", "steps")
-SMALLER: dict[str, Any] = dict(zip(SIZES, (5, 5, 16.0, 100, "1", 150), strict=True))
-USUAL: dict[str, Any] = dict(zip(SIZES, (9, 10, 256.0, 400, "1,4", 500), strict=True))
+# Sizes, unless they are typed: of one kind, and of `bench all`, which ends in minutes.
+SIZES: dict[str, tuple[Any, Any]] = {
+    "repeats": (9, 5),
+    "block": (10, 5),
+    "max_mb": (256.0, 16.0),
+    "megabytes": (400, 100),
+    "accumulation": ("1,4", "1"),
+    "steps": (500, 150),
+}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -170,7 +175,7 @@ def _sections(name: str, pool: Pool, asked: BenchOptions, peers: bool) -> list[S
 
     # Kinds use the machine alone, if they can: what others use meanwhile is measured, too.
     others, used = OtherLoad(), pool.cpu_seconds()
-    progress = Progress()
+    progress = ProgressLine()
     try:
         sections = _kind(name, peers)(pool, asked, progress.show)
     except RanksEnded as error:
@@ -253,11 +258,11 @@ def _options(options: argparse.Namespace, overrides: Sequence[str]) -> BenchOpti
     known.check_kind(options.kind, vars(options))
     known.check_settings(options.kind, target, layers, options.way)
 
-    usual = SMALLER if options.kind == "all" else USUAL
-
-    # Only what was typed replaces the usual sizes.
-    typed = {key: getattr(options, key) for key in usual if getattr(options, key) is not None}
-    sizes = {**usual, **typed}
+    sizes = {}
+    for key, (of_one_kind, of_all) in SIZES.items():
+        typed = getattr(options, key)
+        usual = of_all if options.kind == "all" else of_one_kind
+        sizes[key] = usual if typed is None else typed
 
     if options.out and options.out.exists() and not options.out.is_dir():
         raise UserError(f"--out {options.out} is a file", "", "name a folder")
@@ -280,7 +285,7 @@ def _options(options: argparse.Namespace, overrides: Sequence[str]) -> BenchOpti
     )
 
 
-class Progress:
+class ProgressLine:
     """Shows what is being measured: one line that is overwritten on a terminal, and nothing elsewhere."""
 
     def __init__(self) -> None:

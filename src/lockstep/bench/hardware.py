@@ -89,32 +89,58 @@ def physical_cores(allowed: Sequence[int], root: Path = Path("/sys/devices/syste
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlacement:
     """Which CPUs each rank may use, and whether ranks share anything."""
 
     cpus: list[list[int]]  # by rank
     shared: str = ""  # what ranks share, or may share; empty if each has its own
     gpus: int = 0  # that the ranks compute on
+    cores: int = 0  # physical cores of a rank: fewer than its CPUs if those are hardware threads
 
     @property
     def own(self) -> bool:
         return not self.shared
 
 
-def place(world: int, cores_per_rank: int, gpus: int | None = None) -> Placement:
-    """Give each rank its CPUs. Ranks share them if there are too few. `gpus` is 0 for ranks that compute on CPUs."""
-    # Hardware threads of one core come one after the other, so that a rank with two CPUs gets one core, not two halves.
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    ordered = [cpu for group in physical_cores(allowed) for cpu in group]
+def place(world: int, cores_per_rank: int, gpus: int | None = None) -> RankPlacement:
+    """Give each rank its CPUs. Ranks share them if there are too few. `gpus` is 0 for ranks that compute on CPUs.
 
-    # One after the other, and from the beginning again when all are given.
-    cpus = [
+    A rank gets the same at every number of ranks, so that one rank and eight compare the same hardware: the hardware
+    threads of one core belong to one rank, and those that it does not use stay idle.
+    """
+    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    groups = physical_cores(allowed)
+    cpus = _whole_cores(groups, world, cores_per_rank) or _in_turn(groups, world, cores_per_rank)
+
+    gpus = visible_gpus() if gpus is None else gpus
+    cores = sum(bool(set(group) & set(cpus[0])) for group in groups)
+    return RankPlacement(cpus, _sharing(cpus, world, cores_per_rank, allowed, gpus), gpus, cores)
+
+
+def _whole_cores(groups: list[list[int]], world: int, cores_per_rank: int) -> list[list[int]] | None:
+    """Return the CPUs of each rank, on cores of its own, or None if there are too few cores."""
+    free = iter(groups)
+    cpus: list[list[int]] = []
+    for _ in range(world):
+        mine: list[int] = []
+        while len(mine) < cores_per_rank:
+            group = next(free, None)
+            if group is None:
+                return None
+            mine += group
+
+        cpus.append(mine[:cores_per_rank])
+
+    return cpus
+
+
+def _in_turn(groups: list[list[int]], world: int, cores_per_rank: int) -> list[list[int]]:
+    """Return the CPUs of each rank, one after the other, and from the beginning again when all are given."""
+    ordered = [cpu for group in groups for cpu in group]
+    return [
         [ordered[(rank * cores_per_rank + index) % len(ordered)] for index in range(cores_per_rank)]
         for rank in range(world)
     ]
-
-    gpus = visible_gpus() if gpus is None else gpus
-    return Placement(cpus, _sharing(cpus, world, cores_per_rank, allowed, gpus), gpus)
 
 
 def _sharing(cpus: list[list[int]], world: int, cores_per_rank: int, allowed: list[int], gpus: int) -> str:
@@ -189,12 +215,14 @@ def disturbance(busy: float | None) -> str:
     return ""
 
 
-def describe(placement: Placement, cores_per_rank: int) -> str:
+def describe(placement: RankPlacement, cores_per_rank: int) -> str:
     """Return one sentence about what each rank had."""
     if placement.shared:
         return placement.shared
     if placement.gpus:
         return "each rank has a GPU of its own"
+    if placement.cores < cores_per_rank:
+        return f"each rank has {cores_per_rank} hardware threads of {plural(placement.cores, 'core')} of its own"
     return f"each rank has {plural(cores_per_rank, 'core')} of its own"
 
 

@@ -9,28 +9,22 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TypedDict
 
 LEVEL = 0.95
 ENOUGH = 6  # values: fewer have no interval at this level, not even their whole range
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """A median and its confidence interval, or the range of the values if there are fewer than ENOUGH."""
+class Estimate(TypedDict):
+    """A median and its confidence interval, or the range of the values if there are fewer than ENOUGH.
+
+    It is a plain dict, as results.json holds it.
+    """
 
     median: float
     low: float
     high: float
     count: int  # of measurements
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @property
-    def half_width(self) -> float:
-        return (self.high - self.low) / 2
 
 
 def estimate(values: Sequence[float]) -> Estimate:
@@ -48,7 +42,7 @@ def estimate(values: Sequence[float]) -> Estimate:
         while _chance_of_missing(cut + 1, count) <= 1 - LEVEL:
             cut += 1
 
-    return Estimate(statistics.median(ordered), ordered[cut], ordered[-1 - cut], count)
+    return Estimate(median=statistics.median(ordered), low=ordered[cut], high=ordered[-1 - cut], count=count)
 
 
 def _chance_of_missing(cut: int, count: int) -> float:

@@ -48,7 +48,9 @@ def page_of(result: Result, pictures: dict[str, Path]) -> str:
 .figure {{ width: 100%; height: auto; border: 1px solid var(--line); border-radius: 8px; background: #fff; }}
 .verdict {{ margin: 10px 0; padding: 8px 14px; border-radius: 8px; border: 1px solid var(--line); }}
 .verdict.good {{ color: var(--good); }} .verdict.bad {{ color: var(--bad); }} .verdict.idle {{ color: var(--soft); }}
-td:last-child {{ width: auto; }} td + td, th + th {{ text-align: right; }} td.words {{ text-align: left; }}
+td:last-child {{ width: auto; }} td:not(.words) {{ white-space: nowrap; }} td small {{ color: var(--soft); }}
+th, td {{ padding: 5px 9px; }} th {{ white-space: normal; vertical-align: bottom; }}
+td + td, th + th {{ text-align: right; }} td.words {{ text-align: left; }}
 </style>
 </head>
 <body>
@@ -61,7 +63,7 @@ td:last-child {{ width: auto; }} td + td, th + th {{ text-align: right; }} td.wo
 {note}
 {sections}
 <footer>Made with <code>{escaped(result.command)}</code>, Lockstep {escaped(result.version)}. Values are medians.
-± is half of the 95 % confidence interval; "(a to b)" is the range of fewer than {ENOUGH} rounds. results.json and the
+± is half of the 95 % confidence interval; "a to b" is the range of fewer than {ENOUGH} rounds. results.json and the
 CSV files beside this page hold all numbers.</footer>
 </main>
 </body>
@@ -157,4 +159,8 @@ def _cell(value: Any) -> str:
     """Return a cell. Numbers are flush right, as the style says for all cells but those of words."""
     number = value is None or isinstance(value, int | float) or is_estimate(value)
     style = "" if number else ' class="words"'
-    return f"<td{style}>{escaped(cell(value))}</td>"
+
+    # The range of few rounds stands below its median, or the table would be too wide for a page.
+    text, _, spread = cell(value).partition(" (") if number else (cell(value), "", "")
+    below = f"<br/><small>{escaped(spread.rstrip(')'))}</small>" if spread else ""
+    return f"<td{style}>{escaped(text)}{below}</td>"

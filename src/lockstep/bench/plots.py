@@ -1,4 +1,6 @@
-"""The plots of a result, as PNG files. They need matplotlib: `pip install 'lockstep-train[bench]'`.
+"""The plots of a result: PNG files for the page and for screens, and PDF files for a paper.
+
+They need matplotlib: `pip install 'lockstep-train[bench]'`.
 
 Every figure has a title, axes with units, error bars (95 % confidence intervals, or the range of fewer than six rounds)
 and the hardware in its last line, with what speaks against a fair test.
@@ -36,6 +38,7 @@ STYLE = {
     "lines.markersize": 5,
     "errorbar.capsize": 3,
     "savefig.dpi": 170,
+    "pdf.fonttype": 42,  # letters that can be searched and edited
 }
 
 
@@ -47,7 +50,7 @@ def available() -> bool:
 
 
 def write(result: Result, folder: Path) -> dict[str, Path]:
-    """Write the plots of each section and return their files by section. Without matplotlib there are none."""
+    """Write the plots of each section and return their PNG files by section. Without matplotlib there are none."""
     if not available():
         return {}
     import matplotlib
@@ -61,6 +64,8 @@ def write(result: Result, folder: Path) -> dict[str, Path]:
 
             # No date, so the same numbers give the same file.
             figure.savefig(found[section.name], metadata={"Software": None})
+            pdf = found[section.name].with_suffix(".pdf")
+            figure.savefig(pdf, metadata={"Creator": None, "Producer": None, "CreationDate": None})
 
     return found
 
@@ -332,8 +337,10 @@ def step_communication(section: Section) -> Any:
     communication.set(title="Communication, traced", xlabel="communication (ms per step)")
     communication.legend()
 
-    overlap.barh(places, _column(rows, "overlap_fraction"), color=COLOURS[2])
-    overlap.set(title="Overlap", xlabel="fraction of communication hidden", xlim=(0, 1))
+    # With its number: a bar of length 0 looks like one that is missing.
+    bars = overlap.barh(places, _column(rows, "overlap_fraction"), color=COLOURS[2])
+    overlap.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
+    overlap.set(title="Overlap", xlabel="fraction of communication hidden", xlim=(0, 1.1))
 
     medians, spread = _errors(_column(rows, "step_ms"))
     time.barh(places, medians, xerr=spread, color=COLOURS[0], ecolor="#333333")
@@ -400,7 +407,7 @@ def leak(section: Section) -> Any:
     for axes in (bytes_held, count):
         axes.set_xlabel("step")
         axes.locator_params(axis="x", integer=True)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.15 * axes.dataLim.ymax)
 
     figure.suptitle(section.title, fontsize=11)
     return figure

@@ -8,6 +8,7 @@ ranks sleep. All ranks are forked from one process that has imported torch. This
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -19,12 +20,12 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from lockstep.bench.hardware import Placement, place
+from lockstep.bench.hardware import RankPlacement, place
 from lockstep.errors import UserError
-from lockstep.launch.failure import Failure
 from lockstep.launch.job import PRELOAD
+from lockstep.launch.ranks import rank_record
+from lockstep.launch.ranks.zygote_client import ZygoteClient
 from lockstep.launch.wire.lines import wait_readable
-from lockstep.launch.zygote import Zygote
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, OF_ONE_JOB, STORE_FILE
 from lockstep.runtime.host.resources import visible_gpus
 from lockstep.runtime.host.threads import wait_asleep
@@ -56,7 +57,7 @@ class Pool:
         env = {name: value for name, value in os.environ.items() if name not in OF_ONE_JOB}
         env["OMP_NUM_THREADS"] = str(cores_per_rank)
         wait_asleep(env)
-        self.zygote = Zygote(f"{ENTRY}:work", [*PRELOAD, ENTRY, *preload], env)
+        self.zygote = ZygoteClient(f"{ENTRY}:work", [*PRELOAD, ENTRY, *preload], env)
         self._ranks = 0  # of all teams so far
         self._teams = 0
 
@@ -175,14 +176,24 @@ def rounds_of(teams: Mapping[Any, Team], repeats: int, report: Callable[[str], N
     return turns
 
 
+def wall_seconds(rounds: Sequence[Sequence[Mapping[str, float]]]) -> list[float]:
+    """Return the seconds of each round: those of its slowest rank, for which all others wait."""
+    return [max(rank["seconds"] for rank in ranks) for ranks in rounds]
+
+
+def cpu_seconds(rounds: Sequence[Sequence[Mapping[str, float]]]) -> list[float]:
+    """Return the CPU seconds of each round, added over ranks."""
+    return [math.fsum(rank["cpu_seconds"] for rank in ranks) for ranks in rounds]
+
+
 class Team:
-    """Ranks that wait for commands.
+    """Ranks that wait for commands: `with pool.start(...) as team: team.ready()`.
 
     Every rank has two pipes: one for commands, one for answers, a line each. `numbers` are the ranks' numbers in the
     zygote, and `lifeline` is the pipe whose end tells the ranks to exit.
     """
 
-    def __init__(self, pool: Pool, folder: Path, numbers: range, lifeline: BinaryIO, placement: Placement):
+    def __init__(self, pool: Pool, folder: Path, numbers: range, lifeline: BinaryIO, placement: RankPlacement):
         self.placement = placement
         self._pool = pool
         self._folder = folder
@@ -198,7 +209,7 @@ class Team:
     def world(self) -> int:
         return len(self._numbers)
 
-    def placed(self, device: str) -> Placement:
+    def placed(self, device: str) -> RankPlacement:
         """Return the placement of ranks that compute on `device`, as they say themselves: "cpu", or a GPU."""
         if device.startswith("cpu"):
             return place(self.world, self._pool.cores_per_rank, gpus=0)
@@ -213,6 +224,12 @@ class Team:
         for pipe in self._commands:
             pipe.write(f"{command}\n".encode())
         return self._collect()
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def close(self) -> None:
         """End the ranks, with their process groups."""
@@ -267,9 +284,7 @@ class Team:
 
         # Other ranks fail because they lost the first one; its own report may still be on its way.
         time.sleep(0.3)
-        failures = [Failure.read(path) for path in (self._folder / "attempt").glob("rank-*.json")]
-        if failures:
-            first = min(failures, key=lambda failure: (not failure.for_user, failure.time))
+        if first := rank_record.first_failure(self._folder / "attempt"):
             text = first.message if first.for_user else first.text()
             return RanksEnded(f"rank {first.rank} of {self.world} failed", text, "fix that, and measure again")
 

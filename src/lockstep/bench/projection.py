@@ -10,7 +10,7 @@ is hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.bench.results import Column, Result, Section
@@ -20,14 +20,11 @@ RANKS = (8, 64, 1024)
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkLink:
     """The time of a message: latency + bytes / bandwidth."""
 
     latency: float  # seconds of one hop
     bandwidth: float  # bytes per second of one hop
-
-    def as_dict(self) -> dict[str, float]:
-        return asdict(self)
 
 
 def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
@@ -49,14 +46,14 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]
     return max(0.0, mean_time - slope * mean_size), 1 / slope
 
 
-def link_of_all_reduce(world: int, sizes: Sequence[float], seconds: Sequence[float]) -> Link:
+def link_of_all_reduce(world: int, sizes: Sequence[float], seconds: Sequence[float]) -> NetworkLink:
     """Return the link of a ring from all-reduces of `world` ranks: 2 (N - 1) hops of 1/N of the bytes."""
     latency, bandwidth = fit(sizes, seconds)
     hops = 2 * (world - 1)
-    return Link(latency / hops, bandwidth * hops / world)
+    return NetworkLink(latency / hops, bandwidth * hops / world)
 
 
-def all_reduce_seconds(link: Link, ranks: int, size: float, buckets: int = 1) -> float:
+def all_reduce_seconds(link: NetworkLink, ranks: int, size: float, buckets: int = 1) -> float:
     """Return how long a ring all-reduce of `size` bytes takes on so many ranks."""
     if ranks == 1:
         return 0.0
@@ -74,7 +71,7 @@ def project(
     mode: str,
     compute: float,
     size: float,
-    link: Link,
+    link: NetworkLink,
     hidden: float = 0.0,
     buckets: int = 1,
     ranks: Sequence[int] = RANKS,
@@ -170,7 +167,7 @@ def _project_section(mode: str, section: Section, links: dict[str, Any]) -> list
         mode,
         compute=first["step_ms"]["median"] / 1e3,
         size=facts["gradient_bytes"],
-        link=Link(**links[facts["backend"]]),
+        link=NetworkLink(**links[facts["backend"]]),
         hidden=last["overlap_fraction"],
         buckets=max(1, round(last.get("collectives", 1))),
         ranks=sorted(ranks),

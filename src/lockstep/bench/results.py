@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import lockstep
-from lockstep.bench.intervals import ENOUGH
+from lockstep.bench.intervals import ENOUGH, Estimate
 from lockstep.errors import UserError
 from lockstep.launch.records import replacing
 from lockstep.observe.formats import finite
@@ -74,7 +74,7 @@ class Verdict:
         return f"{'PASS' if self.passed else 'FAIL'}: {self.text}, measured {self.value:.3f}"
 
 
-def judged(text: str, value: dict[str, Any], limit: float, higher_is_better: bool, refusal: str) -> Verdict:
+def judged(text: str, value: Estimate, limit: float, higher_is_better: bool, refusal: str) -> Verdict:
     """Return the verdict on an estimate."""
     return Verdict(text, value["median"], limit, higher_is_better, refusal, value["low"], value["high"])
 
@@ -282,11 +282,8 @@ def _estimate_cell(value: dict[str, Any]) -> str:
     return f"{median} ± {figure((value['high'] - value['low']) / 2)}"
 
 
-def figure(value: float | None) -> str:
+def figure(value: float) -> str:
     """Return about three significant digits."""
-    if value is None:
-        return "-"
-
     size = abs(value)
     if value and not 1e-3 <= size < 1e6:
         return f"{value:.2e}"

@@ -3,11 +3,11 @@
 A callback is any object with one or more of these methods, which are those of `Task` (`task.py` documents them):
 
     before_training(run)           once in each process, before the first step
-    before_batch(micro)            before each forward
+    first_steps(names)             once: {name of a parameter: the first step that trains it}
+    before_batch(run, micro)       before each forward
     before_backward(run, loss)     after each forward; may return another loss
     after_step(run, result)        after each step
     after_eval(run, metrics)       after each evaluation
-    first_steps(names)             once: {name of a parameter: the first step that trains it}
     state_dict(), load_state_dict(state)   saved with every checkpoint, and restored on resume
 
 It may also have these attributes:

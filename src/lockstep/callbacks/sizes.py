@@ -37,17 +37,12 @@ class ProgressiveSizes:
                 )
         self.sizes = dict(sorted(sizes.items()))
         self.resize = resize
-        self._run: RunView | None = None
 
     def size_at(self, step: int) -> int:
         return [size for first, size in self.sizes.items() if first <= step][-1]
 
-    def before_training(self, run: RunView) -> None:
-        self._run = run
-
-    def before_batch(self, micro: MicroBatch) -> None:
-        assert self._run is not None
-        micro.data = self.resize(micro.data, self.size_at(self._run.steps_done))
+    def before_batch(self, run: RunView, micro: MicroBatch) -> None:
+        micro.data = self.resize(micro.data, self.size_at(run.steps_done))
 
 
 def resize_images(batch: Any, size: int) -> Any:

@@ -19,7 +19,14 @@ from lockstep.checkpoint.format import check_size
 from lockstep.checkpoint.format import verify as verify_checkpoint
 from lockstep.checkpoint.manifest import MANIFEST, InvalidCheckpoint, Manifest, read_manifest
 from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint, steps_to_delete
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, delete_checkpoint, open_storage
+from lockstep.checkpoint.storage import (
+    Checkpoint,
+    CheckpointStorage,
+    ObjectStorage,
+    committed,
+    delete_checkpoint,
+    open_storage,
+)
 from lockstep.errors import UserError, plural
 from lockstep.launch.folder.run_dir import step_in
 from lockstep.observe.formats import columns
@@ -114,6 +121,14 @@ def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
     return "\n".join(lines) or "nothing to delete", 0
 
 
+def delete_objects(run: Path) -> None:
+    """Delete all checkpoints of a run if they are in an object store: deleting the folder would leave the objects."""
+    storage = open_storage(run / "checkpoints")
+    if isinstance(storage, ObjectStorage):
+        for name in storage.folders():
+            storage.delete(name)
+
+
 def export(path: Path, out: Path | None, step: int | None, best: bool = False, ema: bool = False) -> tuple[str, int]:
     """Write the weights of a checkpoint to a file; with `ema`, the averages of the weights."""
     checkpoint = choose_best(path) if best else choose(path, step)
@@ -143,7 +158,7 @@ def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path
     Tied weights are written once; the metadata maps their other names to that name. With `ema` the averages take the
     place of the parameters, and the file is called ema.safetensors.
     """
-    from lockstep.observe.run_folder import write_weights  # needs torch
+    from lockstep.observe.weights import write_weights  # needs torch
 
     tensors, aliases = read_weights(checkpoint, ema)
     if not tensors:

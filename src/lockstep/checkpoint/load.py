@@ -5,6 +5,7 @@ All files are verified against their digests before a tensor is used.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -30,11 +31,16 @@ from lockstep.errors import UserError
 # How many invalid checkpoints in a row are examined before giving up.
 MAX_INVALID = 50
 
+# How many times ranks look at the folder before they conclude that their disks are separate, and the pause between two
+# looks. NFS may show a directory as it was up to a minute ago.
+LOOKS = 14
+LOOK_PAUSE_S = 5.0
+
 # An all-gather of JSON values. All ranks call it in the same order.
 Gather = Callable[[Any], list[Any]]
 
 
-class Problem(NamedTuple):
+class ReportedProblem(NamedTuple):
     """An `InvalidCheckpoint`, as ranks send it to each other."""
 
     label: str  # of its class
@@ -42,36 +48,23 @@ class Problem(NamedTuple):
     why: str
 
 
-def find(
+def newest_valid(
     storage: CheckpointStorage, rank: int, world_size: int, gather: Gather, only: str | None = None
 ) -> CheckpointReader | None:
     """Return a reader of the newest valid checkpoint, or of the one named `only`; None if there is no checkpoint.
 
     Collective: each rank verifies every byte of its share of the files, and all ranks get the same result.
     """
-    # All ranks examine the checkpoints that rank 0 lists. This is also a barrier: rank 0 has claimed the folder before.
-    listed = [only] if only else [checkpoint.name for checkpoint in committed(storage)]
-    names = gather(listed)[0]
-
-    _check_shared(storage, listed, names, gather)
-
     # The newest checkpoint comes first.
+    names = _list_alike(storage, gather, only)
     skipped: list[InvalidCheckpoint] = []
     for name in names:
         checkpoint = Checkpoint(storage, name)
-        manifest, problems = verify(checkpoint, rank, world_size)
-
-        # A problem on one rank is a problem on all. The digest shows whether all ranks read the same manifest.
-        found = [Problem(problem.label, problem.file, problem.why) for problem in problems]
-        results = gather([found, manifest.digest if manifest else None])
-        found_by_any = sorted({Problem(*fields) for rank_problems, _ in results for fields in rank_problems})
-
-        if manifest is not None and not found_by_any:
-            if len({rank_digest for _, rank_digest in results}) > 1:
-                raise _not_shared("the ranks read different manifests there")
+        manifest, problems = _verify_together(checkpoint, rank, world_size, gather)
+        if manifest is not None and not problems:
             return CheckpointReader(checkpoint, manifest, skipped)
 
-        skipped.append(_invalid(checkpoint, found_by_any))
+        skipped.append(_invalid(checkpoint, problems))
 
         # A bad disk damages a few checkpoints. Examining thousands of them would take too long.
         if len(skipped) >= MAX_INVALID and len(names) > MAX_INVALID:
@@ -87,24 +80,53 @@ def find(
     return None
 
 
-def _check_shared(storage: CheckpointStorage, listed: list[str], names: list[str], gather: Gather) -> None:
-    """Raise a UserError if the ranks have separate disks: they would resume separately. Collective.
+def _verify_together(
+    checkpoint: Checkpoint, rank: int, world_size: int, gather: Gather
+) -> tuple[Manifest | None, list[ReportedProblem]]:
+    """Verify this rank's share of the files. Return the manifest, and the problems that any rank has found."""
+    manifest, problems = verify(checkpoint, rank, world_size)
+    found = [ReportedProblem(problem.label, problem.file, problem.why) for problem in problems]
+    results = gather([found, manifest.digest if manifest else None])
+    found_by_any = sorted({ReportedProblem(*fields) for rank_problems, _ in results for fields in rank_problems})
 
-    `listed` are the checkpoints that this rank has listed, `names` those of rank 0. A rank has a different disk if
+    # The digests show whether all ranks read the same manifest.
+    if not found_by_any and len({digest for _, digest in results}) > 1:
+        raise _not_shared("the ranks read different manifests there")
+
+    return manifest, found_by_any
+
+
+def _list_alike(storage: CheckpointStorage, gather: Gather, only: str | None) -> list[str]:
+    """Return the checkpoints that all ranks examine: those that rank 0 lists, or `only` this one. Collective.
+
+    Raises a UserError if the ranks have separate disks: they would resume separately. A rank has a different disk if
 
     - it does not see what rank 0 listed,
     - rank 0 lists no checkpoint, but this rank does, or
     - it reads a different owner's token.
     """
-    visible = sorted(set(names) & set(storage.folders()))
-    sees_more = bool(listed) and not names
-    views = gather([visible, sees_more, storage.owner()])
-    for rank, view in enumerate(views):
-        if view != views[0]:
-            raise _not_shared(f"rank {rank} finds different files there than rank 0")
+    looks = 0
+    while True:
+        # This is also a barrier: rank 0 has claimed the folder before.
+        listed = [only] if only else [checkpoint.name for checkpoint in committed(storage)]
+        names = gather(listed)[0]
+
+        visible = sorted(set(names) & set(storage.folders()))
+        sees_more = bool(listed) and not names
+        views = gather([visible, sees_more, storage.owner()])
+        differing = [rank for rank, view in enumerate(views) if view != views[0]]
+        if not differing:
+            return names
+
+        # A rank may have an old listing of the directory. All ranks have the same views, so all of them look again.
+        looks += 1
+        if looks == LOOKS:
+            raise _not_shared(f"rank {differing[0]} finds different files there than rank 0")
+
+        time.sleep(LOOK_PAUSE_S)
 
 
-def _invalid(checkpoint: Checkpoint, problems: Sequence[Problem]) -> InvalidCheckpoint:
+def _invalid(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> InvalidCheckpoint:
     """Return one error for all problems of a checkpoint."""
     # The first of these kinds that any rank found counts.
     labels = {problem.label for problem in problems}
@@ -144,7 +166,7 @@ def _not_shared(found: str) -> UserError:
 class CheckpointReader:
     """Reads full tensors or slices of them from a checkpoint to the CPU, however they were sharded when saved.
 
-    It reads only the bytes that are needed, and does not check digests, which `find` has done.
+    It reads only the bytes that are needed, and does not check digests, which `newest_valid` has done.
     """
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest, skipped: Sequence[InvalidCheckpoint] = ()):

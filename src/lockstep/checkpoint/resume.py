@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.load import CheckpointReader, find
+from lockstep.checkpoint.load import CheckpointReader, newest_valid
 from lockstep.checkpoint.manifest import Damaged
-from lockstep.checkpoint.run_state import RunState
-from lockstep.checkpoint.state_tree import unpack
+from lockstep.checkpoint.state.run_state import RunState
+from lockstep.checkpoint.state.state_tree import unpack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, open_storage, set_aside, set_aside_after
 from lockstep.config import RunConfig
 from lockstep.config.changes import Change, config_changes
@@ -63,34 +63,17 @@ class Resumer:
         self.runtime = runtime
         self.log_event = log_event
 
-    def find(self, storage: CheckpointStorage, only: str | None = None) -> CheckpointReader | None:
-        """Find the newest valid checkpoint. Newer ones that are damaged are set aside if they belong to this run."""
-        self.runtime.heartbeat.beat("load")
-        world = self.runtime.world
-        reader = find(storage, world.rank, world.size, self.runtime.collectives.gather_json, only)
-        if reader is None:
-            return None
-
-        # Only rank 0 renames, and only its event is logged. A checkpoint with the wrong format is not damaged; `load`
-        # sets it aside with all others that are newer.
-        for skipped in reader.skipped:
-            name = skipped.checkpoint.name
-            problem = f"checkpoint {name} {skipped.verdict}: {skipped.file}: {skipped.why}"
-            text = f"{problem}; resuming from {reader.checkpoint.name}"
-            if isinstance(skipped, Damaged) and self.runtime.is_main and storage == self.storage:
-                text += f". The damaged checkpoint is kept as {set_aside(storage, name, 'damaged')}"
-
-            self.log_event("warning", reason=text)
-
-        return reader
+    def find_newest(self) -> CheckpointReader | None:
+        """Find this run's newest valid checkpoint; None if it has none. Collective."""
+        return self._find(self.storage)
 
     def find_named(self, path: Path) -> CheckpointReader:
-        """Find what --resume names: a checkpoint, or a run, whose newest valid checkpoint is used."""
+        """Find what --resume names: a checkpoint, or a run, whose newest valid checkpoint is used. Collective."""
         if is_checkpoint(path):
             checkpoint = Checkpoint.at(path)
-            reader = self.find(checkpoint.storage, checkpoint.name)
+            reader = self._find(checkpoint.storage, checkpoint.name)
         else:
-            reader = self.find(open_storage(run_of(path) / "checkpoints"))
+            reader = self._find(open_storage(run_of(path) / "checkpoints"))
 
         if reader is None:
             raise UserError(
@@ -100,6 +83,29 @@ class Resumer:
             )
 
         return reader
+
+    def _find(self, storage: CheckpointStorage, only: str | None = None) -> CheckpointReader | None:
+        self.runtime.heartbeat.beat("load")
+        world = self.runtime.world
+        reader = newest_valid(storage, world.rank, world.size, self.runtime.collectives.gather_json, only)
+        if reader is not None:
+            self._pass_over(reader)
+
+        return reader
+
+    def _pass_over(self, reader: CheckpointReader) -> None:
+        """Warn about newer checkpoints that are not valid. Damaged ones are set aside if they belong to this run."""
+        # Only rank 0 renames, and only its event is logged. A checkpoint with the wrong format is not damaged; `load`
+        # sets it aside with all others that are newer.
+        for skipped in reader.skipped:
+            name = skipped.checkpoint.name
+            problem = f"checkpoint {name} {skipped.verdict}: {skipped.file}: {skipped.why}"
+            text = f"{problem}; resuming from {reader.checkpoint.name}"
+            ours = skipped.checkpoint.storage == self.storage
+            if isinstance(skipped, Damaged) and self.runtime.is_main and ours:
+                text += f". The damaged checkpoint is kept as {set_aside(self.storage, name, 'damaged')}"
+
+            self.log_event("warning", reason=text)
 
     def load(self, reader: CheckpointReader) -> Resumed:
         """Check the settings, restore the state, and set aside later checkpoints of this run. Collective."""

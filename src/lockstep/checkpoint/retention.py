@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 from lockstep.checkpoint.manifest import InvalidCheckpoint, read_manifest
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, delete_checkpoint, folder_name
-from lockstep.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -27,16 +26,8 @@ class Retention:
 
     def __post_init__(self) -> None:
         # The configuration and `lockstep ckpt prune` check what users type.
-        for name, count in (("last", self.last), ("every", self.every)):
-            if count is not None and count < 1:
-                raise UserError(
-                    f"Retention({name}={count}) keeps no checkpoints: the count is less than 1", "", "use 1 or more"
-                )
-
-        if self.mode not in ("min", "max"):
-            raise UserError(
-                f"Retention(mode={self.mode!r}) does not say which checkpoint is best", "", 'use "min" or "max"'
-            )
+        assert self.last >= 1, self
+        assert self.every is None or self.every >= 1, self
 
     def score(self, metrics: Mapping[str, Any]) -> float | None:
         """Return a number that is larger for better metrics; None if there is none, or it is NaN."""

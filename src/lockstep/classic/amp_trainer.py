@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.run_state import RunState
-from lockstep.checkpoint.state_tree import digest
+from lockstep.checkpoint.state.run_state import RunState
+from lockstep.checkpoint.state.state_tree import digest
 from lockstep.classic.amp_config import AMPConfig
 from lockstep.classic.checkpoints import CheckpointCalls, load_state, save_state
 from lockstep.data.loader import to_device
+from lockstep.engine.progress import StepContext
 from lockstep.engine.start_check.data import check_different
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
@@ -87,7 +88,8 @@ class AMPTrainer:
         rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
         rate.advice = "set learning_rate, lr_schedule and warmup_steps in AMPConfig, and step no scheduler yourself"
         precision = choose_precision(settings, self.runtime.device)
-        self.stepper = Stepper(self.driver, self.optimizers, rate, precision, settings, self.runtime, 1)
+        context = StepContext(settings, self.runtime, precision, 1, reports_loss=self.driver.role.reports_loss)
+        self.stepper = Stepper(context, self.driver, self.optimizers, rate)
 
         self._checkpoint_calls = CheckpointCalls(self.runtime.world, self.number)
 

@@ -19,11 +19,12 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.checkpoint.format import verify
-from lockstep.checkpoint.load import CheckpointReader, find
+from lockstep.checkpoint.load import CheckpointReader, newest_valid
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.run_state import RunState
+from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.saver import Saver
-from lockstep.checkpoint.saving.writer import Committed, Failed, SaveContext
+from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, delete_leftovers, open_storage
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
@@ -163,7 +164,7 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
 
     [save] = saver.take_ended()
     saver.close()
-    if isinstance(save.outcome, Failed):
+    if isinstance(save.outcome, SaveFailed):
         raise OSError(save.outcome.reason)
 
     assert isinstance(save.outcome, Committed), "rank 0 commits, or fails"
@@ -280,7 +281,7 @@ def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointR
     """Choose the checkpoint, and leave the choice for the other ranks."""
     with calls.reporting(f"{key}/choice", _interrupted(path, 0)) as choice:
         storage, only = _at(path)
-        reader = find(storage, 0, 1, lambda value: [value], only)
+        reader = newest_valid(storage, 0, 1, lambda value: [value], only)
         if reader is None:
             raise UserError(
                 f"load_checkpoint({str(path)!r}) found no checkpoint there",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
 
-from lockstep.classic.process_group import Membership, check_announced, current_world, time_limit
+from lockstep.classic.process_group import GroupMembership, check_announced, current_world, time_limit
 from lockstep.data.samplers import make_sampler
 from lockstep.data.windows import rank_range
 from lockstep.errors import UserError
@@ -32,7 +32,7 @@ class DDPManager:
         self.world = World()
         self.device = torch.device("cpu")
         self.backend = "none"
-        self._membership = Membership()
+        self._membership = GroupMembership()
 
     def initialize(self, backend: str = "nccl", timeout_mins: float = 30) -> bool:
         """Join the ranks that the environment announces. Return whether there are several.

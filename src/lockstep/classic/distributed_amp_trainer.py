@@ -17,7 +17,7 @@ from lockstep.classic.amp_config import AMPConfig
 from lockstep.classic.amp_trainer import AMPTrainer, LossFn, make_runtime
 from lockstep.classic.ddp_manager import wrap_in_ddp
 from lockstep.classic.distributed_config import DistributedConfig
-from lockstep.classic.process_group import Membership, check_announced, started_world, time_limit
+from lockstep.classic.process_group import GroupMembership, check_announced, started_world, time_limit
 from lockstep.classic.rank_log import RankLog
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.wrapper import Wrapper
@@ -70,7 +70,7 @@ class DistributedAMPTrainer(AMPTrainer):
         self.rank = distributed.rank
         self.world_size = distributed.world_size
         self.time_limit = time_limit(timeout_mins)
-        self._membership = Membership()
+        self._membership = GroupMembership()
         super().__init__(model, config, optimizer=optimizer, loss_fn=loss_fn)
         self.log = RankLog(log_dir, self.rank, self.runtime.device) if log_dir is not None else None
 

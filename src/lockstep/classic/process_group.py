@@ -22,7 +22,7 @@ from lockstep.runtime.world import World, current_world
 BACKENDS = ("nccl", "gloo", "auto", "cpu:gloo,cuda:nccl", "mpi")
 
 
-class Membership:
+class GroupMembership:
     """The membership of this process in a process group. It leaves only a group that it joined itself."""
 
     _joined = False
@@ -55,7 +55,9 @@ class Membership:
     def leave(self, world: World, device: torch.device) -> None:
         """Leave together with the other ranks. Collective, if this object joined."""
         if self._joined:
-            Collectives(world, device).final_barrier()
+            collectives = Collectives(world, device)
+            collectives.final_barrier()
+            collectives.pause()
             dist.destroy_process_group()
             self._joined = False
 

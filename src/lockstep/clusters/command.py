@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Protocol, cast
 
 from lockstep import targets
-from lockstep.clusters.request import Request
+from lockstep.clusters.request import JobRequest
 from lockstep.errors import UserError
 from lockstep.launch.job import parse_nnodes, parse_nproc
 
@@ -39,11 +39,11 @@ class Platform(Protocol):
         """Add the options that only this platform has."""
         ...
 
-    def render(self, request: Request, options: argparse.Namespace) -> dict[str, str]:
+    def render(self, request: JobRequest, options: argparse.Namespace) -> dict[str, str]:
         """Return the files that describe the job to the platform: name -> text. Raises a UserError if it cannot."""
         ...
 
-    def submit(self, request: Request, options: argparse.Namespace, files: dict[str, Path]) -> int:
+    def submit(self, request: JobRequest, options: argparse.Namespace, files: dict[str, Path]) -> int:
         """Hand the written files to the platform. Return an exit code."""
         ...
 
@@ -100,7 +100,7 @@ def main(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return chosen.submit(request, options, files) if options.submit else 0
 
 
-def make_request(options: argparse.Namespace, overrides: Sequence[str]) -> Request:
+def make_request(options: argparse.Namespace, overrides: Sequence[str]) -> JobRequest:
     """Check what was typed, as `lockstep train` does before it starts a process, and give the job its run folder."""
     # `lockstep --help` must not wait for pydantic.
     from lockstep.config import check, read_layers, strongest_value
@@ -118,7 +118,7 @@ def make_request(options: argparse.Namespace, overrides: Sequence[str]) -> Reque
     asked = strongest_value(layers, "run_dir")
     run_dir = Path(asked) if asked else new_run_dir(targets.name_of(options.target))
     rest = tuple(word for word in overrides if not word.startswith("run_dir="))
-    return Request(
+    return JobRequest(
         target=options.target,
         overrides=rest,
         config_files=tuple(options.config),
@@ -130,7 +130,7 @@ def make_request(options: argparse.Namespace, overrides: Sequence[str]) -> Reque
     )
 
 
-def _refuse_other_resume(request: Request) -> None:
+def _refuse_other_resume(request: JobRequest) -> None:
     """Refuse to begin anew, or with another run's checkpoint, at every start of a job that is started again."""
     if request.resume != "auto":
         raise UserError(

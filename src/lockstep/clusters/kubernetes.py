@@ -23,7 +23,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.clusters.request import Request
+from lockstep.clusters.request import JobRequest
 from lockstep.errors import UserError, final_codes
 from lockstep.launch.job import parse_nproc
 from lockstep.launch.wire.secret import SECRET, SECRET_FILE, find_secret
@@ -119,7 +119,7 @@ class Pods:
         return f"{self.name}-secret"
 
 
-def _describe(request: Request, options: argparse.Namespace) -> Pods:
+def _describe(request: JobRequest, options: argparse.Namespace) -> Pods:
     _check_values(options)
     if options.runtime and options.kind != "trainjob":
         raise UserError(
@@ -165,7 +165,7 @@ def dns_name(text: str) -> str:
     return name
 
 
-def _processes(request: Request, options: argparse.Namespace) -> tuple[int | None, int]:
+def _processes(request: JobRequest, options: argparse.Namespace) -> tuple[int | None, int]:
     """Return the processes of each pod, None for `auto`, and its GPUs."""
     # `auto` must not be counted here: this machine is not the one that trains.
     most = None if request.nproc == "auto" else parse_nproc(request.nproc).most
@@ -197,7 +197,7 @@ def _parse_claim(text: str) -> tuple[str, str]:
     return claim, path.rstrip("/") or "/"
 
 
-def _run_folder(request: Request, volumes: list[tuple[str, str]], options: argparse.Namespace) -> Path:
+def _run_folder(request: JobRequest, volumes: list[tuple[str, str]], options: argparse.Namespace) -> Path:
     """Return where the run folder is in a pod. A relative path counts from the first volume."""
     folder = PurePosixPath(request.run_dir)
     if volumes and not folder.is_absolute():
@@ -221,7 +221,7 @@ def _addresses(name: str, options: argparse.Namespace, most: int) -> list[str]:
     return [f"{prefix}-{index}.{name}:{options.port}" for index in range(min(most, MOST_ADDRESSES))]
 
 
-def _grace_s(request: Request) -> int:
+def _grace_s(request: JobRequest) -> int:
     """Return how long a pod may take to end: the time that preempted ranks have to save, and a little more."""
     from lockstep.config import read_layers, resolve
 
@@ -232,7 +232,7 @@ def _grace_s(request: Request) -> int:
 # ---- manifests ----
 
 
-def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
+def render(request: JobRequest, options: argparse.Namespace) -> dict[str, str]:
     pods = _describe(request, options)
     kinds = {"job": _job, "jobset": _jobset, "trainjob": _trainjob}
     return {MANIFEST: _comment(pods) + "---\n".join(map(_to_yaml, kinds[options.kind](pods)))}
@@ -459,7 +459,7 @@ def _resources(pods: Pods) -> Manifest:
 # ---- submitting ----
 
 
-def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]) -> int:
+def submit(request: JobRequest, options: argparse.Namespace, files: dict[str, Path]) -> int:
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         raise UserError(

@@ -19,7 +19,17 @@ from typing import TypeVar
 
 from lockstep.clusters.hosts import Event, Host, Login, login_words, split_ssh
 from lockstep.clusters.tether import BEAT_S, SAVE_S
-from lockstep.clusters.tether_messages import Answer, Beat, Ended, Facts, Look, PassSignal, Problem, Request, Training
+from lockstep.clusters.tether_messages import (
+    Answer,
+    Beat,
+    Ended,
+    HostFacts,
+    HostProblem,
+    Look,
+    PassSignal,
+    Request,
+    StartTraining,
+)
 from lockstep.errors import ExitCode, Preempted, UserError, printable
 
 # How long a host may take to answer before the job starts: a login, and an import.
@@ -126,10 +136,10 @@ class Logins:
 
     # ---- before the start ----
 
-    def ask(self, places: Iterable[int], request: Request, kind: type[Kind]) -> list[Kind | Problem]:
+    def ask(self, places: Iterable[int], request: Request, kind: type[Kind]) -> list[Kind | HostProblem]:
         """Send a request to hosts and return their answers, each of this kind or a problem. Raises a UserError."""
         waiting = list(places)
-        answers: dict[int, Kind | Problem] = {}
+        answers: dict[int, Kind | HostProblem] = {}
         for place in waiting:
             self._logins[place].send(request)
 
@@ -143,7 +153,7 @@ class Logins:
 
             if event.code is not None:
                 raise self._no_answer(event.host, f"exit code {event.code}")
-            if isinstance(event.answer, (kind, Problem)):
+            if isinstance(event.answer, (kind, HostProblem)):
                 answers[event.host] = event.answer
 
         return [answers[place] for place in waiting]
@@ -165,14 +175,14 @@ class Logins:
 
     # ---- the job ----
 
-    def train(self, jobs: Sequence[Training], least: int) -> int:
+    def train(self, jobs: Sequence[StartTraining], least: int) -> int:
         """Start the job on all hosts and stay until it has ended. Return its exit code."""
         from lockstep.launch.supervisor import collect_signals
 
         with collect_signals() as signals:
-            return _Watch(self, jobs, least, signals).run()
+            return _JobWatch(self, jobs, least, signals).run()
 
-    # ---- for `_Watch` ----
+    # ---- for `_JobWatch` ----
 
     def log_in_again(self, place: int) -> None:
         """Replace the login to a host that was lost. Raises a UserError."""
@@ -204,14 +214,14 @@ class Logins:
         return event if event.login == self._logins[event.host].number else None
 
 
-class _Watch:
+class _JobWatch:
     """Watches the hosts of one job while it runs.
 
     `jobs` has what each host runs, by its place; `least` is the fewest hosts with which the job goes on; `signals` gets
     the names of the signals that this process receives.
     """
 
-    def __init__(self, logins: Logins, jobs: Sequence[Training], least: int, signals: list[str]):
+    def __init__(self, logins: Logins, jobs: Sequence[StartTraining], least: int, signals: list[str]):
         self._logins = logins
         self._jobs = jobs
         self._least = least
@@ -308,7 +318,7 @@ class _Watch:
             return
 
         # The host has a problem, or is back too late.
-        if not isinstance(answer, Facts) or self._ending:
+        if not isinstance(answer, HostFacts) or self._ending:
             self._logins.hang_up(place)
             return
 

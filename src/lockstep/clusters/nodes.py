@@ -19,8 +19,17 @@ from pathlib import Path
 from lockstep.clusters.command import make_request
 from lockstep.clusters.hosts import Host, parse_hosts
 from lockstep.clusters.logins import Logins
-from lockstep.clusters.request import Request
-from lockstep.clusters.tether_messages import Facts, Listen, Listening, Look, Problem, Training, Tried, TryOut
+from lockstep.clusters.request import JobRequest
+from lockstep.clusters.tether_messages import (
+    HostFacts,
+    HostProblem,
+    Listen,
+    Listening,
+    Look,
+    StartTraining,
+    Tried,
+    TryOut,
+)
 from lockstep.errors import UserError
 from lockstep.launch.job import Bounds, parse_nproc
 from lockstep.runtime.host.network import join_host_port
@@ -70,7 +79,7 @@ def _port(text: str) -> int:
 # ---- lockstep launch nodes, and lockstep train --nodes ----
 
 
-def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
+def render(request: JobRequest, options: argparse.Namespace) -> dict[str, str]:
     """Return the command to type on each host."""
     hosts = parse_hosts(options.hosts, options.hostfile)
     request = _for_hosts(request, hosts, options.nnodes)
@@ -90,14 +99,14 @@ def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
     return {"commands.txt": text}
 
 
-def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]) -> int:
+def submit(request: JobRequest, options: argparse.Namespace, files: dict[str, Path]) -> int:
     """Start the job on all hosts and stay until it has ended. Return the job's exit code."""
     hosts = parse_hosts(options.hosts, options.hostfile)
     request = _for_hosts(request, hosts, options.nnodes)
     return _run(request, hosts, options, _resume_command(options.arguments, request))
 
 
-def _resume_command(arguments: Sequence[str], request: Request) -> str:
+def _resume_command(arguments: Sequence[str], request: JobRequest) -> str:
     """Return the command `lockstep launch nodes` that resumes its run, whatever was typed the first time."""
     # What follows -- belongs to the script.
     words = without_values(arguments)
@@ -128,7 +137,7 @@ def train(options: argparse.Namespace, overrides: Sequence[str], resume_command:
     return _run(_for_hosts(request, hosts, options.nnodes), hosts, options, resume_command)
 
 
-def _for_hosts(request: Request, hosts: Sequence[Host], asked: str | None) -> Request:
+def _for_hosts(request: JobRequest, hosts: Sequence[Host], asked: str | None) -> JobRequest:
     """Return the request with as many machines as there are hosts, or with the range that was asked for."""
     nodes = Bounds(len(hosts), len(hosts)) if asked is None else request.nnodes
     if nodes.most > len(hosts):
@@ -144,7 +153,7 @@ def _for_hosts(request: Request, hosts: Sequence[Host], asked: str | None) -> Re
     return replace(request, nnodes=nodes)
 
 
-def _nproc_of(host: Host, request: Request) -> str:
+def _nproc_of(host: Host, request: JobRequest) -> str:
     """Return how many processes a host runs: --nproc, or its slots if --nproc is auto."""
     if host.slots is None:
         return request.nproc
@@ -222,7 +231,7 @@ def refuse_host_options(options: argparse.Namespace) -> None:
 # ---- the start ----
 
 
-def _run(request: Request, hosts: list[Host], options: argparse.Namespace, resume_command: str) -> int:
+def _run(request: JobRequest, hosts: list[Host], options: argparse.Namespace, resume_command: str) -> int:
     # `lockstep --help` must not wait for these.
     from lockstep.launch.terminal import ONE_LOG
     from lockstep.launch.wire.secret import SECRET, SECRET_FILE
@@ -236,7 +245,7 @@ def _run(request: Request, hosts: list[Host], options: argparse.Namespace, resum
 
         # The job's secret is in the run folder, in a file that only this user can read, unless the user has set it.
         given = {name: os.environ[name] for name in (SECRET, SECRET_FILE) if name in os.environ}
-        job = Training(
+        job = StartTraining(
             target=request.target,
             overrides=[*request.overrides, f"run_dir={request.run_dir}"],
             config_files=list(request.config_files),
@@ -255,16 +264,16 @@ def _run(request: Request, hosts: list[Host], options: argparse.Namespace, resum
         return logins.train(jobs, request.nnodes.least)
 
 
-def _look(logins: Logins, request: Request) -> list[Facts]:
+def _look(logins: Logins, request: JobRequest) -> list[HostFacts]:
     """Ask all hosts what they have, and raise a UserError if they cannot run one job together."""
     target = request.target if request.target.endswith(".py") else request.target.rpartition(":")[0]
     files = [*request.config_files, *([target] if target else [])]
     names = [host.name for host in logins.hosts]
-    answers = logins.ask(range(len(names)), Look(request.target, names, files), Facts)
+    answers = logins.ask(range(len(names)), Look(request.target, names, files), HostFacts)
 
-    facts: list[Facts] = []
+    facts: list[HostFacts] = []
     for name, answer in zip(names, answers, strict=True):
-        if isinstance(answer, Problem):
+        if isinstance(answer, HostProblem):
             raise UserError(
                 f"{name} cannot read the files of the job",
                 answer.problem,
@@ -295,7 +304,7 @@ def _look(logins: Logins, request: Request) -> list[Facts]:
     return facts
 
 
-def _address_of(place: int, hosts: Sequence[Host], facts: Sequence[Facts]) -> str:
+def _address_of(place: int, hosts: Sequence[Host], facts: Sequence[HostFacts]) -> str:
     """Return the address at which the others reach a host; the host must have it.
 
     A host's own name often means 127.0.1.1 to the host itself, so what the others know comes first. A name that only
@@ -329,12 +338,12 @@ def _address_of(place: int, hosts: Sequence[Host], facts: Sequence[Facts]) -> st
     return found
 
 
-def _try_out(logins: Logins, request: Request, address: str, port: int) -> int:
+def _try_out(logins: Logins, request: JobRequest, address: str, port: int) -> int:
     """Have the first host choose a port, and the others try to reach it. Return the port."""
     first, *others = [host.name for host in logins.hosts]
     mark = str(request.run_dir / f".shared-{secrets.token_hex(4)}")
     (answer,) = logins.ask([0], Listen(address, port, mark), Listening)
-    if isinstance(answer, Problem):
+    if isinstance(answer, HostProblem):
         raise UserError(
             f"{first} cannot listen at {address} port {port or 'of its choice'}, or write to {request.run_dir}",
             answer.problem,

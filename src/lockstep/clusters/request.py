@@ -11,7 +11,7 @@ from lockstep.launch.job import Bounds
 
 
 @dataclass(frozen=True)
-class Request:
+class JobRequest:
     """One training job: the words of `lockstep train`, and on how many machines and processes it runs."""
 
     target: str

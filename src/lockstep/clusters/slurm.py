@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 from lockstep.clusters import slurm_job
-from lockstep.clusters.request import Request
+from lockstep.clusters.request import JobRequest
 from lockstep.clusters.slurm_job import SlurmJob, read_job
 from lockstep.clusters.slurm_partitions import ask_cluster, check_fits, run
 from lockstep.clusters.slurm_script import NAME, batch_script
@@ -49,7 +49,7 @@ add_options = slurm_job.add_options
 UNREACHABLE = r"unable to contact slurm controller|configuration source|DNS SRV lookup failed|socket timed out"
 
 
-def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
+def render(request: JobRequest, options: argparse.Namespace) -> dict[str, str]:
     job = read_job(request, options)
     cluster = ask_cluster()
     if isinstance(cluster, str):
@@ -61,7 +61,7 @@ def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
     return {NAME: batch_script(job, folder / NAME)}
 
 
-def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]) -> int:
+def submit(request: JobRequest, options: argparse.Namespace, files: dict[str, Path]) -> int:
     # `lockstep --help` must not wait for yaml and pydantic.
     from lockstep.launch.folder.run_dir import not_writable
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
-from lockstep.clusters.request import Request
+from lockstep.clusters.request import JobRequest
 from lockstep.errors import UserError, plural, unknown_name
 from lockstep.launch.job import Bounds, parse_nnodes, parse_nproc
 
@@ -69,7 +69,7 @@ class Component:
 class SlurmJob:
     """A request, with everything that only Slurm needs to know."""
 
-    request: Request
+    request: JobRequest
     components: tuple[Component, ...]
     mode: str  # agent: a launcher on each node; srun: the tasks are the ranks
     time: str | None = None
@@ -139,7 +139,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--sbatch", action="append", default=[], metavar="'exclusive ...'", help="further options for sbatch")
 
 
-def read_job(request: Request, options: argparse.Namespace, env: Mapping[str, str] = os.environ) -> SlurmJob:
+def read_job(request: JobRequest, options: argparse.Namespace, env: Mapping[str, str] = os.environ) -> SlurmJob:
     """Return the job that was typed. Raises a UserError for what cannot work on any cluster."""
     default = env.get("SBATCH_PARTITION") or None
     first = Component(

@@ -23,7 +23,7 @@ COLUMNS = "%P|%D|%c|%m|%G|%l|%f"
 
 
 @dataclass(frozen=True)
-class Nodes:
+class PartitionNodes:
     """Equal nodes of a partition."""
 
     partition: str
@@ -40,7 +40,7 @@ class Nodes:
         return f"{plural(self.count, 'node')} with {has}"
 
 
-def ask_cluster() -> list[Nodes] | str:
+def ask_cluster() -> list[PartitionNodes] | str:
     """Return the nodes of all partitions, or why they are not known."""
     try:
         # Also the partitions that are hidden from lists: a job may name one.
@@ -72,12 +72,12 @@ def _last_line(text: str) -> str:
     return (text.strip().splitlines() or ["no reason given"])[-1]
 
 
-def parse_sinfo(text: str) -> list[Nodes]:
+def parse_sinfo(text: str) -> list[PartitionNodes]:
     found = []
     for line in text.splitlines():
         name, count, cpus, mem, gres, time, features = line.split("|", 6)
         found.append(
-            Nodes(
+            PartitionNodes(
                 partition=name.rstrip("*"),
                 default=name.endswith("*"),
                 count=int(count),
@@ -100,7 +100,7 @@ def _number(text: str) -> int:
 # ---- whether a job fits ----
 
 
-def check_fits(job: SlurmJob, cluster: Sequence[Nodes]) -> None:
+def check_fits(job: SlurmJob, cluster: Sequence[PartitionNodes]) -> None:
     """Raise a UserError if a partition cannot run the job, with what it has and what to type."""
     for component in job.components:
         nodes = _of_partition(component, cluster)
@@ -109,7 +109,7 @@ def check_fits(job: SlurmJob, cluster: Sequence[Nodes]) -> None:
             _check_limit(job, nodes[0])
 
 
-def _of_partition(component: Component, cluster: Sequence[Nodes]) -> list[Nodes]:
+def _of_partition(component: Component, cluster: Sequence[PartitionNodes]) -> list[PartitionNodes]:
     # A list of partitions means: whichever starts the job first. Slurm judges that.
     wanted = component.partition
     if wanted is not None and "," in wanted:
@@ -126,11 +126,11 @@ class Need:
     """Something that a job needs of a node."""
 
     text: str  # as it follows "2 nodes" in an error: " with 8 CPUs"
-    met_by: Callable[[Nodes], bool]
-    fix: Callable[[Nodes], str]  # what to type if too few nodes have it; the argument is the largest node
+    met_by: Callable[[PartitionNodes], bool]
+    fix: Callable[[PartitionNodes], str]  # what to type if too few nodes have it; the argument is the largest node
 
 
-def _needs(job: SlurmJob, component: Component, nodes: Sequence[Nodes]) -> Iterator[Need]:
+def _needs(job: SlurmJob, component: Component, nodes: Sequence[PartitionNodes]) -> Iterator[Need]:
     # An expression of several features is Slurm's to judge.
     feature = component.constraint
     if feature and re.fullmatch(r"[\w.-]+", feature):
@@ -162,7 +162,7 @@ def _needs(job: SlurmJob, component: Component, nodes: Sequence[Nodes]) -> Itera
         )
 
 
-def _check_nodes(job: SlurmJob, component: Component, nodes: Sequence[Nodes]) -> None:
+def _check_nodes(job: SlurmJob, component: Component, nodes: Sequence[PartitionNodes]) -> None:
     """Check one need after the other, so that the error names the one that no node, or too few nodes, can meet."""
     least = component.nnodes.least
     left = list(nodes)
@@ -184,7 +184,7 @@ def _check_nodes(job: SlurmJob, component: Component, nodes: Sequence[Nodes]) ->
         )
 
 
-def _check_limit(job: SlurmJob, nodes: Nodes) -> None:
+def _check_limit(job: SlurmJob, nodes: PartitionNodes) -> None:
     asked = seconds_of(job.time) if job.time else None
     limit = seconds_of(nodes.time) if nodes.time[:1].isdigit() else None  # or "infinite"
     if asked is not None and limit is not None and asked > limit:

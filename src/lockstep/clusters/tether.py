@@ -29,14 +29,14 @@ from lockstep.clusters.tether_messages import (
     Answer,
     Beat,
     Ended,
-    Facts,
+    HostFacts,
+    HostProblem,
     Listen,
     Listening,
     Look,
     PassSignal,
-    Problem,
     Request,
-    Training,
+    StartTraining,
     Tried,
     TryOut,
     decode_request,
@@ -72,12 +72,12 @@ PORTS = range(20_000, 32_000)
 # ---- requests ----
 
 
-def look(request: Look) -> Facts:
+def look(request: Look) -> HostFacts:
     """Return what this host has and knows."""
     # The address at which sshd accepted the connection comes third: CLIENT PORT SERVER PORT.
     connection = os.environ.get("SSH_CONNECTION", "").split()
     missing = [file for file in request.files if not Path(file).is_file()]
-    return Facts(
+    return HostFacts(
         name=socket.gethostname(),
         program={} if missing else targets.program_of(request.target),
         addresses=[address for addresses in addresses_of_interfaces().values() for address in addresses],
@@ -133,7 +133,7 @@ def try_out(request: TryOut) -> str:
     return ""
 
 
-def train(job: Training) -> int:
+def train(job: StartTraining) -> int:
     """Run this host's launcher until the job ends. Return its exit code."""
     from lockstep import api
     from lockstep.config import read_layers
@@ -171,7 +171,7 @@ class Presence:
     other, but they see the same run folder.
     """
 
-    def __init__(self, job: Training):
+    def __init__(self, job: StartTraining):
         self._job = job
         self._file = -1
 
@@ -271,14 +271,14 @@ class Tether:
         """Answer requests until one of them starts the job; then train. Return the exit code."""
         try:
             for request in self._requests:
-                if isinstance(request, Training):
+                if isinstance(request, StartTraining):
                     self._stop_listening()
                     return self._start(request)
 
                 try:
                     answer(self._answer(request))
                 except OSError as error:
-                    answer(Problem(error.strerror or str(error)))
+                    answer(HostProblem(error.strerror or str(error)))
         finally:
             self._stop_listening()
 
@@ -305,7 +305,7 @@ class Tether:
                 return Tried(try_out(request))
 
             case _:
-                return Problem(f"{type(request).__name__} before the start of the job")
+                return HostProblem(f"{type(request).__name__} before the start of the job")
 
     def _stop_listening(self) -> None:
         """Close the listener, and remove the file that other hosts looked for."""
@@ -317,7 +317,7 @@ class Tether:
             with suppress(OSError):
                 self._mark.unlink(missing_ok=True)
 
-    def _start(self, job: Training) -> int:
+    def _start(self, job: StartTraining) -> int:
         """Run the launcher of this host, while a thread watches the tether. Return an exit code."""
         presence = Presence(job)
         try:
@@ -337,7 +337,7 @@ class Tether:
 
         return ExitCode.RESTART
 
-    def _watch(self, presence: Presence, job: Training) -> None:
+    def _watch(self, presence: Presence, job: StartTraining) -> None:
         """Pass signals on to the launcher; when the tether breaks, leave the job. Runs in a thread."""
         for request in self._requests:
             if isinstance(request, PassSignal):
@@ -346,14 +346,14 @@ class Tether:
         break_off(presence, job, self._connected)
 
 
-def break_off(presence: Presence, job: Training, connected: list[int]) -> NoReturn:
+def break_off(presence: Presence, job: StartTraining, connected: list[int]) -> NoReturn:
     """End the launcher, because the login is gone: after `SAVE_S` in any case.
 
     If too few hosts are left for the job, or none because the command that logged in is gone, the job saves and stops.
     Otherwise only this host leaves it, as if the machine were lost: a launcher that stops in order stops all of them.
     """
-    # Its ranks end with it (`launch/rank_process.py`). The file system may be as silent as the tether, so this does not
-    # wait for it.
+    # Its ranks end with it (`launch/ranks/rank_process.py`). The file system may be as silent as the tether, so this
+    # does not wait for it.
     end = threading.Timer(SAVE_S, os.kill, [os.getpid(), signal.SIGKILL])
     end.daemon = True
     end.start()
@@ -371,7 +371,7 @@ def break_off(presence: Presence, job: Training, connected: list[int]) -> NoRetu
     raise AssertionError("killed")
 
 
-def others_go_on(presence: Presence, job: Training, connected: list[int]) -> bool:
+def others_go_on(presence: Presence, job: StartTraining, connected: list[int]) -> bool:
     """Return whether enough hosts stay in the job, once all have had time to notice that their tethers are broken."""
     presence.say("broken")
     deadline = time.monotonic() + OTHERS_S

@@ -20,7 +20,7 @@ MARK = "\x1elockstep "
 
 @dataclass(frozen=True)
 class Look:
-    """Say what is on this host: versions, addresses, files. The answer is `Facts`."""
+    """Say what is on this host: versions, addresses, files. The answer is `HostFacts`."""
 
     target: str
     hosts: list[str] = field(default_factory=list)  # names whose addresses this host looks up
@@ -46,7 +46,7 @@ class TryOut:
 
 
 @dataclass(frozen=True)
-class Training:
+class StartTraining:
     """Train; the words are those of `lockstep train`. The answer, when the launcher has ended, is `Ended`."""
 
     target: str
@@ -79,14 +79,14 @@ class Beat:
     connected: list[int]
 
 
-Request = Look | Listen | TryOut | Training | PassSignal | Beat
+Request = Look | Listen | TryOut | StartTraining | PassSignal | Beat
 
 
 # ---- answers ----
 
 
 @dataclass(frozen=True)
-class Facts:
+class HostFacts:
     """What a host says about itself."""
 
     name: str
@@ -110,7 +110,7 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Problem:
+class HostProblem:
     """The request could not be carried out: the error of the system."""
 
     problem: str
@@ -123,10 +123,10 @@ class Ended:
     code: int
 
 
-Answer = Facts | Listening | Tried | Problem | Ended
+Answer = HostFacts | Listening | Tried | HostProblem | Ended
 
-_REQUESTS = {kind.__name__: kind for kind in (Look, Listen, TryOut, Training, PassSignal, Beat)}
-_ANSWERS = {kind.__name__: kind for kind in (Facts, Listening, Tried, Problem, Ended)}
+_REQUESTS = {kind.__name__: kind for kind in (Look, Listen, TryOut, StartTraining, PassSignal, Beat)}
+_ANSWERS = {kind.__name__: kind for kind in (HostFacts, Listening, Tried, HostProblem, Ended)}
 
 
 def encode(message: Request | Answer) -> str:

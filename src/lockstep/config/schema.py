@@ -36,7 +36,7 @@ from lockstep.config.sections import (
     WeightsConfig,
 )
 from lockstep.config.strategies import STRATEGIES, Strategy, StrategyName
-from lockstep.config.value_types import Goal, LoadBalance, PathText, PrecisionName, Remat, Section, key
+from lockstep.config.value_types import ConfigSection, Goal, LoadBalance, PathText, PrecisionName, Remat, key
 
 # Old key -> new key. An old one is refused with its new name.
 RENAMED = {"speed_weights": "load_balance", "evaluate.decides": "evaluate.monitor"}
@@ -45,7 +45,7 @@ RENAMED = {"speed_weights": "load_balance", "evaluate.decides": "evaluate.monito
 # ---- the configuration ----
 
 
-class RunConfig(Section):
+class RunConfig(ConfigSection):
     """Everything a run was asked to do. Values that follow from these are in the Plan."""
 
     # How long, and how much per step.
@@ -166,7 +166,7 @@ class RunConfig(Section):
 
 def _keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+        if isinstance(field.annotation, type) and issubclass(field.annotation, ConfigSection):
             yield from _keys(field.annotation, f"{name}.")
         elif name != "task":
             yield prefix + name, field

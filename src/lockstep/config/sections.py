@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from lockstep.config.value_types import NONE_WORD, OFF_WORD, Group, LossCheck, Section, key
+from pydantic import Field
+
+from lockstep.config.value_types import NONE_WORD, OFF_WORD, ConfigSection, Group, LossCheck, key
 
 
-class LrConfig(Section):
+class LrConfig(ConfigSection):
     # Steps are optimizer steps in all keys, however many micro-batches they take.
     peak: float | None = key(
         None, "highest learning rate; null: the rate that the task's optimizer was made with", example=0.001, ge=0
@@ -25,7 +27,7 @@ class LrConfig(Section):
     )
 
 
-class OptimConfig(Section):
+class OptimConfig(ConfigSection):
     groups: list[Group] = key(
         [],
         "parameter groups by name, the first match decides: a pattern, lr or lr_scale, and options of the optimizer",
@@ -33,7 +35,7 @@ class OptimConfig(Section):
     )
 
 
-class ClipConfig(Section):
+class ClipConfig(ConfigSection):
     """Gradient clipping; at most one of the three."""
 
     norm: float | None = key(None, "largest global L2 norm of the gradient", example=1.0, gt=0)
@@ -41,13 +43,13 @@ class ClipConfig(Section):
     adaptive: float | None = key(None, "largest gradient norm / weight norm of a parameter", example=0.01, gt=0)
 
 
-class NonfiniteConfig(Section):
+class NonfiniteConfig(ConfigSection):
     # Skipping survives a rare overflow. After five in a row the run would hardly recover.
     policy: Literal["skip", "rewind", "stop"] = key("skip", "what to do with a step whose gradient is NaN or infinite")
     max_in_a_row: int = key(5, "end the run after this many skipped steps or rewinds in a row", ge=1)
 
 
-class SpikeConfig(Section):
+class SpikeConfig(ConfigSection):
     # Off by default: what counts as a spike depends on the data, and skipping a step changes the training.
     policy: Annotated[Literal["off", "skip", "rewind", "stop"], OFF_WORD] = key(
         "off", "what to do with a step whose loss is a spike"
@@ -56,7 +58,7 @@ class SpikeConfig(Section):
     window: int = key(64, "number of recent steps that the median is taken over", ge=8)
 
 
-class ScalerConfig(Section):
+class ScalerConfig(ConfigSection):
     # The values of torch.amp.GradScaler, but half its initial scale, and bounds, which it does not have.
     initial: float = key(2.0**15, "fp16: loss scale at the start", gt=0)
     growth: float = key(2.0, "fp16: the loss scale grows by this factor after scaler.interval finite steps", ge=1)
@@ -67,7 +69,7 @@ class ScalerConfig(Section):
     hysteresis: int = key(1, "fp16: number of overflows after which the loss scale shrinks", ge=1)
 
 
-class EvaluateConfig(Section):
+class EvaluateConfig(ConfigSection):
     # Any of these three makes an evaluation due. Without them there is only the one at the end.
     every: int | None = key(None, "optimizer steps between evaluations", example=100, ge=1)
     epochs: float | None = key(None, "epochs between evaluations", example=0.5, gt=0)
@@ -92,7 +94,7 @@ class EvaluateConfig(Section):
     at_end: bool = key(True, "evaluate after the last step")
 
 
-class StopConfig(Section):
+class StopConfig(ConfigSection):
     patience: int | None = key(
         None, "stop after this many evaluations without an improvement; null: train to the last step", example=5, ge=1
     )
@@ -104,7 +106,7 @@ class StopConfig(Section):
     )
 
 
-class EmaConfig(Section):
+class EmaConfig(ConfigSection):
     decay: float | None = key(
         None,
         "average the weights, with this share of the old average in each step; evaluations use the average; null: off",
@@ -114,7 +116,7 @@ class EmaConfig(Section):
     )
 
 
-class DataConfig(Section):
+class DataConfig(ConfigSection):
     # No workers by default: most small datasets load faster than processes start.
     workers: int = key(0, "worker processes per rank that load samples; 0: the training process loads them", ge=0)
     prefetch: int = key(2, "micro-batches that each worker prefetches", ge=1)
@@ -137,9 +139,12 @@ class DataConfig(Section):
     )
 
 
-class DDPConfig(Section):
-    # 25 MiB is torch's default.
-    bucket_mb: float = key(25.0, "size of the gradient buckets, each of which is one all-reduce, in MiB", gt=0)
+class DDPConfig(ConfigSection):
+    bucket_mb: Literal["auto"] | Annotated[float, Field(gt=0)] = key(
+        "auto",
+        "size of the gradient buckets, each of which is one all-reduce, in MiB; auto: a quarter of the gradients, and "
+        "from 1 to 25",
+    )
     find_unused_parameters: bool = key(
         False, "allow parameters that get no gradient; gradients are then all-reduced after the backward"
     )
@@ -159,7 +164,7 @@ class DDPConfig(Section):
     sync_batchnorm: bool = key(False, "compute BatchNorm statistics over the micro-batches of all ranks together")
 
 
-class FSDPConfig(Section):
+class FSDPConfig(ConfigSection):
     """Options of the strategies that shard parameters."""
 
     offload: bool = key(False, "keep parameters and optimizer state in host memory")
@@ -168,7 +173,7 @@ class FSDPConfig(Section):
     )
 
 
-class MeshConfig(Section):
+class MeshConfig(ConfigSection):
     """The device mesh: how many ranks along each axis."""
 
     # In the order of the mesh's dimensions: neighbours along the last axis are closest, as tensor parallelism needs.
@@ -181,7 +186,7 @@ class MeshConfig(Section):
     )
 
 
-class PPConfig(Section):
+class PPConfig(ConfigSection):
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero-bubble"] = key(
         "1f1b", "order of the forwards and backwards in a pipeline"
     )
@@ -190,7 +195,7 @@ class PPConfig(Section):
     )
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(ConfigSection):
     # By time rather than by steps, because what a failure costs is time.
     every: int | None = key(None, "optimizer steps between checkpoints", example=500, ge=1)
     minutes: float | None = key(10.0, "minutes between checkpoints; null: only checkpoint.every decides", gt=0)
@@ -209,6 +214,11 @@ class CheckpointConfig(Section):
     final: Literal["last", "best"] = key(
         "last", "which weights model.safetensors holds: of the last step, or of the best checkpoint"
     )
+    storage: str | None = key(
+        None,
+        "address of an object store for the tensors of checkpoints, which are otherwise in run_dir",
+        example="s3://bucket/folder",
+    )
     # A large frozen backbone need not be in every checkpoint.
     frozen: bool = key(
         True,
@@ -217,7 +227,7 @@ class CheckpointConfig(Section):
     )
 
 
-class WeightsConfig(Section):
+class WeightsConfig(ConfigSection):
     """What `init_from` does with tensors that do not fit. By default any mismatch is refused, with a list."""
 
     rename: dict[str, str] = key(
@@ -242,13 +252,13 @@ class WeightsConfig(Section):
     )
 
 
-class RestartConfig(Section):
+class RestartConfig(ConfigSection):
     # A failure that recurs more often needs a person.
     per_hour: int = key(10, "restarts after failures that are allowed within an hour; 0: none", ge=0)
     grace: float = key(600.0, "seconds that preempted ranks get to save and exit", gt=0)
 
 
-class HangConfig(Section):
+class HangConfig(ConfigSection):
     action: Literal["restart", "stop"] = key("restart", "what the watchdog does when no rank makes progress")
     # Nothing is known about a phase before it has run once; afterwards its own times set the timeout.
     first: float = key(
@@ -262,7 +272,7 @@ class HangConfig(Section):
     factor: float = key(5.0, "timeout of a phase, as a multiple of the longest time that it has taken so far", ge=1)
 
 
-class LogConfig(Section):
+class LogConfig(ConfigSection):
     every: int = key(10, "optimizer steps between metric lines", ge=1)
     samples: bool = key(False, "log which samples every step was trained on")
     sinks: list[str] = key(
@@ -278,13 +288,13 @@ class LogConfig(Section):
     )
 
 
-class ProfileConfig(Section):
+class ProfileConfig(ConfigSection):
     count: int | None = key(None, "steps to trace, for RUN/profile and the report; null: none", example=5, ge=1)
     # Later than compilation and the first allocations.
     after: int = key(5, "steps before the first traced one", ge=1)
 
 
-class ChecksConfig(Section):
+class ChecksConfig(ConfigSection):
     # Cheap enough to be always on: the first is one gather, the second an occasional digest of the weights.
     first_batch: bool = key(
         True,

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from lockstep.config.schema import KEYS, SECTIONS, RunConfig
-from lockstep.config.value_types import Section
+from lockstep.config.value_types import ConfigSection
 
 
 class Setting(NamedTuple):
@@ -33,7 +33,7 @@ def nested(config: BaseModel, only_set: bool = False) -> dict[str, Any]:
     """Return nested values as they are (`model_dump` would take apart objects that a user put under `task`)."""
     names = [name for name in type(config).model_fields if not only_set or name in config.model_fields_set]
     values = {name: getattr(config, name) for name in names}
-    return {name: nested(v, only_set) if isinstance(v, Section) else v for name, v in values.items()}
+    return {name: nested(v, only_set) if isinstance(v, ConfigSection) else v for name, v in values.items()}
 
 
 def walk(items: Iterable[tuple[Any, Any]], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ def key(default: Any, about: str, *, example: Any = None, **limits: Any) -> Any:
     return Field(default, description=about, examples=None if example is None else [example], **limits)
 
 
-class Section(BaseModel):
+class ConfigSection(BaseModel):
     """A group of keys: frozen, and strict about names and types."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)

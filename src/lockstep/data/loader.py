@@ -158,29 +158,28 @@ def collate_samples(
 
 def is_empty(batch: Any) -> bool:
     """Return whether collate dropped all samples: the batch is None, or all its tensors have length 0."""
-    return batch is None or _length(batch) == 0
+    if batch is None:
+        return True
+
+    # Usually the first tensor has samples, and nothing else is looked at.
+    has_tensors = False
+    for tensor in _tensors(batch):
+        if tensor.dim() and tensor.shape[0]:
+            return False
+        has_tensors |= tensor.dim() > 0
+
+    return has_tensors
 
 
-def _length(batch: Any) -> int | None:
-    """Return the length of the first tensor inside `batch` that is not empty, 0 if all are, or None without tensors."""
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    """Yield the tensors inside a batch. torch's pytree does not look into mappings other than dicts."""
     if isinstance(batch, Tensor):
-        return batch.shape[0] if batch.dim() else None
-
-    # A tensor with elements decides; otherwise a length of 0, if there is one.
-    length = None
-    if not isinstance(batch, (list, tuple)):
-        if not isinstance(batch, Mapping):
-            return None
-        batch = batch.values()
-
-    for value in batch:
-        found = _length(value)
-        if found:
-            return found
-
-        length = found if length is None else length
-
-    return length
+        yield batch
+    elif isinstance(batch, Mapping):
+        yield from _tensors(list(batch.values()))
+    elif isinstance(batch, list | tuple):
+        for value in batch:
+            yield from _tensors(value)
 
 
 # ---- worker processes ----
@@ -195,10 +194,10 @@ class _OneRequestPerItem(torch.utils.data.Dataset):
 
     def __getitem__(self, index: Request) -> Any:
         # Check only the first batch of each worker: later batches have the same structure.
-        first = self.sent == 0
+        is_first = self.sent == 0
         self.sent += 1
         ids = [int(i) for i in index.ids]
-        return batch_to_send(lambda: self.reader(index), ids, index.where, check=first)
+        return batch_to_send(lambda: self.reader(index), ids, index.where, check=is_first)
 
 
 def read_all(

@@ -10,10 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import TensorDataset
 
 from lockstep.data.dataset_source import DatasetSource
 from lockstep.data.loader import (
@@ -32,9 +28,7 @@ from lockstep.data.worker_copies import WorkerCopies
 from lockstep.errors import UserError
 from lockstep.task import MicroBatch, StepBatches, StepResult
 
-# How many samples `some_samples` returns, and how many ids `upcoming` compares after a resume.
-SOME = 8
-UPCOMING = 64
+UPCOMING = 64  # how many ids `upcoming` compares after a resume
 
 
 class MapSource(DatasetSource):
@@ -45,13 +39,11 @@ class MapSource(DatasetSource):
     again. A step that was skipped has ended.
     """
 
-    can_skip = True
-
     def __init__(
-        self, reader: SampleReader, sampler: Sampler, options: SourceOptions, lengths: np.ndarray | None = None
+        self, reader: SampleReader, sampler: Sampler, options: SourceOptions, sample_lengths: np.ndarray | None = None
     ):
         self.reader = reader
-        self.order = StepOrder(sampler, len(reader.dataset), options, lengths)
+        self.order = StepOrder(sampler, len(reader.dataset), options, sample_lengths)
         self.options = options
 
         # An iterator over batches that are read and copied ahead, and the position of its next step.
@@ -93,32 +85,12 @@ class MapSource(DatasetSource):
         self.close()  # what was read ahead belongs to the old position
 
     @property
-    def skipped_spans(self) -> list[tuple[int, int]]:  # pyrefly: ignore[bad-override]
+    def skipped_spans(self) -> list[tuple[int, int]]:
         """All spans [start, stop) of positions that are left out."""
         return self.order.skipped_spans
 
     def skip(self, span: tuple[int, int]) -> None:
         self.order.skip(span)
-
-    def some_samples(self) -> list[Any]:
-        """Return a few samples, evenly spread over the dataset, each as a batch of one."""
-        ids = {index * len(self.reader.dataset) // SOME for index in range(SOME)}
-        with self.reading_here():
-            return [self.reader(Request(0, [index])) for index in sorted(ids)]
-
-    def largest_input(self) -> Tensor | None:
-        """Return the largest tensor of the first sample, or None if it must not be read before the workers start."""
-        # A dataset may open files for its first sample, which forked workers would share.
-        if self.options.config.workers and not isinstance(self.reader.innermost, TensorDataset | list | tuple):
-            return None
-
-        try:
-            leaves = tree_leaves(self.reader.samples(Request(0, [0])))
-            tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
-        except Exception:  # the first step will report it
-            return None
-
-        return max(tensors, key=Tensor.numel, default=None)
 
     def read_again(self, micro: MicroBatch) -> Any:
         """Read a micro-batch in this process, to compare it with what a worker read. None if samples are not seeded."""
@@ -138,8 +110,19 @@ class MapSource(DatasetSource):
         It does not go beyond the end of the step, or of the epoch if `beyond_step` is true.
         """
         window = self.order.window(self.order.position)
-        stop = min(window.start + count, self.order.length if beyond_step else window.stop)
+        stop = min(window.start + count, self.order.epoch_length if beyond_step else window.stop)
         return Request(window.epoch, self.order.ids(window.epoch, window.start, stop).tolist())
+
+    def recent_requests(self, count: int) -> Iterator[Request]:
+        """Yield requests for the samples of the next step, and for up to `count` samples that came before them."""
+        window = self.order.window(self.order.position)
+        start = window.start - count
+        yield Request(window.epoch, self.order.ids(window.epoch, max(0, start), window.stop).tolist())
+
+        # The others are the last of the epoch before.
+        if start < 0 < window.epoch:
+            stop = self.order.epoch_length
+            yield Request(window.epoch - 1, self.order.ids(window.epoch - 1, max(0, stop + start), stop).tolist())
 
     def start_workers(self) -> None:
         """Start the worker processes, if there are any.

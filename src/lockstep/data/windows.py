@@ -36,27 +36,27 @@ class Window(NamedTuple):
         return self.stop - self.start
 
 
-def next_window(position: int, length: int, batch: int, tail: str) -> Window:
+def next_window(position: int, epoch_length: int, batch: int, tail: str) -> Window:
     """Return the first window at or after `position`, which counts the samples of all epochs in order.
 
     A window never crosses the end of an epoch: the last window is short (`tail="short"`) or dropped (`tail="drop"`).
     Dropped samples keep their positions.
     """
-    epoch, start = divmod(position, length)
-    if tail == "drop" and start + batch > length:
+    epoch, start = divmod(position, epoch_length)
+    if tail == "drop" and start + batch > epoch_length:
         epoch, start = epoch + 1, 0
 
-    return Window(epoch, start, min(start + batch, length))
+    return Window(epoch, start, min(start + batch, epoch_length))
 
 
-def steps_before(position: int, length: int, batch: int, tail: str) -> int:
+def steps_before(position: int, epoch_length: int, batch: int, tail: str) -> int:
     """Return how many windows of size `batch` lead to `position`.
 
     After a resume with another batch size the position may lie within a window of the new size. Such a window counts,
     if the rest of its epoch has one window less.
     """
-    epoch, start = divmod(position, length)
-    whole = length if tail == "drop" else length + batch - 1
+    epoch, start = divmod(position, epoch_length)
+    whole = epoch_length if tail == "drop" else epoch_length + batch - 1
     return epoch * (whole // batch) + whole // batch - (whole - start) // batch
 
 
@@ -118,24 +118,26 @@ class StepOrder:
     after a rewind are saved with the position.
     """
 
-    def __init__(self, sampler: Sampler, samples: int, options: SourceOptions, lengths: np.ndarray | None = None):
-        """`samples`: of the dataset. `lengths` (samples,): theirs, for data.balance=length."""
+    def __init__(
+        self, sampler: Sampler, dataset_length: int, options: SourceOptions, sample_lengths: np.ndarray | None = None
+    ):
+        """`sample_lengths` (dataset_length,): for data.balance=length."""
         self.sampler = sampler
-        self.samples = samples
-        self.lengths = lengths
+        self.dataset_length = dataset_length
+        self.epoch_length = len(sampler)  # a sampler may leave samples out, or repeat some
+        self.sample_lengths = sample_lengths
         self.options = options
         self.data_world = options.data_world
-        self.length = len(sampler)  # of an epoch
         self.position = 0  # where the next step begins
 
         # These give every sample once, so that their ids need no check. Anyone may write another sampler.
         own = isinstance(sampler, ShuffledSampler | SequentialSampler)
-        self._is_permutation = own and self.length == samples
+        self._is_permutation = own and self.epoch_length == dataset_length
 
         # Spans [start, stop) of positions that are left out because their step was skipped.
         self.skipped_spans: list[tuple[int, int]] = []
 
-        # (first position, speeds of the ranks), oldest first. The last entry at or before a position applies to it.
+        # (position, speeds of the ranks from there on), oldest first.
         self._speeds: list[tuple[int, tuple[float, ...]]] = []
 
         # This rank's micro-batches of each window in progress, by the window's end position.
@@ -154,17 +156,17 @@ class StepOrder:
         """Return the position, for all ranks: it does not depend on them."""
         return {
             "position": self.position,
-            "length": self.length,
+            "length": self.epoch_length,
             "skipped_spans": [list(span) for span in self.skipped_spans],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at a saved position, on any number of ranks."""
-        if state["length"] != self.length:
+        if state["length"] != self.epoch_length:
             raise UserError(
-                f"an epoch has {self.length} samples, but had {state['length']} when the position was saved",
-                f"the dataset has {self.samples} samples, and an epoch of its {type(self.sampler).__name__} "
-                f"{self.length}",
+                f"an epoch has {self.epoch_length} samples, but had {state['length']} when the position was saved",
+                f"the dataset has {self.dataset_length} samples, and an epoch of its {type(self.sampler).__name__} "
+                f"{self.epoch_length}",
                 "resume with the same dataset and the same sampler, or start a new run",
             )
 
@@ -183,7 +185,7 @@ class StepOrder:
         It is the number of steps done, unless the run was resumed with another batch size.
         """
         left_out = sum(stop <= self.position for _, stop in self.skipped_spans)
-        return steps_before(self.position, self.length, self.options.global_batch, self.options.tail) - left_out
+        return steps_before(self.position, self.epoch_length, self.options.global_batch, self.options.tail) - left_out
 
     # ---- the samples of a step ----
 
@@ -193,7 +195,7 @@ class StepOrder:
             if start <= position < stop:
                 position = stop
 
-        window = next_window(position, self.length, self.options.global_batch, self.options.tail)
+        window = next_window(position, self.epoch_length, self.options.global_batch, self.options.tail)
         if not self.skipped_spans:
             return window
 
@@ -204,14 +206,14 @@ class StepOrder:
 
         # After a resume with a different batch size, a window may reach into a skipped span.
         for start, _ in self.skipped_spans:
-            offset = start - window.epoch * self.length
+            offset = start - window.epoch * self.epoch_length
             if window.start < offset < window.stop:
                 window = Window(window.epoch, window.start, offset)
 
         return window
 
     def end_position(self, window: Window) -> int:
-        return window.epoch * self.length + window.stop
+        return window.epoch * self.epoch_length + window.stop
 
     def count(self, window: Window) -> int:
         """Return the number of micro-batches of a window, on all ranks together."""
@@ -221,12 +223,12 @@ class StepOrder:
         """Return the ids (stop - start,) of the samples at the offsets [start, stop) of an epoch."""
         if self._is_permutation:
             return self.sampler.ids(epoch, start, stop)
-        return checked_ids(self.sampler, epoch, start, stop, self.samples)
+        return checked_ids(self.sampler, epoch, start, stop, self.dataset_length)
 
     def micro_batch(self, window: Window, assigned: Assigned) -> MicroBatch:
         """Return a micro-batch of a window without its data: which samples it has, and its place in the step."""
         index, padding = assigned
-        if self.lengths is not None:
+        if self.sample_lengths is not None:
             parts = self._divisions.get(window, lambda: self._divide(window))
             ids, first = parts[index], sum(map(len, parts[:index]))
             return MicroBatch(None, index, len(ids), window.epoch, ids, padding, first)
@@ -237,9 +239,9 @@ class StepOrder:
 
     def _divide(self, window: Window) -> list[np.ndarray]:
         """Return the ids of each micro-batch of a window, divided by length."""
-        assert self.lengths is not None
+        assert self.sample_lengths is not None
         ids = self.ids(window.epoch, window.start, window.stop)
-        return [ids[places] for places in divide_by_length(self.lengths[ids], self.count(window))]
+        return [ids[places] for places in divide_by_length(self.sample_lengths[ids], self.count(window))]
 
     # ---- the ranks ----
 
@@ -258,8 +260,8 @@ class StepOrder:
         if self.options.interleaved:
             local = range(rank, count, size)
         else:
-            begin = window.epoch * self.length + window.start
-            speeds = next((speeds for first, speeds in reversed(self._speeds) if first <= begin), None)
+            begin = window.epoch * self.epoch_length + window.start
+            speeds = next((speeds for since, speeds in reversed(self._speeds) if since <= begin), None)
             local = rank_range(count, rank, size, speeds)
 
         # Padding repeats a micro-batch with weight 0, since collectives need every rank.

@@ -21,10 +21,10 @@ from lockstep.engine.checks.token_ids import explain_index
 from lockstep.engine.evaluation.evaluator import evaluation_batch
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch import records
-from lockstep.optim.optimizers import is_torchs
+from lockstep.optim.kinds import is_torchs
 from lockstep.optim.registry import state_copies
 from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.cudagraph.graphs import has_captures
+from lockstep.parallel.cudagraph.install import has_captures
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.exact.block_inputs import BlockInputs
 from lockstep.parallel.fsdp.driver import hidden_output

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor
 
 from lockstep.checkpoint.inspect import read_weights
+from lockstep.config.settings import nested
 from lockstep.engine.log.summary import summary_of
-from lockstep.errors import Preempted
+from lockstep.errors import Preempted, UserError
 from lockstep.observe.report import write_report
-from lockstep.observe.run_folder import save_weights, write_summary
-from lockstep.parallel.cudagraph.graphs import release_captures
+from lockstep.observe.run_folder import write_summary
+from lockstep.observe.weights import save_weights
+from lockstep.parallel.cudagraph.install import release_captures
 from lockstep.parallel.driver import full_state
 
 if TYPE_CHECKING:
@@ -38,12 +40,22 @@ def end_training(run: Run) -> None:
 
     # The last evaluation may be the best one.
     at_end = run.config.checkpoint.at_end or run.requests.save_agreed
-    if at_end and run.checkpoints.due(counters.steps_done, requested=True):
+    if at_end and run.checkpoints.schedule.due(counters.steps_done, requested=True):
         run.save_checkpoint()
 
-    run.checkpoints.settle()
+    # The weights are written while the checkpoint is being committed, unless they may come from it.
+    if run.config.checkpoint.final == "best":
+        run.checkpoints.settle()
+
     run.recorder.poll(wait=True)
-    _save_final_weights(run)
+    try:
+        _save_final_weights(run)
+    except UserError:
+        # Raised on all ranks. Weights that cannot be written can be had from this checkpoint.
+        run.checkpoints.settle()
+        raise
+
+    run.checkpoints.settle()
 
 
 def _log_stop(run: Run) -> None:
@@ -61,6 +73,9 @@ def _log_stop(run: Run) -> None:
 
 def _save_final_weights(run: Run) -> None:
     """Write `model.safetensors` and, with `ema.decay`, `ema.safetensors`."""
+    # Averages are exchanged with the weights below, and a save may still be copying them.
+    run.stepper.update.wait_for_copy()
+
     setup = run.model_setup
     setup.driver.sync_buffers()
     with setup.evaluation_weights():
@@ -144,7 +159,7 @@ def _write_report(run: Run, summary: dict[str, Any]) -> None:
     # The weights are saved, so a failure only prints a message.
     try:
         write_summary(run.folder.path, summary)
-        report = write_report(run.folder.path)
+        report = write_report(run.folder.path, nested(run.config))
     except OSError as error:
         print(f"lockstep: the summary and the report cannot be written: {error}", file=sys.stderr)
     else:
@@ -161,7 +176,7 @@ def end_preempted(run: Run) -> NoReturn:
     run.close_source()
 
     # If the save failed, there is no checkpoint of this step to report.
-    saved = run.checkpoints.saved_location() if run.checkpoints.settle() else None
+    saved = run.checkpoints.last_location() if run.checkpoints.settle() else None
     path = run.folder.as_shown(saved) if saved else None
 
     # Only some ranks may have received the signal.

@@ -118,7 +118,7 @@ def _setup_model(task: Task, builder: RunBuilder, data: Callable[[], Any]) -> No
     scheduler = overridden(task, "scheduler") or (lambda _: None)
     builder.setup_model(model, task.optimizer, task, data, scheduler)
     if hasattr(task, "state_dict"):
-        builder.add_part("task", task)
+        builder.parts.add("task", task)
 
 
 def _write_assets(write: Callable[[Path], None], run_dir: Path) -> None:

@@ -16,12 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lockstep.config import RunConfig, SpikeConfig
-from lockstep.engine.progress import StepProgress
+from lockstep.config import SpikeConfig
+from lockstep.engine.progress import StepContext, StepProgress
 from lockstep.errors import OutOfStep, UserError, listed_ranks, plural
 from lockstep.parallel.driver import Reduced
-from lockstep.precision import DynamicScaler
-from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.control_word import ControlWord, step_mark
 from lockstep.task import MicroBatch, StepResult
 
@@ -90,21 +88,13 @@ class SkippedStep(NamedTuple):
 class Outcomes:
     """Counts outcomes and reacts to skipped steps. All ranks get the same numbers and so make the same decisions."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        scaler: DynamicScaler | None,
-        runtime: Runtime,
-        log_event: EventLogger,
-        reads_loss: bool = False,
-    ):
-        """`reads_loss`: the user's code reads `StepResult.loss`."""
-        self._config = config
-        self._scaler = scaler
-        self._runtime = runtime
-        self._log_event = log_event
-        self.spikes = SpikeDetector(config.spike)
-        self.sends_loss = reads_loss or self.spikes.on  # whether the control word includes the loss
+    def __init__(self, context: StepContext):
+        self._config = context.config
+        self._scaler = context.scaler
+        self._runtime = context.runtime
+        self._log_event = context.log_event
+        self._knows_loss = context.sends_loss
+        self.spikes = SpikeDetector(context.config.spike)
 
         # Counts so far.
         self.skipped = 0
@@ -174,7 +164,7 @@ class Outcomes:
             weight=float(word.weight),
             grad_norm=outcome.grad_norm,
             skip_reason=outcome.skip_reason(),
-            loss=outcome.mean_loss if self.sends_loss and word.weight else None,
+            loss=outcome.mean_loss if self._knows_loss and word.weight else None,
             exhausted=word.exhausted == ranks,
             flags=word,
         )

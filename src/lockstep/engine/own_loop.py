@@ -156,7 +156,7 @@ class OwnRun(BuiltRunView):
                 f"run.register({name!r}, ...) was called after run.steps(...)", "", "call it before run.steps(...)"
             )
 
-        self._builder.add_part(name, part)
+        self._builder.parts.add(name, part)
 
     def add_callback(self, callback: Any) -> None:
         """Call the hooks of `callback` during the run, see `lockstep.callbacks`. Call it before `run.steps`."""
@@ -207,22 +207,13 @@ class OwnRun(BuiltRunView):
         name: str | None = None,
         metrics: Mapping[str, Any] | None = None,
         monitor: bool = True,
-        decides: bool | None = None,
     ) -> dict[str, float]:
         """Return the mean loss and metrics over `dataset`. Every sample counts once, at any world size.
 
         After each step, the first evaluation with `monitor=True` steps ReduceLROnPlateau. Early stopping and
         `checkpoint.best` follow all of them. `name` tells several datasets apart: their results are logged as
-        eval/NAME/loss. `metrics` are torchmetrics by name, updated with the `outputs` of each loss. `decides` is the
-        old name of `monitor`.
+        eval/NAME/loss. `metrics` are torchmetrics by name, updated with the `outputs` of each loss.
         """
-        if decides is not None:
-            raise UserError(
-                "run.evaluate has no argument decides any more: it is called monitor",
-                "",
-                f"call run.evaluate(..., monitor={decides})",
-            )
-
         self._check_model("run.evaluate(dataset, loss)")
 
         chosen = EvaluationSet(dataset, loss, collate, name, monitor, metrics or {})

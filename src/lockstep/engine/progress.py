@@ -18,9 +18,9 @@ from lockstep import faults
 from lockstep.config import RunConfig
 from lockstep.engine.determinism import LOSS_GRID, WEIGHT_GRID, check_weight, on_grid
 from lockstep.errors import UserError
-from lockstep.observe.metrics import Term, detached, metric_terms
+from lockstep.observe.metrics import Term, metric_terms
 from lockstep.precision import DynamicScaler, Precision
-from lockstep.runtime.context import Runtime
+from lockstep.runtime.context import EventLogger, Runtime, log_nothing
 from lockstep.runtime.control_word import ControlWord, step_mark
 from lockstep.runtime.seeds import derive, seed_host, seed_torch
 from lockstep.task import Loss, MicroBatch, Number, StepBatches, Weight
@@ -42,14 +42,24 @@ class StepContext:
     config: RunConfig
     runtime: Runtime
     precision: Precision
-    scaler: DynamicScaler | None  # with fp16
     global_batch: int
-    reports_loss: bool  # False if another rank of the same tp or pp group reports the same losses
-    sends_loss: bool  # whether the control word includes the loss
-    before_all_reduce: Callable[[], None] | None  # called before this rank waits for the others
+    reports_loss: bool = True  # False if another rank of the same tp or pp group reports the same losses
+    reads_loss: bool = False  # the user's code reads `StepResult.loss`
+    log_event: EventLogger = log_nothing  # logs skipped steps, and the samples to blame for them
+    before_all_reduce: Callable[[], None] | None = None  # called before this rank waits for the others
+
+    # What follows from these.
+    scaler: DynamicScaler | None = field(init=False)  # with fp16
+    sends_loss: bool = field(init=False)  # whether the control word includes the loss
+
+    # What changes during the run.
     flags: dict[str, int] = field(default_factory=dict)  # `Flags` of every control word, by name
     metric_names: MetricNames = field(default_factory=MetricNames)
     constants: dict[tuple[float, torch.dtype], Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.scaler = DynamicScaler(self.config.scaler) if self.precision.needs_scaler else None
+        self.sends_loss = self.reads_loss or self.config.spike.policy != "off"
 
 
 class StepProgress:
@@ -113,10 +123,11 @@ class StepProgress:
         """Record the loss and return the `grad_output` for its backward: the loss scale, or 0 for padding."""
         context, micro = self._context, self.micro
         assert micro is not None
-        _check_loss(loss)
+        _check_total(loss)
+        weight = _checked_weight(loss.weight)
 
         if context.scaler is not None and self.needs_reference_weight:
-            self.find_reference_weight(micro, loss.weight)
+            self.find_reference_weight(micro, weight)
 
         if loss.metrics:
             context.metric_names.seen.update(loss.metrics)
@@ -131,7 +142,7 @@ class StepProgress:
             return 0.0
 
         if context.reports_loss:
-            self._add(loss, micro)
+            self._add(loss, weight, micro)
 
         return context.scaler.factor_on_sums if context.scaler else 1.0
 
@@ -147,7 +158,7 @@ class StepProgress:
         # Padding and stages without a loss would distort the mean, so they contribute 0. With `exact`, only the first
         # micro-batch of the global step counts, so that the result does not depend on the number of ranks.
         contributes_nothing = micro.padding or not context.reports_loss or (context.config.exact and micro.index > 0)
-        counts = [0.0, 0.0] if contributes_nothing else [float(detached(weight)), float(micro.samples)]
+        counts = [0.0, 0.0] if contributes_nothing else [float(_checked_weight(weight)), float(micro.samples)]
         sums = torch.tensor(counts, dtype=torch.float64, device=context.runtime.device)
         total, samples = context.runtime.collectives.all_reduce_(sums).tolist()
 
@@ -191,9 +202,8 @@ class StepProgress:
         if config.exact:
             seed_host(value)
 
-    def _add(self, loss: Loss, micro: MicroBatch) -> None:
-        weight = detached(loss.weight)
-
+    def _add(self, loss: Loss, weight: Weight, micro: MicroBatch) -> None:
+        """Add the loss of `micro` to those of the step. `weight` is its weight, without a graph."""
         # Reading a weight on the GPU makes the host wait, so there only the first step is checked.
         if self._context.config.exact:
             on_gpu = isinstance(weight, Tensor) and weight.is_cuda
@@ -215,11 +225,12 @@ class StepProgress:
     def _as_float64(self, value: Any, grid: float) -> float | Tensor:
         """Return the value as float64. `exact` rounds it to a grid, so that sums do not depend on the order."""
         on_gpu = isinstance(value, Tensor) and value.is_cuda
-        number = value.detach().double() if on_gpu else float(value)
+        number = value.double() if on_gpu else float(value)
         return on_grid(number, grid) if self._context.config.exact else number
 
 
-def _check_loss(loss: Loss) -> None:
+def _check_total(loss: Loss) -> None:
+    """Raise unless the loss is a Loss, with a total that can be backpropagated."""
     if not isinstance(loss, Loss):
         raise UserError(
             f"loss() must return lockstep.Loss(sum, weight); it returned a {type(loss).__name__}",
@@ -242,9 +253,15 @@ def _check_loss(loss: Loss) -> None:
             "return Loss(per_sample_loss.sum(), weight=len(batch)), computed with gradients on",
         )
 
-    # Plain numbers first: isinstance(x, SupportsFloat) is many times slower.
-    weight = detached(loss.weight)
+
+def _checked_weight(weight: Any) -> Weight:
+    """Return the weight of a loss without its graph, or raise if it is not one finite number of at least 0."""
+    # A graph would keep the activations of the step alive until the log line.
     is_tensor = isinstance(weight, Tensor)
+    if is_tensor:
+        weight = weight.detach()
+
+    # Plain numbers first: isinstance(x, SupportsFloat) is many times slower.
     is_number = weight.numel() == 1 if is_tensor else isinstance(weight, (int, float, SupportsFloat))
     if not is_number:
         shape = f" {tuple(weight.shape)}" if is_tensor else ""
@@ -261,3 +278,5 @@ def _check_loss(loss: Loss) -> None:
             "",
             "return a finite weight of 0 or more",
         )
+
+    return weight

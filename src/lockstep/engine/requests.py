@@ -53,9 +53,9 @@ class Requests:
         self.evaluate_agreed |= flags.evaluate > 0
         self.stepper.context.metric_names.new |= flags.new_metrics > 0
 
-        # All ranks abandon the save in the same step, because they read the same control word.
+        # All ranks abort the save in the same step, because they read the same control word.
         if flags.save_failed:
-            self.checkpoints.abandon_if_failed()
+            self.checkpoints.abort_if_failed()
 
     def accept_last(self) -> StepResult | None:
         """Wait for the result of the last step, if the host has not read it yet, accept its flags and return it."""

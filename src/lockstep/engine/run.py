@@ -7,7 +7,7 @@
         run.maintain()                       write the log line; rewind or save; end if preempted
     end_training(run), close(run)            the last checkpoint, the weights, the summary (engine/end.py)
 
-setup/builder.py makes a Run with all its parts.
+`make_run` in setup/run.py makes a Run with all its parts.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.resume import LoopState, Resumed
 from lockstep.config import RunConfig
-from lockstep.data.dataset_source import DatasetSource
+from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.end import end_preempted
 from lockstep.engine.evaluation.evaluations import Evaluations, results_for_hooks
@@ -123,9 +123,8 @@ class Run:
         """Yield this rank's micro-batches of every global step, until the plan ends or some rank requests a stop."""
         self.recorder.start_clock()
         self.model_setup.guard.late_hooks.check()
-        first = True
+        take = self._take_first
 
-        # `first`: the batches of the first step are compared between ranks and workers.
         while self.stepper.counters.steps_done < self.plan.steps and not self.requests.stop_agreed:
             self.model_setup.guard.check()
             if self.profiled:
@@ -134,17 +133,18 @@ class Run:
             if self.driver.compiler:
                 self.driver.compiler.begin_step(self.plan.steps - self.stepper.counters.steps_done)
 
-            batches = self._take(first)
-            first = False
+            batches, take = take(), self.source.take
             batches.step = self.stepper.counters.steps_done
             batches.micro_batches = self._feed(batches.micro_batches, batches.count)
             yield batches
 
-    def _take(self, first: bool) -> StepBatches:
-        """Take this rank's batches of the next step. Those of the first are compared (`checks.first_batch`)."""
-        # Later batches follow from the same arithmetic as the first one, and are not compared.
+    def _take_first(self) -> StepBatches:
+        """Take this rank's batches of the first step of this process, and compare what ranks and workers have read.
+
+        Later batches follow from the same arithmetic, and are not compared.
+        """
         several_readers = not self.runtime.world.alone or self.config.data.workers > 0
-        if first and several_readers and self.config.checks.first_batch:
+        if several_readers and self.config.checks.first_batch:
             return take_and_compare(self.source, self.runtime, self.driver.role.data_rank)
 
         return self.source.take()
@@ -238,8 +238,8 @@ class Run:
 
     def _request_what_is_due(self) -> None:
         """Request what this rank finds due by its clock, and report a failed save, with the next control word."""
-        save_failed = self.checkpoints.poll()
-        save = self.checkpoints.save_is_due_by_clock() or self.runtime.notice.asks_for_save()
+        save_failed = self.checkpoints.pending.poll()
+        save = self.checkpoints.schedule.due_by_clock() or self.runtime.notice.asks_for_save()
         evaluate = False
 
         # The clocks of the ranks differ, so rank 0 decides, and the others follow.
@@ -264,11 +264,10 @@ class Run:
 
         `evaluation_due`: the evaluation of this step was interrupted, so the resumed run must evaluate first.
         """
-        if self.log.line_due:
-            self.log.write_if_due()
+        self.log.write_if_due()
 
         steps_done = self.stepper.counters.steps_done
-        save_due = self.checkpoints.due(steps_done, self.requests.save_agreed or self.requests.preempt_agreed)
+        save_due = self.checkpoints.schedule.due(steps_done, self.requests.save_agreed or self.requests.preempt_agreed)
 
         # A checkpoint needs the result of its step, which may also be that the run must rewind.
         if save_due:
@@ -401,7 +400,7 @@ class Run:
 
     def reading_samples(self) -> AbstractContextManager[None]:
         """Return a context for reading samples here: they may be those that worker processes read too."""
-        return self.source.reading_here() if isinstance(self.source, DatasetSource) else nullcontext()
+        return self.source.reading_here() if isinstance(self.source, MapSource) else nullcontext()
 
     @contextmanager
     def whole_batches(self) -> Iterator[None]:

@@ -16,25 +16,21 @@ device itself decides, and the host reads the outcome one step late.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lockstep.config import RunConfig
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
 from lockstep.engine.outcome import Outcome, Outcomes, skip_on_device
 from lockstep.engine.progress import StepContext, StepProgress
 from lockstep.observe.metrics import ExactSums, Sums
-from lockstep.optim.optimizers import Optimizers
+from lockstep.optim.optimizers import Optimizers, Update
 from lockstep.optim.schedule import LearningRate
-from lockstep.optim.update import Update
 from lockstep.optim.user_scheduler import SchedulerRate
 from lockstep.parallel.driver import Driver, LossFn, Reduced
-from lockstep.precision import DynamicScaler, Precision
-from lockstep.runtime.context import EventLogger, Runtime, log_nothing
 from lockstep.runtime.control_word import ControlWord
 from lockstep.task import StepBatches, StepResult
 
@@ -63,44 +59,29 @@ class Stepper:
 
     def __init__(
         self,
+        context: StepContext,
         driver: Driver,
         optimizers: Optimizers,
         learning_rate: LearningRate | SchedulerRate,
-        precision: Precision,
-        config: RunConfig,
-        runtime: Runtime,
-        global_batch: int,
-        log_event: EventLogger = log_nothing,
-        before_all_reduce: Callable[[], None] | None = None,
-        reads_loss: bool = False,
+        trained_parameters: TrainedParameters | None = None,
     ):
-        """`log_event(event, **fields)` logs skipped steps and the samples to blame for them.
-
-        `before_all_reduce` is called before this rank waits for the others: load balancing stops its clock there.
-        `reads_loss`: the user's code reads `StepResult.loss`.
-        """
+        """`trained_parameters`: those of each step, if a hook delays some."""
         # Fixed for the run.
+        self.context = context
         self.driver = driver
         self.learning_rate = learning_rate
-        self.trained_parameters: TrainedParameters | None = None  # if a callback delays some
-        self.scaler = DynamicScaler(config.scaler) if precision.needs_scaler else None
-        self.outcomes = Outcomes(config, self.scaler, runtime, log_event, reads_loss)
-        self.context = StepContext(
-            config,
-            runtime,
-            precision,
-            self.scaler,
-            global_batch,
-            reports_loss=driver.role.reports_loss,
-            sends_loss=self.outcomes.sends_loss,
-            before_all_reduce=before_all_reduce,
+        self.scaler = context.scaler
+        self.outcomes = Outcomes(context)
+        self.update = Update(
+            optimizers, context.config.clip, driver.role.replicated, driver.norms, context.runtime.device
         )
-        self.update = Update(optimizers, config.clip, driver.role.replicated, driver.norms, runtime.device)
+        self._trained_parameters = trained_parameters
 
         # On a GPU the host reads the outcome one step late, so that it never waits for the device. This is impossible
         # with fp16, whose next loss scale depends on the outcome, with sharded parameters, or if an optimizer cannot
         # skip on the device.
-        self.reads_outcome_late = runtime.device.type == "cuda" and not self.scaler and self.update.skips_on_device
+        on_gpu = context.runtime.device.type == "cuda"
+        self.reads_outcome_late = on_gpu and not self.scaler and self.update.skips_on_device
 
         # Changed by every step.
         self.counters = Counters()
@@ -136,8 +117,8 @@ class Stepper:
         if self.context.config.exact:
             progress.seed("update")
 
-        if self.trained_parameters is not None:
-            reduced = self.trained_parameters.drop_others(reduced, progress.step)
+        if self._trained_parameters is not None:
+            reduced = self._trained_parameters.drop_others(reduced, progress.step)
 
         self.lr = self.learning_rate.set(self.counters.applied)
         self.counters.steps_done += progress.ends_step

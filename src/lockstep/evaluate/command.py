@@ -36,7 +36,7 @@ SOURCE = "lockstep evaluate"
 
 
 @dataclass(frozen=True)
-class Request:
+class EvaluateRequest:
     """What to evaluate."""
 
     target: str
@@ -47,7 +47,7 @@ class Request:
     json_file: Path | None = None  # a copy of the result
 
 
-def main(request: Request, layers: list[Layer]) -> int:
+def main(request: EvaluateRequest, layers: list[Layer]) -> int:
     """Evaluate, print a table, and write the result as JSON. Return an exit code."""
     # What was typed is checked before anything is read or started.
     targets.check(request.target)
@@ -95,7 +95,7 @@ def _is_of_run(path: Path) -> bool:
     return holds_a_run(path) or (is_checkpoint(path) and path.resolve().parent.name == "checkpoints")
 
 
-def _weights(request: Request) -> Path:
+def _weights(request: EvaluateRequest) -> Path:
     """Return the checkpoint or the file to read: of a run, its newest checkpoint unless another one is asked for."""
     path = request.path
     if not holds_a_run(path):

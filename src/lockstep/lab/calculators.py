@@ -32,7 +32,7 @@ FORMATS = {
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes of one rank, without activations."""
 
     parameters: float
@@ -45,7 +45,7 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer
 
 
-def memory(count: float, gpus: int, strategy: Strategy, kind: str = "mixed") -> Memory:
+def memory(count: float, gpus: int, strategy: Strategy, kind: str = "mixed") -> RankMemory:
     """Return the bytes that one of `gpus` ranks holds for a model of `count` parameters.
 
     ZeRO 1 divides the optimizer's state by the number of ranks, ZeRO 2 gradients as well, FSDP (ZeRO 3) parameters too.
@@ -54,7 +54,7 @@ def memory(count: float, gpus: int, strategy: Strategy, kind: str = "mixed") -> 
 
     # ZeRO 1, 2 and 3 divide one kind of state more each, in this order.
     divided = STRATEGIES.index(strategy)
-    return Memory(
+    return RankMemory(
         count * stored.parameter / (gpus if divided >= 3 else 1),
         count * stored.gradient / (gpus if divided >= 2 else 1),
         count * stored.optimizer / (gpus if divided >= 1 else 1),
@@ -85,7 +85,7 @@ def flops(parameters: float, tokens: float) -> float:
 
 
 @dataclass(frozen=True)
-class Row:
+class CourseFigure:
     """A figure of the course: what it says, what comes out here, and what is wrong with it, if anything."""
 
     what: str
@@ -99,7 +99,7 @@ def _gb(count: float) -> str:
     return f"{count / GB:,.0f} GB"
 
 
-def memory_rows() -> list[Row]:
+def memory_rows() -> list[CourseFigure]:
     """Return the course's tables of memory: GPT-3, and a model of 70 billion parameters on 4 GPUs."""
     count, gpus = 70e9, 4
     replicated, sharded = memory(count, gpus, "ddp"), memory(count, gpus, "fsdp")
@@ -112,24 +112,24 @@ def memory_rows() -> list[Row]:
     # Mixed precision halves weights and gradients, but keeps a float32 copy of the weights.
     saved = 1 - replicated.total / memory(count, gpus, "ddp", "fp32").total
     return [
-        Row("GPT-3, 175 billion parameters in fp32", "700 GB", _gb(175e9 * 4)),
-        Row("70 billion parameters in fp32", "280 GB", _gb(count * 4)),
-        Row("70 billion parameters in fp16 or bf16", "140 GB", _gb(count * 2)),
-        Row("DDP, parameters on 4 GPUs", "560 GB", _gb(gpus * replicated.parameters)),
-        Row("DDP, gradients on 4 GPUs", "560 GB", _gb(gpus * replicated.gradients)),
-        Row("DDP, AdamW on 4 GPUs", "1,120 GB", _gb(gpus * replicated.optimizer), adam),
-        Row("DDP, total on 4 GPUs", "2,240 GB", _gb(gpus * replicated.total), adam),
-        Row("FSDP, parameters per GPU", "35 GB", _gb(sharded.parameters)),
-        Row("FSDP, gradients per GPU", "35 GB", _gb(sharded.gradients)),
-        Row("FSDP, AdamW per GPU", "70 GB", _gb(sharded.optimizer), adam),
-        Row("FSDP, total on 4 GPUs", "560 GB", _gb(gpus * sharded.total), adam),
-        Row("DDP takes more than FSDP, times", "4", f"{replicated.total / sharded.total:g}"),
-        Row("mixed precision saves, of the state", "50 %", f"{100 * saved:.0f} %", state),
-        Row("fewest GPUs of 80 GB for this state", "4", f"{fewest_gpus(count, 80 * GB)}", fit),
+        CourseFigure("GPT-3, 175 billion parameters in fp32", "700 GB", _gb(175e9 * 4)),
+        CourseFigure("70 billion parameters in fp32", "280 GB", _gb(count * 4)),
+        CourseFigure("70 billion parameters in fp16 or bf16", "140 GB", _gb(count * 2)),
+        CourseFigure("DDP, parameters on 4 GPUs", "560 GB", _gb(gpus * replicated.parameters)),
+        CourseFigure("DDP, gradients on 4 GPUs", "560 GB", _gb(gpus * replicated.gradients)),
+        CourseFigure("DDP, AdamW on 4 GPUs", "1,120 GB", _gb(gpus * replicated.optimizer), adam),
+        CourseFigure("DDP, total on 4 GPUs", "2,240 GB", _gb(gpus * replicated.total), adam),
+        CourseFigure("FSDP, parameters per GPU", "35 GB", _gb(sharded.parameters)),
+        CourseFigure("FSDP, gradients per GPU", "35 GB", _gb(sharded.gradients)),
+        CourseFigure("FSDP, AdamW per GPU", "70 GB", _gb(sharded.optimizer), adam),
+        CourseFigure("FSDP, total on 4 GPUs", "560 GB", _gb(gpus * sharded.total), adam),
+        CourseFigure("DDP takes more than FSDP, times", "4", f"{replicated.total / sharded.total:g}"),
+        CourseFigure("mixed precision saves, of the state", "50 %", f"{100 * saved:.0f} %", state),
+        CourseFigure("fewest GPUs of 80 GB for this state", "4", f"{fewest_gpus(count, 80 * GB)}", fit),
     ]
 
 
-def cost_rows() -> list[Row]:
+def cost_rows() -> list[CourseFigure]:
     """Return the course's figures of money and time."""
     week = 7 * 24
     low, high = cost(1000, week, 2), cost(1000, week, 4)
@@ -138,42 +138,42 @@ def cost_rows() -> list[Row]:
     # FLOP per second and GPU: 10,000 GPUs for 96 days.
     gpt3 = flops(175e9, 300e9) / (10_000 * 96 * 86400)
     return [
-        Row("8 GPUs, an hour at $2 to $4", "$16-32", f"${cost(8, 1, 2):.0f}-{cost(8, 1, 4):.0f}"),
-        Row("1000 GPUs, an hour", "$2000-4000", f"${cost(1000, 1, 2):.0f}-{cost(1000, 1, 4):.0f}"),
-        Row("1000 GPUs, a week", "$336K-672K", f"${low / 1e3:.0f}K-{high / 1e3:.0f}K"),
-        Row(
+        CourseFigure("8 GPUs, an hour at $2 to $4", "$16-32", f"${cost(8, 1, 2):.0f}-{cost(8, 1, 4):.0f}"),
+        CourseFigure("1000 GPUs, an hour", "$2000-4000", f"${cost(1000, 1, 2):.0f}-{cost(1000, 1, 4):.0f}"),
+        CourseFigure("1000 GPUs, a week", "$336K-672K", f"${low / 1e3:.0f}K-{high / 1e3:.0f}K"),
+        CourseFigure(
             "90 % busy instead of 60 % costs less by",
             "50 %",
             f"{100 * (1 - busy / high):.0f} %",
             "the same work takes 60/90 of the time: a third less. 50 % more work in the same time is another question",
         ),
-        Row(
+        CourseFigure(
             "the week of $672K then costs",
             "$403K",
             f"${busy / 1e3:.0f}K",
             f"672 * 60/90; ${(high - busy) / 1e3:.0f}K are saved. 403 is 672 * 0.6, as if the GPUs were 100 % busy",
         ),
-        Row("95 % busy instead of 60 % trains more by", "58 %", f"{100 * (0.95 / 0.6 - 1):.0f} %"),
-        Row("2 trillion tokens at 100,000 per second", "230+ days", f"{2e12 / 1e5 / 86400:.0f} days"),
-        Row(
+        CourseFigure("95 % busy instead of 60 % trains more by", "58 %", f"{100 * (0.95 / 0.6 - 1):.0f} %"),
+        CourseFigure("2 trillion tokens at 100,000 per second", "230+ days", f"{2e12 / 1e5 / 86400:.0f} days"),
+        CourseFigure(
             "GPT-3: 10,000 GPUs for 96 days are, per GPU",
             "not said",
             f"{gpt3 / 1e12:.1f} TFLOP/s, 3 % of a V100: an unlikely pair of figures",
         ),
-        Row(
+        CourseFigure(
             "4 GPUs, pictures per second with DDP",
             "380 and 360",
             "-",
             "two tables of the original differ; so do its 750 and 680 on 8 GPUs",
         ),
-        Row(
+        CourseFigure(
             "A100 in fp32",
             "156 TFLOPS",
             "19.5",
             "156 is TF32, which rounds to 10 bits of precision; so fp16's 312 is 16 times fp32, and twice TF32",
         ),
-        Row("naive all-reduce on 4 GPUs, sent in total", "3 D", f"{4 * 3} D", "3 D is what each GPU sends"),
-        Row("ring all-reduce on 4 GPUs, sent by each", "about 2 D", f"{ring_share(4):g} D"),
+        CourseFigure("naive all-reduce on 4 GPUs, sent in total", "3 D", f"{4 * 3} D", "3 D is what each GPU sends"),
+        CourseFigure("ring all-reduce on 4 GPUs, sent by each", "about 2 D", f"{ring_share(4):g} D"),
     ]
 
 
@@ -182,7 +182,7 @@ def ring_share(ranks: int) -> float:
     return 2 * (ranks - 1) / ranks
 
 
-def table(rows: list[Row]) -> str:
+def table(rows: list[CourseFigure]) -> str:
     """Return the rows as text; a figure that is wrong is marked, with the reason below it."""
     width = max(len(row.what) for row in rows)
     lines = [f"  {'':{width}}  {'original':12}  here"]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 @dataclass(frozen=True)
-class Collective:
+class CountedCollective:
     """One call: its name as in torch.distributed (all_reduce, ...), and the bytes of its largest side."""
 
     name: str
@@ -47,13 +47,13 @@ class CountCollectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[Collective] = []
+        self.calls: list[CountedCollective] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and write it down if it is a collective."""
         if func.namespace == "c10d" and func._opname in NAMES:
             largest = max(_bytes(argument) for argument in args)
-            self.calls.append(Collective(NAMES[func._opname], largest))
+            self.calls.append(CountedCollective(NAMES[func._opname], largest))
 
         return func(*args, **(kwargs or {}))
 

@@ -16,7 +16,7 @@ from typing import Protocol, cast
 
 from lockstep.errors import UserError
 from lockstep.lab.course import GRADERS
-from lockstep.lab.learner import LIMIT, Failed, Learner
+from lockstep.lab.learner import LIMIT, Learner, LearnerFailed
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Grader(Protocol):
     ERRORS: dict[str, str]  # words of an error that a usual mistake raises -> what to do about it
 
     def grade(self, learner: Learner) -> Iterator[Finding]:
-        """Yield one finding after the other; a call that raises `Failed` ends the grading with that message."""
+        """Yield one finding after the other; a call that raises `LearnerFailed` ends the grading with that message."""
         ...
 
 
@@ -66,7 +66,7 @@ def grade(number: str, path: Path, *, limit: timedelta = LIMIT) -> Iterator[Find
 
     try:
         yield from grader.grade(learner)
-    except Failed as failure:
+    except LearnerFailed as failure:
         why = next((why for words, why in grader.ERRORS.items() if words in str(failure)), "")
         yield Finding("the code runs on all ranks", False, str(failure), why)
 

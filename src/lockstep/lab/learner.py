@@ -35,7 +35,7 @@ from lockstep.launch.failure import Failure
 LIMIT = timedelta(seconds=40)  # for one call on all ranks; only a hang reaches it
 
 
-class Failed(Exception):
+class LearnerFailed(Exception):
     """The learner's code raised an error or hung; the text says what, where and on which rank."""
 
 
@@ -60,8 +60,8 @@ class Learner:
         """Call `function(module, *arguments)` on each rank of a gloo group and return what each returned, by rank.
 
         `module` is the learner's file. With `group=False`, the group is left to the learner's code: RANK, WORLD_SIZE,
-        LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as by torchrun. Raises `Failed` if a rank raises an error, dies,
-        or is not done after the limit.
+        LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as by torchrun. Raises `LearnerFailed` if a rank raises an
+        error, dies, or is not done after the limit.
         """
         # The store is served here, on a port that the system chose.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -98,7 +98,10 @@ class Learner:
                     process.join()
 
     def _collect(self, readers: list[Connection], processes: list[BaseProcess], folder: Path) -> list[Any]:
-        """Wait for the results of all ranks, and return them by rank. Raises `Failed` with the one that explains."""
+        """Wait for the results of all ranks, and return them by rank.
+
+        Raises `LearnerFailed` with the failure that explains the others.
+        """
         results: dict[int, _Result] = {}
         end = time.monotonic() + self.limit.total_seconds()
         while len(results) < len(readers):
@@ -112,17 +115,17 @@ class Learner:
 
                 # An error on one rank makes the others fail or wait: it is the one to report.
                 if results[rank].error and not results[rank].lost_peer:
-                    raise Failed(results[rank].error)
+                    raise LearnerFailed(results[rank].error)
 
         # A call that does not return within the limit hangs.
         hung = [rank for rank in range(len(readers)) if rank not in results]
         if hung:
-            raise Failed(self._explain_hang(hung, processes, folder))
+            raise LearnerFailed(self._explain_hang(hung, processes, folder))
 
         # No rank has an error of its own: they have lost each other.
         errors = [result.error for result in results.values() if result.error]
         if errors:
-            raise Failed(errors[0])
+            raise LearnerFailed(errors[0])
 
         return [results[rank].value for rank in range(len(readers))]
 

@@ -11,10 +11,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.launch import failure
+from lockstep.launch.failure import PREEMPTED, RankExit
 from lockstep.launch.folder.run_dir import not_writable
 from lockstep.launch.job import RESUME_COMMAND, Job
-from lockstep.launch.local_attempt import LocalAttempt
+from lockstep.launch.ranks.local_attempt import LocalAttempt
+from lockstep.launch.ranks.post_mortem import examine
+from lockstep.launch.ranks.zygote import RankChange
+from lockstep.launch.ranks.zygote_client import ZygoteClient
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     CollectStacks,
@@ -29,7 +32,6 @@ from lockstep.launch.wire.messages import (
     ZygoteLost,
 )
 from lockstep.launch.wire.secret import SECRET
-from lockstep.launch.zygote import RankChange, Zygote
 from lockstep.runtime.environments.launcher import OF_ONE_JOB, TERM_FILE
 from lockstep.runtime.host.threads import share_cores
 from lockstep.runtime.rendezvous.handshake import Secret
@@ -56,7 +58,7 @@ class Agent:
         self._zygote = self._new_zygote(_environment_for(job.nproc.initial))
 
         # A zygote for another number of ranks, which imports while the current ranks still run.
-        self._next_zygote: Zygote | None = None
+        self._next_zygote: ZygoteClient | None = None
         self._current: LocalAttempt | None = None
 
         # The newest attempt whose ranks were requested from the zygote.
@@ -84,7 +86,7 @@ class Agent:
             case CollectStacks() if current and current.number == message.attempt:
                 self._messages.append(current.collect_stacks())
             case Kill() if current and current.number == message.attempt:
-                self._kill(current)
+                self._begin_kill(current)
 
             case Kill():
                 # The attempt has no ranks on this node, or has none any more.
@@ -138,35 +140,38 @@ class Agent:
 
         self._next_zygote = self._new_zygote(env)
 
-    def _new_zygote(self, env: dict[str, str]) -> Zygote:
-        return Zygote(self._job.entry, self._job.preload, env)
+    def _new_zygote(self, env: dict[str, str]) -> ZygoteClient:
+        return ZygoteClient(self._job.entry, self._job.preload, env)
 
     def _preempt(self, current: LocalAttempt, signal: str | None) -> None:
         """Ask the ranks to save and exit."""
         # Before the zygote is ready no rank exists, so all count as preempted.
         if not self._zygote.ready:
-            self._zygote.forget()
-            preempted = failure.RankExit(failure.PREEMPTED)
+            self._zygote.drop_unsent()
+            preempted = RankExit(PREEMPTED)
             self._messages += [RankExited(current.number, rank, preempted) for rank in current.ranks]
             current.ranks.clear()
 
         current.preempt(signal)
 
-    def _kill(self, current: LocalAttempt) -> None:
-        """Kill the ranks. The state on disk is consistent at any moment, so there is nothing to wait for."""
+    def _begin_kill(self, current: LocalAttempt) -> None:
+        """Kill the ranks; `poll` says when they are gone.
+
+        The state on disk is consistent at any moment, so there is nothing to wait for.
+        """
         current.killed_at = time.monotonic()
-        self._zygote.forget()
+        self._zygote.drop_unsent()
 
         # Before the zygote is ready no rank exists, and none will be.
         if not self._zygote.ready:
             current.ranks.clear()
 
-        current.kill()
+        current.kill_all()
 
-    def kill_ranks(self) -> None:
+    def kill_and_wait(self) -> None:
         """Kill the ranks, if there are any, and wait until they are gone. No message about it is sent."""
         if self._current is not None:
-            self._kill(self._current)
+            self._begin_kill(self._current)
 
         # A zygote that does not say that they ended is killed before this deadline, and its ranks die with it.
         deadline = time.monotonic() + 2 * RANKS_KILL_S
@@ -181,42 +186,47 @@ class Agent:
 
     def poll(self) -> list[Message]:
         """Return the messages about what has happened since the last call."""
-        current = self._current
-        if current is not None:
-            current.touch()
-
         changes = self._zygote.poll()
+        if self._current is not None:
+            self._note_changes(self._current, changes)
 
-        # The last heartbeat is sent before the ends of ranks: it may carry settings that no earlier heartbeat had.
-        if current is not None and any(change.is_end for change in changes):
-            self._messages.append(self.node_beat())
+        self._check_zygote(self._current)
 
-        for change in changes:
-            if current is not None and change.rank in current.ranks:
-                self._handle_change(current, current.ranks[change.rank], change)
-
-        # A zygote that does not say that killed ranks have ended is itself suspended or stuck.
-        if current and current.killed_at and current.ranks and time.monotonic() - current.killed_at > RANKS_KILL_S:
-            self._zygote.kill()
-
-        if not self._zygote.alive and not self._cannot_import:
-            self._replace_zygote()
-
-        if current is not None and current.killed_at and not current.ranks:
+        # The ranks were killed, and all of them are gone.
+        if self._current is not None and self._current.killed_at and not self._current.ranks:
+            self._messages.append(RanksGone(self._current.number))
             self._close_attempt()
-            self._messages.append(RanksGone(current.number))
 
         messages, self._messages = self._messages, []
         return messages
 
-    def _handle_change(self, current: LocalAttempt, rank: failure.LocalRank, change: RankChange) -> None:
-        """Handle the start of a rank, or its end."""
-        if change.code is None:
-            current.rank_started(rank, change.pid)
-        elif rank.pid == change.pid:
-            del current.ranks[rank.number]
-            rank_exit = failure.examine(rank, change.code, time.time())
-            self._messages.append(RankExited(current.number, rank.number, rank_exit))
+    def _note_changes(self, current: LocalAttempt, changes: list[RankChange]) -> None:
+        """Note which ranks have started or ended. Ranks of earlier attempts are not looked at."""
+        # The last heartbeat is sent before the ends of ranks: it may carry settings that no earlier heartbeat had.
+        if any(change.is_end for change in changes):
+            self._messages.append(self.node_beat())
+
+        for change in changes:
+            rank = current.ranks.get(change.rank)
+            if rank is None:
+                continue
+
+            if change.code is None:
+                assert change.pid is not None, "a rank that has started has a process"
+                current.rank_started(rank, change.pid)
+            elif rank.pid == change.pid:
+                del current.ranks[rank.number]
+                rank_exit = examine(rank, change.code, time.time())
+                self._messages.append(RankExited(current.number, rank.number, rank_exit))
+
+    def _check_zygote(self, current: LocalAttempt | None) -> None:
+        """Kill a zygote that is stuck, and replace one that has died."""
+        # A zygote that does not say that killed ranks have ended is itself suspended or stuck.
+        if current and current.killed_at and current.ranks and time.monotonic() - current.killed_at > RANKS_KILL_S:
+            self._zygote.kill_zygote()
+
+        if not self._zygote.alive and not self._cannot_import:
+            self._replace_zygote()
 
     def _replace_zygote(self) -> None:
         """Replace a zygote that died and kill the ranks that it forked, whose exit codes would be lost."""
@@ -224,7 +234,7 @@ class Agent:
         self._zygote.close()
 
         if self._current is not None:
-            self._current.kill()
+            self._current.kill_all()
             self._current.ranks.clear()
 
         # Without its imports a zygote cannot work, and neither could the next one: then the job ends.
@@ -239,7 +249,7 @@ class Agent:
     def node_beat(self) -> NodeBeat:
         return self._current.beat() if self._current else NodeBeat(attempt=self._started)
 
-    def sockets(self) -> list[Zygote]:
+    def sockets(self) -> list[ZygoteClient]:
         return [self._zygote] if self._zygote.alive else []
 
     def _close_attempt(self) -> None:

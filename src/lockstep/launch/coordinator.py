@@ -6,7 +6,6 @@ It runs in the launcher of one node. On several machines `nodes/search.py` finds
 from __future__ import annotations
 
 import secrets
-import socket
 import time
 from contextlib import closing
 from functools import partial
@@ -16,16 +15,16 @@ from lockstep.launch.agent import Agent
 from lockstep.launch.decisions.cluster import Node
 from lockstep.launch.decisions.commands import Command, DropNode, LogEvent, Send, StartAttempt
 from lockstep.launch.decisions.state_machine import JobStateMachine
-from lockstep.launch.decisions.validation import problem_with, refusal_of
 from lockstep.launch.failure import Failure
-from lockstep.launch.folder.run_dir import latest_step
+from lockstep.launch.folder.run_dir import commit_is_near, latest_step
 from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes.election import HeldTerm
 from lockstep.launch.terminal import say
+from lockstep.launch.validation import problem_with, refusal_of
 from lockstep.launch.wire.acceptor import Rejection
-from lockstep.launch.wire.connections import BEAT_S, LOST_AFTER_S, ConnectionLost, Hub
+from lockstep.launch.wire.connections import BEAT_S, LOST_AFTER_S, ConnectionLost, Hub, listen_at
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     Announce,
@@ -36,6 +35,7 @@ from lockstep.launch.wire.messages import (
     NodeBeat,
     RankExited,
     RanksGone,
+    Rendezvous,
     SignalReceived,
     Stacks,
     Start,
@@ -43,7 +43,6 @@ from lockstep.launch.wire.messages import (
     ZygoteLost,
 )
 from lockstep.launch.wire.store_server import StoreServer, store_secret
-from lockstep.runtime.host.network import address_family
 
 # How long an iteration of the loop waits for something to happen.
 WAIT_S = 0.05
@@ -82,7 +81,10 @@ class Coordinator:
 
         # The coordinating node joins its own job like any other node.
         now = time.monotonic()
-        self._state_machine = JobStateMachine(job, partial(latest_step, job.run_dir / "checkpoints"), now, inherited)
+        checkpoints = job.run_dir / "checkpoints"
+        self._state_machine = JobStateMachine(
+            job, partial(latest_step, checkpoints), partial(commit_is_near, checkpoints), now, inherited
+        )
         self._state_machine.node_joined(Node(COORDINATOR, agent.name, agent.nproc), now)
 
         self._newcomers: list[int] = []  # nodes that were welcomed in this turn, and have no state yet
@@ -103,7 +105,7 @@ class Coordinator:
                 while self._ending is None and not self._superseded:
                     self._iterate()
 
-                self._agent.kill_ranks()
+                self._agent.kill_and_wait()
                 self._close_store()
 
             # Removing the term file tells the others that the job has ended. After an exception it stays, so that
@@ -122,6 +124,8 @@ class Coordinator:
     @property
     def state(self) -> CoordinatorState:
         return self._state_machine.coordinator_state(time.monotonic())
+
+    # ---- the loop ----
 
     def _iterate(self) -> None:
         """Collect what happened, hand it to the state machine and carry out its commands."""
@@ -150,6 +154,12 @@ class Coordinator:
         for command in self._state_machine.take():
             self._carry_out(command)
 
+    def _every_second(self, now: float) -> None:
+        """Exchange heartbeats and check for hangs."""
+        self._handle(COORDINATOR, self._agent.node_beat(), now)
+        self._send_to_nodes(self.state)
+        self._state_machine.check_for_hangs(now)
+
     def _receive_all(self, now: float) -> None:
         """Handle the signals of this launcher, and the messages of this node and of the others."""
         while self._signals:
@@ -160,7 +170,7 @@ class Coordinator:
             self._handle(COORDINATOR, message, now)
 
         for node, message in self._hub.poll(now):
-            self._receive(node, message, now)
+            self._receive_from_node(node, message, now)
 
         # One state for all nodes that have joined in this turn.
         if self._newcomers:
@@ -177,15 +187,6 @@ class Coordinator:
             for rejection in self._store.take_rejections():
                 self._announce_unknown_peer(rejection, "the ranks' store")
 
-    def _is_stuck(self) -> bool:
-        """Return whether the loop has not come round for as long as it takes the other nodes to lose this one."""
-        return time.monotonic() - self._last_iteration > LOST_AFTER_S
-
-    def _look_for_successor(self) -> None:
-        """Check the disk now, instead of waiting for the thread's next look. This may block."""
-        if self._held_term is not None:
-            self._superseded = self._superseded or self._held_term.superseded()
-
     def _announce_unknown_peer(self, rejection: Rejection, where: str) -> None:
         """Print the first peer that was rejected for some reason. Nothing that it sent is printed."""
         source = f" from {rejection.address}" if rejection.address else ""
@@ -194,12 +195,6 @@ class Coordinator:
         append_event(
             self._job.run_dir, {"event": "unknown_peer", "reason": rejection.reason, "from": rejection.address}
         )
-
-    def _every_second(self, now: float) -> None:
-        """Exchange heartbeats and check for hangs."""
-        self._handle(COORDINATOR, self._agent.node_beat(), now)
-        self._send_to_nodes(self.state)
-        self._state_machine.check_for_hangs(now)
 
     def _poll_folder(self, now: float) -> None:
         """Act on what the thread has found in the run folder."""
@@ -221,16 +216,29 @@ class Coordinator:
             else:
                 say(f"lockstep: {folder / 'resize'} must hold a number; it held {text[:80]!r}")
 
-    def _receive(self, node: int, message: Message | ConnectionLost, now: float) -> None:
+    # ---- whether another node has taken over ----
+
+    def _look_for_successor(self) -> None:
+        """Check the disk now, instead of waiting for the thread's next look. This may block."""
+        if self._held_term is not None:
+            self._superseded = self._superseded or self._held_term.superseded()
+
+    def _is_stuck(self) -> bool:
+        """Return whether the loop has not come round for as long as it takes the other nodes to lose this one."""
+        return time.monotonic() - self._last_iteration > LOST_AFTER_S
+
+    # ---- messages of nodes ----
+
+    def _receive_from_node(self, node: int, message: Message | ConnectionLost, now: float) -> None:
         """Handle a message from another node. A node that sends nonsense is dropped; the job continues."""
         match message:
             case ConnectionLost():
                 self._state_machine.node_lost(node, f"vanished: {message}", now)
             case Hello():
                 self._admit(node, message, now)
-            case _ if node not in self._state_machine.cluster.nodes:
+            case _ if node not in self._state_machine.state.cluster.nodes:
                 pass  # from a node that was refused, or that is lost
-            case _ if problem := problem_with(message, node, self._state_machine.attempt):
+            case _ if problem := problem_with(message, node, self._state_machine.state.attempt):
                 self._state_machine.node_lost(node, f"was dropped: it sent an invalid message ({problem})", now)
             case _:
                 self._handle(node, message, now)
@@ -242,8 +250,8 @@ class Coordinator:
 
         # The node may have reconnected before we noticed that its old connection was dead. Then it replaces itself.
         state_machine = self._state_machine
-        returns = hello.term == held_term.term.number and hello.number in state_machine.cluster.nodes
-        full = state_machine.cluster.full and not returns
+        returns = hello.term == held_term.term.number and hello.number in state_machine.state.cluster.nodes
+        full = state_machine.state.cluster.full and not returns
 
         # A refused node prints the reason and ends, which closes the connection.
         if refused := refusal_of(hello, self._job, full):
@@ -280,6 +288,8 @@ class Coordinator:
             case _:
                 raise AssertionError(f"{type(message).__name__} is not for the coordinator")
 
+    # ---- commands of the state machine ----
+
     def _carry_out(self, command: Command) -> None:
         match command:
             case StartAttempt():
@@ -314,42 +324,28 @@ class Coordinator:
         # If this node is lost before its next heartbeat, its successor must know the number of this attempt.
         self._send_to_nodes(self.state)
 
-        # What the ranks of all nodes have in common. The store of the last attempt has old addresses in it.
-        self._close_store()
-        several = len(command.counts) > 1
-        address = self._address if several else "127.0.0.1"
         world_size = sum(command.counts.values())
-        store_port, store_nonce = self._open_store(address, world_size) if several else (0, "")
-        port = _unused_port(address)
-
+        rendezvous = self._open_rendezvous(len(command.counts), world_size)
         first_rank = 0
         for group_rank, (node, count) in enumerate(command.counts.items()):
-            start = Start(
-                attempt=command.attempt,
-                first_rank=first_rank,
-                count=count,
-                world_size=world_size,
-                group_rank=group_rank,
-                address=address,
-                port=port,
-                store_port=store_port,
-                store_nonce=store_nonce,
-            )
-            self._send(node, start)
+            self._send(node, Start(command.attempt, first_rank, count, world_size, group_rank, rendezvous))
             first_rank += count
 
-    def _open_store(self, address: str, world_size: int) -> tuple[int, str]:
-        """Open the store in which ranks of several nodes meet; return its port, and the nonce of its key.
+    def _open_rendezvous(self, nodes: int, world_size: int) -> Rendezvous:
+        """Return where the ranks of an attempt meet: in a new store, which has no addresses of an earlier attempt.
 
-        Each attempt has its own store, so that no rank finds addresses of an earlier attempt. On one node it is a file
-        (`LocalAttempt`), on several a server in this process, which listens before any rank starts.
+        On one node it is a file (`LocalAttempt`), on several a server in this process, which listens before any rank
+        starts.
         """
+        self._close_store()
+        if nodes == 1:
+            return Rendezvous("127.0.0.1", _unused_port("127.0.0.1"))
+
         assert self._agent.secret is not None
         nonce = secrets.token_hex(16)
-        listener = socket.create_server((address, 0), family=address_family(address), backlog=1024)
+        listener = listen_at(self._address, 0)
         self._store = StoreServer(listener, store_secret(self._agent.secret, nonce), world_size)
-
-        return listener.getsockname()[1], nonce
+        return Rendezvous(self._address, _unused_port(self._address), listener.getsockname()[1], nonce)
 
     def _close_store(self) -> None:
         if self._store is not None:
@@ -364,10 +360,10 @@ class Coordinator:
 
     def _send_to_nodes(self, message: Message) -> None:
         """Send a message to all other nodes; the hub skips this one."""
-        self._hub.send_to_all(self._state_machine.cluster.nodes, message)
+        self._hub.send_to_all(self._state_machine.state.cluster.nodes, message)
 
 
 def _unused_port(address: str) -> int:
     """Return a port that is free now. MASTER_PORT names it, for scripts that make a process group themselves."""
-    with socket.create_server((address, 0), family=address_family(address)) as unused:
+    with listen_at(address, 0) as unused:
         return unused.getsockname()[1]

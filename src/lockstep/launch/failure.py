@@ -1,28 +1,21 @@
-"""Failures of ranks: the failure record that a failing rank writes, and what is known of a rank that wrote none.
+"""Failures: why an attempt ended, and which of several failures explains the others.
 
-Failure records are JSON files in the attempt's folder. The launcher examines every rank that has ended and picks the
-root failure, so that the user sees the error that came first and not its consequences.
+A failing rank writes its failure as a record (`ranks/rank_record.py`). For a rank that wrote none, its node's launcher
+works it out (`ranks/post_mortem.py`). The coordinator then picks the root failure, so that the user sees the error that
+came first and not its consequences.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
-import shutil
 import signal
-import socket
 import time
-import traceback
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.errors import OutOfStep, Preempted, SmallerMicroBatch, UserError
-from lockstep.launch import records
+from lockstep.errors import OutOfStep, Preempted, SmallerMicroBatch
 from lockstep.launch.hangs import stacks
-from lockstep.runtime import heartbeat
 
 # The exit code of a rank that saved and exited on request, and all codes of ranks that did not fail.
 PREEMPTED = Preempted.CODE
@@ -37,29 +30,23 @@ class Kind(StrEnum):
 
     NODE = "node"  # a machine is lost, or too few machines joined
     ZYGOTE = "zygote"  # the process that starts the ranks of a node ended
+    FORK = "fork"  # the system refused the process of a rank
     HANG = "hang"
     OVERDUE = "overdue"  # ranks that were asked to save did not exit in time
     EXIT = "exit"  # a rank ended without an exception before its work was done
 
 
-# Messages of torch (gloo, NCCL and the store) in a rank whose peer is gone. Other libraries may say the same about some
-# server, so only torch's own exceptions count.
+# What gloo, NCCL and torch's store say in a rank whose peer is gone.
 _LOST_PEER = re.compile(
     r"connection (?:was )?(?:likely )?(?:closed|reset)|broken pipe|socket (?:timeout|error)|failed to recv, got 0 bytes"
     r"|remote process exited|ncclRemoteError|caused pair closure|connect(?:ion)? .*refused|timed out waiting",
     re.IGNORECASE,
 )
-_TORCH_ERRORS = {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 
-# Warnings of torch's native code, about name servers for example, which do not explain a failure.
-_TORCH_WARNING = re.compile(r"\[W\S+ \S+ \w+\.cpp")
-
-# Lines in a log that say why a process aborted: an uncaught C++ exception, a damaged heap, a failed assertion.
-_ABORT_REASON = re.compile(
-    r"^\s*what\(\):\s*(.+)"
-    r"|^((?:free|malloc|realloc|munmap_chunk)\b.*|double free.*|corrupted .*|.*Assertion .*failed.*)$",
-    re.MULTILINE,
-)
+# A dataset may say the same about some server, so only exceptions of torch count: those that have a class of their own,
+# and the RuntimeErrors of gloo, whose text names the line of C++ that raised it: "[.../tcp/pair.cc:537] ...".
+_TORCH_ERRORS = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
+_LINE_OF_GLOO = re.compile(r"\[(?:enforce fail at )?\S+\.(?:cc|h):\d+\]")
 
 
 @dataclass(frozen=True)
@@ -77,7 +64,7 @@ class Failure:
     phase: str | None = None
     log: str = ""  # the last lines that the rank wrote
     cause: str = ""  # see `UserError`
-    origin: Origin = "exception"  # the only one of which ranks write records
+    origin: Origin = "exception"
 
     @classmethod
     def noticed(
@@ -107,9 +94,13 @@ class Failure:
     @property
     def reports_lost_peer(self) -> bool:
         """Whether the failure only says that another rank is gone: a torch exception, or the abort that followed it."""
-        torch_raised = self.origin == "exception" and self.kind in _TORCH_ERRORS
         aborted = self.origin == "signal" and self.kind == signal.SIGABRT.name
-        return (torch_raised or aborted) and bool(_LOST_PEER.search(self.message))
+        return (aborted or self._raised_by_torch) and bool(_LOST_PEER.search(self.message))
+
+    @property
+    def _raised_by_torch(self) -> bool:
+        gloo_raised = self.kind == "RuntimeError" and bool(_LINE_OF_GLOO.search(self.message))
+        return self.origin == "exception" and (self.kind in _TORCH_ERRORS or gloo_raised)
 
     @property
     def headline(self) -> str:
@@ -121,111 +112,25 @@ class Failure:
 
         return f"lockstep: rank {self.rank} on {self.host} failed at {where}{when}: {self.kind}: {self.message}"
 
-    @staticmethod
-    def read(path: Path) -> Failure:
-        """Read the failure record of a rank. Raises ValueError if there is none, or if it is not valid."""
-        return records.parse(Failure, json.loads(records.read(path)))
-
     def text(self) -> str:
         if self.for_user:
             return f"lockstep: {self.message}"
 
         # A smaller micro-batch is a request, not an error of the program; and for OutOfStep, the traceback of the rank
         # that noticed it does not help.
-        headline_only = self.asks_for_smaller_micro_batch or self.raised_as(OutOfStep)
-        detail = [] if headline_only else stacks.fold(self.traceback)
-        last_lines = [] if headline_only else self.log.rstrip().splitlines()
+        if self.asks_for_smaller_micro_batch or self.raised_as(OutOfStep):
+            return self.headline
 
         # After a crash the stack and the last lines of the log are shown. An exception's traceback is in both.
+        detail = stacks.fold(self.traceback)
+        last_lines = self.log.rstrip().splitlines()
         if detail and last_lines and self.origin == "signal":
             detail += ["its last lines:", *(f"  {line}" for line in last_lines)]
 
         return "\n".join([self.headline, *(f"  {line}" for line in detail or last_lines)])
 
 
-# ---- in the failing rank ----
-
-
-def stamp(error: BaseException) -> None:
-    """Note the time of an error where it is first seen, before this rank leaves the process group.
-
-    The other ranks notice that this rank is gone, and one of them may record its own error first. The stamps still
-    show which error came first.
-    """
-    # Some exception classes take no attributes.
-    with contextlib.suppress(AttributeError):
-        error.__dict__.setdefault("lockstep_time", time.time())
-
-
-def note_end(folder: Path, rank: int, exit_line: str = "") -> None:
-    """Note that this rank's work has ended as planned, because `os._exit(0)` too early has the same exit code.
-
-    `exit_line`: FILE:LINE where the program called sys.exit(), if it did.
-    """
-    with contextlib.suppress(OSError):  # the launcher may have ended, and removed the folder
-        _end_note(folder, rank).write_text(exit_line)
-
-
-def raising_line(error: BaseException) -> str:
-    """Return FILE:LINE of the line that raised an error, in the user's code if it went through any; "" if unknown."""
-    frames = [stacks.Frame(f.filename, str(f.lineno), f.name) for f in traceback.extract_tb(error.__traceback__)]
-
-    # wandb, for example, replaces sys.exit by a function of its own.
-    users = [frame for frame in frames if frame.in_user_code]
-    return next((f"{frame.file}:{frame.line}" for frame in reversed(users or frames)), "")
-
-
-def _end_note(folder: Path, rank: int) -> Path:
-    return folder / f"ended-{rank}"
-
-
-def record(folder: Path, rank: int, error: BaseException) -> None:
-    """Write the failure record of this rank. For OutOfStep it names the rank at fault, not the rank that noticed."""
-    at_fault = error.ranks if isinstance(error, OutOfStep) else []
-    failure = Failure(
-        rank=min(at_fault, default=rank),
-        host=socket.gethostname(),
-        time=getattr(error, "lockstep_time", time.time()),
-        kind=type(error).__name__,
-        # A hook of the user adds its name as a note.
-        message="\n".join([str(error), *getattr(error, "__notes__", ())]),
-        traceback="".join(traceback.format_exception(error)),
-        for_user=isinstance(error, UserError),
-        cause=error.cause if isinstance(error, UserError) else "",
-    )
-    records.write(folder / f"rank-{rank}.json", json.dumps(asdict(failure)))
-
-
-def leave_exception(folder: Path, rank: int, error: Exception) -> None:
-    """Leave this rank's exception, as an object, for the process that called `lockstep.fit`: see `load_exception`."""
-    import cloudpickle
-
-    # An exception that cannot be pickled is reported by its type and its text alone.
-    with contextlib.suppress(Exception):
-        (folder / f"error-{rank}").write_bytes(cloudpickle.dumps(error))
-
-
-# ---- in the launcher ----
-
-
-def load_exception(folder: Path, failure: Failure) -> Exception | None:
-    """Return the exception behind a failure, if its rank has left it in `folder`.
-
-    Unpickling runs code, so the folder must be private to this process and the ranks that it has started.
-    """
-    if failure.origin != "exception" or failure.rank is None:
-        return None
-
-    import cloudpickle
-
-    # Unpickling may raise anything; then the text of the failure must do. Classes of a notebook's cells come back as
-    # the same classes: cloudpickle remembers those that it has sent.
-    with contextlib.suppress(Exception):
-        error = cloudpickle.loads((folder / f"error-{failure.rank}").read_bytes())
-        if isinstance(error, Exception) and failure.raised_as(type(error)):
-            return error
-
-    return None
+# ---- how ranks ended, and which of them is to blame ----
 
 
 @dataclass(frozen=True)
@@ -245,10 +150,10 @@ class RankExit:
         """Whether the exit of another rank may have led to this one.
 
         A rank that has lost its peers raises, or aborts. So it has not if a signal other than SIGABRT killed this rank,
-        or if it exited without an exception.
+        or if it exited without an exception, or never started.
         """
         killed = self.code < 0 and self.code != -signal.SIGABRT
-        return not killed and not (self.failure is not None and self.failure.noticed_as(Kind.EXIT))
+        return not killed and not (self.failure is not None and self.failure.noticed_as(Kind.EXIT, Kind.FORK))
 
     @property
     def reports_lost_peer(self) -> bool:
@@ -282,119 +187,3 @@ def left_early(rank: int, host: str, report: Failure, exit_line: str) -> Failure
     by_exit = f"sys.exit at {exit_line}; if that is the end of its script, {shorter}"
     why = by_exit if exit_line else f"its script came to its end: {shorter}"
     return Failure.noticed(Kind.EXIT, f"{found} ({why})", rank, host, when=report.time)
-
-
-@dataclass
-class LocalRank:
-    """A rank of this node, and the files that show how it ended."""
-
-    number: int
-    host: str
-    folder: Path
-    log: Path | None
-    log_began: int = 0  # the size of the log when this rank was started
-    oom_kills_before: int | None = None
-    pid: int | None = None  # None until the zygote forks it
-
-
-def examine(rank: LocalRank, code: int, when: float) -> RankExit:
-    """Return how a rank ended: from its failure record if there is one, or else from exit code and kernel counters.
-
-    `when`: the time at which its end was noticed.
-    """
-    end_note = _end_note(rank.folder, rank.number)
-    if code == PREEMPTED or (code == 0 and end_note.exists()):
-        return RankExit(code, exit_line=records.read(end_note))
-
-    log = records.read(rank.log, rank.log_began, most=100_000) if rank.log else ""
-    try:
-        failure = Failure.read(rank.folder / f"rank-{rank.number}.json")
-    except ValueError:
-        failure = _without_record(rank, code, when, log)
-
-    # A failure of another rank, which this rank noticed: `Attempt.root_failure` fills in where that rank was.
-    if failure.rank != rank.number:
-        return RankExit(code, replace(failure, host=""))
-
-    # The record holds the error; the heartbeat holds the step and phase of the rank.
-    view = heartbeat.read(rank.folder / f"heartbeat-{rank.number}")
-    if view is not None:
-        failure = replace(failure, step=view.step, phase=view.phase)
-
-    last_lines = [line for line in log.splitlines() if not _TORCH_WARNING.match(line)][-10:]
-
-    return RankExit(code, replace(failure, host=rank.host, log="\n".join(last_lines)))
-
-
-def _without_record(rank: LocalRank, code: int, when: float, log: str) -> Failure:
-    if code == 0:
-        text = "ended with code 0 before its work was done (os._exit, in the program or in a library)"
-        return Failure.noticed(Kind.EXIT, text, rank.number, rank.host, when=when)
-
-    if code > 0:
-        return Failure.noticed(Kind.EXIT, f"ended with code {code}", rank.number, rank.host, when=when)
-
-    # Numbers between the named signals are those of real-time signals.
-    named = [item.name for item in signal.Signals if item == -code]
-    kind = named[0] if named else f"SIG{-code}"
-    message = _explain_signal(kind, rank.oom_kills_before, log)
-
-    # A rank cannot react to SIGKILL: any stack on file is from an earlier hang check. Otherwise the
-    # crash was most likely in the main thread, so threads of torch are left out.
-    dumped = "" if code == -signal.SIGKILL else records.read(rank.folder / f"stacks-{rank.number}")
-    detail = stacks.describe(stacks.main_thread(dumped))
-
-    return Failure(rank.number, rank.host, when, kind, message, traceback="\n".join(detail), origin="signal")
-
-
-def _explain_signal(name: str, oom_kills_before: int | None, log: str) -> str:
-    """Return what the signal that ended a rank says about the cause. `log` is what the rank has written."""
-    match name:
-        case "SIGKILL":
-            # The kernel uses SIGKILL, and no other signal, when memory runs out.
-            after = oom_kills()
-            if oom_kills_before is None or after is None:
-                return "killed; cannot tell whether by the kernel's OOM killer"
-            if after > oom_kills_before:
-                return f"out of host memory (cgroup oom_kill went from {oom_kills_before} to {after})"
-
-            return "killed, but not by the kernel's OOM killer"
-
-        case "SIGBUS":
-            # The usual cause is a full /dev/shm, through which worker processes share batches.
-            free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
-            return f"a mapped file had no room or no data: /dev/shm has {free} bytes free"
-
-        case "SIGSEGV":
-            return "segmentation fault in native code"
-
-        case "SIGABRT":
-            reasons = [found[1] or found[2] for found in _ABORT_REASON.finditer(log)]
-            if reasons:
-                return f"native code aborted: {reasons[-1]}"
-
-            return "native code aborted (a failed assertion, a damaged heap, or an uncaught C++ exception)"
-
-        case _:
-            return "killed by this signal"
-
-
-def oom_kills() -> int | None:
-    """Return how many processes of this cgroup the kernel has killed for lack of memory; None if that is not known."""
-    counts = (re.search(r"\boom_kill (\d+)", records.read(path)) for path in _memory_files())
-    return next((int(count[1]) for count in counts if count), None)
-
-
-def _memory_files() -> list[Path]:
-    """Return the files that may hold the count: the cgroup's own file, or the file at the top, as in a container."""
-    root = Path("/sys/fs/cgroup")
-    paths = []
-    for line in records.read(Path("/proc/self/cgroup")).splitlines():
-        # cgroup v2 has one group for all controllers, v1 has one group for each.
-        _, controllers, group = line.split(":", 2)
-        if not controllers:
-            paths += [root / group.strip("/") / "memory.events", root / "memory.events"]
-        elif "memory" in controllers.split(","):
-            paths += [root / "memory" / folder / "memory.oom_control" for folder in (group.strip("/"), "")]
-
-    return paths

@@ -48,15 +48,15 @@ MAX_METRICS = 8
 TROUBLE = {"skip": "warn", "warning": "warn", "failure": "bad", "error": "bad"}
 
 
-def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Make `report.html` in a run folder and return its path."""
+def write_report(run_dir: str | os.PathLike[str], config: Record | None = None) -> Path:
+    """Make `report.html` in a run folder and return its path. `config` is read from there if the caller has none."""
     folder = Path(run_dir)
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder} to report on", "", "name a run's folder, such as runs/NAME-TIME")
 
     # A browser never loads half a page.
     with replacing(folder / "report.html") as draft:
-        draft.write_text(page(read_run(folder)), encoding="utf-8")
+        draft.write_text(page(read_run(folder, config)), encoding="utf-8")
 
     return folder / "report.html"
 
@@ -107,8 +107,8 @@ class RunRecord:
         return next((event for event in reversed(self.events) if event.get("event") == kind), {})
 
 
-def read_run(folder: Path) -> RunRecord:
-    """Read a run folder. A missing or damaged file leads to a note, not to an error."""
+def read_run(folder: Path, config: Record | None = None) -> RunRecord:
+    """Read a run folder. A missing or damaged file leads to a note, not to an error. `config`: see `write_report`."""
     notes: dict[str, str] = {}
 
     def read(file: str, reader: Callable[[Path], Any], otherwise: Any) -> Any:
@@ -125,7 +125,7 @@ def read_run(folder: Path) -> RunRecord:
         name=folder.resolve().name,
         metrics=without_undone(map(flat, read("metrics.jsonl", read_jsonl, []))),
         events=read("events.jsonl", read_jsonl, []),
-        config=read("config.yaml", read_mapping, {}),
+        config=read("config.yaml", read_mapping, {}) if config is None else config,
         sources=read("config.sources.json", read_mapping, {}),
         plan=read("plan.json", read_mapping, {}),
         summary=read("summary.json", read_mapping, {}),

@@ -62,11 +62,16 @@ class Removal:
 
 
 def rm(
-    runs: Sequence[Path], only_checkpoints: bool, dry_run: bool, confirm: Callable[[str], bool]
+    runs: Sequence[Path],
+    only_checkpoints: bool,
+    dry_run: bool,
+    confirm: Callable[[str], bool],
+    delete_objects: Callable[[Path], None],
 ) -> tuple[list[str], int]:
     """Delete runs, after `confirm` has agreed. Return the lines to print, and the exit code.
 
-    If any of the paths is no run, or is running, nothing is deleted at all.
+    If any of the paths is no run, or is running, nothing is deleted at all. `delete_objects(run)` deletes what the
+    run's checkpoints have outside its folder.
     """
     planned = [_plan(run, only_checkpoints) for run in dict.fromkeys(runs)]
     what = "the checkpoints of " if only_checkpoints else ""
@@ -80,7 +85,7 @@ def rm(
 
     lines = []
     for removal in planned:
-        _delete(removal, whole=not only_checkpoints)
+        _delete(removal, whole=not only_checkpoints, delete_objects=delete_objects)
         lines.append(f"deleted {what}{removal.run}: {size_text(removal.bytes)} freed")
         if removal.stays:
             lines.append(f"  {removal.run} stays, with what Lockstep did not write: {some_names(removal.stays)}")
@@ -116,10 +121,11 @@ def _refuse(run: Path) -> None:
         )
 
 
-def _delete(removal: Removal, whole: bool) -> None:
+def _delete(removal: Removal, whole: bool, delete_objects: Callable[[Path], None]) -> None:
     try:
         # The locks go last: until then no run can begin here.
         with hold_idle(removal.run):
+            delete_objects(removal.run)
             for path in sorted(removal.delete, key=lambda path: path.name.startswith(".")):
                 _delete_entry(path)
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.optim.optimizers import GroupPart, is_ours, is_torchs, restricted_to
+from lockstep.optim.kinds import is_ours, is_torchs
+from lockstep.optim.optimizers import GroupPart, restricted_to
 from lockstep.runtime.layout import by_mesh, dtensor_like, local, shard_of
 from lockstep.runtime.seeds import derive
 

@@ -1,7 +1,10 @@
-"""The user's optimizers, checked against the model and stepped in one place.
+"""The update at the end of a step: multiply gradients by one factor, clip them, and step the user's optimizers.
 
-The user makes them, with any class of torch or of their own. They are checked for what would go wrong silently: a
-parameter that no optimizer updates, or that two of them update. Nothing else may step them during a run.
+Clipping by global norm is part of that factor. Clipping by value, or relative to the norm of a parameter (adaptive), is
+separate: it needs gradients at their true size.
+
+The user makes the optimizers, with any class of torch or of their own. They are checked for what would go wrong
+silently: a parameter that no optimizer updates, or that two of them update. Nothing else may step them during a run.
 """
 
 from __future__ import annotations
@@ -12,50 +15,134 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from lockstep.config import ClipConfig
 from lockstep.errors import UserError, some_names
 from lockstep.optim.foreign.stand_ins import step_with_stand_ins
 from lockstep.optim.foreign.trial import TrialFailed, check_independent
-from lockstep.runtime.context import Runtime
-from lockstep.runtime.layout import balance, by_mesh
+from lockstep.optim.kinds import (
+    DIVIDES_AND_SKIPS_ATTRIBUTE,
+    DIVIDING,
+    DTENSOR_ATTRIBUTE,
+    HOOK_FIX,
+    SKIPPING,
+    can_step_as_is,
+    cannot_step,
+    check_kind,
+    is_trusted,
+    needs_full_parameters,
+    step_hook,
+)
+from lockstep.runtime.layout import by_mesh, local
 
 if TYPE_CHECKING:
     from lockstep.optim.bf16_masters import MasterWeights
 
-# These divide gradients by `grad_scale` inside their fused kernel. Only these exact types: a subclass, or an optimizer
-# that declares AMP support, may not do so.
-DIVIDING = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+TINY = 1e-6  # keeps the division by a norm of zero finite
+MIN_PARAMETER_NORM = 1e-3  # for adaptive clipping, so that parameters of zero can still change
 
-# These also skip correctly on the device (`found_inf`). SGD does not: skipping the first step leaves its momentum
-# uninitialised.
-SKIPPING = (torch.optim.Adam, torch.optim.AdamW)
-
-# These are correct on DTensors. Other optimizers get plain tensors instead (optim/foreign/stand_ins.py).
-ON_DTENSORS = (
-    *DIVIDING,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-)
-
-# A user-defined optimizer may set this attribute to True if it is correct on DTensors.
-DTENSOR_ATTRIBUTE = "works_on_shards"
-
-# These fail on DTensors, but update every element independently, so they can step the shards as plain tensors.
-ELEMENTWISE_OPTIMIZERS = {torch.optim.Rprop}
-
-# A user-defined optimizer may set this attribute to True if it divides gradients by its `grad_scale`, and changes
-# nothing when its `found_inf` is not 0 (both are tensors on the device, or None).
-DIVIDES_AND_SKIPS_ATTRIBUTE = "divides_and_skips"
-
-# What to do instead of a hook on the step of an optimizer.
-HOOK_FIX = "clip gradients with clip.norm=1, and do in after_step(), or after step.apply(), what else the hook does"
+# Returns the norm of each full tensor, even if this rank holds only a shard of it.
+Norms = Callable[[list[Tensor]], list[Tensor]]
 
 GroupPart = tuple[dict[str, Any], list[Tensor]]  # a parameter group, and some of its tensors
+
+
+# ---- the update ----
+
+
+class Update:
+    """Multiplies gradients by the step's factor, clips elements if configured, and steps the optimizers.
+
+    The factor contains everything that divides: the weight of the step, the loss scale and the clipping by norm. It is
+    applied once, inside the optimizer's kernel if that can do it.
+    """
+
+    def __init__(self, optimizers: Optimizers, clip: ClipConfig, replicated: bool, norms: Norms, device: torch.device):
+        """`replicated`: gradients are full tensors on every rank, not shards."""
+        self._before_next: Callable[[], None] | None = None
+        self.optimizer_indices = range(len(optimizers.all))
+
+        self._optimizers = optimizers
+        self._clip = clip
+        self._replicated = replicated
+        self._norms = norms
+        self._divisor = torch.ones((), device=device)  # the inverse of a step's factor
+        self._clips_elements = clip.value is not None or clip.adaptive is not None
+
+        # Fused optimizers can apply the factor inside their kernel. They need full gradients (or float32 masters, which
+        # get copies), and no elementwise clipping, which needs gradients that are already divided.
+        full_gradients = replicated or optimizers.masters is not None
+        self._fused = optimizers.divides_gradients and full_gradients and not self._clips_elements
+        self.skips_on_device = replicated and self._fused and optimizers.skips_on_device
+
+    def run_before_next(self, callback: Callable[[], None]) -> None:
+        """Run `callback` once, before the next update: a save may still be copying the optimizers' state."""
+        self._before_next = callback
+
+    def wait_for_copy(self) -> None:
+        """Wait until a save has copied what it copies while training continues. Every update begins with this."""
+        if self._before_next is not None:
+            self._before_next()
+            self._before_next = None
+
+    def clip_factor(self, norm: Any) -> Any:
+        """Return the factor that brings a gradient of this norm down to `clip.norm`; at most 1.
+
+        `norm` is a number, or a tensor of shape () on the device. The host does not wait for the device.
+        """
+        if self._clip.norm is None:
+            return 1.0
+
+        ratio = self._clip.norm / (norm + TINY)
+        return ratio.clamp(max=1.0) if isinstance(ratio, Tensor) else min(1.0, ratio)
+
+    def step(self, parameters: list[nn.Parameter], factor: float, update_count: int, indices: Sequence[int]) -> None:
+        """Apply a step that the host accepted.
+
+        `update_count` counts the updates of the run, including skipped ones. `indices` holds the indices of the
+        optimizers to step.
+        """
+        self.wait_for_copy()
+        if self._fused:
+            # The optimizers divide, hence the inverse.
+            self._optimizers.step(update_count, indices, self._divisor.fill_(1.0 / factor))
+            return
+
+        # A pipeline stage may have no trainable parameters.
+        if parameters:
+            grads = self.multiply(parameters, factor)
+            if self._clips_elements:
+                clip_elements_([p.detach() for p in parameters], grads, self._clip, self._norms)
+
+        self._optimizers.step(update_count, indices)
+
+    def step_on_device(self, factor: Tensor, skip: Tensor, update_count: int, indices: Sequence[int]) -> None:
+        """Apply the step unless `skip` is true on the device. The other arguments are as in `step`."""
+        self.wait_for_copy()
+        self._optimizers.step(update_count, indices, (1.0 / factor).float(), skip.float())
+
+    def multiply(self, parameters: list[nn.Parameter], factor: float) -> list[Tensor]:
+        """Multiply the gradients in place by a factor, and return them."""
+        grads: list[Tensor] = [p.grad for p in parameters]  # pyrefly: ignore[bad-assignment]
+        torch._foreach_mul_(grads if self._replicated else [local(grad) for grad in grads], factor)
+        return grads
+
+
+def clip_elements_(parameters: list[Tensor], grads: list[Tensor], clip: ClipConfig, norms: Norms) -> None:
+    """Clip the gradients in place, by value or relative to the norms of their parameters."""
+    shards = [local(grad) for grad in grads]
+    if clip.value is not None:
+        torch._foreach_clamp_min_(shards, -clip.value)
+        torch._foreach_clamp_max_(shards, clip.value)
+
+    # The norm of a gradient is limited to a fraction of the norm of its parameter, both over full tensors.
+    if clip.adaptive is not None:
+        for grad, parameter_norm, grad_norm in zip(shards, norms(parameters), norms(grads), strict=True):
+            limit = clip.adaptive * parameter_norm.clamp(min=MIN_PARAMETER_NORM)
+            grad.mul_((limit / (grad_norm + TINY)).clamp(max=1.0))
+
+
+# ---- the optimizers ----
 
 
 class Optimizers:
@@ -92,7 +179,7 @@ class Optimizers:
 
         # Optimizers that step stand-ins, by id: True for full parameters, False for shards.
         self._stand_ins = {
-            id(optimizer): _needs_full_parameters(optimizer) for optimizer in self.all if not _can_step_as_is(optimizer)
+            id(optimizer): needs_full_parameters(optimizer) for optimizer in self.all if not can_step_as_is(optimizer)
         }
         self._updating = False
         self._hooks: list[Any] = []
@@ -146,11 +233,11 @@ class Optimizers:
             has_trainable = any(p.requires_grad for group in optimizer.param_groups for p in group["params"])
             if has_trainable and (hook := step_hook(optimizer)):
                 reason = f"its hook on a step ({hook}) would see only these gradients, and no updates of other ranks"
-                raise _cannot_step(
+                raise cannot_step(
                     optimizer, f"{owner} steps only some of the parameters", reason, f"{HOOK_FIX}; or set strategy=ddp"
                 )
 
-            if has_trainable and not _is_trusted(optimizer):
+            if has_trainable and not is_trusted(optimizer):
                 try:
                     check_independent(optimizer)
                 except TrialFailed as reason:
@@ -158,7 +245,7 @@ class Optimizers:
                         "set strategy=ddp, where every rank steps all parameters; if it updates each parameter "
                         f"independently, set {DTENSOR_ATTRIBUTE} = True in its class"
                     )
-                    raise _cannot_step(optimizer, f"{owner} steps only some of the parameters", reason, fix) from reason
+                    raise cannot_step(optimizer, f"{owner} steps only some of the parameters", reason, fix) from reason
 
     def parameters(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizers hold on this rank."""
@@ -173,12 +260,12 @@ class Optimizers:
             if (hook := step_hook(optimizer)) and any(p.requires_grad for p in _parameters_of(optimizer)):
                 reason = f"its hook on a step ({hook}) would be called for some parameters at a time, as float32 copies"
                 fix = f"{HOOK_FIX}; or set precision=bf16, which stores parameters in float32"
-                raise _cannot_step(optimizer, "parameters are stored in bfloat16", reason, fix)
+                raise cannot_step(optimizer, "parameters are stored in bfloat16", reason, fix)
 
         if self._switching:
             reason = "it gives the model other weights to train with than to evaluate, and float32 copies have neither"
             fix = "set precision=bf16, which stores parameters in float32; or optimizer=adamw"
-            raise _cannot_step(self._switching[0], "parameters are stored in bfloat16", reason, fix)
+            raise cannot_step(self._switching[0], "parameters are stored in bfloat16", reason, fix)
 
         self.masters = masters
         self.divides_gradients = True
@@ -266,52 +353,6 @@ class Optimizers:
             )
 
 
-class ShardedOptimizers(Optimizers):
-    """ZeRO-1: every rank holds the optimizer state of some parameters, updates these, and broadcasts them.
-
-    DDP reduces the gradients as usual. Whole parameters are assigned to ranks, balanced by size. In a checkpoint each
-    rank saves the state of the parameters that it owns.
-    """
-
-    sharded = True
-
-    def __init__(self, optimizers: Any, model: nn.Module, runtime: Runtime):
-        super().__init__(optimizers, model)
-        self.refuse_coupled("under zero1 a rank")
-        self._runtime = runtime
-
-        parameters = self.parameters()
-        ranks = range(runtime.world.size)
-        owners = balance([p.nbytes for p in parameters], [ranks] * len(parameters))
-        self._owned: list[list[nn.Parameter]] = [[] for _ in ranks]
-        for p, owner in zip(parameters, owners, strict=True):
-            self._owned[owner].append(p)
-
-        owned = {id(p) for p in self._owned[runtime.world.rank]}
-        for optimizer in self.all:
-            for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if id(p) in owned]
-            # Some optimizers, such as Adagrad, create their state in the constructor.
-            for p in [p for p in optimizer.state if id(p) not in owned]:
-                del optimizer.state[p]
-
-    def _after_step(self) -> None:
-        """Broadcast every rank's parameters. Collective: every rank must step."""
-        with torch.no_grad():
-            for owner, parameters in enumerate(self._owned):
-                # A flat buffer has one dtype.
-                for dtype in dict.fromkeys(p.dtype for p in parameters):
-                    self._broadcast([p for p in parameters if p.dtype == dtype], owner)
-
-    def _broadcast(self, parameters: list[nn.Parameter], owner: int) -> None:
-        """Send updated parameters from the rank that has updated them to the others, as one tensor."""
-        flat = torch.cat([p.detach().flatten() for p in parameters])
-        self._runtime.collectives.broadcast_([flat], owner)
-        if owner != self._runtime.world.rank:
-            received = flat.split([p.numel() for p in parameters])
-            torch._foreach_copy_([p.detach().view(-1) for p in parameters], list(received))
-
-
 @contextmanager
 def restricted_to(optimizer: torch.optim.Optimizer, parts: list[GroupPart]) -> Iterator[None]:
     """Let the optimizer see only these parts of its groups inside the `with` block.
@@ -343,86 +384,8 @@ def rebind(optimizers: Any, before: dict[str, nn.Parameter], now: dict[str, nn.P
             group["params"] = [replaced.get(id(p), p) for p in group["params"]]
 
 
-def check_kind(optimizer: Any) -> None:
-    """Refuse what is not an optimizer, and one that does not take one gradient per step."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UserError(
-            f"optimizer() must return an optimizer; it returned a {type(optimizer).__name__}",
-            "",
-            "return a torch.optim.Optimizer, or a list of them",
-        )
-
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UserError(
-            "LBFGS cannot be used: an optimizer must take one gradient per step",
-            "LBFGS evaluates the loss again and again inside its step",
-            "use AdamW or SGD; if a step needs gradients at several points, as in SAM, go over its batches several "
-            "times: run.steps(dataset, passes=2)",
-        )
-
-
-def _can_step_as_is(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer needs no stand-ins: none of its parameters is sharded, or it supports DTensors."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    sharded = any(isinstance(p, DTensor) for p in parameters)
-    return not sharded or _is_trusted(optimizer)
-
-
-def _is_trusted(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer needs no trial: it is in ON_DTENSORS, ours, or sets DTENSOR_ATTRIBUTE."""
-    return is_ours(optimizer) or type(optimizer) in ON_DTENSORS or getattr(optimizer, DTENSOR_ATTRIBUTE, False)
-
-
-def is_ours(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("lockstep.")
-
-
-def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    return type(optimizer).__module__.startswith("torch.optim.")
-
-
-def step_hook(optimizer: torch.optim.Optimizer, kinds: Sequence[str] = ("pre", "post")) -> str | None:
-    """Return what registered the first hook on the step of this optimizer, such as one that clips; None if none."""
-    hooked = [kind for kind in kinds if vars(optimizer).get(f"_optimizer_step_{kind}_hooks")]
-    return f"register_step_{hooked[0]}_hook" if hooked else None
-
-
 def _parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer must step full parameters. False: it updates every element independently.
-
-    No trial could prove that shards are enough: some optimizers treat only large matrices differently, or only after
-    many steps. So only ELEMENTWISE_OPTIMIZERS get shards.
-    """
-    # An optimizer that needs full parameters is stepped once for each, so a hook on its step would be called too often.
-    # Others get shards as plain tensors: a hook that clips would use the norm of this rank's shards.
-    needs_full = type(optimizer) not in ELEMENTWISE_OPTIMIZERS
-    hook = step_hook(optimizer) if needs_full else step_hook(optimizer, ("pre",))
-    if hook:
-        problem = "needs full parameters" if needs_full else "would see only the shards of one rank"
-        reason = f"it has a hook on its step ({hook}), and {problem}"
-        raise _cannot_step(optimizer, "parameters are sharded", reason, f"{HOOK_FIX}; or set strategy=ddp")
-
-    if not needs_full:
-        return False
-
-    try:
-        check_independent(optimizer)
-    except TrialFailed as reason:
-        fix = (
-            "set strategy=ddp, which keeps full parameters on every rank; if it supports DTensors, set "
-            f"{DTENSOR_ATTRIBUTE} = True in its class"
-        )
-        raise _cannot_step(optimizer, "parameters are sharded", reason, fix) from reason
-
-    return True
-
-
-def _cannot_step(optimizer: Any, problem: str, reason: object, fix: str) -> UserError:
-    return UserError(f"{type(optimizer).__name__} cannot be used here: {problem}", str(reason), fix)
 
 
 def _check_coverage(parameters: list[nn.Parameter], model: nn.Module) -> None:

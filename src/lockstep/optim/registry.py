@@ -157,7 +157,7 @@ def build_optimizers(config: RunConfig, optimizers: Any, model: nn.Module | None
 
 def _check_replaceable(name: str, kind: OptimizerKind, optimizer: torch.optim.Optimizer) -> None:
     """Refuse to replace an optimizer that does something which the other one would not do."""
-    from lockstep.optim.optimizers import HOOK_FIX, step_hook
+    from lockstep.optim.kinds import HOOK_FIX, step_hook
 
     if hook := step_hook(optimizer):
         raise UserError(

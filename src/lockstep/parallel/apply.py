@@ -15,9 +15,10 @@ from torch import nn
 
 from lockstep.config import RunConfig
 from lockstep.parallel.batchnorm.sync import is_synchronised
+from lockstep.parallel.caches import disable_kv_cache
 from lockstep.parallel.compiled.compiler import Compiler
 from lockstep.parallel.compiled.targets import compiled_call
-from lockstep.parallel.cudagraph.graphs import capture_calls
+from lockstep.parallel.cudagraph.install import capture_calls
 from lockstep.parallel.ddp.driver import DDPDriver, FlatReduceDriver
 from lockstep.parallel.driver import Driver, SingleDriver
 from lockstep.parallel.exact.block_inputs import group_input_gradients
@@ -88,6 +89,9 @@ def apply(
     if choose_precision(config, runtime.device).float8:
         compute_in_float8(model, config.blocks)
 
+    # A pipeline does so for itself.
+    if not pipelined:
+        disable_kv_cache(model, always=False)
     recompute_blocks(model, config)
     if config.exact:
         group_input_gradients(model, config)
@@ -134,7 +138,7 @@ def make_compiler(driver: Driver, config: RunConfig, runtime: Runtime, log_event
     # Whether compiling pays is a question of time, and a repeatable run must not depend on it. float8 always needs it.
     judged = config.compile == "auto" and not config.deterministic and not precision.float8
     loose = runtime.device.type == "cuda" or precision.name != "fp32"
-    return Compiler(driver, config, runtime, log_event, judged, loose)
+    return Compiler(driver, config, log_event, judged, loose)
 
 
 def _collective_forwards(model: nn.Module, config: RunConfig) -> bool:

@@ -18,8 +18,9 @@ ASKS = "use_cache"  # the argument of a forward that asks for a cache; None: as 
 def disable_kv_cache(model: nn.Module, always: bool) -> None:
     """Make the forwards of a Hugging Face model run with `use_cache=False`, unless a call asks for a cache.
 
-    A rank of a pipeline does not have the keys and values of all layers, and a recomputed block would fill its cache
-    twice. No loss needs them. The config stays as it is: it belongs to the user, and is saved with the model.
+    No loss needs keys and values. With them a call cannot be captured as a CUDA graph, and each block is compiled by
+    itself; a recomputed block would fill its cache twice, and a rank of a pipeline does not have all layers. The config
+    stays as it is: it belongs to the user, and is saved with the model.
 
     always: in forwards without gradients as well
     """

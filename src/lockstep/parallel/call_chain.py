@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from lockstep.runtime.attention import without_cudnn
+
 Call = Callable[..., Any]
 
 # From the innermost to the outermost link: a graph records what the compiled code does.
@@ -129,16 +131,6 @@ def run_eagerly(model: nn.Module) -> Iterator[None]:
     For each new shape, these compile, capture or plan, which takes far longer than the call itself. Hooks still run, so
     sharded parameters are gathered as usual.
     """
-    kernels = torch.backends.cuda
-    cudnn_was_on = kernels.cudnn_sdp_enabled()
-
-    # The other attention kernels need no plan. If none of them is enabled, cuDNN has to stay on.
-    has_alternative = kernels.flash_sdp_enabled() or kernels.mem_efficient_sdp_enabled() or kernels.math_sdp_enabled()
-
-    kernels.enable_cudnn_sdp(cudnn_was_on and not has_alternative)
-    try:
-        # The stance also covers submodules that are compiled separately.
-        with CallChain.of(model).bypassed(), torch.compiler.set_stance("force_eager"):
-            yield
-    finally:
-        kernels.enable_cudnn_sdp(cudnn_was_on)
+    # The stance also covers submodules that are compiled separately.
+    with without_cudnn(), CallChain.of(model).bypassed(), torch.compiler.set_stance("force_eager"):
+        yield

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from lockstep.config import RunConfig
 from lockstep.errors import UserError, plural
 from lockstep.parallel.blocks import find_blocks, suggest_block_class
-from lockstep.parallel.caches import disable_kv_cache, refuse_kv_cache
+from lockstep.parallel.caches import refuse_kv_cache
 
 _COSTLY_NAMES = (
     "mm",
@@ -51,7 +51,6 @@ def recompute_blocks(model: nn.Module, config: RunConfig) -> None:
             f"name the classes of its blocks, such as blocks=[{part}]" if part else "set remat=none",
         )
 
-    disable_kv_cache(model, always=False)
     for block in blocks_to_recompute(blocks, config.remat):
         _check_no_running_statistics(block, config.remat)
         # A partial, not a closure: deepcopy of the model then binds the copied block. If other code has already

@@ -80,3 +80,24 @@ def _forget_compiled(by_name: bool) -> None:
     # Before torch._dynamo is imported nothing is compiled, and importing it takes seconds.
     if by_name and "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+
+
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Use kernels that need no plan while the context lasts: cuDNN makes one for each new shape, in some 100 ms."""
+    kernels = torch.backends.cuda
+    was_on = kernels.cudnn_sdp_enabled()
+
+    # If no other kernel is enabled, cuDNN has to stay on.
+    has_alternative = kernels.flash_sdp_enabled() or kernels.mem_efficient_sdp_enabled() or kernels.math_sdp_enabled()
+
+    # Code that is compiled here must not be found on disk where cuDNN is on, see above.
+    settings = torch.compiler.config
+    tag = settings.cache_key_tag
+    kernels.enable_cudnn_sdp(was_on and not has_alternative)
+    settings.cache_key_tag = f"{tag} cudnn={kernels.cudnn_sdp_enabled()}"
+    try:
+        yield
+    finally:
+        kernels.enable_cudnn_sdp(was_on)
+        settings.cache_key_tag = tag

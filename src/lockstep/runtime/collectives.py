@@ -21,6 +21,8 @@ from lockstep.runtime.layout import as_bytes
 from lockstep.runtime.world import World
 
 SMALL = 2**16  # bytes; below this size the overhead of a message dominates, so small tensors share a message
+SHORT = 512  # bytes of a JSON message that is sent together with its length
+RELEASE_S = 0.05  # within this time, gloo's threads release the tensors of a collective that has ended
 
 
 class Collectives:
@@ -40,6 +42,7 @@ class Collectives:
         self.device = device
         self.heartbeat = heartbeat or Heartbeat()
         self.group = group
+        self._ended_at: float | None = None  # when `final_barrier` was passed
 
     @contextmanager
     def _waiting_in(self, collective: str) -> Iterator[None]:
@@ -59,24 +62,28 @@ class Collectives:
             return [value]
 
         with self._waiting_in("gather_json"):
-            # Lengths first, because they differ between ranks.
+            # all_gather needs equal sizes. Most messages are short: they go with their lengths, in one collective.
             message = f"{caller}\n{json.dumps(value)}".encode()
-            data = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(self.device)
-            lengths = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.world.size)]
-            dist.all_gather(lengths, torch.tensor([data.numel()], device=self.device), group=self.group)
+            texts = self._gather_bytes(len(message).to_bytes(8, "big") + message[:SHORT], 8 + SHORT)
+            sizes = [int.from_bytes(text[:8], "big") for text in texts]
+            texts = [text[8:] for text in texts]
 
-            # all_gather needs equal sizes: pad to the longest. Reading the lengths waits for the device.
-            sizes = [int(length) for length in lengths]
-            padded = torch.zeros(max(sizes), dtype=torch.uint8, device=self.device)
-            padded[: data.numel()] = data
-            texts = [torch.empty_like(padded) for _ in range(self.world.size)]
-            dist.all_gather(texts, padded, group=self.group)
+            # All ranks see the same lengths, so all of them take part in the second one.
+            if max(sizes) > SHORT:
+                texts = self._gather_bytes(message, max(sizes))
 
-            messages = [bytes(text[:size].cpu().tolist()).decode() for text, size in zip(texts, sizes, strict=True)]
+            messages = [text[:size].decode() for text, size in zip(texts, sizes, strict=True)]
 
         callers, values = zip(*(message.split("\n", 1) for message in messages), strict=True)
         _check_callers(callers)
         return [json.loads(value) for value in values]
+
+    def _gather_bytes(self, data: bytes, size: int) -> list[bytes]:
+        """Return every rank's `data`, by rank, padded to `size`. It waits for the device."""
+        padded = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self.device)
+        texts = [torch.empty_like(padded) for _ in range(self.world.size)]
+        dist.all_gather(texts, padded, group=self.group)
+        return [text.cpu().numpy().tobytes() for text in texts]
 
     def all_reduce_(self, values: torch.Tensor) -> torch.Tensor:
         """Sum `values` (any shape) over all ranks, in place and on their device: no host synchronization."""
@@ -148,17 +155,22 @@ class Collectives:
         return result
 
     def final_barrier(self) -> None:
-        """Wait for all ranks, as the last collective of a run.
-
-        This works around pytorch/pytorch#179291: gloo's threads release a collective's tensors a moment after it has
-        ended and need the GIL for that; if the interpreter is already shutting down, the process aborts. A barrier has
-        no tensor, and the pause gives the threads time to release the tensors of earlier collectives.
-        """
+        """Wait for all ranks, as the last collective of a run. Before the process ends, `pause` must follow."""
         if not self.world.alone:
             with self._waiting_in("final_barrier"):
                 dist.barrier(self.group)
 
-            time.sleep(0.05)
+            self._ended_at = time.monotonic()
+
+    def pause(self) -> None:
+        """Wait until gloo's threads have released the tensors of all collectives before `final_barrier`.
+
+        This works around pytorch/pytorch#179291: the threads release a collective's tensors a moment after it has ended
+        and need the GIL for that; if the interpreter is already shutting down, the process aborts. The barrier itself
+        has no tensor. What was done since then counts as a part of the pause.
+        """
+        if self._ended_at is not None:
+            time.sleep(max(0.0, self._ended_at + RELEASE_S - time.monotonic()))
 
 
 def _unpack(message: torch.Tensor, layout: list[Any]) -> list[torch.Tensor]:

@@ -158,6 +158,7 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
         timeout = max(timedelta(minutes=30), timedelta(seconds=config.hang.first + 60))
         backend = join(world, device, store, config.backend, timeout)
 
+    collectives = Collectives(world, device, heartbeat)
     try:
         with ExitStack() as stack:
             # Contexts end in the opposite order: signals are handled until everything else is restored.
@@ -174,8 +175,10 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
             if config.exact:
                 _avoid_fast_path(stack)
 
-            yield Runtime(world, device, backend, Collectives(world, device, heartbeat), threads, heartbeat, notice)
+            yield Runtime(world, device, backend, collectives, threads, heartbeat, notice)
     finally:
+        collectives.pause()
+
         # The process may train again, with other settings.
         if config.deterministic or config.exact:
             torch.use_deterministic_algorithms(False)

@@ -60,7 +60,7 @@ SIZE = _HEAD.size + _DETAIL.size + _LONGEST.size
 
 
 @dataclass(frozen=True, kw_only=True)
-class View:
+class HeartbeatView:
     """The heartbeat of one rank, as a launcher reads it."""
 
     beats: int
@@ -165,7 +165,7 @@ def waits_in_step(step: int, ranks: int) -> bool:
     return any(view is not None and view.phase == "exchange" and view.step == step for view in views)
 
 
-def read(path: Path) -> View | None:
+def read(path: Path) -> HeartbeatView | None:
     """Read a rank's heartbeat, on the launcher's side. Return None before the first beat."""
     try:
         data = path.read_bytes()
@@ -182,7 +182,7 @@ def read(path: Path) -> View | None:
 
     (detail,) = _DETAIL.unpack_from(data, _HEAD.size)
 
-    return View(
+    return HeartbeatView(
         beats=beats,
         age=max(0.0, time.monotonic() - moment),
         step=step,

@@ -1,4 +1,4 @@
-"""`lockstep verify`: runs the trials, compares them, and explains the differences in a Report.
+"""`lockstep verify`: runs the trials, compares them, and explains the differences in a VerifyReport.
 
 The layouts of a task are trained for a few steps and compared with one process. The first thing that differs names the
 cause, with the evidence and the fix: a loss that is a mean, a metric that is not summed, an untied weight.
@@ -22,8 +22,8 @@ from lockstep.config import check as check_layers
 from lockstep.errors import UserError, printable
 from lockstep.observe.formats import finite
 from lockstep.verify.compare import Comparison, Divergence, first_chaotic_step
-from lockstep.verify.diagnose import Case, explain
-from lockstep.verify.record import Record
+from lockstep.verify.diagnose import TrialCache, explain
+from lockstep.verify.record import TrialRecord
 from lockstep.verify.runner import Runner
 from lockstep.verify.trials import Trial, VerifyOptions, check, choose
 
@@ -40,7 +40,7 @@ COLUMNS = ("gradients", "parameters", "losses")
 
 
 @dataclass(frozen=True)
-class Row:
+class TrialRow:
     trial: Trial
     role: str  # reference, again, rounding, world, split
     verdict: str  # reference, ok, yardstick, not judged; bad ones in capitals: DIFFERS, REFUSED, FAILED
@@ -48,11 +48,11 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerifyReport:
     target: str
     steps: int
     facts: dict[str, Any]
-    rows: list[Row]
+    rows: list[TrialRow]
     causes: list[Cause]
     notes: list[str]
     seconds: float
@@ -63,7 +63,7 @@ class Report:
         return not self.causes and not any(row.verdict.isupper() for row in self.rows)
 
     @property
-    def first(self) -> tuple[Row, Divergence] | None:
+    def first(self) -> tuple[TrialRow, Divergence] | None:
         """The first divergence of the first trial that has one."""
         bad = [(row, row.comparison.first) for row in self.rows if row.verdict.isupper() and row.comparison]
         return next(((row, first) for row, first in bad if first), None)
@@ -93,7 +93,7 @@ def _write(path: Path, text: str) -> None:
 
 def verify(
     target: str, layers: Sequence[Layer], options: VerifyOptions = VerifyOptions(), runner: Runner | None = None
-) -> Report:
+) -> VerifyReport:
     """Verify a target. To verify several, start one `runner` for all of them."""
     targets.check(target)
     check(options)
@@ -109,7 +109,7 @@ def verify(
         return _verify(target, layers, options, own)
 
 
-def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Runner) -> Report:
+def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Runner) -> VerifyReport:
     began = time.monotonic()
 
     # One step on one process shows the batch, the strategy and the device, by which the trials are chosen.
@@ -128,28 +128,28 @@ def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Ru
     # The batch is fixed: with local_batch it would depend on the number of ranks.
     matrix = choose(options, first.facts)
     fixed = [*layers, ("verify", {"global_batch": first.facts["global_batch"]})]
-    case = Case(matrix, partial(runner.run, target, fixed, options.steps))
+    trials = TrialCache(matrix, partial(runner.run, target, fixed, options.steps))
 
     # Without a reference there is nothing to compare.
-    case.need([matrix.reference, matrix.again, *matrix.nudged])
-    if case.reference.failure:
-        return _failed_alone(target, options, case.reference, began)
+    trials.need([matrix.reference, matrix.again, *matrix.nudged])
+    if trials.reference.failure:
+        return _failed_alone(target, options, trials.reference, began)
 
     # All other trials run in parallel. Then comes the verdict, which may run a few more probes.
-    splits, notes = _splits(case, first)
-    worlds = _worlds(case)
-    case.need([*worlds, *splits])
-    causes = explain(case, [*worlds, *splits]) or _inexact(case, worlds, options)
+    splits, notes = _splits(trials, first)
+    worlds = _worlds(trials)
+    trials.need([*worlds, *splits])
+    causes = explain(trials, [*worlds, *splits]) or _inexact(trials, worlds, options)
     causes = _with_finding(causes, first.facts.get("found"))
-    if case.reference.facts["own_loop"]:
+    if trials.reference.facts["own_loop"]:
         causes = [in_own_loop(cause) for cause in causes]
 
-    notes = [*matrix.notes, *notes, *_about_splits(case, first), *_about_rounding(case)]
-    return Report(
+    notes = [*matrix.notes, *notes, *_about_splits(trials, first), *_about_rounding(trials)]
+    return VerifyReport(
         target,
         options.steps,
-        case.reference.facts,
-        _rows(case, worlds, splits, options),
+        trials.reference.facts,
+        _rows(trials, worlds, splits, options),
         causes,
         notes,
         time.monotonic() - began,
@@ -160,36 +160,36 @@ def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Ru
 # ---- what is compared ----
 
 
-def _worlds(case: Case) -> list[Trial]:
+def _worlds(trials: TrialCache) -> list[Trial]:
     """Return the trials with several ranks.
 
     The ranks of a stream split it into other micro-batches than one process does, and so do ranks that have one
     micro-batch each. If the loss draws random numbers, these would differ, and the trials are run in eval mode.
     """
-    other_micro_batches = case.reference.facts["stream"] or case.matrix.one_each
-    eval_mode = bool(other_micro_batches and case.reference.drawn)
-    return [replace(trial, eval_mode=eval_mode) for trial in case.matrix.worlds]
+    other_micro_batches = trials.reference.facts["stream"] or trials.matrix.one_each
+    eval_mode = bool(other_micro_batches and trials.reference.drawn)
+    return [replace(trial, eval_mode=eval_mode) for trial in trials.matrix.worlds]
 
 
-def _splits(case: Case, first: Record) -> tuple[list[Trial], list[str]]:
+def _splits(trials: TrialCache, first: TrialRecord) -> tuple[list[Trial], list[str]]:
     """Return the other splits of the batch, and a note if they cannot be compared.
 
     Random numbers depend on the micro-batch, so splits are compared in eval mode if the loss draws any. So do the
     statistics of BatchNorm, which are part of the model if the user has set micro_batch.
     """
-    splits = list(case.matrix.splits)
-    facts = case.reference.facts
+    splits = list(trials.matrix.splits)
+    facts = trials.reference.facts
     meant = sorted(SPLIT_CAUSES & set(facts["accepted"]))
     if meant and splits:
         return [], [f"checks.loss={meant[0]}: other splits of the batch are meant to differ, and are not compared"]
 
     statistics_are_meant = facts["batchnorm"] and first.facts["micro_batch_asked"]
-    if not (case.reference.drawn or statistics_are_meant) or not splits:
+    if not (trials.reference.drawn or statistics_are_meant) or not splits:
         return splits, []
 
     splits = [replace(split, eval_mode=True) for split in splits]
-    measures = [replace(trial, eval_mode=True) for trial in (case.matrix.reference, *case.matrix.nudged)]
-    reference, *_ = case.need([*measures, *splits])
+    measures = [replace(trial, eval_mode=True) for trial in (trials.matrix.reference, *trials.matrix.nudged)]
+    reference, *_ = trials.need([*measures, *splits])
     if reference.drawn:
         return [], [
             "the loss draws random numbers even in eval mode, and they follow the micro-batch: other splits of the "
@@ -212,10 +212,10 @@ def _with_finding(causes: list[Cause], found: list[str] | None) -> list[Cause]:
     return [named(*found)]
 
 
-def _inexact(case: Case, worlds: list[Trial], options: VerifyOptions) -> list[Cause]:
+def _inexact(trials: TrialCache, worlds: list[Trial], options: VerifyOptions) -> list[Cause]:
     """Return, with --exact, the first trial whose bits are not identical, as a cause."""
-    for trial in (case.matrix.again, *worlds) if options.exact else ():
-        comparison = case.compare(trial)
+    for trial in (trials.matrix.again, *worlds) if options.exact else ():
+        comparison = trials.compare(trial)
         if not comparison.bits:
             errors = [
                 f"{name} {comparison.errors[name]:.1e}" for name, same in comparison.identical.items() if not same
@@ -228,37 +228,37 @@ def _inexact(case: Case, worlds: list[Trial], options: VerifyOptions) -> list[Ca
 # ---- verdicts and notes ----
 
 
-def _rows(case: Case, worlds: list[Trial], splits: list[Trial], options: VerifyOptions) -> list[Row]:
+def _rows(trials: TrialCache, worlds: list[Trial], splits: list[Trial], options: VerifyOptions) -> list[TrialRow]:
     """Return the rows of the table, with one of the two nudged runs."""
     return [
-        Row(case.matrix.reference, "reference", "reference"),
-        _row(case, case.matrix.again, "again", options),
-        _row(case, case.matrix.nudged[0], "rounding", options),
-        *(_row(case, trial, "world", options) for trial in worlds),
-        *(_row(case, trial, "split", options) for trial in splits),
+        TrialRow(trials.matrix.reference, "reference", "reference"),
+        _row(trials, trials.matrix.again, "again", options),
+        _row(trials, trials.matrix.nudged[0], "rounding", options),
+        *(_row(trials, trial, "world", options) for trial in worlds),
+        *(_row(trials, trial, "split", options) for trial in splits),
     ]
 
 
-def _row(case: Case, trial: Trial, role: str, options: VerifyOptions) -> Row:
-    failure = case.record(trial).failure
+def _row(trials: TrialCache, trial: Trial, role: str, options: VerifyOptions) -> TrialRow:
+    failure = trials.record(trial).failure
     if failure:
-        return Row(trial, role, "REFUSED" if failure.for_user else "FAILED")
+        return TrialRow(trial, role, "REFUSED" if failure.for_user else "FAILED")
 
-    comparison = case.itself() if role == "again" else case.compare(trial)
+    comparison = trials.itself() if role == "again" else trials.compare(trial)
     # Other splits add in another order, so they need not have identical bits.
     inexact = options.exact and role != "split" and not comparison.bits
     verdict = "DIFFERS" if comparison.first or inexact else "ok"
     if role == "rounding":
         verdict = "yardstick"
-    elif role != "again" and not case.repeatable:
+    elif role != "again" and not trials.repeatable:
         verdict = "not judged"  # the reference itself is different every time
 
-    return Row(trial, role, verdict, comparison)
+    return TrialRow(trial, role, verdict, comparison)
 
 
-def _about_splits(case: Case, first: Record) -> list[str]:
+def _about_splits(trials: TrialCache, first: TrialRecord) -> list[str]:
     """Return a note for models with dropout, whose masks depend on the micro-batch."""
-    if not case.reference.drawn or first.facts["micro_batch_asked"]:
+    if not trials.reference.drawn or first.facts["micro_batch_asked"]:
         return []
     return [
         "the loss draws random numbers (dropout) per micro-batch: set micro_batch to draw the same ones at any number "
@@ -266,9 +266,9 @@ def _about_splits(case: Case, first: Record) -> list[str]:
     ]
 
 
-def _about_rounding(case: Case) -> list[str]:
+def _about_rounding(trials: TrialCache) -> list[str]:
     """Return a note for models that amplify rounding until nothing can be compared."""
-    step = first_chaotic_step(case.reference, case.need(case.matrix.nudged)) if case.repeatable else None
+    step = first_chaotic_step(trials.reference, trials.need(trials.matrix.nudged)) if trials.repeatable else None
     if step is None:
         return []
 
@@ -279,7 +279,7 @@ def _about_rounding(case: Case) -> list[str]:
     ]
 
 
-def _failed_alone(target: str, options: VerifyOptions, record: Record, began: float) -> Report:
+def _failed_alone(target: str, options: VerifyOptions, record: TrialRecord, began: float) -> VerifyReport:
     failure = record.failure
     assert failure is not None
 
@@ -292,11 +292,11 @@ def _failed_alone(target: str, options: VerifyOptions, record: Record, began: fl
         raise UserError(problem, found, fix or "see above")
 
     facts = {"global_batch": "?", "device": "", "precision": ""} | (record.facts if record.ranks else {})
-    return Report(
+    return VerifyReport(
         target,
         options.steps,
         facts,
-        [Row(record.trial, "reference", "REFUSED" if failure.for_user else "FAILED")],
+        [TrialRow(record.trial, "reference", "REFUSED" if failure.for_user else "FAILED")],
         [replace(cause, evidence=failure.message if failure.for_user else failure.text())],
         [],
         time.monotonic() - began,
@@ -307,7 +307,7 @@ def _failed_alone(target: str, options: VerifyOptions, record: Record, began: fl
 # ---- the report ----
 
 
-def text_of(report: Report) -> str:
+def text_of(report: VerifyReport) -> str:
     lines = [
         f"verify {report.target}  {report.steps} steps of {report.facts['global_batch']} samples  "
         f"{report.facts['device']}  {report.facts['precision']}",
@@ -341,7 +341,7 @@ def text_of(report: Report) -> str:
     return "\n".join([*lines, f"{verdict} ({report.seconds:.0f} s)"])
 
 
-def _line(row: Row, width: int) -> str:
+def _line(row: TrialRow, width: int) -> str:
     cells = ["-"] * len(COLUMNS)
     if row.comparison:
         errors = row.comparison.errors
@@ -349,7 +349,7 @@ def _line(row: Row, width: int) -> str:
     return f"{row.trial.text:{width}}" + "".join(f"{cell:>12}" for cell in cells) + f"  {row.verdict}"
 
 
-def json_of(report: Report) -> dict[str, Any]:
+def json_of(report: VerifyReport) -> dict[str, Any]:
     first = report.first
     return {
         "target": report.target,
@@ -367,7 +367,7 @@ def json_of(report: Report) -> dict[str, Any]:
     }
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_json(row: TrialRow) -> dict[str, Any]:
     comparison = row.comparison
     return {
         "layout": row.trial.text,

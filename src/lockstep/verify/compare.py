@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from lockstep.verify.record import Record, Tensors
+from lockstep.verify.record import Tensors, TrialRecord
 
 # Leaves room for what two nudged runs do not show: other orders of addition, and rare large rounding errors. A wrong
 # factor of 1.0001 on one gradient is still found.
@@ -58,8 +58,8 @@ class Divergence:
 
 @dataclass
 class Comparison:
-    record: Record
-    reference: Record
+    record: TrialRecord
+    reference: TrialRecord
     identical: dict[str, bool] = field(default_factory=dict)  # gradients, parameters, losses
     errors: dict[str, float] = field(default_factory=dict)  # relative to the largest element, by the same names
     divergences: list[Divergence] = field(default_factory=list)
@@ -80,7 +80,9 @@ class Comparison:
         )
 
 
-def compare(record: Record, reference: Record, nudged: Sequence[Record], kinds: Iterable[str] = KINDS) -> Comparison:
+def compare(
+    record: TrialRecord, reference: TrialRecord, nudged: Sequence[TrialRecord], kinds: Iterable[str] = KINDS
+) -> Comparison:
     """Compare a record with the reference in all `kinds`; `nudged` are the runs that measure rounding."""
     result = Comparison(record, reference)
     steps = min([record.steps, reference.steps, *(other.steps for other in nudged)])
@@ -104,7 +106,9 @@ def compare(record: Record, reference: Record, nudged: Sequence[Record], kinds: 
     return result
 
 
-def _judge(kind: str, step: int, record: Record, reference: Record, nudged: Sequence[Record]) -> Iterator[Divergence]:
+def _judge(
+    kind: str, step: int, record: TrialRecord, reference: TrialRecord, nudged: Sequence[TrialRecord]
+) -> Iterator[Divergence]:
     # How far rounding alone moves each value.
     noise: dict[str, float] = {}
     for nudged_record in nudged:
@@ -117,7 +121,9 @@ def _judge(kind: str, step: int, record: Record, reference: Record, nudged: Sequ
             yield Divergence(step, kind, name, gap(a, b), allowed or math.ulp(0.0))
 
 
-def _pairs(kind: str, step: int, record: Record, reference: Record) -> list[tuple[str, np.ndarray, np.ndarray]]:
+def _pairs(
+    kind: str, step: int, record: TrialRecord, reference: TrialRecord
+) -> list[tuple[str, np.ndarray, np.ndarray]]:
     """Return (name, value, value in the reference) of everything of one kind in one step."""
     values = _of(kind, step, record)
     missing = np.empty(0)  # no value has its shape, so it diverges
@@ -125,7 +131,7 @@ def _pairs(kind: str, step: int, record: Record, reference: Record) -> list[tupl
     return [(name, values.get(name, missing), b) for name, b in expected if kind in ALWAYS or name in values]
 
 
-def _of(kind: str, step: int, record: Record) -> Tensors:
+def _of(kind: str, step: int, record: TrialRecord) -> Tensors:
     """Return the values of one kind in one step. Snapshot `step + 1` was taken after step `step`."""
     match kind:
         case "initial weights":
@@ -169,7 +175,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     return bool(np.all(same | (np.isnan(a) & np.isnan(b))))
 
 
-def first_chaotic_step(reference: Record, nudged: Sequence[Record]) -> int | None:
+def first_chaotic_step(reference: TrialRecord, nudged: Sequence[TrialRecord]) -> int | None:
     """Return the first step in which rounding may change the largest gradient by its own size, or None.
 
     From that step on, a comparison shows nothing.

@@ -14,8 +14,8 @@ import numpy as np
 
 from lockstep.causes import Cause, named, of_failure
 from lockstep.verify.compare import KINDS, Comparison, Divergence, compare
-from lockstep.verify.record import Micro, Record
-from lockstep.verify.trials import Matrix, Trial
+from lockstep.verify.record import Micro, TrialRecord
+from lockstep.verify.trials import Trial, TrialMatrix
 
 # Two sums of the same terms, added in another order, are equal if their relative error is no larger than this. The loss
 # of a micro-batch is a sum of thousands of float32 terms; a mistake seldom changes it by less than a thousandth.
@@ -23,35 +23,35 @@ SAME = 1e-5
 
 
 @dataclass
-class Case:
+class TrialCache:
     """All trials that ran, and a way to run more. Records and comparisons are cached: several questions need them.
 
     A diagnosis asks one question after another, and some answers need further trials, in eval mode for example. A trial
     runs at most once.
     """
 
-    matrix: Matrix
-    run: Callable[[list[Trial]], dict[Trial, Record]]
-    records: dict[Trial, Record] = field(default_factory=dict)
+    matrix: TrialMatrix
+    run: Callable[[list[Trial]], dict[Trial, TrialRecord]]
+    records: dict[Trial, TrialRecord] = field(default_factory=dict)
     comparisons: dict[Trial, Comparison] = field(default_factory=dict)
 
-    def need(self, trials: Sequence[Trial]) -> list[Record]:
+    def need(self, trials: Sequence[Trial]) -> list[TrialRecord]:
         """Return the records of the trials. Trials that have not run yet run now, in parallel."""
         missing = [trial for trial in dict.fromkeys(trials) if trial not in self.records]
         if missing:
             self.records |= self.run(missing)
         return [self.records[trial] for trial in trials]
 
-    def record(self, trial: Trial) -> Record:
+    def record(self, trial: Trial) -> TrialRecord:
         return self.need([trial])[0]
 
-    def probe(self, trial: Trial) -> Record | None:
+    def probe(self, trial: Trial) -> TrialRecord | None:
         """Return the record of a trial, or None if it failed: a probe that fails shows nothing."""
         record = self.record(trial)
         return None if record.failure or not record.steps else record
 
     @property
-    def reference(self) -> Record:
+    def reference(self) -> TrialRecord:
         return self.records[self.matrix.reference]
 
     def compare(self, trial: Trial) -> Comparison:
@@ -80,30 +80,30 @@ class Case:
         return self.record(self.matrix.again).failure is not None or self.itself().first is None
 
 
-def explain(case: Case, rows: list[Trial]) -> list[Cause]:
+def explain(trials: TrialCache, rows: list[Trial]) -> list[Cause]:
     """Return the causes of what is wrong in `rows`, in the order in which they were found. There may be none."""
-    if cause := _differs_from_itself(case):
+    if cause := _differs_from_itself(trials):
         return [cause]
 
     # Several ranks first: a mistake in the ranks often shows in another split as well, but not the other way round.
     causes: dict[str, Cause] = {}
     ordered = sorted(rows, key=lambda trial: trial.world == 1)
-    for trial in (case.matrix.again, *case.matrix.nudged, *ordered):
-        failure = case.record(trial).failure
-        first = case.compare(trial).first if trial in rows and not failure else None
+    for trial in (trials.matrix.again, *trials.matrix.nudged, *ordered):
+        failure = trials.record(trial).failure
+        first = trials.compare(trial).first if trial in rows and not failure else None
 
         if failure:
             cause = of_failure(failure.cause, failure.message, failure.for_user)
         elif first and trial.world > 1:
-            cause = _of_world(case, trial, first)
+            cause = _of_world(trials, trial, first)
         elif first and causes.keys() <= {"buffer", "batchnorm"}:
-            cause = _of_split(case, trial, first)
+            cause = _of_split(trials, trial, first)
         else:
             continue  # no divergence, or most likely a consequence of another cause
 
         causes.setdefault(cause.key, cause)  # each cause once, with its first evidence
 
-    if cause := _untied(case, rows):
+    if cause := _untied(trials, rows):
         causes.setdefault(cause.key, cause)
 
     return list(causes.values())
@@ -112,15 +112,15 @@ def explain(case: Case, rows: list[Trial]) -> list[Cause]:
 # ---- the same trial, repeated ----
 
 
-def _differs_from_itself(case: Case) -> Cause | None:
+def _differs_from_itself(trials: TrialCache) -> Cause | None:
     """Look for training that is not repeatable, in which case no difference says anything about ranks or splits."""
-    again = case.record(case.matrix.again)
-    first = None if again.failure else case.itself().first
+    again = trials.record(trials.matrix.again)
+    first = None if again.failure else trials.itself().first
     if first is None:
         return None
 
     # Samples that differ when they are read again come before any arithmetic.
-    changed = _first_changed_sample(case.reference, again)
+    changed = _first_changed_sample(trials.reference, again)
     if changed is not None and changed.ids:
         return named(
             "augmentation", f"sample {changed.ids[0]} was read twice, and differed (1 process, nothing changed)"
@@ -129,7 +129,7 @@ def _differs_from_itself(case: Case) -> Cause | None:
     return named("nondeterminism", f"1 process, run twice: {first.text}")
 
 
-def _first_changed_sample(record: Record, reference: Record) -> Micro | None:
+def _first_changed_sample(record: TrialRecord, reference: TrialRecord) -> Micro | None:
     """Return the first micro-batch that has the same ids as in the reference, but different contents."""
     # One of the two may have ended early.
     for step in range(min(record.steps, reference.steps)):
@@ -139,7 +139,7 @@ def _first_changed_sample(record: Record, reference: Record) -> Micro | None:
     return None
 
 
-def _matched(record: Record, reference: Record, step: int) -> list[tuple[Micro, Micro]]:
+def _matched(record: TrialRecord, reference: TrialRecord, step: int) -> list[tuple[Micro, Micro]]:
     """Pair the micro-batches of a step with the same micro-batches of the reference, where both have them."""
     expected = {micro.index: micro for micro in reference.micros[step]}
     return [(micro, expected[micro.index]) for micro in record.micros[step] if micro.index in expected]
@@ -148,22 +148,22 @@ def _matched(record: Record, reference: Record, step: int) -> list[tuple[Micro, 
 # ---- several ranks, the same split ----
 
 
-def _of_world(case: Case, trial: Trial, first: Divergence) -> Cause:
+def _of_world(trials: TrialCache, trial: Trial, first: Divergence) -> Cause:
     """Return the cause of a difference between one rank and several."""
-    comparison = case.compare(trial)
+    comparison = trials.compare(trial)
 
     # Settings, weights or samples that differ explain everything that follows.
     for check in (_settings_differ, _ranks_differ, _data_differs):
         if cause := check(comparison.record, comparison.reference, first.step):
             return cause
 
-    if case.matrix.one_each and first.kind in ("loss weight", "loss", "gradient"):
-        return _of_coupling(case, trial, first)
+    if trials.matrix.one_each and first.kind in ("loss weight", "loss", "gradient"):
+        return _of_coupling(trials, trial, first)
 
     # Otherwise the kind of the first divergence decides.
     match first.kind:
         case "loss weight" | "loss":
-            return _of_loss(case, comparison, first.step)
+            return _of_loss(trials, comparison, first.step)
         case "gradient":
             return _of_gradient(comparison, first)
         # BatchNorm is so common that it has its own cause and fix.
@@ -181,13 +181,13 @@ def _of_world(case: Case, trial: Trial, first: Divergence) -> Cause:
     return named(keys.get(first.kind, "unknown"), first.text)
 
 
-def _of_coupling(case: Case, trial: Trial, first: Divergence) -> Cause:
+def _of_coupling(trials: TrialCache, trial: Trial, first: Divergence) -> Cause:
     """Return the cause of a difference where every rank has one micro-batch, which is smaller on more ranks."""
-    if cause := _batchnorm_alone(case, trial):
+    if cause := _batchnorm_alone(trials, trial):
         return cause
 
     # If the losses agree, the rows were gathered in some way, but not their gradients.
-    gathers = case.reference.facts["gathers"] or first.kind == "gradient"
+    gathers = trials.reference.facts["gathers"] or first.kind == "gradient"
     if gathers:
         return named("gathered", f"{first.text} ({trial.text})")
     return named("batch-coupled", f"{first.text} ({trial.text}); micro_batch is not set, so it follows the ranks")
@@ -204,7 +204,7 @@ def _of_batchnorm(comparison: Comparison, step: int) -> Cause:
     )
 
 
-def _settings_differ(record: Record, reference: Record, step: int) -> Cause | None:
+def _settings_differ(record: TrialRecord, reference: TrialRecord, step: int) -> Cause | None:
     """Look for a rank whose learning rate, momentum or decay differs from the reference.
 
     A difference after `step`, which diverged, would be a consequence and not the cause.
@@ -226,7 +226,7 @@ def _settings_differ(record: Record, reference: Record, step: int) -> Cause | No
     return None
 
 
-def _ranks_differ(record: Record, reference: Record, step: int) -> Cause | None:
+def _ranks_differ(record: TrialRecord, reference: TrialRecord, step: int) -> Cause | None:
     """Return the cause if replicas differ from each other, which they must not do at any time."""
     # Ranks that hold shards differ by design.
     if not record.facts["replicated"]:
@@ -243,7 +243,7 @@ def _ranks_differ(record: Record, reference: Record, step: int) -> Cause | None:
     return None
 
 
-def _data_differs(record: Record, reference: Record, step: int) -> Cause | None:
+def _data_differs(record: TrialRecord, reference: TrialRecord, step: int) -> Cause | None:
     """Return the cause if ranks have other samples than one process."""
     world = record.trial.world
 
@@ -265,11 +265,13 @@ def _data_differs(record: Record, reference: Record, step: int) -> Cause | None:
     return None
 
 
-def _count_rows(record: Record, step: int) -> Counter[str]:
+def _count_rows(record: TrialRecord, step: int) -> Counter[str]:
     return Counter(row for micro in record.micros[step] for row in micro.rows)
 
 
-def _explain_rows(record: Record, reference: Record, step: int, rows: Counter[str], expected: Counter[str]) -> Cause:
+def _explain_rows(
+    record: TrialRecord, reference: TrialRecord, step: int, rows: Counter[str], expected: Counter[str]
+) -> Cause:
     """Return why a step has other samples than on one process; both are counted by their contents."""
     unexpected = rows - expected
     of_step = f"{unexpected.total()} of {rows.total()} samples of step {step}"
@@ -290,7 +292,7 @@ def _explain_rows(record: Record, reference: Record, step: int, rows: Counter[st
     return named("augmentation", f"sample {changed.ids[0]} looks different on {world} ranks")
 
 
-def _of_loss(case: Case, comparison: Comparison, step: int) -> Cause:
+def _of_loss(trials: TrialCache, comparison: Comparison, step: int) -> Cause:
     """Find out why the same samples and the same weights give another loss."""
     record = comparison.record
     reference = comparison.reference
@@ -308,24 +310,24 @@ def _of_loss(case: Case, comparison: Comparison, step: int) -> Cause:
         return named("randomness", f"loss() draws from the global generator of {' and '.join(sorted(own))}: {where}")
 
     # Torch's own generator is seeded per micro-batch, so drawing from it is not a mistake in itself.
-    if reference.drawn and _equal_in_eval_mode(case, record.trial, step):
+    if reference.drawn and _equal_in_eval_mode(trials, record.trial, step):
         return named("randomness", only_training)
 
     # Does a process without a rank get the same losses for that rank's samples?
     if step == 0 and rank and not reference.facts["stream"]:
-        alone = case.probe(replace(case.matrix.reference, part=(rank, record.trial.world)))
+        alone = trials.probe(replace(trials.matrix.reference, part=(rank, record.trial.world)))
         if alone and not _same_totals(alone, record):
             return named("rank-in-loss", f"{where}: other than in a process that has no rank and the same samples")
-        if _equal_in_eval_mode(case, record.trial, 0):
+        if _equal_in_eval_mode(trials, record.trial, 0):
             return named("randomness", only_training)
 
-    return _carried(case, where)
+    return _carried(trials, where)
 
 
-def _equal_in_eval_mode(case: Case, trial: Trial, step: int) -> bool:
+def _equal_in_eval_mode(trials: TrialCache, trial: Trial, step: int) -> bool:
     """Return whether the losses of a step differ only because of what training adds: dropout, masks, noise."""
-    record = case.probe(replace(trial, eval_mode=True))
-    reference = case.probe(replace(case.matrix.reference, eval_mode=True))
+    record = trials.probe(replace(trial, eval_mode=True))
+    reference = trials.probe(replace(trials.matrix.reference, eval_mode=True))
 
     # Either run may have ended before this step.
     if record is None or reference is None or step >= min(record.steps, reference.steps):
@@ -333,12 +335,12 @@ def _equal_in_eval_mode(case: Case, trial: Trial, step: int) -> bool:
     return not _differing_losses(record, reference, step)
 
 
-def _carried(case: Case, where: str) -> Cause:
+def _carried(trials: TrialCache, where: str) -> Cause:
     """Name what the process carries from one micro-batch to the next.
 
     This is the cause by elimination: the loss depends on neither the samples, nor the rank, nor a random generator.
     """
-    reference = case.reference
+    reference = trials.reference
     before = reference.tensors("extra", 0)
     after = reference.tensors("extra", reference.steps)
     moving = [name for name, t in after.items() if name in before and not np.array_equal(before[name], t)]
@@ -353,18 +355,18 @@ def _carried(case: Case, where: str) -> Cause:
     return named("carried-state", f"{where}: it depends on what the process did before{names}")
 
 
-def _differing_losses(record: Record, reference: Record, step: int) -> list[Micro]:
+def _differing_losses(record: TrialRecord, reference: TrialRecord, step: int) -> list[Micro]:
     return [
         a for a, b in _matched(record, reference, step) if not (_close(a.total, b.total) and _close(a.weight, b.weight))
     ]
 
 
-def _same_totals(record: Record, reference: Record) -> bool:
+def _same_totals(record: TrialRecord, reference: TrialRecord) -> bool:
     """Return whether every micro-batch of the first step has the same loss as in the reference."""
     return all(_close(a.total, b.total) for a, b in _matched(record, reference, 0))
 
 
-def _ratios(record: Record, reference: Record, step: int) -> list[float]:
+def _ratios(record: TrialRecord, reference: TrialRecord, step: int) -> list[float]:
     """Return each loss of a step divided by the loss of the reference, where the latter is not 0."""
     return [a.total / b.total for a, b in _matched(record, reference, step) if b.total]
 
@@ -392,14 +394,14 @@ def _of_gradient(comparison: Comparison, first: Divergence) -> Cause:
 # ---- one process, another split ----
 
 
-def _of_split(case: Case, trial: Trial, first: Divergence) -> Cause:
+def _of_split(trials: TrialCache, trial: Trial, first: Divergence) -> Cause:
     """Return the cause of a difference between two splits of one rank's batch into micro-batches."""
-    record = case.compare(trial).record
-    reference = case.compare(trial).reference
+    record = trials.compare(trial).record
+    reference = trials.compare(trial).reference
     step = first.step
     evidence = f"{first.text} ({trial.text})"
 
-    if cause := _batchnorm_alone(case, trial):
+    if cause := _batchnorm_alone(trials, trial):
         return cause
     if first.kind == "metric":
         return named("metric", first.text)
@@ -412,7 +414,7 @@ def _of_split(case: Case, trial: Trial, first: Divergence) -> Cause:
 
     # The weights agree and the sums do not. A probe shows why, except for a stream, which cannot be read twice.
     if first.kind == "loss" and not record.facts["stream"]:
-        return _of_sum(case, evidence)
+        return _of_sum(trials, evidence)
 
     if first.kind == "loss":
         return _of_sum_of_stream(record, reference, step, evidence)
@@ -428,7 +430,7 @@ def _of_split(case: Case, trial: Trial, first: Divergence) -> Cause:
     return named(keys.get(first.kind, "unknown"), evidence)
 
 
-def _of_weight(record: Record, reference: Record, step: int) -> Cause:
+def _of_weight(record: TrialRecord, reference: TrialRecord, step: int) -> Cause:
     """Tell a weight that is the same for every micro-batch from one that is wrong otherwise."""
     weights = {micro.weight for micro in (*record.micros[step], *reference.micros[step])}
     return named(
@@ -438,28 +440,28 @@ def _of_weight(record: Record, reference: Record, step: int) -> Cause:
     )
 
 
-def _of_sum_of_stream(record: Record, reference: Record, step: int, evidence: str) -> Cause:
+def _of_sum_of_stream(record: TrialRecord, reference: TrialRecord, step: int, evidence: str) -> Cause:
     """Name the mistake in a sum without a probe: a sum of means is proportional to the number of micro-batches."""
     expected = len(record.micros[step]) / len(reference.micros[step])
     ratio = record.total(step) / (reference.total(step) or 1.0)
     return named("mean-for-sum" if math.isclose(ratio, expected, rel_tol=0.25) else "loss-weight", evidence)
 
 
-def _batchnorm_alone(case: Case, trial: Trial) -> Cause | None:
+def _batchnorm_alone(trials: TrialCache, trial: Trial) -> Cause | None:
     """Return BatchNorm as the cause if it explains all: the difference disappears without its statistics."""
-    if not case.reference.facts["batchnorm"] or trial.eval_mode:
+    if not trials.reference.facts["batchnorm"] or trial.eval_mode:
         return None
 
-    without = case.compare(replace(trial, eval_mode=True)).first
+    without = trials.compare(replace(trial, eval_mode=True)).first
     if without is None or without.step > 0 or without.kind == "metric":
         return named("batchnorm", f"{trial.text}: equal in eval mode, where no statistics are taken")
     return None
 
 
-def _of_sum(case: Case, evidence: str) -> Cause:
+def _of_sum(trials: TrialCache, evidence: str) -> Cause:
     """Run every sample twice in each micro-batch: a sum doubles, a mean stays the same."""
-    single = case.probe(replace(case.matrix.reference, eval_mode=True))
-    doubled = case.probe(replace(case.matrix.reference, eval_mode=True, twice=True))
+    single = trials.probe(replace(trials.matrix.reference, eval_mode=True))
+    doubled = trials.probe(replace(trials.matrix.reference, eval_mode=True, twice=True))
     if single is None or doubled is None or not single.total(0):
         return named("unknown", evidence)
 
@@ -473,9 +475,9 @@ def _of_sum(case: Case, evidence: str) -> Cause:
         )
 
     # It is a sum. Half of the micro-batches, run alone, show whether one depends on those before it.
-    half = case.probe(replace(case.matrix.reference, part=(1, 2)))
-    if half and not _same_totals(half, case.reference):
-        return _carried(case, evidence)
+    half = trials.probe(replace(trials.matrix.reference, part=(1, 2)))
+    if half and not _same_totals(half, trials.reference):
+        return _carried(trials, evidence)
 
     return named(
         "loss-weight", f"{evidence}; the sums of the same samples differ from split to split, the weights do not"
@@ -485,21 +487,21 @@ def _of_sum(case: Case, evidence: str) -> Cause:
 # ---- tied weights ----
 
 
-def _untied(case: Case, rows: list[Trial]) -> Cause | None:
+def _untied(trials: TrialCache, rows: list[Trial]) -> Cause | None:
     """Look for tied weights that wrapping untied, and for weights that should have been tied."""
-    tied = case.reference.facts["tied"]
+    tied = trials.reference.facts["tied"]
 
     # Wrapping, sharding or moving a model may copy a parameter that two modules share.
-    for trial in [case.matrix.reference, *rows]:
-        record = case.record(trial)
+    for trial in [trials.matrix.reference, *rows]:
+        record = trials.record(trial)
         if record.ranks and record.facts["tied_after"] != tied:
             names = next(iter(tied), ["?"])
             return named("untied", f"{' and '.join(names)}: one tensor before wrapping, not after ({trial.text})")
 
-    return _copied(case.reference)
+    return _copied(trials.reference)
 
 
-def _copied(reference: Record) -> Cause | None:
+def _copied(reference: TrialRecord) -> Cause | None:
     """Look for two matrices, of modules of different kinds, that start as the same random numbers and then diverge.
 
     An embedding and a linear layer that start equal were probably meant to be tied. Layers of the same kind may start

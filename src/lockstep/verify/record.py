@@ -37,7 +37,7 @@ class Micro:
 
 
 @dataclass(eq=False)
-class Record:
+class TrialRecord:
     """The record of one trial. Steps count from 0; snapshot `step` is the state before that step.
 
     All numbers of a step are read from files, one for each rank. A trial that failed has a `failure`, and the steps
@@ -122,9 +122,9 @@ class Record:
         return {name for step in self.micros for micro in step for name in micro.drawn}
 
 
-def read_record(folder: Path, trial: Trial, failure: Failure | None) -> Record:
+def read_record(folder: Path, trial: Trial, failure: Failure | None) -> TrialRecord:
     """Read what the ranks of a trial wrote to `folder`; unless every rank left a record, none is used."""
     # A rank that dies before its first snapshot writes none.
     paths = [folder / f"record-{rank}.json" for rank in range(trial.world)]
     ranks = [json.loads(path.read_text()) for path in paths if path.exists()]
-    return Record(folder, trial, ranks if len(ranks) == trial.world else [], failure)
+    return TrialRecord(folder, trial, ranks if len(ranks) == trial.world else [], failure)

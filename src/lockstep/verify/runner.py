@@ -21,11 +21,12 @@ from typing import BinaryIO
 from lockstep.config import Layer
 from lockstep.launch.failure import Failure, Kind
 from lockstep.launch.job import PRELOAD
+from lockstep.launch.ranks import rank_record
+from lockstep.launch.ranks.zygote_client import ZygoteClient
 from lockstep.launch.wire.lines import wait_readable
-from lockstep.launch.zygote import Zygote
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, OF_ONE_JOB, STORE_FILE
 from lockstep.runtime.host.resources import available_cores, visible_gpus
-from lockstep.verify.record import Record, read_record
+from lockstep.verify.record import TrialRecord, read_record
 from lockstep.verify.trials import Trial
 
 LIMIT = timedelta(minutes=5)  # timeout of a trial, or TIMES the duration of the longest so far, if that is more
@@ -95,7 +96,7 @@ class Runner:
         env = {name: value for name, value in os.environ.items() if name not in OF_ONE_JOB} | {"OMP_NUM_THREADS": "1"}
 
         module = "lockstep.verify.recorded_run"
-        self._zygote = Zygote(f"{module}:work", [*PRELOAD, module, *preload], env)
+        self._zygote = ZygoteClient(f"{module}:work", [*PRELOAD, module, *preload], env)
         self._limit_s = limit.total_seconds()
         self._ranks = 0  # of all trials so far
         self._trials = 0
@@ -108,7 +109,9 @@ class Runner:
         self._zygote.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def run(self, target: str, layers: Sequence[Layer], steps: int, trials: Sequence[Trial]) -> dict[Trial, Record]:
+    def run(
+        self, target: str, layers: Sequence[Layer], steps: int, trials: Sequence[Trial]
+    ) -> dict[Trial, TrialRecord]:
         """Run each trial for `steps`, in parallel as far as there are cores (or GPUs).
 
         `target` and `layers` say what to train, as for `lockstep train`.
@@ -116,7 +119,7 @@ class Runner:
         slots = max(available_cores(), visible_gpus())
         waiting = list(trials)
         running: list[RunningTrial] = []
-        records: dict[Trial, Record] = {}
+        records: dict[Trial, TrialRecord] = {}
 
         while waiting or running:
             busy = sum(started.trial.world for started in running)
@@ -191,7 +194,7 @@ class Runner:
             if not started.over and started.late(self._limit_s):
                 started.lifeline.close()
 
-    def _end(self, ended: RunningTrial) -> Record:
+    def _end(self, ended: RunningTrial) -> TrialRecord:
         """Close a trial that has ended, and return its record."""
         ended.lifeline.close()
 
@@ -211,9 +214,8 @@ def _failure(ended: RunningTrial) -> Failure | None:
         text = f"still running after {time.monotonic() - ended.began:.0f} s"
         return Failure.noticed(Kind.HANG, text, 0, "localhost", cause="hang")
 
-    failures = [Failure.read(path) for path in (ended.folder / "attempt").glob("rank-*.json")]
-    if failures:
-        return min(failures, key=lambda failure: (not failure.for_user, failure.time))
+    if recorded := rank_record.first_failure(ended.folder / "attempt"):
+        return recorded
 
     # A rank that was killed, or called os._exit, recorded nothing.
     rank, code = next((rank, ended.codes[n]) for rank, n in enumerate(ended.ranks) if ended.codes[n])

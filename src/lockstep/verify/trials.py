@@ -42,7 +42,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Matrix:
+class TrialMatrix:
     """The trials that are always run."""
 
     reference: Trial
@@ -119,7 +119,7 @@ def check(options: VerifyOptions) -> None:
             raise UserError(f"{option} {_as_typed(counts)} has a count below 1", "", f"use {option} 1 or more")
 
 
-def choose(options: VerifyOptions, facts: dict[str, Any]) -> Matrix:
+def choose(options: VerifyOptions, facts: dict[str, Any]) -> TrialMatrix:
     """Return the trials to run. `facts` comes from a first run on one process."""
     worlds, notes = _worlds(options, facts)
 
@@ -139,7 +139,7 @@ def choose(options: VerifyOptions, facts: dict[str, Any]) -> Matrix:
         if world % 2 == 0 or not STRATEGIES[name].replica_groups
     ]
 
-    return Matrix(
+    return TrialMatrix(
         reference,
         again=replace(reference, again=True),
         nudged=tuple(replace(reference, nudge=seed) for seed in range(1, NUDGES + 1)),

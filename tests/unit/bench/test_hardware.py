@@ -10,7 +10,7 @@ import pytest
 from lockstep.bench import hardware
 from lockstep.bench.kinds.checkpoint import file_system
 from lockstep.bench.kinds.comm import bus_factor, human, sizes_up_to
-from lockstep.bench.projection import Link, all_reduce_seconds, fit, link_of_all_reduce, project, section_of
+from lockstep.bench.projection import NetworkLink, all_reduce_seconds, fit, link_of_all_reduce, project, section_of
 from lockstep.bench.results import Result, Section
 
 
@@ -43,7 +43,13 @@ def test_ranks_get_cores_of_their_own_as_long_as_there_are_enough() -> None:
     two = hardware.place(2, 2, gpus=0)
     assert two.cpus == [[0, 2], [1, 3]]
     assert two.own
-    assert hardware.describe(two, 2) == "each rank has 2 cores of its own"
+    assert hardware.describe(two, 2) == "each rank has 2 hardware threads of 1 core of its own"
+
+    # Whatever the number of ranks, a rank has the same: here a core whose other thread is idle.
+    assert hardware.place(1, 1, gpus=0).cpus == [[0]]
+    assert hardware.place(2, 1, gpus=0).cpus == [[0], [1]]
+    assert hardware.describe(hardware.place(2, 1, gpus=0), 1) == "each rank has 1 core of its own"
+
     assert hardware.place(4, 1, gpus=0).shared == "ranks share physical cores, as hardware threads"
     assert hardware.place(3, 2, gpus=0).shared == "3 ranks of 2 cores share 4 cores"
 
@@ -67,8 +73,8 @@ def test_a_fit_finds_latency_and_bandwidth() -> None:
 
 
 def test_a_projection_knows_what_communication_costs() -> None:
-    link = Link(latency=1e-6, bandwidth=1e10)
-    free = project("weak", 0.1, 0, Link(0.0, 1e10))
+    link = NetworkLink(latency=1e-6, bandwidth=1e10)
+    free = project("weak", 0.1, 0, NetworkLink(0.0, 1e10))
     assert [point.efficiency for point in free] == [1.0, 1.0, 1.0]
 
     weak, strong = project("weak", 0.1, 4e8, link), project("strong", 0.1, 4e8, link)

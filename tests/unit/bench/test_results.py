@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 
 from lockstep.bench import benchmark_weak_scaling, plots, results
 from lockstep.bench.compare import compare
-from lockstep.bench.hardware import Placement
+from lockstep.bench.hardware import RankPlacement
 from lockstep.bench.intervals import estimate, ratio, spread_text
 from lockstep.bench.kinds import comm, settings, start, step
 from lockstep.bench.kinds.memory import judge, judge_ranks, worst_rank
@@ -31,8 +32,8 @@ def result(throughput: list[float], hardware: str = "a <machine>") -> Result:
     rows = [
         {
             "world": world,
-            "throughput": estimate([world * rate for rate in throughput]).as_dict(),
-            "scaling_efficiency": estimate([1.0, 0.99]).as_dict(),
+            "throughput": estimate([world * rate for rate in throughput]),
+            "scaling_efficiency": estimate([1.0, 0.99]),
             "compute_fraction": 0.9,
             "breakdown_ms": {"forward": 3.0, "backward": 5.0, "exposed communication": 1.0},
         }
@@ -48,16 +49,17 @@ def result(throughput: list[float], hardware: str = "a <machine>") -> Result:
 def test_an_interval_holds_its_median_and_narrows_with_more_values() -> None:
     few, many = estimate([1.0, 2.0, 3.0, 4.0, 5.0]), estimate([1.0, 2.0, 3.0, 4.0, 5.0] * 20)
     for found in (few, many):
-        assert found.low <= found.median == 3.0 <= found.high
-    assert many.half_width < few.half_width
+        assert found["low"] <= found["median"] == 3.0 <= found["high"]
+    assert many["high"] - many["low"] < few["high"] - few["low"]
     # Fewer than six values have no interval at this level: they have their range. Nine leave out one at either end.
-    assert (few.low, few.high) == (1.0, 5.0)
-    assert (estimate(range(6)).low, estimate(range(9)).low, estimate(range(9)).high) == (0, 1, 7)
+    assert (few["low"], few["high"]) == (1.0, 5.0)
+    assert estimate(range(6))["low"] == 0
+    assert (estimate(range(9))["low"], estimate(range(9))["high"]) == (1, 7)
     assert spread_text(5) == "medians with the range of 5 rounds"
     assert "95 %" in spread_text(6)
-    assert estimate([7.0]) == estimate([7.0, 7.0, 7.0]).__class__(7.0, 7.0, 7.0, 1)
+    assert estimate([7.0]) == {"median": 7.0, "low": 7.0, "high": 7.0, "count": 1}
     # Rounds are compared one by one: a slow round counts for both.
-    assert ratio([2.0, 20.0, 4.0], [1.0, 10.0, 2.0]).median == 2.0
+    assert ratio([2.0, 20.0, 4.0], [1.0, 10.0, 2.0])["median"] == 2.0
 
 
 def test_a_target_is_judged_only_if_nothing_speaks_against_it() -> None:
@@ -65,10 +67,10 @@ def test_a_target_is_judged_only_if_nothing_speaks_against_it() -> None:
     assert Verdict("", 0.85, 0.9).passed is False
     assert Verdict("", 1.2, 1.15, higher_is_better=False).passed is False
     assert Verdict("", 0.1, 0.9, refusal="2 ranks share 1 GPU").passed is None
-    undecided = judged("", estimate([0.85, 0.89, 0.91]).as_dict(), 0.9, True, "")
+    undecided = judged("", estimate([0.85, 0.89, 0.91]), 0.9, True, "")
     assert undecided.passed is None
     assert str(undecided).startswith("undecided")
-    assert judged("", estimate([0.91, 0.93, 0.95]).as_dict(), 0.9, True, "").passed is True
+    assert judged("", estimate([0.91, 0.93, 0.95]), 0.9, True, "").passed is True
     assert "not judged" in str(Verdict("", 0.1, 0.9, refusal="2 ranks share 1 GPU"))
 
 
@@ -255,10 +257,9 @@ class Answering:
         seconds = next((v["lr"]["peak"] for _, v in reversed(arguments["layers"]) if "lr" in v), 1.0)
         turn = {"seconds": seconds, "cpu_seconds": 2 * seconds, "peak_bytes": 0}
         facts = {"parameters": 7, "global_batch": 32, "device": "cpu"}
-        placed = Placement([[0]] * world)
-        return SimpleNamespace(
-            ready=lambda: [facts] * world, ask=lambda: [turn] * world, placed=lambda _: placed, close=lambda: None
-        )
+        placed = RankPlacement([[0]] * world)
+        team = SimpleNamespace(ready=lambda: [facts] * world, ask=lambda: [turn] * world, placed=lambda _: placed)
+        return nullcontext(team)
 
 
 def test_starts_are_compared_round_by_round_after_one_to_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.load import CheckpointReader, Gather, find
+from lockstep.checkpoint.load import CheckpointReader, Gather, newest_valid
 from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.saver import Saver
-from lockstep.checkpoint.saving.writer import Committed, Save, SaveContext
-from lockstep.checkpoint.state_tree import pack, unpack
+from lockstep.checkpoint.saving.writer import Save
+from lockstep.checkpoint.state.state_tree import pack, unpack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage
 from lockstep.runtime.layout import LocalShard, shard_of
 
@@ -97,7 +99,7 @@ def alone(value: Any) -> list[Any]:
 
 
 def load(place: Path | CheckpointStorage) -> tuple[CheckpointReader, dict[str, torch.Tensor]]:
-    reader = find(as_storage(place), 0, 1, alone)
+    reader = newest_valid(as_storage(place), 0, 1, alone)
     assert reader is not None
     return reader, {name: reader.read(name) for name in reader.names()}
 

@@ -59,9 +59,9 @@ class StorageContract:
     def test_an_exception_instead_of_a_chunk_reaches_the_caller(self, storage: CheckpointStorage) -> None:
         def chunks() -> Iterator[memoryview]:
             yield memoryview(b"abc")
-            raise RuntimeError("abandoned")
+            raise RuntimeError("aborted")
 
-        with pytest.raises(RuntimeError, match="abandoned"):
+        with pytest.raises(RuntimeError, match="aborted"):
             storage.write("folder/file", chunks())
 
     def test_missing_files_are_file_not_found(self, storage: CheckpointStorage) -> None:

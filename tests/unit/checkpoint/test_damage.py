@@ -19,8 +19,9 @@ from checkpoints import alone, commit, load, same, state, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.checkpoint import load as load_module
 from lockstep.checkpoint.format import file_name, find_problems
-from lockstep.checkpoint.load import CheckpointReader, Problem, find
+from lockstep.checkpoint.load import CheckpointReader, ReportedProblem, newest_valid
 from lockstep.checkpoint.manifest import (
     Damaged,
     File,
@@ -165,14 +166,14 @@ def test_nothing_whole_is_an_error_that_names_each_file_and_reason(root):
 
 def test_exactly_one_checkpoint_can_be_asked_for(root):
     only = "step-00000010"
-    found = find(FileSystemStorage(root), 0, 1, alone, only)
+    found = newest_valid(FileSystemStorage(root), 0, 1, alone, only)
     assert found is not None
     assert found.manifest.step == 10
     flip(root / only / file_name(1), 100)
     with pytest.raises(UserError, match=f"{file_name(1)}: the bytes changed"):
-        find(FileSystemStorage(root), 0, 1, alone, only)
+        newest_valid(FileSystemStorage(root), 0, 1, alone, only)
     with pytest.raises(UserError, match="missing"):
-        find(FileSystemStorage(root), 0, 1, alone, "step-00000011")
+        newest_valid(FileSystemStorage(root), 0, 1, alone, "step-00000011")
 
 
 def other_format(root: Path, step: int, version: int) -> None:
@@ -190,7 +191,7 @@ def test_a_checkpoint_of_another_version_is_not_called_damaged(root, version, ag
     assert skipped.why == f"format {version}, of {age} version of Lockstep; this version reads format 2"
 
     with pytest.raises(UserError, match=r"step-00000020 was written by another version(.|\n)*use the version"):
-        find(FileSystemStorage(root), 0, 1, alone, "step-00000020")
+        newest_valid(FileSystemStorage(root), 0, 1, alone, "step-00000020")
     other_format(root, 10, version)
     with pytest.raises(UserError, match=r"every checkpoint in .* was written by another version of Lockstep"):
         load(root)
@@ -205,11 +206,11 @@ def test_damage_on_one_rank_is_damage_whatever_the_format(root):
             gather_all = gather
 
             def gather(value):
-                if value and isinstance(value[0], list) and value[0] and isinstance(value[0][0], Problem):
+                if value and isinstance(value[0], list) and value[0] and isinstance(value[0][0], ReportedProblem):
                     value = [[["damaged", "manifest.json", "cannot be read"]], value[1]]
                 return gather_all(value)
 
-        return find(FileSystemStorage(root), rank, 2, gather)
+        return newest_valid(FileSystemStorage(root), rank, 2, gather)
 
     other_format(root, 20, 1)
     for found in together(2, seen_by):
@@ -220,7 +221,7 @@ def test_damage_on_one_rank_is_damage_whatever_the_format(root):
 
 
 def test_no_checkpoint_at_all_is_none(tmp_path):
-    assert find(FileSystemStorage(tmp_path / "checkpoints"), 0, 1, alone) is None
+    assert newest_valid(FileSystemStorage(tmp_path / "checkpoints"), 0, 1, alone) is None
 
 
 # ---- several ranks ----
@@ -230,7 +231,7 @@ def test_no_checkpoint_at_all_is_none(tmp_path):
 def test_all_ranks_come_to_the_same_answer(root, size):
     """Each rank reads only its files: only one of them can have seen the damage."""
     flip(root / "step-00000020" / file_name(1), 150)
-    answers = together(size, lambda rank, gather: find(FileSystemStorage(root), rank, size, gather))
+    answers = together(size, lambda rank, gather: newest_valid(FileSystemStorage(root), rank, size, gather))
     for found in answers:
         assert found.manifest.step == 10
         assert [(damaged.checkpoint.name, damaged.file) for damaged in found.skipped] == [
@@ -241,20 +242,41 @@ def test_all_ranks_come_to_the_same_answer(root, size):
 def test_every_file_is_read_by_one_rank(pristine, monkeypatch):
     seen = []
     monkeypatch.setattr("lockstep.checkpoint.format.verify_file", lambda folder, file: seen.append(file.name))
-    together(2, lambda rank, gather: find(FileSystemStorage(pristine), rank, 2, gather))
+    together(2, lambda rank, gather: newest_valid(FileSystemStorage(pristine), rank, 2, gather))
     assert sorted(seen) == [file_name(0), file_name(1)]
 
 
 @pytest.mark.parametrize(("first", "second"), [("full", "empty"), ("empty", "full"), ("full", "claimed by another")])
-def test_ranks_with_disks_of_their_own_are_told(root, tmp_path, first, second):
+def test_ranks_with_disks_of_their_own_are_told(root, tmp_path, monkeypatch, first, second):
+    monkeypatch.setattr(load_module, "LOOK_PAUSE_S", 0.0)
     (tmp_path / "empty").mkdir()
     shutil.copytree(root, tmp_path / "claimed by another")
     shutil.copy(root / "owner", tmp_path / "empty" / "owner")  # so that it must be noticed otherwise
     FileSystemStorage(tmp_path / "claimed by another").claim("other")
     places = [tmp_path / {"full": "checkpoints"}.get(name, name) for name in (first, second)]
-    for answer in together(2, lambda rank, gather: find(FileSystemStorage(places[rank]), rank, 2, gather)):
+    for answer in together(2, lambda rank, gather: newest_valid(FileSystemStorage(places[rank]), rank, 2, gather)):
         assert isinstance(answer, UserError)
         assert "share" in answer.fix
+
+
+class StaleListing(FileSystemStorage):
+    """A folder on NFS whose listing is old for the first few looks: it has no checkpoint yet."""
+
+    old_looks = 3
+
+    def folders(self) -> list[str]:
+        self.old_looks -= 1
+        return super().folders() if self.old_looks < 0 else []
+
+
+@pytest.mark.parametrize("stale_rank", [0, 1])
+def test_an_old_listing_of_the_folder_is_looked_at_again(root, monkeypatch, stale_rank):
+    monkeypatch.setattr(load_module, "LOOK_PAUSE_S", 0.0)
+
+    def work(rank, gather):
+        return newest_valid(StaleListing(root) if rank == stale_rank else FileSystemStorage(root), rank, 2, gather)
+
+    assert [reader.checkpoint.name for reader in together(2, work)] == ["step-00000020"] * 2
 
 
 def test_ranks_that_read_different_manifests_are_told(root, tmp_path):
@@ -262,7 +284,7 @@ def test_ranks_that_read_different_manifests_are_told(root, tmp_path):
     manifest = read_manifest(Checkpoint.at(other / "step-00000020"))
     manifest.values["list"].append(1)
     (other / "step-00000020" / "manifest.json").write_bytes(encode(manifest))
-    answers = together(2, lambda rank, gather: find(FileSystemStorage([root, other][rank]), rank, 2, gather))
+    answers = together(2, lambda rank, gather: newest_valid(FileSystemStorage([root, other][rank]), rank, 2, gather))
     assert all(isinstance(answer, UserError) and "different manifests" in answer.found for answer in answers)
 
 

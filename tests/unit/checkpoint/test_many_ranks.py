@@ -13,7 +13,9 @@ from lockstep.checkpoint import inspect, manifest
 from lockstep.checkpoint.format import FileLayout, arrange, file_name
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.writer import Committed, Confirmation, Failed, Save, SaveContext
+from lockstep.checkpoint.saving.draft import Confirmation, SaveContext
+from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
+from lockstep.checkpoint.saving.writer import Save
 from lockstep.checkpoint.storage import FileSystemStorage
 
 
@@ -41,13 +43,13 @@ def saved(root: Path, ranks: int) -> tuple[CountingStorage, Save]:
     storage.claim("token")
     own = layout_of(0, ranks)
     save = Save(SaveContext(storage, 0, ranks, "token", Retention()), 1, 1, own.file_size)
-    (root / save.folder).mkdir(parents=True)
+    (root / save.draft.name).mkdir(parents=True)
     for rank in range(1, ranks):
         layout = layout_of(rank, ranks)
         data = layout.header + bytes(layout.size)
         file = File(file_name(rank), len(data), xxhash.xxh3_128(data).hexdigest())
-        (root / save.folder / file.name).write_bytes(data)
-        (root / save.folder / f"rank-{rank:05d}.json").write_bytes(Confirmation(file, layout.tensors).encode())
+        (root / save.draft.name / file.name).write_bytes(data)
+        (root / save.draft.name / f"rank-{rank:05d}.json").write_bytes(Confirmation(file, layout.tensors).encode())
     save.run(own, memoryview(bytes(own.size)), lambda: None, {}, {})
     return storage, save
 
@@ -57,7 +59,7 @@ def test_a_commit_opens_each_file_twice_and_deletes_each_confirmation_once(tmp_p
     for ranks in (8, 64):
         storage, save = saved(tmp_path / str(ranks) / "checkpoints", ranks)
         assert isinstance(save.outcome, Committed)
-        assert not save.outcome.tidying_error
+        assert not save.outcome.warning
         calls[ranks] = dict(storage.calls)
         found = read_manifest(save.outcome.checkpoint)
         assert len(found.files) == len(found.tensors["weight"].pieces) == ranks
@@ -72,5 +74,5 @@ def test_a_manifest_that_would_be_too_large_to_read_is_not_committed(
 ) -> None:
     monkeypatch.setattr(manifest, "_MAX_MANIFEST_BYTES", 1000)
     _, save = saved(tmp_path / "checkpoints", 16)
-    assert isinstance(save.outcome, Failed)
+    assert isinstance(save.outcome, SaveFailed)
     assert save.outcome.reason.endswith("manifest.json: more than 1,000 bytes")

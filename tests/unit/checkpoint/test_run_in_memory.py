@@ -21,7 +21,8 @@ from lockstep.checkpoint.storage import FileSystemStorage, committed
 from lockstep.config import flatten, resolve
 from lockstep.config.changes import config_changes
 from lockstep.config.settings import typed
-from lockstep.engine.setup import builder
+from lockstep.engine.setup import run as run_setup
+from lockstep.engine.setup.parts import Parts
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.testing import fail_at
@@ -46,7 +47,7 @@ def test_a_run_is_preempted_and_resumes_from_memory(tmp_path: Path, monkeypatch:
     undisturbed = lockstep.fit(Dropped(), run_dir=tmp_path / "undisturbed")
 
     storage = MemoryStorage()
-    monkeypatch.setattr(builder, "open_storage", lambda folder: storage)
+    monkeypatch.setattr(run_setup, "open_storage", lambda *_: storage)
     run_dir = tmp_path / "parts"
     with fail_at(how="term", step=4), pytest.raises(Preempted) as preempted:
         lockstep.fit(Dropped(), run_dir=run_dir)
@@ -160,7 +161,7 @@ def test_what_a_killed_attempt_has_written_does_not_count_as_used(
     """The disk has room for all checkpoints of the run once the uncommitted folder is deleted."""
     storage = MemoryStorage(capacity=200_000)
     storage.write("step-00000004.tmp-dead-1/rank-00000.safetensors", [memoryview(bytes(199_900))])
-    monkeypatch.setattr(builder, "open_storage", lambda folder: storage)
+    monkeypatch.setattr(run_setup, "open_storage", lambda *_: storage)
     lockstep.fit(Dropped(), run_dir=tmp_path / "run")
     assert storage.folders() == ["step-00000012"]
 
@@ -215,24 +216,24 @@ def test_a_checkpoint_that_must_not_be_read_is_not_called_damaged(
 
 def test_nothing_is_added_to_checkpoints_that_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be saved, and never restored."""
-    add_part = builder.RunBuilder.add_part
-    builders: list[builder.RunBuilder] = []
+    add = Parts.add
+    parts: list[Parts] = []
 
-    def keep(self: builder.RunBuilder, name: str, part: Any) -> None:
-        builders.append(self)
-        add_part(self, name, part)
+    def keep(self: Parts, name: str, part: Any) -> None:
+        parts.append(self)
+        add(self, name, part)
 
     class Late(Dropped):
         def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
-            builders[0].add_part("late", self)
+            parts[0].add("late", self)
             return super().loss(model, batch)
 
-    monkeypatch.setattr(builder.RunBuilder, "add_part", keep)
+    monkeypatch.setattr(Parts, "add", keep)
     with pytest.raises(UserError, match="'late' cannot be saved with the run: its checkpoints are already open"):
         lockstep.fit(Late(), run_dir=tmp_path / "run", checks={"loss": "off"})
 
 
-def test_a_save_is_abandoned_for_the_reason_of_the_rank_where_it_arose(
+def test_a_save_is_aborted_for_the_reason_of_the_rank_where_it_arose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A reason may begin with "rank", and one that only repeats another rank's is left out."""
@@ -245,14 +246,14 @@ def test_a_save_is_abandoned_for_the_reason_of_the_rank_where_it_arose(
         managers.append(CheckpointManager(*args, **options))
         return managers[0]
 
-    monkeypatch.setattr(builder, "CheckpointManager", keep)
+    monkeypatch.setattr(run_setup, "CheckpointManager", keep)
     lockstep.fit(Dropped(), run_dir=tmp_path / "run")
     [only] = managers
     reasons: list[str] = []
-    only.log_event = lambda event, reason: reasons.append(reason)
+    only.pending._log_event = lambda event, reason: reasons.append(reason)
     for answers in (failures, [repeated, failures[1]], [repeated, none]):
         monkeypatch.setattr(only.runtime.collectives, "gather_json", lambda _, answers=answers: answers)
-        assert only.abandon_if_failed()
+        assert only.abort_if_failed()
     assert [reason.partition("WRITTEN: ")[2].partition(". Training")[0] for reason in reasons] == [
         "rank 0: rank 2 wrote 8 bytes, but its file has 4; rank 1: no space left",
         "rank 1: no space left",

@@ -35,9 +35,19 @@ from lockstep.checkpoint.manifest import (
     read_manifest,
 )
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving import writer
-from lockstep.checkpoint.state_tree import pack, unpack
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, delete_leftovers
+from lockstep.checkpoint.saving import commit as committing
+from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.outcome import SaveFailed, Written
+from lockstep.checkpoint.saving.writer import Save
+from lockstep.checkpoint.state.state_tree import pack, unpack
+from lockstep.checkpoint.storage import (
+    Checkpoint,
+    CheckpointStorage,
+    FileSystemStorage,
+    committed,
+    delete_leftovers,
+    file_system,
+)
 from lockstep.errors import UserError
 from lockstep.runtime.layout import LocalShard, shard_of
 
@@ -332,7 +342,7 @@ def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(storage, mon
     monkeypatch.undo()
     team[1 - rank].start(2, shard(state(2), 1 - rank, 2), {}, {})
     for saver in team:
-        saver.abandon("a disk is full")
+        saver.abort("a disk is full")
         assert saver.failure is None
     assert not is_committed(end([team[1 - rank]])[0])
     assert folders(storage) == {"step-00000001"}
@@ -385,9 +395,9 @@ def test_a_rank_that_has_written_its_file_fails_with_the_others(storage):
     team = savers(storage, 2)
     team[1].start(1, shard(state(1), 1, 2), {}, {})
     [report] = team[1].take_ended()
-    assert report.outcome == writer.Written()
-    team[1].abandon("rank 0: no space left")
-    assert report.outcome == writer.Failed("rank 0: no space left")
+    assert report.outcome == Written()
+    team[1].abort("rank 0: no space left")
+    assert report.outcome == SaveFailed("rank 0: no space left")
 
 
 def test_one_rank_may_write_almost_everything(storage, monkeypatch):
@@ -448,7 +458,7 @@ def test_an_error_in_the_thread_is_reported_and_the_saver_can_save_again(storage
     monkeypatch.setattr(faults, "fire", broken)
     saver.start(1, shard(state(1), 0, 1), {}, {})
     [report] = saver.take_ended()
-    assert saver.failure == report.outcome == writer.Failed("RuntimeError: injected")
+    assert saver.failure == report.outcome == SaveFailed("RuntimeError: injected")
     monkeypatch.undo()
     saver.start(2, shard(state(2), 0, 1), {}, {})
     assert is_committed(saver.take_ended()[0])
@@ -460,18 +470,40 @@ def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(sto
     def broken(*arguments: object) -> None:
         raise OSError(errno.EIO, "the disk coughed")
 
-    monkeypatch.setattr(writer, "apply_retention", broken)
+    monkeypatch.setattr(committing, "apply_retention", broken)
     saver.start(1, shard(state(1), 0, 1), {}, {})
     [report] = saver.take_ended()
-    assert "coughed" in report.outcome.tidying_error
+    assert "coughed" in report.outcome.warning
     assert saver.failure is None
     assert same(load(storage)[1], state(1))
+
+
+def test_a_rename_that_may_not_survive_a_power_cut_is_reported_and_older_checkpoints_are_kept(tmp_path, monkeypatch):
+    """The checkpoint is there under its name, so it must not be reported as lost."""
+    [saver] = savers(tmp_path, keep=Retention(last=1))
+    saver.start(1, shard(state(1), 0, 1), {}, {})
+    saver.take_ended()
+    sync = file_system.sync_folder
+
+    def broken(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError(errno.EIO, "the disk coughed")
+        sync(folder)
+
+    monkeypatch.setattr(file_system, "sync_folder", broken)
+    saver.start(2, shard(state(2), 0, 1), {}, {})
+    [report] = saver.take_ended()
+    assert saver.failure is None
+    assert report.outcome.warning.startswith("complete, but may not survive a power cut, so older ones are kept: ")
+    assert "coughed" in report.outcome.warning
+    assert {checkpoint.step for checkpoint in committed(FileSystemStorage(tmp_path))} == {1, 2}
+    assert same(load(tmp_path)[1], state(2))
 
 
 def test_a_part_that_is_shorter_than_its_rank_says_is_not_committed(storage):
     team = savers(storage, 2)
     team[1].start(1, shard(state(1), 1, 2), {}, {})
-    assert team[1].take_ended()[0].outcome == writer.Written()
+    assert team[1].take_ended()[0].outcome == Written()
     [uncommitted] = storage.folders()
     storage.write(f"{uncommitted}/{file_name(1)}", [memoryview(bytes(100))])
     team[0].start(1, shard(state(1), 0, 2), {}, {})
@@ -489,12 +521,12 @@ def test_a_rank_that_never_writes_is_named(storage):
     assert folders(storage) == set()
 
 
-def test_an_abandoned_save_ends_at_once_and_leaves_nothing(storage):
+def test_an_aborted_save_ends_at_once_and_leaves_nothing(storage):
     team = savers(storage, 2)
     team[0].start(1, shard(state(1), 0, 2), {}, {})  # waits for rank 1, which never saves
-    team[0].abandon("rank 1: no space left")
+    team[0].abort("rank 1: no space left")
     [report] = team[0].take_ended(30)
-    assert report.outcome == writer.Failed("rank 1: no space left")
+    assert report.outcome == SaveFailed("rank 1: no space left")
     assert team[0].failure is None
     assert folders(storage) == set()
 
@@ -600,7 +632,7 @@ def test_a_file_system_that_fails_altogether_costs_a_checkpoint_and_not_the_run(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     storage = FileSystemStorage(tmp_path)
-    pending = writer.Save(writer.SaveContext(storage, 0, 1, TOKEN, Retention(3), 1.0), 1, 1, 100)
+    pending = Save(SaveContext(storage, 0, 1, TOKEN, Retention(3), 1.0), 1, 1, 100)
     monkeypatch.setattr(FileSystemStorage, "folders", stale)
     monkeypatch.setattr(FileSystemStorage, "delete", stale)
     pending.fail(OSError(errno.ESTALE, "Stale file handle"))

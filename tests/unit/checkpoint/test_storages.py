@@ -16,10 +16,9 @@ from memory_storage import MemoryStorage
 from storage_contract import StorageContract, put
 
 from lockstep.checkpoint.retention import Retention, steps_to_delete
-from lockstep.checkpoint.state_tree import pack
+from lockstep.checkpoint.state.state_tree import pack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, committed, file_system
 from lockstep.checkpoint.storage.protocol import CHUNK, PAGE, split
-from lockstep.errors import UserError
 from lockstep.launch.folder.run_dir import latest_step
 
 
@@ -70,10 +69,10 @@ def test_a_replacement_that_fails_leaves_the_old_file_and_no_draft(tmp_path, mon
     storage = FileSystemStorage(tmp_path)
     storage.replace(key, b"old")
 
-    def broken(handle: int) -> None:
+    def broken(*paths: object) -> None:
         raise OSError(errno.EIO, "the disk coughed")
 
-    monkeypatch.setattr(os, "fsync", broken)
+    monkeypatch.setattr(os, "replace", broken)
     with pytest.raises(OSError, match="coughed"):
         storage.replace(key, b"new")
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -195,9 +194,9 @@ def test_the_newest_always_stays(steps, last, every, best, mode, data):
         assert not [step for step in doomed if step % every == 0]
 
 
-@pytest.mark.parametrize("wrong", [{"last": 0}, {"every": 0}, {"mode": "least"}])
+@pytest.mark.parametrize("wrong", [{"last": 0}, {"every": 0}])
 def test_rules_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(UserError, match="checkpoint"):
+    with pytest.raises(AssertionError):
         Retention(**wrong)
 
 
@@ -205,7 +204,7 @@ def test_retention_is_applied_after_each_commit(tmp_path):
     [saver] = savers(tmp_path, keep=Retention(last=1, best="loss"))
     for step, loss in [(1, 5.0), (2, 1.0), (3, math.nan), (4, 2.0)]:
         saver.start(step, shard(state(step), 0, 1), {}, pack({"metrics": {"loss": loss}}, "values", {}))
-    assert not any(report.outcome.tidying_error for report in saver.take_ended())
+    assert not any(report.outcome.warning for report in saver.take_ended())
     assert [checkpoint.name for checkpoint in committed(FileSystemStorage(tmp_path))] == [
         "step-00000004",
         "step-00000002",

@@ -16,8 +16,8 @@ import lockstep
 from lockstep.cli import main
 from lockstep.clusters import hosts, nodes
 from lockstep.clusters.hosts import Event, Host, login_words, parse_hosts
-from lockstep.clusters.logins import _Watch
-from lockstep.clusters.tether_messages import Ended, Facts
+from lockstep.clusters.logins import _JobWatch
+from lockstep.clusters.tether_messages import Ended, HostFacts
 from lockstep.errors import UserError
 
 TASK = "import lockstep\n\n\nclass Nothing(lockstep.Task):\n    pass\n"
@@ -169,8 +169,8 @@ def test_options_for_hosts_need_hosts(words, capsys):
 # ---- where they meet ----
 
 
-def facts(name: str, addresses: list[str], resolved: dict[str, list[str]], reached_at: str = "") -> Facts:
-    return Facts(name, {}, ["127.0.0.1", *addresses], resolved, reached_at)
+def facts(name: str, addresses: list[str], resolved: dict[str, list[str]], reached_at: str = "") -> HostFacts:
+    return HostFacts(name, {}, ["127.0.0.1", *addresses], resolved, reached_at)
 
 
 def test_a_host_is_where_the_others_find_it():
@@ -339,5 +339,5 @@ def test_lines_that_an_answer_overtakes_are_printed(capfd):
         def next_event(self, wait):
             return self.events.pop(0)
 
-    assert _Watch(Scripted(), [Job(), Job()], 2, []).run() == 2
+    assert _JobWatch(Scripted(), [Job(), Job()], 2, []).run() == 2
     assert capfd.readouterr().err == "the reason\n[beta] its reason\n"

@@ -8,8 +8,8 @@ import fake_ray
 import pytest
 
 from lockstep.cli import main
-from lockstep.clusters.ray.agent import NodeAgent, Report
-from lockstep.clusters.ray.cluster import AgentLost, NoAnswer, RayCluster, RemoteAgent
+from lockstep.clusters.ray.agent import AgentReport, NodeAgent
+from lockstep.clusters.ray.cluster import AgentLost, RayCluster, RayUnavailable, RemoteAgent
 from lockstep.errors import UserError
 
 
@@ -70,7 +70,7 @@ def test_what_becomes_of_a_question(ray, tmp_path):
     # What the user can fix ends like a launcher that refuses; a broken connection proves nothing; an actor may be gone.
     agent.start(["train", "char_lm"])
     refusal = agent.poll()
-    assert isinstance(refusal, Report)
+    assert isinstance(refusal, AgentReport)
     assert refusal.code == 2
     assert "is not shared with" in refusal.lines[0]
     ray.next_answer = fake_ray.Ref(error=fake_ray.ActorUnavailableError("for a moment"))
@@ -100,7 +100,7 @@ def test_a_control_service_that_is_away_is_told_from_other_errors(ray, monkeypat
         raise RuntimeError("failed to connect to the GCS\nat 10.0.0.1")
 
     monkeypatch.setattr(ray, call, away)
-    with pytest.raises(NoAnswer, match=r"^failed to connect to the GCS$"):
+    with pytest.raises(RayUnavailable, match=r"^failed to connect to the GCS$"):
         ask(cluster, group)
 
 

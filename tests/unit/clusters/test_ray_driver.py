@@ -24,11 +24,11 @@ from lockstep.cli import main
 from lockstep.clusters import ray as platform
 from lockstep.clusters.ray import agent as agents
 from lockstep.clusters.ray import driver
-from lockstep.clusters.ray.agent import NodeAgent, Report, TermWatch
-from lockstep.clusters.ray.cluster import AgentLost, NoAnswer, RayNode, state_of
-from lockstep.clusters.ray.driver import Driver
+from lockstep.clusters.ray.agent import AgentReport, NodeAgent, TermWatch
+from lockstep.clusters.ray.cluster import AgentLost, RayNode, RayUnavailable, state_of
+from lockstep.clusters.ray.driver import RayDriver
 from lockstep.clusters.ray.merged_output import MergedOutput
-from lockstep.clusters.request import Request
+from lockstep.clusters.request import JobRequest
 from lockstep.errors import UserError
 from lockstep.launch.agent import _environment_for
 from lockstep.launch.job import RESUME_COMMAND, Bounds
@@ -63,14 +63,14 @@ class FakeAgent:
 
     silent: bool = False
 
-    def poll(self) -> Report | None:
+    def poll(self) -> AgentReport | None:
         if self.lost:
             raise AgentLost(self.lost)
         if self.silent:
             return None
         lines, self.lines = self.lines, []
         ended_job = self.coordinates and self.code is not None
-        return Report(lines, self.code, self.coordinates, ended_job, self.port_taken)
+        return AgentReport(lines, self.code, self.coordinates, ended_job, self.port_taken)
 
     def signal(self, name: str) -> None:
         self.signals.append(name)
@@ -145,7 +145,7 @@ class FakeCluster:
 
     def nodes(self) -> list[RayNode]:
         if self.away:
-            raise NoAnswer("connection refused")
+            raise RayUnavailable("connection refused")
         return self._free_nodes()
 
     def _free_nodes(self) -> list[RayNode]:
@@ -154,13 +154,13 @@ class FakeCluster:
 
     def reserve(self, count: int, need, node: str | None = None) -> Group:
         if self.away:
-            raise NoAnswer("connection refused")
+            raise RayUnavailable("connection refused")
         self.groups.append(Group(dict(need), node, [""] * count))
         return self.groups[-1]
 
     def placed(self, group: Group) -> list[str]:
         if self.away:
-            raise NoAnswer("connection refused")
+            raise RayUnavailable("connection refused")
         free = [node.id for node in self._free_nodes() if node.has_free(group.need) and node.drained_at is None]
         free = [node for node in free if group.node in (None, node)]
 
@@ -182,10 +182,10 @@ def run(tmp_path, capfd):
     """Run a driver on a cluster of so many nodes. Returns its exit code, the cluster, and what was printed."""
 
     def play(script, count=3, nnodes=(1, 3), signals: list[str] | None = None, wait: float | None = None):
-        request = Request("char_lm", ("steps=3",), (), (), tmp_path / "run", "2", Bounds(*nnodes))
+        request = JobRequest("char_lm", ("steps=3",), (), (), tmp_path / "run", "2", Bounds(*nnodes))
         cluster = FakeCluster(count, script)
         signals = [] if signals is None else signals
-        code = Driver(cluster, request, NEED, signals, wait, "type it again").run()
+        code = RayDriver(cluster, request, NEED, signals, wait, "type it again").run()
         assert all(group.released for group in cluster.groups)
         assert not cluster.running()
         captured = capfd.readouterr()
@@ -317,7 +317,7 @@ def test_a_control_service_that_goes_away_before_the_first_agent_is_waited_for(r
 
     def make_agent(cluster, *arguments):
         if cluster.now() < 5:
-            raise NoAnswer("connection refused")
+            raise RayUnavailable("connection refused")
         return original(cluster, *arguments)
 
     monkeypatch.setattr(FakeCluster, "make_agent", make_agent)
@@ -379,7 +379,9 @@ def test_a_job_saves_before_ray_gives_up_its_control_service_and_goes_on_when_it
 
 
 def test_a_control_service_that_is_away_at_the_start_is_an_error_for_people(run, monkeypatch):
-    monkeypatch.setattr(FakeCluster, "nodes", lambda cluster: (_ for _ in ()).throw(NoAnswer("connection refused")))
+    monkeypatch.setattr(
+        FakeCluster, "nodes", lambda cluster: (_ for _ in ()).throw(RayUnavailable("connection refused"))
+    )
     with pytest.raises(UserError, match="does not say which nodes it has"):
         run(lambda cluster, second: None)
 
@@ -804,7 +806,7 @@ def test_the_script_submits_the_same_job(capsys, monkeypatch, tmp_path):
     ],
 )
 def test_what_a_node_needs(nproc, cpus, gpus, need):
-    request = Request("char_lm", (), (), (), Path("run"), nproc, Bounds(1, 1))
+    request = JobRequest("char_lm", (), (), (), Path("run"), nproc, Bounds(1, 1))
     assert platform.needed(request, argparse.Namespace(cpus_per_node=cpus, gpus_per_node=gpus)) == need
 
 
@@ -845,7 +847,7 @@ def agent(tmp_path):
         made._child.wait()
 
 
-def ended(agent: NodeAgent) -> Report:
+def ended(agent: NodeAgent) -> AgentReport:
     lines: list[str] = []
     while (report := agent.poll()).code is None:
         lines += report.lines

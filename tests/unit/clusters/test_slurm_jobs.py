@@ -19,7 +19,7 @@ import pytest
 from lockstep.cli import main
 from lockstep.clusters import slurm, slurm_partitions
 from lockstep.clusters.slurm_job import seconds_of
-from lockstep.clusters.slurm_partitions import Nodes, megabytes, parse_sinfo
+from lockstep.clusters.slurm_partitions import PartitionNodes, megabytes, parse_sinfo
 
 ROOT = Path(__file__).parents[3]
 
@@ -339,7 +339,7 @@ CLUSTER = parse_sinfo(SINFO)
 
 
 def test_what_sinfo_prints_is_understood():
-    assert CLUSTER[0] == Nodes("main", True, 2, 8, 4000, 4, "1-00:00:00", ("(null)",))
+    assert CLUSTER[0] == PartitionNodes("main", True, 2, 8, 4000, 4, "1-00:00:00", ("(null)",))
     assert (CLUSTER[1].gpus, CLUSTER[1].features) == (5, ("a100", "big"))
     assert (CLUSTER[2].cpus, CLUSTER[2].gpus, CLUSTER[2].default) == (16, 0, False)
 

@@ -16,8 +16,17 @@ import pytest
 import lockstep
 from lockstep.clusters import logins, nodes
 from lockstep.clusters.hosts import Event, Host, Login
-from lockstep.clusters.logins import _Watch
-from lockstep.clusters.tether_messages import MARK, Beat, Ended, Facts, PassSignal, Problem, Training, encode
+from lockstep.clusters.logins import _JobWatch
+from lockstep.clusters.tether_messages import (
+    MARK,
+    Beat,
+    Ended,
+    HostFacts,
+    HostProblem,
+    PassSignal,
+    StartTraining,
+    encode,
+)
 from lockstep.errors import ExitCode, UserError
 
 # A tether that is less patient, and a job that lasts. `begun` appears when the job has begun.
@@ -35,10 +44,10 @@ sys.exit(tether.Tether().serve())
 """
 
 
-def training(run: Path, **values) -> Training:
+def training(run: Path, **values) -> StartTraining:
     job = {"overrides": [], "config_files": [], "arguments": [], "nproc": "1", "nnodes": "1:2", "join": "", "env": {}}
     job |= {"target": "char_lm", "resume": None, "resume_command": "", "run_dir": str(run), "place": 0, "least": 1}
-    return Training(**(job | values))
+    return StartTraining(**(job | values))
 
 
 @pytest.fixture
@@ -161,7 +170,7 @@ class FakeLogins:
 
     def watch(self, least: int) -> int:
         jobs = [training(Path("run"), place=place, least=least) for place in (0, 1)]
-        return _Watch(self, jobs, least, self.signals).run()  # pyrefly: ignore[bad-argument-type]
+        return _JobWatch(self, jobs, least, self.signals).run()  # pyrefly: ignore[bad-argument-type]
 
 
 def lost(place: int, code: int = 255) -> Event:
@@ -172,7 +181,7 @@ def ended(place: int, code: int) -> Event:
     return Event(place, 1, answer=Ended(code))
 
 
-FACTS = Event(1, 2, answer=Facts("b", {}, [], {}))
+FACTS = Event(1, 2, answer=HostFacts("b", {}, [], {}))
 
 
 @pytest.mark.parametrize(
@@ -211,13 +220,13 @@ def test_a_job_that_ends_is_not_joined_again(monkeypatch, end):
     hosts = FakeLogins(end, lost(1), FACTS, ended(0, 0))
     hosts.watch(least=1)
     assert hosts.again == []
-    assert [request for place, request in hosts.sent if place == 1] == ["Training"]
+    assert [request for place, request in hosts.sent if place == 1] == ["StartTraining"]
 
     # Lost before, and back after: not started.
     hosts = FakeLogins(lost(1), end, FACTS, ended(0, 0))
     hosts.watch(least=1)
     assert hosts.again == [1]
-    assert [request for place, request in hosts.sent if place == 1] == ["Training", "Look"]
+    assert [request for place, request in hosts.sent if place == 1] == ["StartTraining", "Look"]
 
 
 @pytest.mark.slow
@@ -234,7 +243,7 @@ def test_a_login_that_cannot_be_started_does_not_end_the_job_of_the_other_hosts(
     hosts = NoProcessLeft(lost(1), None, FACTS, ended(0, 0), ended(1, 0))
     assert hosts.watch(least=1) == ExitCode.FINISHED
     assert hosts.again == [1, 1]
-    assert [request for place, request in hosts.sent if place == 1] == ["Training", "Look", "Training"]
+    assert [request for place, request in hosts.sent if place == 1] == ["StartTraining", "Look", "StartTraining"]
 
 
 def test_hosts_that_do_not_notice_a_hang_up_are_not_waited_for(monkeypatch):
@@ -250,7 +259,7 @@ def test_a_login_can_be_hung_up_and_written_to():
 
 
 def test_a_host_that_cannot_read_its_files_is_named():
-    hosts = SimpleNamespace(hosts=[Host("a")], ask=lambda *request: [Problem("Permission denied")])
+    hosts = SimpleNamespace(hosts=[Host("a")], ask=lambda *request: [HostProblem("Permission denied")])
     request = SimpleNamespace(target="task.py:Task", config_files=())
     with pytest.raises(UserError, match="a cannot read the files of the job") as error:
         nodes._look(hosts, request)  # pyrefly: ignore[bad-argument-type]

@@ -22,7 +22,7 @@ def test_the_defaults_are_the_agreed_ones():
     expected |= {"scaler.initial": 2.0**15, "scaler.maximum": 2.0**24, "nonfinite.max_in_a_row": 5}
     expected |= {
         "data.prefetch": 2,
-        "ddp.bucket_mb": 25.0,
+        "ddp.bucket_mb": "auto",
         "log.every": 10,
         "checks.every": 500,
         "steps": None,

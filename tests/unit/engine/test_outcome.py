@@ -11,9 +11,9 @@ import torch
 
 from lockstep.config import RunConfig, ScalerConfig, SpikeConfig
 from lockstep.engine.outcome import Outcome, Outcomes
+from lockstep.engine.progress import StepContext
 from lockstep.errors import OutOfStep
-from lockstep.precision import DynamicScaler
-from lockstep.runtime.context import log_nothing
+from lockstep.precision import PRECISIONS
 from lockstep.runtime.control_word import FLAGS, ControlWord, step_mark
 
 RANKS = 3
@@ -26,7 +26,7 @@ def concluded(step: int, summed: int = 0, noticed: tuple[int, ...] = (), word: C
     word = word or ControlWord(weight=4.0, step=summed)
     progress: Any = SimpleNamespace(step=step)
     outcome = Outcome(progress, reduced=None, loss_limit=float("inf"), word=word, grad_norm=1.0)  # type: ignore[arg-type]
-    return Outcomes(config, None, runtime, log_nothing).conclude(outcome)
+    return Outcomes(StepContext(config, runtime, PRECISIONS["fp32"], global_batch=4)).conclude(outcome)
 
 
 @pytest.mark.parametrize("step", [0, 1, 4095, 4096])
@@ -56,10 +56,12 @@ def outcome_of(word: ControlWord, grad_norm: float) -> Outcome:
 
 @pytest.fixture
 def fp16_outcomes() -> Outcomes:
-    config = RunConfig(global_batch=4, steps=10, spike=SpikeConfig(policy="skip"))
+    config = RunConfig(
+        global_batch=4, steps=10, spike=SpikeConfig(policy="skip"), scaler=ScalerConfig(interval=1), precision="fp16"
+    )
     collectives = SimpleNamespace(gather_json=lambda value: [value])
     runtime: Any = SimpleNamespace(world=SimpleNamespace(size=1, rank=0), collectives=collectives)
-    return Outcomes(config, DynamicScaler(ScalerConfig(interval=1)), runtime, log_nothing)
+    return Outcomes(StepContext(config, runtime, PRECISIONS["fp16"], global_batch=4))
 
 
 def word_of(outcomes: Outcomes, weight: float) -> ControlWord:

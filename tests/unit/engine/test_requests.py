@@ -30,10 +30,10 @@ class FakeStepper:
 
 
 class FakeCheckpoints:
-    abandoned = 0
+    aborted = 0
 
-    def abandon_if_failed(self) -> None:
-        self.abandoned += 1
+    def abort_if_failed(self) -> None:
+        self.aborted += 1
 
 
 def result(**flags: int) -> Any:
@@ -69,7 +69,7 @@ def test_a_result_that_is_read_late_is_accepted_once() -> None:
     assert found.accept_last() is None
     assert found.evaluate_agreed
     assert found.stepper.context.metric_names.new
-    assert found.checkpoints.abandoned == 1
+    assert found.checkpoints.aborted == 1
 
 
 def test_what_is_done_is_not_requested_again() -> None:

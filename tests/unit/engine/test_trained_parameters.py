@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from lockstep.engine.hooks.calls import Hook, find
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
 from lockstep.errors import UserError
 from lockstep.parallel.driver import RankRole, Reduced
@@ -24,13 +25,19 @@ class Delays:
         return self.steps
 
 
+def delaying(steps: Any) -> Hook:
+    hook = find(Delays(steps), "first_steps")
+    assert hook is not None
+    return hook
+
+
 def driver() -> Any:
     return SimpleNamespace(role=RankRole(), names=NAMES, parameters=[nn.Parameter(torch.ones(1)) for _ in NAMES])
 
 
 def test_the_latest_step_counts_and_a_name_that_is_left_out_is_trained_at_once():
     made = driver()
-    trained = TrainedParameters(made, [Delays({"body": 2}), Delays({"body": 3})])
+    trained = TrainedParameters(made, [delaying({"body": 2}), delaying({"body": 3})])
 
     names = []
     for step in (0, 2, 3):
@@ -49,4 +56,4 @@ def test_the_latest_step_counts_and_a_name_that_is_left_out_is_trained_at_once()
 )
 def test_other_answers_are_refused(steps: Any, problem: str):
     with pytest.raises(UserError, match=problem):
-        TrainedParameters(driver(), [Delays(steps)])
+        TrainedParameters(driver(), [delaying(steps)])

@@ -35,7 +35,7 @@ class IdleAgent(SimpleNamespace):
     def sockets(self):
         return []
 
-    def kill_ranks(self):
+    def kill_and_wait(self):
         pass
 
 

@@ -12,11 +12,11 @@ import pytest
 from lockstep.config.sections import HangConfig
 from lockstep.errors import listed_ranks
 from lockstep.launch.decisions import cluster
-from lockstep.launch.decisions.outbox import LINES_PER_S, Outbox
+from lockstep.launch.decisions.commands import LINES_PER_S, Outbox
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.flight_recorder import DEFAULT_GROUP, analyse
 from lockstep.launch.hangs.suspicion import RankView, suspect
-from lockstep.launch.wire.messages import CoordinatorState, Stacks, Start, decode, encode, ranges
+from lockstep.launch.wire.messages import CoordinatorState, Rendezvous, Stacks, Start, decode, encode, ranges
 
 RANKS = 2
 
@@ -133,7 +133,7 @@ def test_what_ranks_of_a_node_have_in_common_is_sent_once(monkeypatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
     import simulated_nodes  # pyrefly: ignore[missing-import]
 
-    start = Start(0, 0, 8, 8, 0, "", 1, 1, "")
+    start = Start(0, 0, 8, 8, 0, Rendezvous("", 1))
     message = simulated_nodes.Ranks("a").stacks(start)
     sizes = {count: len(encode(simulated_nodes.Ranks("a").stacks(replace(start, count=count)))) for count in (7, 8, 64)}
     assert sizes[64] < 1.02 * sizes[8]

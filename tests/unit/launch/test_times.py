@@ -1,9 +1,10 @@
 """The limits of time in the launcher: which must be shorter than which, and why."""
 
-from lockstep.launch import agent, coordinator, local_attempt, rank_process
+from lockstep.launch import agent, coordinator
 from lockstep.launch.decisions import phases
 from lockstep.launch.hangs import flight_recorder, watchdog
 from lockstep.launch.nodes import search
+from lockstep.launch.ranks import local_attempt, rank_process
 from lockstep.launch.wire import connections
 
 

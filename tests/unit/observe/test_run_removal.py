@@ -9,6 +9,7 @@ from run_folders import event, make_run
 from test_run_list import held_elsewhere
 
 from lockstep import cli
+from lockstep.checkpoint.inspect import delete_objects
 from lockstep.errors import UserError
 from lockstep.launch.folder.locks import LAUNCHER_LOCK, LOCK
 from lockstep.observe.run_removal import rm
@@ -21,7 +22,7 @@ def yes(question: str) -> bool:
 def test_a_run_is_deleted_and_what_was_freed_is_said(tmp_path):
     runs = [make_run(tmp_path / name, event("end", step=40)) for name in ("a", "b")]
     size = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-    lines, code = rm(runs, False, False, yes)
+    lines, code = rm(runs, False, False, yes, delete_objects)
     assert code == 0
     assert [line.split(":")[0] for line in lines[:2]] == [f"deleted {run}" for run in runs]
     assert lines[2] == f"{size / 1000:.1f} kB freed"
@@ -38,7 +39,7 @@ def test_what_lockstep_did_not_write_stays(tmp_path):
     (run / "evaluations").mkdir()  # of lockstep evaluate
     (run / "assets").mkdir()  # of the task's write_assets()
     (run / "samples").symlink_to(outside)
-    lines, _ = rm([run], False, False, yes)
+    lines, _ = rm([run], False, False, yes, delete_objects)
     assert sorted(path.name for path in run.iterdir()) == [".git", "notes.md"]
     assert "stays, with what Lockstep did not write: .git, notes.md" in lines[1]
     assert (outside / "precious").read_text() == "mine"
@@ -46,7 +47,7 @@ def test_what_lockstep_did_not_write_stays(tmp_path):
 
 def test_the_records_stay_if_only_checkpoints_go(tmp_path):
     run = make_run(tmp_path / "run")
-    lines, _ = rm([run], True, False, yes)
+    lines, _ = rm([run], True, False, yes, delete_objects)
     assert lines == [f"deleted the checkpoints of {run}: 1.0 kB freed"]
     assert not (run / "checkpoints").exists()
     assert {"metrics.jsonl", "events.jsonl", "config.yaml", "logs"} <= {path.name for path in run.iterdir()}
@@ -56,7 +57,7 @@ def test_the_records_stay_if_only_checkpoints_go(tmp_path):
 def test_nothing_is_deleted_if_one_of_the_runs_is_running(tmp_path, name):
     ended, running = make_run(tmp_path / "ended"), make_run(tmp_path / "running")
     with held_elsewhere(running, name), pytest.raises(UserError, match="is running"):
-        rm([ended, running], False, False, yes)
+        rm([ended, running], False, False, yes, delete_objects)
     assert (ended / "metrics.jsonl").exists()
     assert (running / "metrics.jsonl").exists()
 
@@ -70,7 +71,7 @@ def test_a_run_that_begins_while_the_question_is_answered_is_not_deleted(tmp_pat
         return True
 
     with pytest.raises(UserError, match="in use"):
-        rm([run], False, False, begin)
+        rm([run], False, False, begin, delete_objects)
     begun.__exit__(None, None, None)
     assert (run / "metrics.jsonl").exists()
 
@@ -86,7 +87,7 @@ def test_other_folders_and_links_are_refused(tmp_path):
         (tmp_path / "link", "is a symbolic link"),
     ):
         with pytest.raises(UserError, match=said):
-            rm([path], False, False, yes)
+            rm([path], False, False, yes, delete_objects)
     assert (run / "metrics.jsonl").exists()
 
 

@@ -8,7 +8,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from lockstep.observe.run_folder import save_weights
+from lockstep.observe.weights import save_weights
 
 WEIGHTS = {"größe": torch.arange(6.0).view(2, 3), "b": torch.ones(3, dtype=torch.float64)}
 ALIASES = {f"head.{number}": "größe" for number in range(9)} | {'a "quoted" name': "b"}

@@ -11,10 +11,10 @@ from torch import nn
 from lockstep.config import resolve
 from lockstep.errors import UserError
 from lockstep.optim.bf16_masters import MasterWeights
-from lockstep.optim.optimizers import Optimizers, ShardedOptimizers
+from lockstep.optim.optimizers import Optimizers, clip_elements_
 from lockstep.optim.registry import OPTIMIZERS, OptimizerKind, build_optimizers, describe
 from lockstep.optim.schedule import SCHEDULES, LearningRate, batch_scaling, share_of_peak
-from lockstep.optim.update import clip_elements_
+from lockstep.optim.zero1 import ShardedOptimizers
 from lockstep.runtime.world import World
 
 

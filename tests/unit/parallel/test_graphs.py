@@ -19,9 +19,11 @@ from lockstep.errors import UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
 from lockstep.parallel.call_chain import CallChain
-from lockstep.parallel.cudagraph import graphs
+from lockstep.parallel.cudagraph import graphs, install
 from lockstep.parallel.cudagraph.checks import difference
-from lockstep.parallel.cudagraph.graphs import MAX_PATTERNS, WARMUP_CALLS, GraphedCall, release_captures
+from lockstep.parallel.cudagraph.graphs import MAX_PATTERNS, WARMUP_CALLS, GraphedCall
+from lockstep.parallel.cudagraph.install import release_captures
+from lockstep.parallel.cudagraph.variants import RunLength
 from lockstep.recipes.hrm import HRM
 
 STEPS = WARMUP_CALLS + 6
@@ -123,8 +125,8 @@ def test_a_run_of_a_recipe(tmp_path, monkeypatch):
     """Six micro-batches a step, states that go from step to step, and evaluations: to the last bit."""
     values = {"preset": "tiny", "steps": 6, "evaluate.every": 3, "device": "cpu", "log.progress": "off"}
     plain = lockstep.fit(HRM, values, run_dir=tmp_path / "plain")
-    monkeypatch.setattr(graphs, "wants_graph", lambda config, runtime: True)
-    monkeypatch.setattr(graphs, "CudaDevice", lambda device: Again())
+    monkeypatch.setattr(install, "wants_graph", lambda config, runtime: True)
+    monkeypatch.setattr(install, "CudaDevice", lambda device: Again())
     made, init = [], GraphedCall.__init__
     monkeypatch.setattr(GraphedCall, "__init__", lambda self, *args: made.append(self) or init(self, *args))
     found = lockstep.fit(HRM, values, run_dir=tmp_path / "graph")
@@ -608,8 +610,29 @@ def test_only_what_is_launch_bound():
     assert device.replayed > 0
 
 
+class Asking(nn.Module):
+    """Waits for the device unless it is captured, as models of transformers do with their masks."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 4)
+
+    def forward(self, x):
+        if not torch.cuda.is_current_stream_capturing() and bool(x.isnan().all()):
+            raise ValueError("no numbers")
+        return self.net(x)
+
+
+def test_a_model_may_ask_whether_it_is_captured(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # a build for CPUs cannot answer
+    _, device, said = warmed(Asking())
+    assert device.replayed > 0
+    assert said[0][1].startswith("captured")
+    assert not torch.cuda.is_current_stream_capturing()
+
+
 def test_a_few_ways_at_most(monkeypatch):
-    monkeypatch.setattr(graphs, "MAX_CAPTURES", 1)
+    monkeypatch.setattr(graphs, "FEW_CAPTURES", 1)
     monkeypatch.setattr(graphs, "MAX_VARIANTS", 2)
     model = Dropping()
     found, _, said = graphed(model)
@@ -617,8 +640,32 @@ def test_a_few_ways_at_most(monkeypatch):
         for _ in range(WARMUP_CALLS + 2):
             model(torch.ones(size, 4)).sum().backward()
     assert len(found.variants) == 2
-    assert "1 variants of the call" in said[1][1]
+    assert "1 captures of other variants take 25% of the device's memory" in said[1][1]
     assert "in 2 different ways" in said[2][1]
+
+
+def test_more_than_a_few_captures_where_memory_allows(monkeypatch):
+    monkeypatch.setattr(graphs, "FEW_CAPTURES", 1)
+    model = Dropping()
+    found, device, _ = graphed(model)
+    device.memory = 100.0
+    for size in (2, 3, 4):
+        for _ in range(WARMUP_CALLS + 2):
+            model(torch.ones(size, 4)).sum().backward()
+    assert sum(variant.ready for variant in found.variants.values()) == 3
+
+
+def test_a_capture_must_pay_in_the_rest_of_the_run():
+    """With two steps left it does not. Then the run is made longer, and it does."""
+    model, length = Dropping(), RunLength(steps_left=10**6)
+    found = GraphedCall(model, Again(), False, Said(), length)
+    CallChain.of(model).install("graph", found)
+    for step in range(3 * WARMUP_CALLS):
+        length.steps_done += 1
+        length.steps_left = 2 if step < 2 * WARMUP_CALLS else 10**6
+        model(torch.ones(3, 4)).sum().backward()
+        ready = [variant.ready for variant in found.variants.values()]
+        assert ready == [step > 2 * WARMUP_CALLS], step
 
 
 def test_trees():

@@ -17,7 +17,8 @@ from lockstep.config.sections import RestartConfig
 from lockstep.engine.diagnose import explained
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch.decisions.restarts import Restarts, Settings
-from lockstep.launch.failure import Failure, record
+from lockstep.launch.failure import Failure
+from lockstep.launch.ranks import rank_record
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.call_chain import CallChain
 from lockstep.parallel.cudagraph.graphs import WARMUP_CALLS, GraphedCall
@@ -224,8 +225,8 @@ def test_one_size_down(size: int, samples: int | None, smaller: int) -> None:
 
 
 def test_such_an_end_is_restarted_without_any_checkpoint_and_no_rank_slot_is_dropped(tmp_path: Path) -> None:
-    record(tmp_path, 1, SmallerMicroBatch("step 0 does not fit"))
-    failure = Failure.read(tmp_path / "rank-1.json")
+    rank_record.record_exception(tmp_path, 1, SmallerMicroBatch("step 0 does not fit"))
+    failure = rank_record.read(tmp_path, 1)
     assert failure.asks_for_smaller_micro_batch
     assert "\n" not in failure.text()
     restarts = Restarts()

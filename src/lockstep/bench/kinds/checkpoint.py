@@ -32,6 +32,8 @@ COLUMNS = [
     Column("load_mb_s", "load rate", "MB/s"),
 ]
 
+Rounds = list[list[dict[str, Any]]]  # by round and rank: {"save": way -> (stall, written), "load": way -> seconds}
+
 
 def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> list[Section]:
     """Measure on the largest number of ranks, after one round to warm up."""
@@ -47,8 +49,7 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
 def _measure(root: Path, world: int, pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> Section:
     """Measure all ways in one team, which takes them in turns."""
     arguments = {"megabytes": options.megabytes, "threads": pool.cores_per_rank, "root": str(root)}
-    team = pool.start("checkpoint:measure", world, arguments)
-    try:
+    with pool.start("checkpoint:measure", world, arguments) as team:
         facts = team.ready()[0]
         team.ask()  # to warm up
 
@@ -56,33 +57,9 @@ def _measure(root: Path, world: int, pool: Pool, options: BenchOptions, report: 
         for number in range(options.repeats):
             report(f"checkpoint: round {number + 1} of {options.repeats}")
             rounds.append(team.ask())
-    finally:
-        team.close()
-
-    # Training waits for the slowest rank.
-    def slowest(way: str, index: int) -> list[float]:
-        return [max(rank["save"][way][index] for rank in ranks) for ranks in rounds]
 
     size = facts["bytes"] / 1e6
-    rows: list[dict[str, Any]] = []
-    for way in rounds[0][0]["save"]:
-        stalls, written = slowest(way, 0), slowest(way, 1)
-        row: dict[str, Any] = {
-            "way": way,
-            "world": world,
-            "stall_s": estimate(stalls).as_dict(),
-            "stall_ratio": ratio(stalls, slowest(BASE, 0)).as_dict(),
-            "written_s": estimate(written).as_dict(),
-            "write_mb_s": estimate([size / seconds for seconds in written]).as_dict(),
-        }
-
-        # Ways that differ only in how they write load alike, and are loaded once.
-        if way in rounds[0][0]["load"]:
-            loads = [max(rank["load"][way] for rank in ranks) for ranks in rounds]
-            row["load_s"] = estimate(loads).as_dict()
-            row["load_mb_s"] = estimate([size / seconds for seconds in loads]).as_dict()
-
-        rows.append(row)
+    rows = [{"way": way, "world": world, **_times(way, rounds, size)} for way in rounds[0][0]["save"]]
 
     placement = team.placed("cpu")
     notes = [
@@ -93,8 +70,30 @@ def _measure(root: Path, world: int, pool: Pool, options: BenchOptions, report: 
         "from the call until a rank knows that the save is complete. "
         f"{plural(options.repeats, 'round')}, {spread_text(options.repeats)}.",
     ]
-    title = f"Checkpoints of {size:.0f} MB on {world} rank{'s' * (world > 1)}"
+    title = f"Checkpoints of {size:.0f} MB on {plural(world, 'rank')}"
     return Section("checkpoint", title, COLUMNS, rows, notes, extra={"facts": facts, "refusal": placement.shared})
+
+
+def _times(way: str, rounds: Rounds, size: float) -> dict[str, Any]:
+    """Return how long one way saves and loads `size` megabytes. Training waits for the slowest rank."""
+    stalls = [max(rank["save"][way][0] for rank in ranks) for ranks in rounds]
+    written = [max(rank["save"][way][1] for rank in ranks) for ranks in rounds]
+    base = [max(rank["save"][BASE][0] for rank in ranks) for ranks in rounds]
+
+    found: dict[str, Any] = {
+        "stall_s": estimate(stalls),
+        "stall_ratio": ratio(stalls, base),
+        "written_s": estimate(written),
+        "write_mb_s": estimate([size / seconds for seconds in written]),
+    }
+
+    # Ways that differ only in how they write load alike, and are loaded once.
+    if way in rounds[0][0]["load"]:
+        loads = [max(rank["load"][way] for rank in ranks) for ranks in rounds]
+        found["load_s"] = estimate(loads)
+        found["load_mb_s"] = estimate([size / seconds for seconds in loads])
+
+    return found
 
 
 def file_system(path: Path, mounts: Path = Path("/proc/mounts")) -> str:

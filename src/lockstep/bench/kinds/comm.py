@@ -6,13 +6,15 @@ step shows how much of its communication hides behind computation, which no tabl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lockstep.bench.hardware import describe
 from lockstep.bench.intervals import estimate, spread_text
 from lockstep.bench.options import BenchOptions
-from lockstep.bench.pool import Pool, RanksEnded, Team, rounds_of
+from lockstep.bench.pool import Pool, RanksEnded, Team, rounds_of, wall_seconds
 from lockstep.bench.projection import fit, link_of_all_reduce
 from lockstep.bench.results import Column, Section
 from lockstep.errors import plural
@@ -56,6 +58,47 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
     return [_collectives(world, pool, options, report), _steps(world, pool, options, report)]
 
 
+@dataclass
+class _Started:
+    """The teams that could be started, what rank 0 of each says about itself, and why others are missing, by name."""
+
+    teams: dict[str, Team] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def notes(self) -> list[str]:
+        return [f"{name} was not measured: {why}." for name, why in self.missing.items()]
+
+    def judged_by_first(self) -> dict[str, Any]:
+        """Return the facts of the first team, and whether its ranks share anything: all teams have the same ranks."""
+        name, team = next(iter(self.teams.items()))
+        return {"facts": self.facts[name], "refusal": team.placed(self.facts[name]["device"]).shared}
+
+
+def _start_all(
+    measure: str,
+    world: int,
+    arguments: Mapping[str, Mapping[str, Any]],
+    pool: Pool,
+    stack: ExitStack,
+    report: Callable[[str], None],
+) -> _Started:
+    """Start a team for each of the named `arguments`. One that fails must not keep the others from being measured."""
+    started = _Started()
+    for name, given in arguments.items():
+        report(f"comm: starting {world} ranks, {name}")
+        team = pool.start(measure, world, given)
+        try:
+            started.facts[name] = team.ready()[0]
+            started.teams[name] = stack.enter_context(team)
+        except RanksEnded as error:
+            # Most often NCCL where ranks share a GPU or have none, or a model that a hook does not suit.
+            started.missing[name] = error.found.partition("\n")[0]
+
+    return started
+
+
 # ---- single collectives ----
 
 
@@ -83,67 +126,38 @@ def bus_factor(operation: str, world: int) -> float:
 def _collectives(world: int, pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> Section:
     """Measure single collectives of all sizes, with each backend."""
     sizes = sizes_up_to(options.max_mb)
-    teams: dict[str, Team] = {}
-    facts: dict[str, dict[str, Any]] = {}
-    missing: dict[str, str] = {}
-    try:
-        # A backend that does not work here must not keep the others from being measured.
-        for backend in options.backends or ["auto"]:
-            report(f"comm: starting {world} ranks, {backend}")
-            try:
-                team = pool.start("comm:measure", world, {"sizes": sizes, "backend": backend, "device": "auto"})
-                facts[backend] = team.ready()[0]
-                teams[backend] = team
-            except RanksEnded as error:
-                # Most often NCCL where ranks share a GPU, or where there is none.
-                missing[backend] = error.found.partition("\n")[0]
+    backends = {name: {"sizes": sizes, "backend": name, "device": "auto"} for name in options.backends or ["auto"]}
+    with ExitStack() as stack:
+        started = _start_all("comm:measure", world, backends, pool, stack, report)
+        if not started.teams:
+            why = " ".join(started.notes)
+            raise RanksEnded("no collective was measured", why, "name a backend of this machine with --backend")
 
-        rounds = rounds_of(teams, options.repeats, lambda text: report(f"comm: {text}"))
-    finally:
-        for team in teams.values():
-            team.close()
-
-    notes = [f"{backend} was not measured: {why}." for backend, why in missing.items()]
-    if not teams:
-        raise RanksEnded("no collective was measured", " ".join(notes), "name a backend of this machine with --backend")
+        rounds = rounds_of(started.teams, options.repeats, lambda text: report(f"comm: {text}"))
 
     # All backends of one table, one after the other.
-    rows, fits = [], {}
-    for backend, team in teams.items():
-        name = facts[backend]["backend"]
+    rows, links = [], {}
+    places, gaps = [], []
+    for backend, team in started.teams.items():
+        facts = started.facts[backend]
+        name = facts["backend"]
         mine = _rows(name, world, rounds[backend])
         rows += mine
 
         # The projection to more ranks computes with the links of an all-reduce.
         reduced = [row for row in mine if row["operation"] == "all_reduce"]
         if reduced:
-            fits[name] = link_of_all_reduce(world, *_times(reduced)).as_dict()
+            links[name] = asdict(link_of_all_reduce(world, *_times(reduced)))
 
-        for operation, why in facts[backend]["missing"].items():
-            notes.append(f"{name} has no {operation} for these tensors: {why}.")
+        place = describe(team.placed(facts["device"]), pool.cores_per_rank)
+        places.append(f"{world} ranks on {facts['device'].partition(':')[0]}, {name}; {place}.")
+        gaps += [f"{name} has no {operation} for these tensors: {why}." for operation, why in facts["missing"].items()]
 
-        place = describe(team.placed(facts[backend]["device"]), pool.cores_per_rank)
-        notes.insert(0, f"{world} ranks on {facts[backend]['device'].partition(':')[0]}, {name}; {place}.")
-
-    # How each operation's time grows with the size.
-    notes += [*_fit_notes(rows), f"{plural(options.repeats, 'round')}, {spread_text(options.repeats)}."]
-
-    # All teams have the same ranks, so the first one speaks for all.
-    refusal = next(iter(teams.values())).placed(next(iter(facts.values()))["device"]).shared
-    return Section(
-        "comm",
-        f"Collectives of {world} ranks",
-        COLUMNS,
-        rows,
-        notes,
-        extra={
-            "world": world,
-            "links": fits,
-            "facts": next(iter(facts.values())),
-            "not_measured": missing,
-            "refusal": refusal,
-        },
-    )
+    # Where it was measured, what was not, and how each operation's time grows with the size.
+    rounds_text = f"{plural(options.repeats, 'round')}, {spread_text(options.repeats)}."
+    notes = [*places, *started.notes, *gaps, _fit_note(rows), rounds_text]
+    extra = {"world": world, "links": links, "not_measured": started.missing, **started.judged_by_first()}
+    return Section("comm", f"Collectives of {world} ranks", COLUMNS, rows, notes, extra=extra)
 
 
 def _times(rows: Sequence[dict[str, Any]]) -> tuple[list[int], list[float]]:
@@ -167,9 +181,9 @@ def _rows(backend: str, world: int, rounds: Sequence[Sequence[dict[str, float]]]
                 "backend": backend,
                 "bytes": int(size),
                 "size": human(int(size)),
-                "milliseconds": estimate([1e3 * second for second in seconds]).as_dict(),
-                "algorithm_gb_s": estimate(algorithm).as_dict(),
-                "bus_gb_s": estimate([factor * rate for rate in algorithm]).as_dict(),
+                "milliseconds": estimate([1e3 * second for second in seconds]),
+                "algorithm_gb_s": estimate(algorithm),
+                "bus_gb_s": estimate([factor * rate for rate in algorithm]),
             }
         )
 
@@ -185,18 +199,18 @@ def human(size: int) -> str:
     return f"{size:g} GB"
 
 
-def _fit_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return, for each operation, the latency and the bandwidth that its times fit best."""
-    notes = []
+def _fit_note(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a note: for each operation, the latency and the bandwidth that its times fit best."""
+    fits = []
     for backend, operation in dict.fromkeys((row["backend"], row["operation"]) for row in rows):
         mine = [row for row in rows if (row["backend"], row["operation"]) == (backend, operation)]
         latency, bandwidth = fit(*_times(mine))
 
         # Times that do not grow with the size, because they are noisy or the sizes small, give no bandwidth.
         rate = f" + size / {bandwidth / 1e9:.2f} GB/s" if bandwidth < NO_BANDWIDTH else ", at all of these sizes"
-        notes.append(f"{backend} {operation}: about {1e6 * latency:.0f} µs{rate} (least squares, relative errors).")
+        fits.append(f"{backend} {operation} {1e6 * latency:.0f} µs{rate}")
 
-    return notes
+    return f"Times are about (least squares of relative errors): {'; '.join(fits)}."
 
 
 # ---- a real step ----
@@ -204,48 +218,31 @@ def _fit_notes(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 def _steps(world: int, pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> Section:
     """Measure a real step with each of VARIANTS, in turns, and trace a block of each."""
-    teams: dict[str, Team] = {}
-    notes: list[str] = []
-    facts: dict[str, Any] = {}
-    try:
-        # A variant may be refused, by a model that a hook does not suit for example: it is left out.
-        for name, values in VARIANTS.items():
-            report(f"comm: starting a step with {name}")
-            arguments = options.arguments(mode="weak", layers=[*options.layers, ("bench", values)])
-            team = pool.start("scaling:measure", world, arguments)
-            try:
-                facts = team.ready()[0]
-                teams[name] = team
-            except RanksEnded as error:
-                notes.append(f"{name} was not measured: {error.found.partition(chr(10))[0]}.")
+    variants = {}
+    for name, values in VARIANTS.items():
+        variants[name] = options.arguments(mode="weak", layers=[*options.layers, ("bench", values)])
 
-        if not teams:
-            raise RanksEnded("no step was measured", " ".join(notes), "fix that, and measure again")
+    with ExitStack() as stack:
+        started = _start_all("scaling:measure", world, variants, pool, stack, report)
+        if not started.teams:
+            raise RanksEnded("no step was measured", " ".join(started.notes), "fix that, and measure again")
 
         # The trace disturbs the step, so it has a turn of its own, after the others.
-        turns = rounds_of(teams, options.repeats, lambda text: report(f"comm: {text}"))
-        traces = {name: team.ask("trace") for name, team in teams.items()}
-    finally:
-        for team in teams.values():
-            team.close()
+        turns = rounds_of(started.teams, options.repeats, lambda text: report(f"comm: {text}"))
+        traces = {name: team.ask("trace") for name, team in started.teams.items()}
 
-    rows = [_step_row(name, turns[name], traces[name], options.block) for name in teams]
-    notes += [
-        f"{facts.get('parameters', 0):,} parameters on {world} ranks, {facts.get('backend')}. Exposed communication is "
+    rows = [_step_row(name, turns[name], traces[name], options.block) for name in started.teams]
+    extra = started.judged_by_first()
+    facts = extra["facts"]
+    notes = [
+        *started.notes,
+        f"{facts['parameters']:,} parameters on {world} ranks, {facts['backend']}. Exposed communication is "
         "the time in which a rank communicates and computes nothing; overlap is the fraction of all communication that "
         "computation hides. Both come from the time stamps of a trace of one block. The time of a step is measured "
         f"without a trace, in {plural(options.repeats, 'round')}: {spread_text(options.repeats)}.",
     ]
-
-    refusal = next(iter(teams.values())).placed(facts["device"]).shared
-    return Section(
-        "comm_step",
-        f"Communication of a step of {options.target}",
-        STEP_COLUMNS,
-        rows,
-        notes,
-        extra={"facts": facts, "refusal": refusal},
-    )
+    title = f"Communication of a step of {options.target}"
+    return Section("comm_step", title, STEP_COLUMNS, rows, notes, extra=extra)
 
 
 def _step_row(
@@ -261,7 +258,7 @@ def _step_row(
     sizes = [size for _, size in traced[0]["collectives"]]
     return {
         "what": name,
-        "step_ms": estimate([1e3 * max(rank["seconds"] for rank in turn) / block for turn in turns]).as_dict(),
+        "step_ms": estimate([1e3 * seconds / block for seconds in wall_seconds(turns)]),
         "exposed_ms": 1e3 * sum(rank["kinds"]["exposed communication"] for rank in traced) / count / steps,
         "communication_ms": 1e3 * sum(rank["communication"] for rank in traced) / count / steps,
         "overlap_fraction": sum(rank["overlap_fraction"] for rank in traced) / count,

@@ -7,6 +7,7 @@ exact order, the resumable position and the error reports cost.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from lockstep.bench.intervals import estimate, ratio, spread_text
@@ -30,18 +31,16 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
     """Measure one rank with different numbers of worker processes, which take turns."""
     teams: dict[int, Team] = {}
     facts = {}
-    try:
+    with ExitStack() as stack:
         for workers in WORKERS:
             report(f"data: starting, {workers} workers")
 
             # Not pinned: worker processes need cores of their own.
-            teams[workers] = pool.start("data:measure", 1, options.arguments(workers=workers), pin=False)
-            facts = teams[workers].ready()[0]
+            team = pool.start("data:measure", 1, options.arguments(workers=workers), pin=False)
+            teams[workers] = stack.enter_context(team)
+            facts = team.ready()[0]
 
         rounds = rounds_of(teams, options.repeats, lambda text: report(f"data: {text} workers"))
-    finally:
-        for team in teams.values():
-            team.close()
 
     rows = [_row(workers, [turn for (turn,) in turns], facts["batch"]) for workers, turns in rounds.items()]
     notes = [
@@ -61,8 +60,8 @@ def _row(workers: int, turns: Sequence[dict[str, Any]], samples: int) -> dict[st
     ours = [samples / turn["ours"] for turn in turns]
     return {
         "workers": workers,
-        "loader": estimate(ours).as_dict(),
-        "torch_loader": estimate(plain).as_dict() if plain else None,
-        "need": estimate(need).as_dict(),
-        "headroom": ratio(ours, need).as_dict(),
+        "loader": estimate(ours),
+        "torch_loader": estimate(plain) if plain else None,
+        "need": estimate(need),
+        "headroom": ratio(ours, need),
     }

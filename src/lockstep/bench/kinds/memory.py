@@ -9,11 +9,12 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from lockstep.bench.intervals import estimate, spread_text
 from lockstep.bench.options import BenchOptions
-from lockstep.bench.pool import Pool, Team, rounds_of
+from lockstep.bench.pool import Pool, Team, rounds_of, wall_seconds
 from lockstep.bench.results import Column, Section, Verdict
 from lockstep.errors import plural
 
@@ -48,16 +49,14 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
     held: dict[tuple[int, int], list[dict[str, Any]]] = {}
 
     # All teams exist at once, so that their rounds can alternate.
-    try:
+    with ExitStack() as stack:
         for world, parts in itertools.product(options.worlds, options.accumulation):
             report(f"memory: {world} rank(s), {parts} micro-batch(es)")
-            teams[world, parts] = pool.start("memory:measure", world, options.arguments(accumulation=parts))
-            held[world, parts] = teams[world, parts].ready()
+            team = stack.enter_context(pool.start("memory:measure", world, options.arguments(accumulation=parts)))
+            teams[world, parts] = team
+            held[world, parts] = team.ready()
 
         turns = rounds_of(teams, options.repeats, lambda text: report(f"memory: {text}"))
-    finally:
-        for team in teams.values():
-            team.close()
 
     # The facts are the same for all teams; whether ranks share cores is judged for the largest.
     rows = [_row(world, parts, held[world, parts], turns[world, parts], options.block) for world, parts in teams]
@@ -82,16 +81,15 @@ def _row(
 ) -> dict[str, Any]:
     """Return the memory of the rank that holds most, and how long a step takes."""
     largest = max(ranks, key=lambda rank: sum(rank[name] for name in CATEGORIES))
-    # A step takes as long as its slowest rank.
-    seconds = [max(rank["seconds"] for rank in turn) / block for turn in turns]
+    seconds = [second / block for second in wall_seconds(turns)]
     return {
         "world": world,
         "accumulation": accumulation,
         **{f"{name}_mb": largest[name] / 1e6 for name in CATEGORIES},
         "peak_mb": (largest["device_peak"] or sum(largest[name] for name in CATEGORIES)) / 1e6,
         "resident_mb": max(rank["resident"] for rank in ranks) / 1e6,
-        "step_ms": estimate([1e3 * second for second in seconds]).as_dict(),
-        "ms_per_micro_batch": estimate([1e3 * second / accumulation for second in seconds]).as_dict(),
+        "step_ms": estimate([1e3 * second for second in seconds]),
+        "ms_per_micro_batch": estimate([1e3 * second / accumulation for second in seconds]),
     }
 
 
@@ -104,15 +102,12 @@ def leak_check(pool: Pool, options: BenchOptions, report: Callable[[str], None])
     block = max(1, options.steps // ROWS)
 
     # A row for each block of steps.
-    team = pool.start("memory:measure", world, options.arguments(accumulation=1, block=block))
-    try:
+    with pool.start("memory:measure", world, options.arguments(accumulation=1, block=block)) as team:
         team.ready()
         found = []
         for number in range(max(4, options.steps // block)):
             report(f"memory: leak check, step {number * block} of {options.steps}")
             found.append(team.ask("leak"))
-    finally:
-        team.close()
 
     by_rank = [[_leak_row(ranks[rank]) for ranks in found] for rank in range(world)]
     rank = worst_rank(by_rank)
@@ -121,7 +116,7 @@ def leak_check(pool: Pool, options: BenchOptions, report: Callable[[str], None])
         f"The rows are those of rank {rank}, which grows most of {world}; every target is judged by the rank in which "
         "that grows most. Growth is the median of the last quarter of the rows minus that of the second quarter.",
     ]
-    title = f"Leak check of {options.target}: {options.steps} steps, {world} rank{'s' * (world > 1)}"
+    title = f"Leak check of {options.target}: {options.steps} steps, {plural(world, 'rank')}"
     return Section("leak", title, LEAK_COLUMNS, by_rank[rank], notes, judge_ranks(by_rank))
 
 

@@ -57,7 +57,7 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
     """Kill one rank of the largest number of ranks in each round."""
     world = max(2, *options.worlds)
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-recovery-") as folder:
-        training = Training(Path(folder) / "run", world, pool.cores_per_rank)
+        training = TrainProcess(Path(folder) / "run", world, pool.cores_per_rank)
         try:
             report(f"recovery: starting {world} ranks")
             start = training.wait(METRICS, 0.0)["time"] - training.began
@@ -71,7 +71,7 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
         finally:
             training.end()
 
-    found = {name: estimate([kill[name] for kill in kills]).as_dict() for name in kills[0]}
+    found = {name: estimate([kill[name] for kill in kills]) for name in kills[0]}
     notes = [
         f"{plural(options.repeats, 'kill')} of one of {world} ranks with SIGKILL, in one run of char_lm with a "
         f"checkpoint every {EVERY} steps. The times count from the kill. The first start counts from the command, "
@@ -90,7 +90,7 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
     ]
 
 
-class Training:
+class TrainProcess:
     """A run of `lockstep train`, and its records."""
 
     def __init__(self, run_dir: Path, world: int, threads: int) -> None:

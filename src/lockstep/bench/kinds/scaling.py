@@ -7,13 +7,14 @@ lost to the machine, such as shared caches and clock rates; only the rest is los
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lockstep.bench.hardware import OtherLoad, Placement, describe, disturbance
+from lockstep.bench.hardware import OtherLoad, RankPlacement, describe, disturbance
 from lockstep.bench.intervals import Estimate, estimate, ratio, spread_text
 from lockstep.bench.options import BenchOptions
-from lockstep.bench.pool import Pool, RanksEnded, Team
+from lockstep.bench.pool import Pool, RanksEnded, Team, cpu_seconds, wall_seconds
 from lockstep.bench.results import Column, Section, judged, middle
 from lockstep.errors import UserError
 
@@ -55,9 +56,7 @@ class Measured:
     def rates(self, world: int, block: int) -> list[float]:
         """Return the samples per second of each round."""
         samples = self.facts[world]["global_batch"] * block
-
-        # A step takes as long as its slowest rank.
-        return [samples / max(rank["seconds"] for rank in ranks) for ranks in self.turns[world]]
+        return [samples / seconds for seconds in wall_seconds(self.turns[world])]
 
 
 def run(mode: str, pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> Section:
@@ -66,27 +65,25 @@ def run(mode: str, pool: Pool, options: BenchOptions, report: Callable[[str], No
     controls: dict[int, Team] = {}  # as many ranks that exchange nothing
     facts: dict[int, dict[str, Any]] = {}
     missing: list[str] = []
-    try:
+    with ExitStack() as stack:
         for world in options.worlds:
             report(f"{mode}: starting {world} rank(s)")
-            teams[world] = pool.start("scaling:measure", world, options.arguments(mode=mode))
-            facts[world] = teams[world].ready()[0]
+            team = stack.enter_context(pool.start("scaling:measure", world, options.arguments(mode=mode)))
+            teams[world] = team
+            facts[world] = team.ready()[0]
             try:
                 if control := _control(pool, options, world, facts[world]["global_batch"]):
-                    controls[world] = control
+                    controls[world] = stack.enter_context(control)
             except RanksEnded as error:
                 # The measurement itself goes on: it only has no control.
                 missing.append(f"{world} ranks have no control: {error.found.partition(chr(10))[0]}.")
 
         others = OtherLoad()
         turns, apart = _rounds(mode, teams, controls, options.repeats, report)
-        busy = others.cores(_cpu_seconds(turns) + _cpu_seconds(apart))
+        busy = others.cores(_total_cpu_seconds(turns) + _total_cpu_seconds(apart))
 
         # The trace disturbs the step, so it has a turn of its own, after the others.
         traces = {world: team.ask("trace") for world, team in teams.items()}
-    finally:
-        for team in (*teams.values(), *controls.values()):
-            team.close()
 
     measured = Measured(facts, turns, apart, traces, busy)
     placement = teams[options.worlds[-1]].placed(measured.last_facts["device"])
@@ -126,12 +123,12 @@ def _rounds(
     return turns, apart
 
 
-def _cpu_seconds(turns: Turns) -> float:
-    return sum(rank["cpu_seconds"] for rounds in turns.values() for ranks in rounds for rank in ranks)
+def _total_cpu_seconds(turns: Turns) -> float:
+    return sum(sum(cpu_seconds(rounds)) for rounds in turns.values())
 
 
 def _section(
-    mode: str, options: BenchOptions, measured: Measured, placement: Placement, cores_per_rank: int
+    mode: str, options: BenchOptions, measured: Measured, placement: RankPlacement, cores_per_rank: int
 ) -> Section:
     """Make the section: a row for each number of ranks, the verdict on the largest, and how it was measured."""
     rates = {world: measured.rates(world, options.block) for world in options.worlds}
@@ -183,12 +180,12 @@ def _row(world: int, options: BenchOptions, measured: Measured, rates: dict[int,
     return {
         "world": world,
         "global_batch": batch,
-        "throughput": estimate(rates[world]).as_dict(),
-        "step_ms": step_ms.as_dict(),
-        "speedup": speedup.as_dict(),
-        "scaling_efficiency": efficiency.as_dict(),
-        "machine_limit": limit and limit.as_dict(),
-        "of_machine_limit": of_limit and of_limit.as_dict(),
+        "throughput": estimate(rates[world]),
+        "step_ms": step_ms,
+        "speedup": speedup,
+        "scaling_efficiency": efficiency,
+        "machine_limit": limit,
+        "of_machine_limit": of_limit,
         "compute_fraction": _mean(traced, "compute_fraction"),
         "overlap_fraction": _mean(traced, "overlap_fraction"),
         "megabytes_per_step": traced[0]["bytes_per_step"] / 1e6,

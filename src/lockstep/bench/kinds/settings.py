@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 from lockstep.bench.hardware import describe
 from lockstep.bench.intervals import estimate, ratio, spread_text
 from lockstep.bench.options import BenchOptions, layers_of
-from lockstep.bench.pool import Pool, Team, rounds_of
+from lockstep.bench.pool import Pool, Team, cpu_seconds, rounds_of, wall_seconds
 from lockstep.bench.results import Column, Section
 
 BASE, NOISE = "as it is", "as it is, again"
@@ -30,20 +32,16 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
     ways = {BASE: "", **{way: way for way in options.ways}, NOISE: ""}
     teams: dict[Case, Team] = {}
     facts: dict[Case, dict[str, Any]] = {}
-    try:
+    with ExitStack() as stack:
         # Each way has processes of its own: some settings, such as exact, change the whole process.
-        for world in options.worlds:
-            for way, words in ways.items():
-                report(f"settings: starting {world} rank(s), {way}")
-                layers = [*options.layers, *layers_of(words)]
-                arguments = options.arguments(mode="strong", layers=layers)
-                teams[world, way] = pool.start("scaling:measure", world, arguments)
-                facts[world, way] = teams[world, way].ready()[0]
+        for world, (way, words) in itertools.product(options.worlds, ways.items()):
+            report(f"settings: starting {world} rank(s), {way}")
+            arguments = options.arguments(mode="strong", layers=[*options.layers, *layers_of(words)])
+            team = stack.enter_context(pool.start("scaling:measure", world, arguments))
+            teams[world, way] = team
+            facts[world, way] = team.ready()[0]
 
         turns = rounds_of(teams, options.repeats, lambda text: report(f"settings: {text}"))
-    finally:
-        for team in teams.values():
-            team.close()
 
     rows = [_row(world, way, turns, options.block) for world, way in teams]
     last = list(teams)[-1]
@@ -59,15 +57,15 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
 
 
 def _row(world: int, way: str, turns: dict[Case, list[Any]], block: int) -> dict[str, Any]:
-    """Return one row. A step takes as long as its slowest rank."""
-    seconds, base = ([max(r["seconds"] for r in turn) for turn in turns[world, each]] for each in (way, BASE))
-    cpu, base_cpu = ([sum(r["cpu_seconds"] for r in turn) for turn in turns[world, each]] for each in (way, BASE))
-    peak = max(rank["peak_bytes"] for turn in turns[world, way] for rank in turn)
+    """Return one row, with ratios to the target as it is."""
+    mine, base = turns[world, way], turns[world, BASE]
+    seconds = wall_seconds(mine)
+    peak = max(rank["peak_bytes"] for ranks in mine for rank in ranks)
     return {
         "world": world,
         "way": way,
-        "step_ms": estimate([1e3 * wall / block for wall in seconds]).as_dict(),
-        "wall_ratio": ratio(seconds, base).as_dict(),
-        "cpu_ratio": ratio(cpu, base_cpu).as_dict(),
+        "step_ms": estimate([1e3 * wall / block for wall in seconds]),
+        "wall_ratio": ratio(seconds, wall_seconds(base)),
+        "cpu_ratio": ratio(cpu_seconds(mine), cpu_seconds(base)),
         "peak_mb": peak / 1e6 if peak else None,
     }

@@ -109,6 +109,6 @@ def _row(way: str, world: int, taken: dict[str, list[tuple[float, float]]]) -> d
     row: dict[str, Any] = {"way": way, "world": world}
     for index, name in enumerate(("first", "end")):
         these, those = ([found[index] for found in taken[each]] for each in (way, BASE))
-        row[f"{name}_s"] = estimate(these).as_dict()
-        row[f"{name}_ratio"] = ratio(these, those).as_dict()
+        row[f"{name}_s"] = estimate(these)
+        row[f"{name}_ratio"] = ratio(these, those)
     return row

@@ -6,14 +6,16 @@ takes part twice; how far it differs from itself is the noise of the measurement
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from lockstep.bench.hardware import OtherLoad, describe, disturbance
 from lockstep.bench.intervals import estimate, ratio, spread_text
 from lockstep.bench.options import BenchOptions, why_no_step
-from lockstep.bench.pool import Pool
+from lockstep.bench.pool import Pool, Team
 from lockstep.bench.results import Column, Section, Verdict, judged
 from lockstep.errors import plural
 
@@ -35,22 +37,41 @@ COLUMNS = [
 Rounds = list[list[dict[str, dict[str, float]]]]  # by round, rank and loop
 
 
+@dataclass(frozen=True)
+class MeasuredCase:
+    """What the ranks of one case have measured."""
+
+    facts: dict[str, Any]  # of rank 0
+    rounds: Rounds  # of a few steps each, in turns
+    shorts: Rounds  # of whole runs of 60 steps
+    busy: float | None  # cores that other processes used during `rounds`
+
+
 def run(pool: Pool, options: BenchOptions, report: Callable[[str], None], peers: bool = True) -> Section:
     """Measure each number of ranks with each accumulation."""
     if refusal := why_no_step(options.target, options.layers):
         return Section("step", TITLE, COLUMNS, [], [f"Left out: {refusal}."])
 
-    rows, verdicts, notes, facts = [], [], [], {}
-    for world in options.worlds:
-        for accumulation in options.accumulation:
-            # One case has all its loops in one team of ranks.
-            case = f"{options.target}, {world} rank{'s' * (world > 1)} x {accumulation}"
-            found, verdict, place, facts = _case(case, world, accumulation, pool, options, report, peers)
-            rows += found
-            verdicts.append(verdict)
-            notes = [place]
+    rows: list[dict[str, Any]] = []
+    verdicts: list[Verdict] = []
+    place, facts = "", {}
+    for world, accumulation in itertools.product(options.worlds, options.accumulation):
+        # One case has all its loops in one team of ranks.
+        case = f"{options.target}, {plural(world, 'rank')} x {accumulation}"
+        arguments = options.arguments(micro_batch=MICRO_BATCH[options.target], accumulation=accumulation, peers=peers)
+        with pool.start("step:measure", world, arguments) as team:
+            measured = _measure(case, team, options.repeats, report)
 
-    notes += [
+        found = {"case": case, "world": world, "accumulation": accumulation}
+        rows += [{**found, **_row(name, measured, options.block)} for name in measured.facts["loops"]]
+
+        facts = measured.facts
+        placement = team.placed(facts["device"])
+        place = describe(placement, pool.cores_per_rank)
+        verdicts.append(_verdict(case, measured, placement.shared))
+
+    notes = [
+        f"{place}.",
         f"A case is a model, the number of ranks and the micro-batches per step; {options.repeats} rounds of "
         f"{options.block} steps in which all loops take turns in one process; {spread_text(options.repeats)}. "
         "The target is judged by time. CPU time is that of all threads of all ranks.",
@@ -71,61 +92,45 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None], peers:
     )
 
 
-def _case(
-    case: str,
-    world: int,
-    accumulation: int,
-    pool: Pool,
-    options: BenchOptions,
-    report: Callable[[str], None],
-    peers: bool,
-) -> tuple[list[dict[str, Any]], Verdict, str, dict[str, Any]]:
-    """Measure one case. Returns its rows, the verdict on `fit`, what each rank had, and the facts of the ranks."""
+def _measure(case: str, team: Team, repeats: int, report: Callable[[str], None]) -> MeasuredCase:
+    """Let all loops of a team take turns, and then whole runs."""
     report(f"step: {case}: starting")
-    arguments = options.arguments(
-        micro_batch=MICRO_BATCH[options.target],
-        accumulation=accumulation,
-        peers=peers,
-    )
+    facts = team.ready()[0]
 
-    team = pool.start("step:measure", world, arguments)
-    try:
-        facts = team.ready()[0]
-        others = OtherLoad()
-        rounds: Rounds = []
-        for number in range(options.repeats):
-            report(f"step: {case}: round {number + 1} of {options.repeats}")
-            rounds.append(team.ask())
+    # Only these rounds are judged, so only they must be undisturbed.
+    others = OtherLoad()
+    rounds: Rounds = []
+    for number in range(repeats):
+        report(f"step: {case}: round {number + 1} of {repeats}")
+        rounds.append(team.ask())
 
-        # Only these rounds are judged, so only they must be undisturbed.
-        busy = others.cores(sum(loop["cpu_seconds"] for ranks in rounds for rank in ranks for loop in rank.values()))
+    busy = others.cores(sum(sum(_cpus(rounds, name)) for name in facts["loops"]))
 
-        shorts: Rounds = []
-        for number in range(short_rounds(options.repeats)):
-            report(f"step: {case}: 60 steps, {number + 1} of {short_rounds(options.repeats)}")
-            shorts.append(team.ask("short"))
-    finally:
-        team.close()
+    shorts: Rounds = []
+    for number in range(short_rounds(repeats)):
+        report(f"step: {case}: 60 steps, {number + 1} of {short_rounds(repeats)}")
+        shorts.append(team.ask("short"))
 
-    rows: list[dict[str, Any]] = [
-        {
-            "case": case,
-            "loop": name,
-            "world": world,
-            "accumulation": accumulation,
-            "step_us": estimate([1e6 * wall / options.block for wall in _walls(rounds, name)]).as_dict(),
-            "wall_ratio": ratio(_walls(rounds, name), _walls(rounds, BASE)).as_dict(),
-            "cpu_ratio": ratio(_cpus(rounds, name), _cpus(rounds, BASE)).as_dict(),
-            "short_ratio": ratio(_walls(shorts, name), _walls(shorts, BASE)).as_dict(),
-        }
-        for name in facts["loops"]
-    ]
+    return MeasuredCase(facts, rounds, shorts, busy)
 
-    overhead = next(row["wall_ratio"] for row in rows if row["loop"] == "fit")
-    placement = team.placed(facts["device"])
-    refusal = placement.shared or disturbance(busy)
-    verdict = judged(f"{case}: time of fit / by hand <= {OVERHEAD}", overhead, OVERHEAD, False, refusal)
-    return rows, verdict, describe(placement, pool.cores_per_rank) + ".", facts
+
+def _row(name: str, measured: MeasuredCase, block: int) -> dict[str, Any]:
+    """Return what one loop takes, and its ratios to the hand-written one."""
+    rounds, shorts = measured.rounds, measured.shorts
+    return {
+        "loop": name,
+        "step_us": estimate([1e6 * wall / block for wall in _walls(rounds, name)]),
+        "wall_ratio": ratio(_walls(rounds, name), _walls(rounds, BASE)),
+        "cpu_ratio": ratio(_cpus(rounds, name), _cpus(rounds, BASE)),
+        "short_ratio": ratio(_walls(shorts, name), _walls(shorts, BASE)),
+    }
+
+
+def _verdict(case: str, measured: MeasuredCase, shared: str) -> Verdict:
+    """Return the verdict on `fit`. `shared` is what the ranks share, if anything."""
+    overhead = ratio(_walls(measured.rounds, "fit"), _walls(measured.rounds, BASE))
+    refusal = shared or disturbance(measured.busy)
+    return judged(f"{case}: time of fit / by hand <= {OVERHEAD}", overhead, OVERHEAD, False, refusal)
 
 
 def short_rounds(repeats: int) -> int:

@@ -21,10 +21,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lockstep.bench.ranks.turns import in_turn
-from lockstep.checkpoint.load import find
+from lockstep.checkpoint.load import newest_valid
 from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.saver import Saver
-from lockstep.checkpoint.saving.writer import Failed, SaveContext
 from lockstep.checkpoint.storage import FileSystemStorage
 from lockstep.config import resolve
 from lockstep.runtime import context
@@ -63,7 +64,7 @@ def make_state(megabytes: int) -> State:
     return state
 
 
-class Training:
+class BusyWork:
     """Something for the cores to do; a step takes some milliseconds."""
 
     def __init__(self) -> None:
@@ -92,7 +93,7 @@ class Ways:
         self.runtime = runtime
         self.rank, self.world = runtime.world.rank, runtime.world.size
         self.state = make_state(megabytes)
-        self.training = Training()
+        self.training = BusyWork()
 
         # Each rank writes its share of the tensors, as ddp does.
         share = list(self.state.items())[self.rank :: self.world]
@@ -178,7 +179,7 @@ class Ways:
         """Save as a run does: copies are made while the next step computes, and must be done before its update."""
         began = time.perf_counter()
         moments = {name for name in self.mine if "exp_avg" in name}
-        self.saver.start(step, self.mine, {}, {"step": step}, changed_only_by_update=moments)
+        self.saver.start(step, self.mine, {}, {"step": step}, copy_later=moments)
         stall = time.perf_counter() - began
 
         # Forward and backward of the next step; its update waits for the copies.
@@ -195,7 +196,7 @@ class Ways:
             return bool(reports)
 
         self.training.until(ended)
-        assert not isinstance(reports[0].outcome, Failed), reports[0].outcome
+        assert not isinstance(reports[0].outcome, SaveFailed), reports[0].outcome
         return stall, time.perf_counter() - began
 
     def _load_with_torch(self, path: Path) -> None:
@@ -209,7 +210,7 @@ class Ways:
 
     def _load_with_lockstep(self, step: int) -> None:
         """Read with every digest checked, as a resumed run does."""
-        reader = find(self.storage, self.rank, self.world, self.runtime.collectives.gather_json)
+        reader = newest_valid(self.storage, self.rank, self.world, self.runtime.collectives.gather_json)
         assert reader is not None, "nothing was saved"
         for name, tensor in self.state.items():
             tensor.copy_(reader.read(name))

@@ -40,7 +40,7 @@ PEAK = 1e-3
 
 
 @dataclass(frozen=True)
-class Case:
+class Workload:
     """What all loops have in common.
 
     The model begins with the same weights, and the batches come in the same order, whatever the loop. So the loops do
@@ -114,77 +114,77 @@ def rate(step: int) -> float:
 # ---- loops ----
 
 
-def by_hand(case: Case, name: str = "by hand") -> Iterator[None]:
+def by_hand(workload: Workload, name: str = "by hand") -> Iterator[None]:
     """The loop that a careful person writes.
 
     It divides every micro-batch's mean by the accumulation: that is wrong for ragged weights, and what people write.
     """
-    inner = case.model().to(case.device)
-    alone = case.runtime.world.alone
+    inner = workload.model().to(workload.device)
+    alone = workload.runtime.world.alone
     model: Any = inner if alone else DistributedDataParallel(inner, gradient_as_bucket_view=True)
-    optimizer = case.optimizer(inner)
+    optimizer = workload.optimizer(inner)
 
-    batches, write = case.micro_batches(), case.log(name)
-    for step in range(case.steps):
+    batches, write = workload.micro_batches(), workload.log(name)
+    for step in range(workload.steps):
         for group in optimizer.param_groups:
             group["lr"] = PEAK * rate(step)
 
         optimizer.zero_grad(set_to_none=True)
 
         # Gradients are exchanged once in a step, with the last micro-batch.
-        for part in range(case.accumulation):
-            last = part == case.accumulation - 1
+        for part in range(workload.accumulation):
+            last = part == workload.accumulation - 1
             with nullcontext() if last or alone else model.no_sync():
-                loss = case.mean_loss(model, next(batches))
-                (loss / case.accumulation).backward()
+                loss = workload.mean_loss(model, next(batches))
+                (loss / workload.accumulation).backward()
 
         nn.utils.clip_grad_norm_(inner.parameters(), 1.0)
         optimizer.step()
 
-        if (step + 1) % case.block == 0:
+        if (step + 1) % workload.block == 0:
             write(step + 1, loss)
             yield
 
 
-def fit(case: Case, name: str = "fit") -> Iterator[None]:
+def fit(workload: Workload, name: str = "fit") -> Iterator[None]:
     """`lockstep.fit`, stopped after every block; a run of few steps is not stopped, and ends as every other run."""
-    if case.steps < MANY:
-        engine_fit(case.task, open_run(_settings(case, name), case.runtime, "bench", case.task.unit))
+    if workload.steps < MANY:
+        engine_fit(workload.task, open_run(_settings(workload, name), workload.runtime, "bench", workload.task.unit))
         return
 
-    for _ in by_lockstep(case.task, _settings(case, name), case.runtime, case.block):
+    for _ in by_lockstep(workload.task, _settings(workload, name), workload.runtime, workload.block):
         yield
 
 
-def own_loop(case: Case, name: str = "own loop") -> Iterator[None]:
+def own_loop(workload: Workload, name: str = "own loop") -> Iterator[None]:
     """A loop around `lockstep.start`."""
-    yield from by_own_loop(case.task, _settings(case, name), case.runtime, case.block)
+    yield from by_own_loop(workload.task, _settings(workload, name), workload.runtime, workload.block)
 
 
-def _settings(case: Case, name: str) -> Resolved:
+def _settings(workload: Workload, name: str) -> Resolved:
     """Return the settings with which Lockstep does what the other loops do, in the same number format."""
     values: dict[str, Any] = {
-        "global_batch": case.micro_batch * case.accumulation * case.runtime.world.size,
-        "micro_batch": case.micro_batch,
+        "global_batch": workload.micro_batch * workload.accumulation * workload.runtime.world.size,
+        "micro_batch": workload.micro_batch,
         "clip.norm": 1.0,
         "lr.peak": PEAK,
         "lr.schedule": "cosine",
         "lr.warmup": WARM_UP,
-        "log.every": case.block,
-        "run_dir": str(case.folder / name.replace(" ", "-")),
+        "log.every": workload.block,
+        "run_dir": str(workload.folder / name.replace(" ", "-")),
         "compile": False,
         "graph": False,
         "precision": "fp32",
         "threads": torch.get_num_threads(),
-        "device": case.device.type,
-        "steps": case.steps,
+        "device": workload.device.type,
+        "steps": workload.steps,
     }
-    if case.steps < MANY:
+    if workload.steps < MANY:
         values["checkpoint.at_end"] = ...  # as in every other run
-    return settings_of(type(case.task), [], values)
+    return settings_of(type(workload.task), [], values)
 
 
-def with_accelerate(case: Case) -> Iterator[None]:
+def with_accelerate(workload: Workload) -> Iterator[None]:
     """Accelerate's documented loop."""
     from accelerate import Accelerator  # pyrefly: ignore[missing-import]
     from accelerate.state import AcceleratorState, GradientState, PartialState  # pyrefly: ignore[missing-import]
@@ -193,21 +193,21 @@ def with_accelerate(case: Case) -> Iterator[None]:
     for kind in (AcceleratorState, GradientState, PartialState):
         kind._reset_state()
 
-    accelerator = Accelerator(gradient_accumulation_steps=case.accumulation, cpu=case.device.type == "cpu")
+    accelerator = Accelerator(gradient_accumulation_steps=workload.accumulation, cpu=workload.device.type == "cpu")
 
-    inner = case.model()
-    optimizer = case.optimizer(inner)
+    inner = workload.model()
+    optimizer = workload.optimizer(inner)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     model, optimizer, scheduler = accelerator.prepare(inner, optimizer, scheduler)
 
-    batches, write = case.micro_batches(), case.log("accelerate")
-    for step in range(case.steps):
-        for part in range(case.accumulation):
+    batches, write = workload.micro_batches(), workload.log("accelerate")
+    for step in range(workload.steps):
+        for part in range(workload.accumulation):
             # It counts the batches of its own loader; with others, the last one must be announced.
-            last = part == case.accumulation - 1
+            last = part == workload.accumulation - 1
             accelerator.gradient_state._set_sync_gradients(last)
             with nullcontext() if last else accelerator.no_sync(model):
-                loss = case.mean_loss(model, next(batches))
+                loss = workload.mean_loss(model, next(batches))
                 accelerator.backward(loss)
 
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -215,49 +215,49 @@ def with_accelerate(case: Case) -> Iterator[None]:
         scheduler.step()
         optimizer.zero_grad()
 
-        if (step + 1) % case.block == 0:
+        if (step + 1) % workload.block == 0:
             write(step + 1, loss)
             yield
 
 
-def with_fabric(case: Case) -> Iterator[None]:
+def with_fabric(workload: Workload) -> Iterator[None]:
     """Lightning Fabric's documented loop."""
     from lightning.fabric import Fabric  # pyrefly: ignore[missing-import]
 
-    fabric = Fabric(**_devices(case))
+    fabric = Fabric(**_devices(workload))
     fabric.launch()
-    inner = case.model()
-    model, optimizer = fabric.setup(inner, case.optimizer(inner))
+    inner = workload.model()
+    model, optimizer = fabric.setup(inner, workload.optimizer(inner))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, rate)
 
-    batches, write = case.micro_batches(), case.log("fabric")
-    for step in range(case.steps):
-        for part in range(case.accumulation):
-            with fabric.no_backward_sync(model, enabled=part < case.accumulation - 1):
-                loss = case.mean_loss(model, next(batches))
-                fabric.backward(loss / case.accumulation)
+    batches, write = workload.micro_batches(), workload.log("fabric")
+    for step in range(workload.steps):
+        for part in range(workload.accumulation):
+            with fabric.no_backward_sync(model, enabled=part < workload.accumulation - 1):
+                loss = workload.mean_loss(model, next(batches))
+                fabric.backward(loss / workload.accumulation)
 
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
 
-        if (step + 1) % case.block == 0:
+        if (step + 1) % workload.block == 0:
             write(step + 1, loss)
             yield
 
 
-def _devices(case: Case) -> dict[str, Any]:
+def _devices(workload: Workload) -> dict[str, Any]:
     """Return Lightning's words for the ranks that are there."""
-    world = case.runtime.world
+    world = workload.runtime.world
     return {
-        "accelerator": "cpu" if case.device.type == "cpu" else "cuda",
+        "accelerator": "cpu" if workload.device.type == "cpu" else "cuda",
         "devices": world.size,
         "strategy": "auto" if world.alone else "ddp",
     }
 
 
-def with_lightning(case: Case) -> Iterator[None]:
+def with_lightning(workload: Workload) -> Iterator[None]:
     """Lightning's Trainer, in a thread that is stopped after every block: its loop belongs to itself."""
     go, done = threading.Semaphore(0), threading.Semaphore(0)
     errors: list[BaseException] = []
@@ -267,7 +267,7 @@ def with_lightning(case: Case) -> Iterator[None]:
         # Not before the first turn: what building costs belongs to it.
         go.acquire()
         try:
-            _lightning_trainer(case, go, done)
+            _lightning_trainer(workload, go, done)
         except BaseException as error:
             errors.append(error)
 
@@ -288,76 +288,76 @@ def with_lightning(case: Case) -> Iterator[None]:
         yield
 
 
-def _lightning_trainer(case: Case, go: threading.Semaphore, done: threading.Semaphore) -> None:
+def _lightning_trainer(workload: Workload, go: threading.Semaphore, done: threading.Semaphore) -> None:
     """Train with Lightning. After every block it says `done`, and waits until it may `go` on."""
     import lightning  # pyrefly: ignore[missing-import]
 
     class Module(lightning.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = case.model()
+            self.net = workload.model()
 
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:
-            loss = case.mean_loss(self.net, batch)
+            loss = workload.mean_loss(self.net, batch)
             self.last = loss.detach()
             return loss
 
         def configure_optimizers(self) -> Any:
-            optimizer = case.optimizer(self.net)
+            optimizer = workload.optimizer(self.net)
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
             return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
     class Stop(lightning.Callback):
         def __init__(self) -> None:
-            self.write = case.log("lightning")
+            self.write = workload.log("lightning")
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
             # It is called after every micro-batch; a step has several.
-            ended = (batch_idx + 1) % case.accumulation == 0
-            if ended and trainer.global_step % case.block == 0:
+            ended = (batch_idx + 1) % workload.accumulation == 0
+            if ended and trainer.global_step % workload.block == 0:
                 self.write(trainer.global_step, pl_module.last)
                 done.release()
                 go.acquire()
 
     class Batches(torch.utils.data.IterableDataset):
         def __iter__(self) -> Iterator[list[Tensor]]:
-            return case.micro_batches()
+            return workload.micro_batches()
 
     trainer = lightning.Trainer(
-        **_devices(case),
-        max_steps=case.steps,
-        accumulate_grad_batches=case.accumulation,
+        **_devices(workload),
+        max_steps=workload.steps,
+        accumulate_grad_batches=workload.accumulation,
         gradient_clip_val=1.0,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        default_root_dir=str(case.folder),
+        default_root_dir=str(workload.folder),
         callbacks=[Stop()],
     )
     trainer.fit(Module(), torch.utils.data.DataLoader(Batches(), batch_size=None))
 
 
-PEERS: dict[str, tuple[str, Callable[[Case], Iterator[None]]]] = {
+PEERS: dict[str, tuple[str, Callable[[Workload], Iterator[None]]]] = {
     "accelerate": ("accelerate", with_accelerate),
     "Fabric": ("lightning", with_fabric),
     "Lightning": ("lightning", with_lightning),
 }
 
 
-def contenders(case: Case, peers: bool = True) -> dict[str, Callable[[], Iterator[None]]]:
+def contenders(workload: Workload, peers: bool = True) -> dict[str, Callable[[], Iterator[None]]]:
     """Return functions that make the loops, by name: the hand-written one first, and last once more, for the noise."""
     found: dict[str, Callable[[], Iterator[None]]] = {
-        "by hand": lambda: by_hand(case),
-        "fit": lambda: fit(case),
-        "own loop": lambda: own_loop(case),
+        "by hand": lambda: by_hand(workload),
+        "fit": lambda: fit(workload),
+        "own loop": lambda: own_loop(workload),
     }
     for name, (package, make) in PEERS.items():
         if peers and importlib.util.find_spec(package):
-            found[name] = lambda make=make: make(case)
+            found[name] = lambda make=make: make(workload)
 
-    found["by hand again"] = lambda: by_hand(case, "again")
+    found["by hand again"] = lambda: by_hand(workload, "again")
     return found
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lockstep.bench.ranks.contenders import Case, contenders, prepare_peers
+from lockstep.bench.ranks.contenders import Workload, contenders, prepare_peers
 from lockstep.bench.ranks.turns import in_turn, meet, opened, take_round, warm_up
 
 SHORT = 60  # steps of a short run
@@ -20,7 +20,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
     """Yield the loops, then a round of turns for "turn", or a round of whole short runs for "short"."""
     with opened(arguments, {}) as rank:
         prepare_peers(rank.runtime.world)
-        case = Case(
+        workload = Workload(
             rank.task,
             rank.runtime,
             micro_batch=arguments["micro_batch"],
@@ -28,15 +28,15 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
             block=arguments["block"],
             folder=Path(arguments["folder"]),
         )
-        loops = {name: make() for name, make in contenders(case, arguments["peers"]).items()}
+        loops = {name: make() for name, make in contenders(workload, arguments["peers"]).items()}
         warm_up(loops)
 
-        command = yield {"loops": list(loops), "torch": torch.__version__, "device": case.device.type}
+        command = yield {"loops": list(loops), "torch": torch.__version__, "device": workload.device.type}
         rounds = shorts = 0
         while True:
             if command == "short":
                 shorts += 1
-                value = _short_round(arguments, case, shorts)
+                value = _short_round(arguments, workload, shorts)
             else:
                 rounds += 1
                 value = {name: turn.as_dict() for name, turn in take_round(loops, rounds).items()}
@@ -44,11 +44,11 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
             command = yield value
 
 
-def _short_round(arguments: dict[str, Any], case: Case, number: int) -> dict[str, dict[str, float]]:
+def _short_round(arguments: dict[str, Any], workload: Workload, number: int) -> dict[str, dict[str, float]]:
     """Time whole runs of SHORT steps, from building the model to the end: with what a framework does there."""
-    folder = case.folder / f"short-{number}"
+    folder = workload.folder / f"short-{number}"
     folder.mkdir(exist_ok=True)
-    short = replace(case, block=SHORT, steps=SHORT, folder=folder)
+    short = replace(workload, block=SHORT, steps=SHORT, folder=folder)
     makers = contenders(short, arguments["peers"])
 
     found = {}

@@ -147,12 +147,7 @@ def settings_of(kind: type[Task], layers: Sequence[Any], values: dict[str, Any])
         if one in last:
             last.setdefault(other, None)
 
-    return resolve_for(kind.defaults, kind.presets, [*_layers(layers), ("bench", last)])
-
-
-def _layers(layers: Sequence[Any]) -> list[tuple[str, Any]]:
-    """Return layers of settings as they were before they crossed a pipe as JSON, which has no tuples."""
-    return [(source, given) for source, given in layers]
+    return resolve_for(kind.defaults, kind.presets, [*layers, ("bench", last)])
 
 
 def batch_of(arguments: Mapping[str, Any]) -> int:
@@ -160,5 +155,5 @@ def batch_of(arguments: Mapping[str, Any]) -> int:
     if arguments["batch"]:
         return arguments["batch"]
     kind = load(arguments["target"])
-    config = resolve_for(kind.defaults, kind.presets, _layers(arguments["layers"])).config
+    config = resolve_for(kind.defaults, kind.presets, arguments["layers"]).config
     return config.global_batch or config.local_batch or OWN_BATCH

@@ -19,7 +19,7 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lockstep.checkpoint.load import CheckpointReader, find
+from lockstep.checkpoint.load import CheckpointReader, newest_valid
 from lockstep.checkpoint.manifest import DTYPES
 from lockstep.checkpoint.storage import Checkpoint, open_storage
 from lockstep.errors import UserError
@@ -93,7 +93,7 @@ def _open_checkpoint(path: Path, runtime: Runtime) -> CheckpointSource:
     storage = checkpoint.storage if checkpoint else open_storage(path / "checkpoints")
     world = runtime.world
     only = checkpoint.name if checkpoint else None
-    reader = find(storage, world.rank, world.size, runtime.collectives.gather_json, only)
+    reader = newest_valid(storage, world.rank, world.size, runtime.collectives.gather_json, only)
     if reader is None:
         raise UserError(
             f"init_from={path} has no weights: the run has no checkpoint, and has not ended", "", "name another run"
@@ -178,7 +178,7 @@ class CheckpointSource:
         return self.reader.read_slice(self.PREFIX + name, offset, shape)
 
     def digest(self, rank: int, world_size: int, gather: Callable[[Any], list[Any]]) -> str:
-        # It covers the digests of all files, which `find` has verified.
+        # It covers the digests of all files, which `newest_valid` has verified.
         return self.reader.manifest.digest
 
 

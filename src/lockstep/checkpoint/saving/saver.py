@@ -2,15 +2,8 @@
 
 `start` copies the tensors that the next forward may change, and starts the thread. Before the next update,
 `wait_for_copy` waits until the optimizers' state has been copied. `take_ended` returns the saves that have ended. Each
-has an outcome (`writer.py`): `Committed` on rank 0 or `Written` on another rank, or `Failed`. A save that fails never
-raises, and does not affect the next one.
-
-A failure reaches the other ranks in these steps, the first in the writing thread, the others in the training thread:
-
-    Save.fail                       sets the outcome, and deletes this rank's uncommitted files
-    CheckpointManager.poll                 sees `Saver.failure`, and the next control word tells all ranks
-    CheckpointManager.abandon_if_failed    compares the failures of all ranks, and calls `Saver.abandon` on each: the
-                                           save then fails on ranks on which it was still pending
+has an outcome (`outcome.py`): `Committed` on rank 0 or `Written` on another rank, or `SaveFailed`. A save that fails
+never raises, and does not affect the next one; `pending.py` says how the other ranks learn of it.
 """
 
 from __future__ import annotations
@@ -22,8 +15,10 @@ from functools import partial
 from typing import Any
 
 from lockstep.checkpoint.format import file_name
+from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Snapshot
-from lockstep.checkpoint.saving.writer import Failed, Save, SaveContext
+from lockstep.checkpoint.saving.writer import Save
 from lockstep.runtime.layout import LocalShard
 
 
@@ -59,15 +54,15 @@ class Saver:
         shards: Mapping[str, LocalShard],
         aliases: Mapping[str, str],
         values: Mapping[str, Any],
-        changed_only_by_update: Collection[str] = (),
+        copy_later: Collection[str] = (),
     ) -> None:
         """Copy the state and start writing it.
 
         `shards`: the shards that this rank writes, by tensor name.
         `values`: the values of the manifest, encoded by `state_tree.pack`. They must not change any more.
         Only rank 0's `aliases` and `values` are used.
-        `changed_only_by_update`: the names of tensors that may be copied while training continues; they must not change
-        before `wait_for_copy`.
+        `copy_later`: the names of tensors to copy while training continues; they must not change before
+        `wait_for_copy`.
         """
         began = time.perf_counter()
         self._join()
@@ -80,7 +75,7 @@ class Saver:
 
         # Only this rank's own file counts: the others may be on other disks, and may write much less or much more.
         if save.check_room():
-            self._copying = self._snapshot.take(shards, changed_only_by_update if self._asynchronous else ())
+            self._copying = self._snapshot.take(shards, copy_later if self._asynchronous else ())
             run = partial(save.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), dict(values))
             if self._asynchronous:
                 # A daemon thread, which does not keep the process alive at its end.
@@ -104,25 +99,25 @@ class Saver:
             self._last.stall_s += time.perf_counter() - began
 
     @property
-    def failure(self) -> Failed | None:
-        """How the last save failed on this rank; None once all ranks have agreed to abandon it."""
-        if self._last is None or self._last.abandoned.is_set():
+    def failure(self) -> SaveFailed | None:
+        """How the last save failed on this rank; None once all ranks have agreed to abort it."""
+        if self._last is None or self._last.abort_requested:
             return None
 
         outcome = self._last.outcome
-        return outcome if isinstance(outcome, Failed) else None
+        return outcome if isinstance(outcome, SaveFailed) else None
 
     def wait_for_own_file(self) -> None:
         """Wait until this rank's own file is durable or has failed. Other ranks may still be writing."""
         if self._last is not None:
             self._last.file_ended.wait()
 
-    def abandon(self, why: str) -> None:
+    def abort(self, why: str) -> None:
         """End the save without a commit, because it failed on some rank, and delete this rank's uncommitted files."""
         if self._last is not None:
-            self._last.abandon(why)
+            self._last.request_abort(why)
             self._join()
-            self._last.discard()
+            self._last.finish_abort()
 
     def take_ended(self, timeout: float | None = None) -> list[Save]:
         """Wait until the save has ended, or for `timeout` seconds. Return the saves that ended since the last call."""
@@ -132,9 +127,9 @@ class Saver:
         return ended
 
     def close(self) -> None:
-        """Abandon a save that has not ended (call `take_ended` first to keep it) and free the buffer."""
+        """Abort a save that has not ended (call `take_ended` first to keep it) and free the buffer."""
         if self._thread is not None:
-            self.abandon("the run ended before this checkpoint was written")
+            self.abort("the run ended before this checkpoint was written")
         self._snapshot = Snapshot(file_name(self._context.rank))
 
     def _join(self, timeout: float | None = None) -> None:

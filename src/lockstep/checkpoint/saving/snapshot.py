@@ -65,13 +65,15 @@ class Snapshot:
 
         return self.layout
 
-    def take(self, shards: Mapping[str, LocalShard], later: Collection[str] = ()) -> BackgroundCopy:
-        """Copy `shards`, for which `reserve` has made room, except those named in `later`.
+    def take(self, shards: Mapping[str, LocalShard], copy_later: Collection[str] = ()) -> BackgroundCopy:
+        """Copy `shards`, for which `reserve` has made room, except those named in `copy_later`.
 
         The returned `BackgroundCopy` copies those. They must not change before its `wait` returns.
         """
-        _copy([(self._views[name], shard.local) for name, shard in shards.items() if name not in later])
-        return BackgroundCopy([(self._views[name], shard.local) for name, shard in shards.items() if name in later])
+        _copy([(self._views[name], shard.local) for name, shard in shards.items() if name not in copy_later])
+
+        rest = [(self._views[name], shard.local) for name, shard in shards.items() if name in copy_later]
+        return BackgroundCopy(rest)
 
     def data(self) -> memoryview:
         return self._buffer[: self.layout.size].numpy().data

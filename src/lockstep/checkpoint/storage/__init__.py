@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import Literal
 
 from lockstep.checkpoint.storage.file_system import FileSystemStorage
+from lockstep.checkpoint.storage.object_storage import ObjectStorage
 from lockstep.checkpoint.storage.protocol import CheckpointStorage
-from lockstep.launch.folder.run_dir import LATEST, step_in
+from lockstep.launch.folder.run_dir import LATEST, OBJECTS, step_in
 
 __all__ = [
     "Checkpoint",
     "CheckpointStorage",
     "FileSystemStorage",
+    "ObjectStorage",
     "committed",
     "delete_checkpoint",
     "delete_leftovers",
@@ -67,8 +69,14 @@ class Checkpoint:
         return self.storage.open(f"{self.name}/{file}")
 
 
-def open_storage(folder: Path) -> CheckpointStorage:
-    """Return the storage of the checkpoints in `folder`. This is the only place that chooses a kind of storage."""
+def open_storage(folder: Path, url: str | None = None) -> CheckpointStorage:
+    """Return the storage of the checkpoints in `folder`. This is the only place that chooses a kind of storage.
+
+    `url`: the object store for large files of new checkpoints (`checkpoint.storage`).
+    """
+    if url is not None or (folder / OBJECTS).exists():
+        return ObjectStorage(folder, url)
+
     return FileSystemStorage(folder)
 
 
@@ -80,7 +88,7 @@ def folder_name(step: int) -> str:
 
 
 def committed(storage: CheckpointStorage) -> list[Checkpoint]:
-    """Return the committed checkpoints, newest first. Their contents are not verified; `load.find` does that."""
+    """Return the committed checkpoints, newest first. Their contents are not verified (`load.newest_valid` does it)."""
     checkpoints = [Checkpoint(storage, name) for name in storage.folders() if step_in(name) is not None]
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
 
@@ -96,7 +104,7 @@ def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
 
 
 def update_latest(storage: CheckpointStorage) -> None:
-    # Only people and the launcher read this file; `load.find` lists the checkpoints themselves.
+    # Only people and the launcher read this file; `load.newest_valid` lists the checkpoints themselves.
     newest = committed(storage)[:1]
     if newest:
         storage.replace(LATEST, newest[0].name.encode() + b"\n")

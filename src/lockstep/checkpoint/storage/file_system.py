@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.checkpoint.storage.protocol import PAGE
+from lockstep.checkpoint.storage.protocol import PAGE, NotDurable
 from lockstep.launch.folder.run_dir import LATEST
 from lockstep.launch.records import open_regular, read_bytes, replacing
 
@@ -49,21 +49,20 @@ class FileSystemStorage:
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
         path = self.root / key
         _write_file(path, chunks)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
 
     def replace(self, key: str, data: bytes) -> None:
-        path = self.root / key
-        with replacing(path, str(os.getpid())) as draft:
-            _write_file(draft, [memoryview(data)])
-
-        # A file in a folder is only a message between ranks and need not survive a power cut. Nor can its folder be
-        # synced: as soon as the file exists, rank 0 may rename the folder.
-        if path.parent == self.root:
-            _sync_folder(self.root)
+        # Without an fsync, which takes a millisecond or more: these files are messages to running processes, and a
+        # power cut ends those as well. The next start claims the storage anew, and lists the checkpoints themselves.
+        with replacing(self.root / key, str(os.getpid())) as draft, _create(draft) as file:
+            _write_all(file.fileno(), memoryview(data), 0)
 
     def rename(self, folder: str, to: str) -> None:
         os.rename(self.root / folder, self.root / to)
-        _sync_folder(self.root)
+        try:
+            sync_folder(self.root)
+        except OSError as error:
+            raise NotDurable(error.errno, error.strerror, str(self.root)) from error
 
     def delete(self, key: str) -> None:
         path = self.root / key
@@ -112,7 +111,7 @@ def _create(path: Path) -> io.FileIO:
                 raise
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make the names in `folder` durable, because an fsync of a file does not cover its name."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

@@ -15,6 +15,10 @@ CHUNK = 16 << 20
 PAGE = 4096
 
 
+class NotDurable(OSError):
+    """A rename has happened, but may not survive a power cut."""
+
+
 class CheckpointStorage(Protocol):
     """A place for checkpoints. Each is written to its own folder (`write`) and committed by one `rename`.
 
@@ -39,14 +43,21 @@ class CheckpointStorage(Protocol):
 
         The chunks are of any length; those of a rank's data have at most CHUNK bytes, and are aligned to PAGE. Their
         memory is reused after this returns. The iterator may raise an exception instead of yielding the next chunk, if
-        the save is abandoned; let it pass.
+        the save is aborted; let it pass.
         """
 
     def replace(self, key: str, data: bytes) -> None:
-        """Replace the contents of a small file. Readers see the old contents or the new, never a mixture."""
+        """Replace the contents of a small file. Readers see the old contents or the new, never a mixture.
+
+        It need not survive a power cut, after which it may be old, empty or missing.
+        """
 
     def rename(self, folder: str, to: str) -> None:
-        """Rename a folder, atomically and durably: this is the commit. `to` must not exist."""
+        """Rename a folder, atomically and durably: this is the commit. `to` must not exist.
+
+        Raise NotDurable if the folder has its new name, but may lose it in a power cut. After any other error the
+        folder has its old name.
+        """
 
     def delete(self, key: str) -> None:
         """Delete a file, or a folder with all its files. If it does not exist, do nothing."""
@@ -70,7 +81,7 @@ class CheckpointStorage(Protocol):
 
 def split(data: memoryview) -> list[memoryview]:
     """Split `data` for `CheckpointStorage.write`: every chunk but the last is a whole number of pages."""
-    # An abandoned save ends between two chunks.
+    # An aborted save ends between two chunks.
     chunks = [data[start : start + CHUNK] for start in range(0, len(data), CHUNK)]
 
     # An incomplete page becomes a separate chunk, since a chunk with one cannot be written directly.

@@ -37,7 +37,7 @@ MEASURED_UPDATES = 3
 
 
 @dataclass(frozen=True)
-class Finding:
+class SetupFinding:
     """The result of one check; `advice` says what to do about it."""
 
     name: str
@@ -46,45 +46,45 @@ class Finding:
     advice: str = ""
 
 
-def cuda() -> Finding:
+def cuda() -> SetupFinding:
     """Return whether torch can use a GPU here, and why not."""
     if torch.cuda.is_available():
-        return Finding("CUDA", "ok", f"{torch.cuda.device_count()} GPUs, CUDA {torch.version.cuda}")
+        return SetupFinding("CUDA", "ok", f"{torch.cuda.device_count()} GPUs, CUDA {torch.version.cuda}")
     # A torch that was built for GPUs, on a machine where none is visible.
     if torch.version.cuda or torch.version.hip:
         text = f"no GPU is visible, though torch {torch.__version__} could use one"
-        return Finding("CUDA", "note", text, "look at nvidia-smi and CUDA_VISIBLE_DEVICES")
+        return SetupFinding("CUDA", "note", text, "look at nvidia-smi and CUDA_VISIBLE_DEVICES")
     advice = "install a torch with CUDA to train on GPUs; the preset cpu needs none"
-    return Finding("CUDA", "note", f"torch {torch.__version__} is for CPUs only", advice)
+    return SetupFinding("CUDA", "note", f"torch {torch.__version__} is for CPUs only", advice)
 
 
-def nccl() -> Finding:
+def nccl() -> SetupFinding:
     """Return whether GPUs can exchange gradients."""
     if not torch.cuda.is_available():
-        return Finding("NCCL", "note", "not needed: processes on CPUs talk over gloo")
+        return SetupFinding("NCCL", "note", "not needed: processes on CPUs talk over gloo")
     if torch.distributed.is_nccl_available():
         version = ".".join(str(part) for part in torch.cuda.nccl.version())
-        return Finding("NCCL", "ok", f"version {version}")
-    return Finding("NCCL", "fail", "this torch has none", "install a torch with NCCL, or train on one GPU")
+        return SetupFinding("NCCL", "ok", f"version {version}")
+    return SetupFinding("NCCL", "fail", "this torch has none", "install a torch with NCCL, or train on one GPU")
 
 
-def gpu_memory() -> Finding:
+def gpu_memory() -> SetupFinding:
     """Return how much of each GPU's memory is free."""
     gpus = get_gpu_info()
     if not gpus:
-        return Finding("GPU memory", "note", "no GPU")
+        return SetupFinding("GPU memory", "note", "no GPU")
 
     text = ", ".join(f"GPU {gpu['index']} {gpu['free_gb']:.1f} of {gpu['memory_gb']:.1f} GB free" for gpu in gpus)
 
     # Below 80 % of the memory something else must be running there.
     for gpu in gpus:
         if gpu["free_gb"] < 0.8 * gpu["memory_gb"]:
-            return Finding("GPU memory", "note", text, f"another process uses GPU {gpu['index']}: see nvidia-smi")
+            return SetupFinding("GPU memory", "note", text, f"another process uses GPU {gpu['index']}: see nvidia-smi")
 
-    return Finding("GPU memory", "ok", text)
+    return SetupFinding("GPU memory", "ok", text)
 
 
-def model_memory(trainer: DistributedCLSTMPPOTrainer) -> Finding:
+def model_memory(trainer: DistributedCLSTMPPOTrainer) -> SetupFinding:
     """Compare what a process of the script needs with the free memory of the fullest GPU."""
     batch_size = trainer.batch_size
     needed = bytes_needed(trainer.task, batch_size, trainer.micro_batch) / 2**30
@@ -93,14 +93,14 @@ def model_memory(trainer: DistributedCLSTMPPOTrainer) -> Finding:
 
     free = min((gpu["free_gb"] for gpu in get_gpu_info()), default=None)
     if free is None or needed <= free:
-        return Finding("model memory", "ok", text)
+        return SetupFinding("model memory", "ok", text)
 
     # What every environment adds is in proportion; the weights stay.
     fixed = bytes_needed(trainer.task, 0, 0) / 2**30
     parts = batch_size // trainer.micro_batch
     fits = int(batch_size * (free - fixed) / (needed - fixed)) // parts * parts
     advice = f"use --batch_size {fits}, or a smaller --preset" if fits > 0 else "use a smaller --preset"
-    return Finding("model memory", "fail", text, advice)
+    return SetupFinding("model memory", "fail", text, advice)
 
 
 def bytes_needed(task: ClstmPpo, batch_size: int, micro_batch: int) -> float:
@@ -121,18 +121,18 @@ def bytes_needed(task: ClstmPpo, batch_size: int, micro_batch: int) -> float:
     return state + rollout + tables + activations
 
 
-def distributed() -> Finding:
+def distributed() -> SetupFinding:
     """Let two processes train the smallest agent for a few steps: they start, meet, all-reduce and agree."""
     try:
         trainer = DistributedCLSTMPPOTrainer(1, 1, 8, preset="tiny")
         trainer.initialize()
         _short_run(trainer, SMOKE_STEPS, nproc=2)
     except Exception as error:  # any failure at all is what this check is to find
-        return Finding("distributed training", "fail", f"two processes: {error}", "look at the message above")
-    return Finding("distributed training", "ok", f"two processes trained {SMOKE_STEPS} steps together")
+        return SetupFinding("distributed training", "fail", f"two processes: {error}", "look at the message above")
+    return SetupFinding("distributed training", "ok", f"two processes trained {SMOKE_STEPS} steps together")
 
 
-def time_estimate(trainer: DistributedCLSTMPPOTrainer, price: float | None) -> Finding:
+def time_estimate(trainer: DistributedCLSTMPPOTrainer, price: float | None) -> SetupFinding:
     """Measure a few updates of what the script trains, and estimate the time of all its episodes from them."""
     # On one process; other numbers of GPUs are estimated from it.
     steps = MEASURED_UPDATES * trainer.task.source.options.steps
@@ -143,10 +143,10 @@ def time_estimate(trainer: DistributedCLSTMPPOTrainer, price: float | None) -> F
     if torch.cuda.is_available():
         lines = speedup_table(hours, price_here() if price is None else price, {1: rate})
 
-    return Finding("training time", "ok", "\n    ".join([text, *lines]))
+    return SetupFinding("training time", "ok", "\n    ".join([text, *lines]))
 
 
-def recommendations(findings: Iterable[Finding], typed: Mapping[str, Any]) -> Finding:
+def recommendations(findings: Iterable[SetupFinding], typed: Mapping[str, Any]) -> SetupFinding:
     """Recommend the script, with what was typed here and a process for each GPU, or for each core if there is none."""
     gpus = get_gpu_info()
     advice = [finding.advice for finding in findings if finding.advice]
@@ -160,7 +160,7 @@ def recommendations(findings: Iterable[Finding], typed: Mapping[str, Any]) -> Fi
     if len({gpu["name"] for gpu in gpus}) > 1:
         advice.append("the GPUs differ: equal shares wait for the slowest one")
 
-    return Finding("recommendations", "ok", "\n    ".join(advice))
+    return SetupFinding("recommendations", "ok", "\n    ".join(advice))
 
 
 def _short_run(trainer: DistributedCLSTMPPOTrainer, steps: int, nproc: int | None = None) -> float:
@@ -198,8 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"check_gpu_setup: {error}", file=sys.stderr)
         return 2
 
-    findings: list[Finding] = []
-    checks: list[Callable[[], Finding]] = [
+    findings: list[SetupFinding] = []
+    checks: list[Callable[[], SetupFinding]] = [
         cuda,
         nccl,
         gpu_memory,

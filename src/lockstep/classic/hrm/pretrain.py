@@ -14,7 +14,7 @@ import torch.distributed as dist
 import lockstep
 from lockstep.classic.hrm.messages import help_text, translate
 from lockstep.classic.hrm.pretrain_config import PRETRAIN_KEYS, TASK_KEYS, check_values, load_synced_config
-from lockstep.classic.process_group import Membership, check_announced, current_world
+from lockstep.classic.process_group import GroupMembership, check_announced, current_world
 from lockstep.errors import UserError
 from lockstep.recipes.hrm import HRM
 from lockstep.recipes.hrm.arguments import overrides
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> None:
         if rank == 0:
             check_values(values)
 
-        Membership().join(world, choose_device("auto", world), "nccl")
+        GroupMembership().join(world, choose_device("auto", world), "nccl")
         config = load_synced_config(values, rank, world_size)
         # The original code reads this variable.
         if os.environ.get("DISABLE_COMPILE", "0") not in ("", "0"):

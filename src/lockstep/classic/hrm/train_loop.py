@@ -91,7 +91,8 @@ def train_batch(
     task = train_state.task
     sums: Sums = {}
     for micro in batch:
-        task.before_batch(MicroBatch(micro, 0, len(micro["inputs"]), padding=batch.padding, first=batch.first))
+        place = MicroBatch(micro, 0, len(micro["inputs"]), padding=batch.padding, first=batch.first)
+        task.before_batch(train_state.run, place)
         loss = task.loss(train_state.model, micro)
         batch.backward(loss.total, loss.weight, **loss.metrics)
         # A padding batch weighs nothing.

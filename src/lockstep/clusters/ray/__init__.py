@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.clusters.request import Request
+from lockstep.clusters.request import JobRequest
 from lockstep.errors import UserError
 from lockstep.launch.job import parse_nproc
 
@@ -42,7 +42,7 @@ def _amount(text: str) -> int:
     return int(text)
 
 
-def needed(request: Request, options: argparse.Namespace) -> dict[str, float]:
+def needed(request: JobRequest, options: argparse.Namespace) -> dict[str, float]:
     """Return what each node must have: a CPU for each process unless another number was asked for, and the GPUs."""
     gpus = options.gpus_per_node or 0
     cpus = options.cpus_per_node
@@ -62,7 +62,7 @@ def needed(request: Request, options: argparse.Namespace) -> dict[str, float]:
     return need
 
 
-def command(request: Request, options: argparse.Namespace, address: str) -> str:
+def command(request: JobRequest, options: argparse.Namespace, address: str) -> str:
     """Return the command that submits, and resumes, this job."""
     words = ["lockstep", "launch", "ray", request.target, *request.overrides, f"run_dir={request.run_dir}"]
     for path in request.config_files:
@@ -82,12 +82,12 @@ def command(request: Request, options: argparse.Namespace, address: str) -> str:
     return shlex.join([*words, "--submit", *arguments])
 
 
-def _absolute(request: Request) -> Request:
+def _absolute(request: JobRequest) -> JobRequest:
     # The working folder of a process on another node may have another path.
     return replace(request, run_dir=request.run_dir.absolute())
 
 
-def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
+def render(request: JobRequest, options: argparse.Namespace) -> dict[str, str]:
     needed(request, options)
 
     # Inside the cluster, the driver finds it by itself.
@@ -95,10 +95,10 @@ def render(request: Request, options: argparse.Namespace) -> dict[str, str]:
     return {"ray-job.sh": SCRIPT.format(submit="ray job submit --working-dir . -- ", launch=launch)}
 
 
-def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]) -> int:
+def submit(request: JobRequest, options: argparse.Namespace, files: dict[str, Path]) -> int:
     """Run the job on the cluster, as its driver, until it ends."""
     from lockstep.clusters.ray.cluster import RayCluster
-    from lockstep.clusters.ray.driver import Driver
+    from lockstep.clusters.ray.driver import RayDriver
     from lockstep.launch.supervisor import collect_signals
 
     need = needed(request, options)
@@ -117,6 +117,6 @@ def submit(request: Request, options: argparse.Namespace, files: dict[str, Path]
         # Ray handles SIGTERM as well, from the moment of the connection.
         with collect_signals() as signals:
             again = command(request, options, options.address)
-            return Driver(cluster, request, need, signals, options.wait, again).run()
+            return RayDriver(cluster, request, need, signals, options.wait, again).run()
     finally:
         cluster.close()

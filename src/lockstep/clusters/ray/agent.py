@@ -43,7 +43,7 @@ TERM_S = 1.0
 
 
 @dataclass(frozen=True)
-class Report:
+class AgentReport:
     """What has happened since the last report: output of the launcher, and its exit code once it has ended."""
 
     lines: list[str]
@@ -174,7 +174,7 @@ class NodeAgent:
         for line in child.stdout:
             self._lines.append(line.decode(errors="replace").rstrip("\n"))
 
-    def poll(self) -> Report:
+    def poll(self) -> AgentReport:
         """Return what has happened since the last call. `start` must have been called."""
         assert self._child is not None
         assert self._reader is not None
@@ -194,9 +194,9 @@ class NodeAgent:
                 lines.append(self._lines.popleft())
 
         if code is None:
-            return Report(lines, None, coordinates)
+            return AgentReport(lines, None, coordinates)
 
-        return Report(lines, code, coordinates, self._term.ended_job(), self._port_taken())
+        return AgentReport(lines, code, coordinates, self._term.ended_job(), self._port_taken())
 
     def _port_taken(self) -> bool:
         """Return whether another program listens where the nodes were to meet. Only for a launcher that has ended."""

@@ -1,7 +1,7 @@
 """All that Lockstep asks of Ray: its nodes, placement groups, and actors.
 
-Ray's control service may be restarting when it is asked. Whatever a call raises then, the driver sees it as `NoAnswer`,
-and goes on with what it knows: agents and launchers do not need that service.
+Ray's control service may be restarting when it is asked. Whatever a call raises then, the driver sees a
+`RayUnavailable`, and goes on with what it knows: agents and launchers do not need that service.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
-from lockstep.clusters.ray.agent import NodeAgent, Report
+from lockstep.clusters.ray.agent import AgentReport, NodeAgent
 from lockstep.errors import UserError, plural
 
 # How long the address of a cluster may take to accept a connection.
@@ -35,7 +35,7 @@ class AgentLost(Exception):
     """The actor is gone, or could not do its work; the text says why."""
 
 
-class NoAnswer(Exception):
+class RayUnavailable(Exception):
     """Ray's control service has not done what it was asked for; it may be restarting. The text says what it said."""
 
 
@@ -45,7 +45,7 @@ def _asking() -> Iterator[None]:
     try:
         yield
     except Exception as error:  # Ray has no common class for what its calls raise: some come from gRPC
-        raise NoAnswer(str(error).strip().partition("\n")[0] or type(error).__name__) from error
+        raise RayUnavailable(str(error).strip().partition("\n")[0] or type(error).__name__) from error
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class RemoteAgent:
         """Start the launcher. If that fails, `poll` says so."""
         self._asked = self._actor.start.remote(list(words))
 
-    def poll(self) -> Report | None:
+    def poll(self) -> AgentReport | None:
         """Return what has happened since the last report. Raises AgentLost."""
         return self._answer(self._asked or self._actor.poll.remote())
 
@@ -140,7 +140,7 @@ class RemoteAgent:
         except errors.RayTaskError as error:
             # An error that the user can fix is reported like one of a launcher, with the exit code for it.
             if isinstance(error.cause, UserError):
-                return Report([f"lockstep: {error.cause}"], 2)
+                return AgentReport([f"lockstep: {error.cause}"], 2)
 
             raise AgentLost(str(error.cause or error)) from None
         except errors.RayActorError as error:
@@ -152,7 +152,7 @@ class RemoteAgent:
     def kill(self) -> None:
         """End the actor at once. Its launcher, and the ranks of that, end with it."""
         # The actor ends with this process at the latest.
-        with suppress(NoAnswer), _asking():
+        with suppress(RayUnavailable), _asking():
             _ray().kill(self._actor)
 
 

@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from lockstep.clusters.ray.cluster import AgentLost, Need, NoAnswer
+from lockstep.clusters.ray.cluster import AgentLost, Need, RayCluster, RayUnavailable
 from lockstep.clusters.ray.merged_output import MergedOutput
-from lockstep.clusters.ray.placement import Cluster, Placement, Slot
+from lockstep.clusters.ray.placement import AgentPlacement, Slot
 from lockstep.clusters.ray.round import FAILURES, Round
-from lockstep.clusters.request import Request
+from lockstep.clusters.request import JobRequest
 from lockstep.errors import ExitCode, Preempted, UserError
 from lockstep.launch.job import RESUME_COMMAND
 from lockstep.launch.terminal import say
@@ -65,7 +65,7 @@ PASSED_ON = ("OMP_NUM_THREADS", "PYTHONPATH")
 PASSED_ON_PREFIXES = ("LOCKSTEP_", "NCCL_", "GLOO_", "TORCH_")
 
 
-class Driver:
+class RayDriver:
     """Runs one job on a cluster until it ends.
 
     `need` is what each node must have. `signals` gets the names of the signals that this process receives. `wait` is
@@ -74,8 +74,8 @@ class Driver:
 
     def __init__(
         self,
-        cluster: Cluster,
-        request: Request,
+        cluster: RayCluster,
+        request: JobRequest,
         need: Need,
         signals: list[str],
         wait: float | None = None,
@@ -93,7 +93,7 @@ class Driver:
         self._output = MergedOutput()
 
         # Places for agents, and when rounds began because nodes were lost.
-        self._placement = Placement(cluster, request.nnodes, need)
+        self._placement = AgentPlacement(cluster, request.nnodes, need)
         self._lost_rounds: list[float] = []
 
         # The first signal that this process received.
@@ -247,7 +247,7 @@ class Driver:
         slot.began = slot.heard = self._cluster.now()
         try:
             slot.agent = self._cluster.make_agent(slot.group, slot.bundle, self._need, self._arguments)
-        except NoAnswer as error:
+        except RayUnavailable as error:
             self._placement.note_silence(error)
             self._pause(slot)
             return False
@@ -463,7 +463,7 @@ class Driver:
             slot.agent.kill()
 
         # What Ray does not hear of now it gives back itself, when this process ends.
-        with suppress(NoAnswer):
+        with suppress(RayUnavailable):
             self._placement.release_all()
 
 

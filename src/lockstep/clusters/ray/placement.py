@@ -6,12 +6,19 @@ placement group for itself, and a bundle on a node that Ray drains is given back
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from lockstep.clusters.ray.agent import Report
-from lockstep.clusters.ray.cluster import Need, NoAnswer, RayNode, describe, state_of, too_small
+from lockstep.clusters.ray.cluster import (
+    Need,
+    RayCluster,
+    RayNode,
+    RayUnavailable,
+    RemoteAgent,
+    describe,
+    state_of,
+    too_small,
+)
 from lockstep.errors import UserError, plural
 from lockstep.launch.job import Bounds
 from lockstep.launch.terminal import say
@@ -21,32 +28,6 @@ LOOK_S = 1.0
 
 # What Ray has not given for so long, although it seemed to be free, is not waited for.
 UNPLACED_S = 10.0
-
-
-class Agent(Protocol):
-    """See `RemoteAgent`."""
-
-    def address(self, host: str) -> str | None: ...
-    def start(self, words: Sequence[str]) -> None: ...
-    def poll(self) -> Report | None: ...
-    def signal(self, name: str) -> None: ...
-    def kill(self) -> None: ...
-
-
-class Cluster(Protocol):
-    """See `RayCluster`."""
-
-    @property
-    def address(self) -> str: ...
-    @property
-    def uploaded_folder(self) -> bool: ...
-    def now(self) -> float: ...
-    def sleep(self, seconds: float) -> None: ...
-    def nodes(self) -> list[RayNode]: ...
-    def reserve(self, count: int, need: Need, node: str | None = None) -> Any: ...
-    def placed(self, group: Any) -> list[str]: ...
-    def release(self, group: Any) -> None: ...
-    def make_agent(self, group: Any, bundle: int, need: Need, arguments: Sequence[Any]) -> Agent: ...
 
 
 @dataclass(eq=False)
@@ -63,7 +44,7 @@ class Slot:
     single_node: bool = False  # the group has this bundle only, on one node
 
     placed: str = ""  # the node where Ray has put the bundle
-    agent: Agent | None = None
+    agent: RemoteAgent | None = None
     node: RayNode | None = None  # where the agent is
     began: float = 0.0  # when the agent was made
     heard: float = 0.0  # when it last answered
@@ -71,13 +52,13 @@ class Slot:
     not_before: float = 0.0
 
 
-class Placement:
+class AgentPlacement:
     """The slots of one job, and the nodes of the cluster as they were seen last.
 
     `bounds` are those of --nnodes; `need` is what each node must have.
     """
 
-    def __init__(self, cluster: Cluster, bounds: Bounds, need: Need):
+    def __init__(self, cluster: RayCluster, bounds: Bounds, need: Need):
         self._cluster = cluster
         self._bounds = bounds
         self._need = need
@@ -102,14 +83,14 @@ class Placement:
         try:
             self._see(now)
             self.silent_since = None
-        except NoAnswer as error:
+        except RayUnavailable as error:
             self.note_silence(error)
 
     def look_again(self) -> None:
         """Have the next call of `look` ask Ray, however soon it comes: what was seen is out of date."""
         self._looked = float("-inf")
 
-    def note_silence(self, error: NoAnswer) -> None:
+    def note_silence(self, error: RayUnavailable) -> None:
         """Go on with what is known of the cluster: agents and launchers do not need Ray's control service."""
         if self.silent_since is None:
             self.silent_since = self._cluster.now()
@@ -208,7 +189,7 @@ class Placement:
         try:
             self.release_all()
             group = self._cluster.reserve(count, self._need)
-        except NoAnswer as error:
+        except RayUnavailable as error:
             self.note_silence(error)
             return
 
@@ -260,7 +241,7 @@ class Placement:
             if node.id not in taken and node.drained_at is None and node.has_free(self._need):
                 try:
                     group = self._cluster.reserve(1, self._need, node.id)
-                except NoAnswer as error:
+                except RayUnavailable as error:
                     self.note_silence(error)
                 else:
                     self.slots.append(Slot(group, 0, self._cluster.now(), single_node=True))

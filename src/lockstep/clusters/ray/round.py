@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.clusters.ray.agent import Report
+from lockstep.clusters.ray.agent import AgentReport
 from lockstep.errors import ExitCode
 
 FAILURES = (ExitCode.FAILED, ExitCode.REFUSED)
@@ -39,7 +39,7 @@ class Round:
     interrupted: Any = None
     interrupt_since: float | None = None
 
-    def note(self, slot: Any, report: Report, now: float) -> None:
+    def note(self, slot: Any, report: AgentReport, now: float) -> None:
         """Note what the launcher of a slot has reported."""
         if report.coordinates:
             self.begun = True

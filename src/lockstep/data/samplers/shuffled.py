@@ -57,14 +57,14 @@ class ShuffledSampler:
         assert 0 <= start <= stop <= self.length
 
         # Consecutive micro-batches usually lie in the same block, which is cached.
-        first = start // BLOCK
-        last = max(start, stop - 1) // BLOCK
-        block = self._block(epoch, first)
-        if last > first:
-            block = np.concatenate([block, *(self._block(epoch, index) for index in range(first + 1, last + 1))])
+        begin = start // BLOCK
+        end = max(start, stop - 1) // BLOCK
+        block = self._block(epoch, begin)
+        if end > begin:
+            block = np.concatenate([block, *(self._block(epoch, index) for index in range(begin + 1, end + 1))])
 
         # A copy: the caller may change it, and the block stays in the cache.
-        return block[start - first * BLOCK : stop - first * BLOCK].copy()
+        return block[start - begin * BLOCK : stop - begin * BLOCK].copy()
 
     def _block(self, epoch: int, index: int) -> np.ndarray:
         # Most calls want the block of the last one. Reading ahead alternates between two.

@@ -22,6 +22,9 @@ class EpochSource(DatasetSource):
     nothing left repeats its last micro-batch with weight 0.
     """
 
+    # The first sample of the stream, which must be the same on all ranks; None if it is not known.
+    beginning: Any = None
+
     def __init__(self, collate: Callable[[list[Any]], Any], options: SourceOptions, micro_batches_per_step: int):
         """`micro_batches_per_step`: of this rank. If forwards are collective, missing ones are run as padding."""
         self.collate = collate

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from lockstep.checkpoint.storage.object_storage import check_url
 from lockstep.config import Layer
 from lockstep.config.settings import flatten
 from lockstep.errors import ConfigError, unknown_name
@@ -39,3 +40,5 @@ def check_names(layers: Sequence[Layer]) -> None:
         raise ConfigError(problems)
 
     check_sinks(settings.get("log.sinks") or [])
+    if url := settings.get("checkpoint.storage"):
+        check_url(url)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep.data.loader import Request
 from lockstep.data.map_source import MapSource
-from lockstep.errors import UserError, some_names
+from lockstep.errors import DeviceLostError, UserError, some_names
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 ON_CPU = re.compile(r"index out of range in self|Target -?\d+ is out of bounds")
 ON_GPU = "device-side assert triggered"
+LATE_STEPS = 2  # an error of a kernel shows when the host next waits for the GPU
 IGNORED = -100  # the label that torch's losses ignore by default
 
 BY_TOKENIZER = (
@@ -65,12 +66,12 @@ def explain_index(error: Exception, builder: RunBuilder) -> UserError | None:
         return _on_gpu(error, run)
 
     lookup = next(_lookups(error, run.driver.model), None)
-    return _named(lookup, _sample_with(run, lookup.value), error) if lookup else None
+    return _named(UserError, lookup, _sample_with(run, lookup.value), error) if lookup else None
 
 
-def _named(lookup: Lookup, sample: str, error: Exception) -> UserError:
+def _named(kind: type[UserError], lookup: Lookup, sample: str, error: Exception) -> UserError:
     last = lookup.count - 1
-    return UserError(
+    return kind(
         f"{lookup.what} {lookup.value} is out of range: {lookup.where}, from 0 to {last}",
         f"{sample}; {type(error).__name__}: {str(error).splitlines()[0]}",
         lookup.fix,
@@ -125,20 +126,19 @@ def _sample_with(run: Run, value: int) -> str:
 
 
 def _on_gpu(error: Exception, run: Run) -> UserError:
-    """Look for ids beyond the largest embedding in the samples of the step, which are read again on the CPU."""
+    """Look for ids beyond the largest embedding in the last samples, which are read again on the CPU."""
     modules = run.driver.model.named_modules()
     tables = [(module.num_embeddings, name) for name, module in modules if isinstance(module, nn.Embedding)]
     rows, name = max(tables, default=(0, ""))
     source = run.source
-    if rows and isinstance(source, MapSource):
-        request = source.next_request(run.plan.global_batch)
-        for index, numbers in _numbers(run, request):
+    for request in source.recent_requests(LATE_STEPS * run.plan.global_batch) if isinstance(source, MapSource) else ():
+        for index, numbers in _numbers(run, request) if rows else ():
             outside = numbers[(numbers >= rows) | ((numbers < 0) & (numbers != IGNORED))]
             if len(outside):
                 lookup = Lookup(int(outside[0]), rows, "token id", f"{name}.weight has {rows} rows")
-                return _named(lookup, f"sample {index} in epoch {request.epoch} has it", error)
+                return _named(DeviceLostError, lookup, f"sample {index} in epoch {request.epoch} has it", error)
 
-    return UserError(
+    return DeviceLostError(
         "a kernel on the GPU stopped at an index that is out of range: a token id, a position or a label",
         str(error).splitlines()[0],
         "train a few steps with device=cpu steps=5: the error then names the line, and the id if it is one",

@@ -11,8 +11,8 @@ from torch import nn
 
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.manifest import read_manifest
-from lockstep.checkpoint.reshard import read_into
-from lockstep.checkpoint.state_tree import unpack
+from lockstep.checkpoint.state.reshard import read_into
+from lockstep.checkpoint.state.state_tree import unpack
 from lockstep.checkpoint.storage import Checkpoint
 from lockstep.engine.evaluation.evaluator import MAX_EVALUATION_BATCH, Evaluation, evaluation_batch, evaluation_sets
 from lockstep.engine.hooks.calls import Hooks

@@ -11,8 +11,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from lockstep.observe.recorder import Recorder
 from lockstep.parallel.driver import LossFn, PlacedModel
 from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
-from lockstep.task import Task
+from lockstep.task import EvalData, Task
 
 # Samples per forward, if neither evaluate.batch nor micro_batch is set.
 MAX_EVALUATION_BATCH = 32
@@ -66,6 +65,7 @@ class EvaluationSet:
     name: str | None = None  # None: the only one
     monitored: bool = True  # whether early stopping, the best checkpoint and schedulers follow it
     metrics: Mapping[str, Any] = field(default_factory=dict)  # torchmetrics, by name
+    batch: int | None = None  # its own batch size
 
     @property
     def dataset(self) -> Any:
@@ -79,25 +79,15 @@ def evaluation_sets(task: Task, monitor: str | None) -> list[EvaluationSet]:
     `monitor` is the setting `evaluate.monitor`.
     """
     data = task.eval_data()
-    # A task need not subclass Task.
-    metrics = (task.eval_metrics() if data is not None and hasattr(task, "eval_metrics") else None) or {}
-    if not isinstance(metrics, Mapping) and not hasattr(metrics, "items"):
-        raise UserError(
-            f"eval_metrics() must return metrics by name; it returned a {type(metrics).__name__}",
-            "",
-            'return {"accuracy": torchmetrics.classification.MulticlassAccuracy(10)}',
-        )
-    make = partial(EvaluationSet, loss_fn=task.eval_loss, collate=task.collate, metrics=metrics)
-    if not isinstance(data, Mapping):
+    if data is None or not isinstance(data, Mapping):
         if monitor is not None:
             raise UserError(
                 f"evaluate.monitor={monitor} names an evaluation set, and the task's sets have no names",
                 "",
                 "leave evaluate.monitor out, or return {name: dataset} from eval_data()",
             )
-        return [] if data is None else [make(by_index(data))]
+        return [] if data is None else [_make_set(task, data, _metrics_of(task))]
 
-    chosen = next(iter(data), None) if monitor is None else monitor
     if monitor is not None and monitor not in data:
         raise unknown_name("evaluate.monitor", monitor, list(data))
 
@@ -110,7 +100,39 @@ def evaluation_sets(task: Task, monitor: str | None) -> list[EvaluationSet]:
                 "use letters, digits, points, _ and - only",
             )
 
-    return [make(by_index(dataset), name=name, monitored=name == chosen) for name, dataset in data.items()]
+    monitored = next(iter(data), None) if monitor is None else monitor
+    metrics = _metrics_of(task)
+    return [replace(_make_set(task, data[name], metrics), name=name, monitored=name == monitored) for name in data]
+
+
+def _make_set(task: Task, given: Any, metrics: Mapping[str, Any]) -> EvaluationSet:
+    """Return a set of `given`, a dataset or an EvalData. What an EvalData leaves out is the task's, or `metrics`."""
+    chosen = given if isinstance(given, EvalData) else EvalData(given)
+    return EvaluationSet(
+        by_index(chosen.dataset),
+        chosen.loss or task.eval_loss,
+        chosen.collate or task.collate,
+        metrics=metrics if chosen.metrics is None else _by_name(chosen.metrics, "EvalData(metrics=...)"),
+        batch=chosen.batch,
+    )
+
+
+def _metrics_of(task: Task) -> Mapping[str, Any]:
+    # A task need not subclass Task.
+    made = task.eval_metrics() if hasattr(task, "eval_metrics") else None
+    return _by_name(made or {}, "eval_metrics()")
+
+
+def _by_name(metrics: Any, origin: str) -> Mapping[str, Any]:
+    """Return `metrics`, or raise unless they are metrics by name. A MetricCollection is no Mapping, but has items."""
+    if not hasattr(metrics, "items"):
+        raise UserError(
+            f"{origin} must give metrics by name; it gave a {type(metrics).__name__}",
+            "",
+            'give {"accuracy": torchmetrics.classification.MulticlassAccuracy(10)}',
+        )
+
+    return metrics
 
 
 def evaluation_batch(config: RunConfig, global_batch: int) -> int:
@@ -162,7 +184,7 @@ class Evaluator:
     recorder: Recorder
 
     def evaluate(self, chosen: EvaluationSet, batch: int, step: int, may_preempt: bool = False) -> Evaluation | None:
-        """Evaluate the weights of `step` in batches of `batch` samples and log the result.
+        """Evaluate the weights of `step` and log the result. `batch`: samples of a forward, unless the set has its own.
 
         With `may_preempt` all ranks stop when one is preempted, and None is returned.
         """
@@ -176,6 +198,8 @@ class Evaluator:
 
     def measure(self, chosen: EvaluationSet, batch: int, step: int, may_preempt: bool = False) -> Evaluation | None:
         """Do what `evaluate` does, without a record."""
+        batch = chosen.batch or batch
+
         # The launcher allows an evaluation more time than a step.
         self.runtime.heartbeat.beat("evaluate", step)
         check_data(chosen.dataset, chosen.name)
@@ -203,6 +227,7 @@ class Evaluator:
 
     def first_names(self, chosen: EvaluationSet, batch: int) -> list[str]:
         """Return the names of the metrics of the first batch, which every rank runs for itself."""
+        batch = chosen.batch or batch
         reader = SampleReader(chosen.dataset, chosen.collate, self.config.seed, self.config.data.seed_samples)
         data = reader(Request(0, range(min(batch, len(chosen.dataset)))))
         with restore_modes(self.placed.model.modules()), torch.no_grad():

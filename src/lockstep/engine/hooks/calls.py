@@ -10,22 +10,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from lockstep.checkpoint.run_state import CALLBACK
+from lockstep.checkpoint.state.run_state import CALLBACK
 from lockstep.engine.hooks.callback_order import CallbackOrder
 from lockstep.errors import UserError
 from lockstep.task import Loss, MicroBatch, RunView, StepResult, Task
 
-# Name -> the arguments of the call.
+# Every hook, with the arguments of the call. `Task` documents each of them.
 HOOKS = {
     "before_training": ("run",),
-    "before_batch": ("micro",),
+    "first_steps": ("names",),
+    "before_batch": ("run", "micro"),
     "before_backward": ("run", "loss"),
     "after_step": ("run", "result"),
     "after_eval": ("run", "metrics"),
 }
-
-# Hooks that Lockstep used to call with other arguments: the name of the first one, and where they are now.
-FORMER = {"after_step": ("model", "the model is run.model, and the number of steps run.steps_done")}
 
 
 class Hook(NamedTuple):
@@ -43,18 +41,17 @@ class Hooks:
         owners = [owner for owner in (task, *self.callbacks) if owner is not None]
         _check_callbacks(self.callbacks)
 
-        found = {name: [hook for owner in owners if (hook := find(owner, name))] for name in HOOKS}
-        self._before_training = found["before_training"]
-        self.batch_hooks = found["before_batch"]
-        self._before_backward = found["before_backward"]
-        self._after_step = found["after_step"]
-        self._after_eval = found["after_eval"]
+        self._found = {name: [hook for owner in owners if (hook := find(owner, name))] for name in HOOKS}
 
         # Read in every step.
-        self.follow_batches = bool(self.batch_hooks)
-        self.follow_losses = bool(self._before_backward)
-        self.follow_steps = bool(self._after_step)
-        self.follow_evaluations = bool(self._after_eval)
+        self.follow_batches = bool(self._found["before_batch"])
+        self.follow_losses = bool(self._found["before_backward"])
+        self.follow_steps = bool(self._found["after_step"])
+        self.follow_evaluations = bool(self._found["after_eval"])
+
+    def named(self, name: str) -> list[Hook]:
+        """Return the hooks of this name, in the order in which they are called."""
+        return self._found[name]
 
     def parts(self) -> Iterator[tuple[str, Any]]:
         """Yield the callbacks that have state, with the names under which checkpoints hold it.
@@ -76,28 +73,24 @@ class Hooks:
             yield "order of callbacks", CallbackOrder(numbered)
 
     def before_training(self) -> None:
-        for hook in self._before_training:
-            with self._named(hook):
-                hook.call(self._view)
+        self._call_all("before_training")
 
     def around_batches(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the micro-batches, each after the calls of `before_batch`."""
         for micro in batches:
-            for hook in self.batch_hooks:
-                with self._named(hook):
-                    hook.call(micro)
-
+            self._call_all("before_batch", micro)
             yield micro
 
     def around_loss(self, loss_fn: Callable[..., Loss]) -> Callable[..., Loss]:
         """Return a loss function that ends with the calls of `before_backward`, or `loss_fn` if there are none."""
-        if not self._before_backward:
+        if not self.follow_losses:
             return loss_fn
         return lambda model, batch: self.before_backward(loss_fn(model, batch))
 
     def before_backward(self, loss: Loss) -> Loss:
-        for hook in self._before_backward:
-            with self._named(hook):
+        """Return the loss as the hooks leave it: each may replace it, for the next one too."""
+        for hook in self._found["before_backward"]:
+            with self._noted(hook):
                 changed = hook.call(self._view, loss)
 
             if changed is not None and not isinstance(changed, Loss):
@@ -110,17 +103,19 @@ class Hooks:
         return loss
 
     def after_step(self, result: StepResult | None) -> None:
-        for hook in self._after_step:
-            with self._named(hook):
-                hook.call(self._view, result)
+        self._call_all("after_step", result)
 
     def after_eval(self, metrics: Mapping[str, float]) -> None:
-        for hook in self._after_eval:
-            with self._named(hook):
-                hook.call(self._view, metrics)
+        self._call_all("after_eval", metrics)
+
+    def _call_all(self, name: str, *arguments: Any) -> None:
+        """Call the hooks of this name with the run and `arguments`."""
+        for hook in self._found[name]:
+            with self._noted(hook):
+                hook.call(self._view, *arguments)
 
     @contextmanager
-    def _named(self, hook: Hook) -> Iterator[None]:
+    def _noted(self, hook: Hook) -> Iterator[None]:
         """Add to an error which hook raised it, on which rank and at which step."""
         try:
             yield
@@ -159,29 +154,21 @@ def _check_function(full_name: str, method: Any) -> None:
 
 
 def _check_arguments(full_name: str, method: Callable[..., Any], name: str) -> None:
-    """Raise if a hook cannot be called with the arguments of HOOKS, or still has those of an earlier version."""
+    """Raise if a hook cannot be called with the arguments of HOOKS."""
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):  # not every callable has one
         return
 
     expected = HOOKS[name]
-    former, advice = FORMER.get(name, ("", ""))
-    given = tuple(signature.parameters)
-    found = f"it is defined as {full_name}({', '.join(given)})"
-    fix = f"define it as def {name}(self, {', '.join(expected)})"
-    if former and given[:1] == (former,):
-        raise UserError(
-            f"{full_name}({', '.join(given)}) is called with other arguments now: {name}({', '.join(expected)})",
-            "",
-            f"{fix}: {advice}",
-        )
-
     try:
         signature.bind(*expected)
     except TypeError as error:
-        problem = f"{full_name} cannot be called with the arguments of this hook, {', '.join(expected)}"
-        raise UserError(problem, found, fix) from error
+        raise UserError(
+            f"{full_name} cannot be called with the arguments of this hook, {', '.join(expected)}",
+            f"it is defined as {full_name}({', '.join(signature.parameters)})",
+            f"define it as def {name}(self, {', '.join(expected)})",
+        ) from error
 
 
 def _own_name(callback: Any) -> str | None:
@@ -209,7 +196,7 @@ def _check_callbacks(callbacks: Sequence[Any]) -> None:
                 f"pass {callback.__name__}(...)",
             )
 
-        if not any(hasattr(callback, name) for name in (*HOOKS, "first_steps")):
+        if not any(hasattr(callback, name) for name in HOOKS):
             raise UserError(
                 f"a {type(callback).__name__} is no callback: it has none of the hooks",
                 "",

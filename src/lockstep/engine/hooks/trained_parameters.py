@@ -1,10 +1,10 @@
-"""Which parameters a step updates, if a callback delays some of them (`Unfreeze`)."""
+"""Which parameters a step updates, if the hook `first_steps` delays some of them (`Unfreeze`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from lockstep.engine.hooks.calls import Hook
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.driver import Driver, Reduced
 
@@ -12,19 +12,19 @@ from lockstep.parallel.driver import Driver, Reduced
 class TrainedParameters:
     """The parameters that are trained at each step: a function of the step, the same on all ranks."""
 
-    def __init__(self, driver: Driver, callbacks: Sequence[Any]):
-        """Ask the `callbacks` for the first step of each parameter; of several, the latest counts.
+    def __init__(self, driver: Driver, hooks: Sequence[Hook]):
+        """Ask the `hooks` for the first step of each parameter; of several, the latest counts.
 
-        A parameter that a callback leaves out is trained from the first step on.
+        A parameter that a hook leaves out is trained from the first step on.
         """
         if not driver.role.runs_whole_model:
             raise UserError(
-                f"{type(callbacks[0]).__name__} cannot be used in a pipeline (mesh.pp)",
+                f"{type(hooks[0].owner).__name__} cannot be used in a pipeline (mesh.pp)",
                 "each stage knows its own gradients only",
                 "set strategy=fsdp or strategy=ddp, or leave the callback out",
             )
 
-        asked = [_ask(callback, driver.names) for callback in callbacks]
+        asked = [_ask(hook, driver.names) for hook in hooks]
         self._first_steps = {
             id(p): max(steps.get(name, 0) for steps in asked)
             for name, p in zip(driver.names, driver.parameters, strict=True)
@@ -38,13 +38,12 @@ class TrainedParameters:
         return reduced.drop_others({key for key, first in self._first_steps.items() if first <= step})
 
 
-def _ask(callback: Any, names: Sequence[str]) -> Mapping[str, int]:
-    """Return what `first_steps` of a callback returns, after checking it."""
-    steps = callback.first_steps(names)
-    call = f"{type(callback).__name__}.first_steps"
+def _ask(hook: Hook, names: Sequence[str]) -> Mapping[str, int]:
+    """Return what a hook `first_steps` returns, after checking it."""
+    steps = hook.call(names)
     if not isinstance(steps, Mapping):
         raise UserError(
-            f"{call} must return a dictionary; it returned a {type(steps).__name__}",
+            f"{hook.name} must return a dictionary; it returned a {type(steps).__name__}",
             "",
             "return {name of a parameter: the first step that trains it}",
         )
@@ -52,14 +51,14 @@ def _ask(callback: Any, names: Sequence[str]) -> Mapping[str, int]:
     for name, step in steps.items():
         if name not in names:
             raise UserError(
-                f"{call} names {name!r}, which is no trainable parameter",
+                f"{hook.name} names {name!r}, which is no trainable parameter",
                 f"they are called {some_names(list(names))}",
                 "take the names from its argument: def first_steps(self, names)",
             )
 
         if not isinstance(step, int) or step < 0:
             raise UserError(
-                f"{call} returned {step!r} for {name!r}, which is no step",
+                f"{hook.name} returned {step!r} for {name!r}, which is no step",
                 "",
                 "return a whole number: the index of the first step that trains it",
             )

@@ -20,7 +20,7 @@ from lockstep.optim.schedule import LearningRate
 from lockstep.optim.user_scheduler import SchedulerRate
 from lockstep.parallel.apply import wants_compile
 from lockstep.parallel.blocks import class_name, find_blocks, suggest_block_class
-from lockstep.parallel.cudagraph.graphs import wants_graph
+from lockstep.parallel.cudagraph.install import wants_graph
 from lockstep.parallel.ddp.hook_table import HOOKS
 from lockstep.parallel.fsdp.driver import count_replicas
 from lockstep.parallel.mesh import Mesh, plan_mesh

@@ -5,8 +5,16 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from lockstep.checkpoint.state_tree import gather_state, pack
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import TensorDataset
+
+from lockstep.checkpoint.state.state_tree import gather_state, pack
 from lockstep.config import RunConfig
+from lockstep.data.loader import Request
+from lockstep.data.map_source import MapSource
 from lockstep.data.source_options import SourceOptions
 from lockstep.data.windows import rank_range
 from lockstep.engine.checks.model import check_equal_work, refuse_single_samples
@@ -89,6 +97,24 @@ def attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunCo
             all_reduce=lambda values: runtime.collectives.all_reduce_(values if role.reports_loss else values.zero_()),
         )
     )
+
+
+def largest_input(source: BatchSource) -> Tensor | None:
+    """Return the largest tensor of the first sample, or None if it cannot be read before the workers start."""
+    if not isinstance(source, MapSource):
+        return None
+
+    # A dataset may open files for its first sample, which forked workers would share.
+    if source.options.config.workers and not isinstance(source.reader.innermost, TensorDataset | list | tuple):
+        return None
+
+    try:
+        leaves = tree_leaves(source.reader.samples(Request(0, [0])))
+        tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
+    except Exception:  # the first step will report it
+        return None
+
+    return max(tensors, key=Tensor.numel, default=None)
 
 
 def _known_length(data: Any) -> int | None:

@@ -7,17 +7,20 @@ from typing import Any
 from torch import nn
 
 from lockstep.checkpoint.initial.weights import InitialWeights, load_initial_weights
-from lockstep.checkpoint.state_tree import frozen_names
+from lockstep.checkpoint.state.state_tree import frozen_names
 from lockstep.checkpoint.storage import committed, open_storage
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.checks.model import check_instance_norms, check_supported
+from lockstep.launch.folder.start_from import Beginning, Newest
 from lockstep.observe.run_folder import RunFolder
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.groups import apply_groups
-from lockstep.optim.optimizers import Optimizers, ShardedOptimizers, as_list, check_kind
+from lockstep.optim.kinds import check_kind
+from lockstep.optim.optimizers import Optimizers, as_list
 from lockstep.optim.registry import build_optimizers
 from lockstep.optim.weight_average import WeightAverage
+from lockstep.optim.zero1 import ShardedOptimizers
 from lockstep.parallel.driver import Driver
 from lockstep.precision import Precision, check_batchnorm, check_storage
 from lockstep.runtime.context import Runtime
@@ -43,8 +46,13 @@ def initial_weights(driver: Driver, config: RunConfig, runtime: Runtime, folder:
     assert config.init_from is not None
 
     def will_resume() -> bool:
-        storage = open_storage(folder.path / "checkpoints")
-        return folder.resume_from is not None or (folder.resume_newest and bool(committed(storage)))
+        match folder.start_from:
+            case Beginning():
+                return False
+            case Newest(otherwise=None):
+                return bool(committed(open_storage(folder.path / "checkpoints")))
+            case _:
+                return True
 
     only = None
     if runtime.collectives.run_on_rank0(will_resume):

@@ -21,6 +21,7 @@ from lockstep.causes import Cause, in_own_loop, named
 from lockstep.config import RunConfig
 from lockstep.data.map_source import MapSource
 from lockstep.data.streams.epochs import EpochSource
+from lockstep.engine.hooks.calls import overridden
 from lockstep.engine.start_check import data
 from lockstep.engine.start_check.alone import as_one_rank
 from lockstep.engine.start_check.judge import (
@@ -42,7 +43,6 @@ from lockstep.parallel.call_chain import run_eagerly
 from lockstep.parallel.driver import RanksDiffer
 from lockstep.precision import Precision
 from lockstep.runtime.seeds import preserve_rng, rng_states
-from lockstep.task import Task
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run  # which calls this check
@@ -154,8 +154,7 @@ def _can_call(run: Run, task: Any) -> bool:
         _note(run, "no rank holds the full model (mesh.pp); `lockstep verify` on one process does")
         return False
 
-    before_batch = getattr(task, "before_batch", None)
-    if before_batch is not None and getattr(before_batch, "__func__", before_batch) is not Task.before_batch:
+    if overridden(task, "before_batch"):
         _note(run, "it depends on before_batch(), which prepares for a whole micro-batch")
         return False
 

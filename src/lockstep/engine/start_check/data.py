@@ -7,13 +7,14 @@ never, without any error. A few samples are read on all ranks and compared by th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lockstep.causes import Cause, named
-from lockstep.checkpoint.state_tree import digest
+from lockstep.checkpoint.state.state_tree import digest
 from lockstep.data.dataset_source import DatasetSource
 from lockstep.data.loader import Request
 from lockstep.data.map_source import MapSource
+from lockstep.data.streams.epochs import EpochSource
 from lockstep.engine.start_check.samples import Samples, read_samples
 from lockstep.errors import UserError, some_names
 from lockstep.runtime.context import Runtime
@@ -22,17 +23,19 @@ from lockstep.task import BatchSource, MicroBatch, StepBatches
 if TYPE_CHECKING:
     from lockstep.engine.run import Run  # which calls this check
 
+SOME = 8  # how many samples are read to see whether a dataset has different ones
+
 # ---- the same dataset ----
 
 
 def find_difference(run: Run, source: MapSource, request: Request, samples: Samples | None) -> Cause | None:
     """Return a cause if the dataset's length or first samples differ between ranks. Collective."""
     local_digests = samples.digests() if samples else []
-    first, *others = run.runtime.collectives.gather_json([source.order.length, local_digests])
+    first, *others = run.runtime.collectives.gather_json([source.order.epoch_length, local_digests])
 
     for rank, (length, _) in enumerate(others, start=1):
         if length != first[0]:
-            return named("data", f"data() has {first[0]} samples on rank 0 and {length} on rank {rank}")
+            return named("data", f"an epoch of data() has {first[0]} samples on rank 0 and {length} on rank {rank}")
 
     # Without seeds per sample, random samples differ between ranks by design.
     if not run.config.data.seed_samples:
@@ -92,7 +95,7 @@ def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> S
 
     # A source over a dataset gives every rank different ids, so equal first batches are suspicious only if the whole
     # dataset looks the same, as with a dataset that ignores the index.
-    samples = source.some_samples() if isinstance(source, DatasetSource) else []
+    samples = _spread_samples(source) if isinstance(source, MapSource) else []
     if len(digests) > 1 and len({digest(sample) for sample in samples}) <= 1:
         check_different(
             list(digests.values()),
@@ -101,6 +104,13 @@ def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> S
         )
 
     return batches
+
+
+def _spread_samples(source: MapSource) -> list[Any]:
+    """Return a few samples, evenly spread over the dataset, each as a batch of one."""
+    ids = {index * source.order.dataset_length // SOME for index in range(SOME)}
+    with source.reading_here():
+        return [source.reader(Request(0, [index])) for index in sorted(ids)]
 
 
 def _take_and_digest(source: BatchSource) -> tuple[StepBatches, str | None, str | None]:
@@ -119,7 +129,8 @@ def _take_and_digest(source: BatchSource) -> tuple[StepBatches, str | None, str 
     if first:
         _check_workers(source, micro_batches[0], first)
 
-    return batches, first, None if source.beginning is None else digest(source.beginning)
+    beginning = source.beginning if isinstance(source, EpochSource) else None
+    return batches, first, None if beginning is None else digest(beginning)
 
 
 def _check_one_stream(beginnings: Sequence[str | None]) -> None:

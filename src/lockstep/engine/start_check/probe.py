@@ -48,6 +48,7 @@ class Probe:
         self.names, self.parameters = trainable(self.run.driver.model)
         self.inner: InnerGradient | None = None  # the newest gradient that the loss computed itself
         self._sharded = not self.run.driver.role.replicated
+        self._may_draw = True  # until a batch has shown that the loss draws nothing
 
     def measure(self, make_batch: Callable[[], Any], gradients: bool = True) -> Measurement:
         """Call the loss on a batch with the seed of the first micro-batch, and return the result."""
@@ -107,10 +108,18 @@ class Probe:
         seed_all(derive(run.config.seed, "model", 0, 0), run.runtime.device)
 
     def measure_with_constant_draws(self, make_batch: Callable[[], Any], gradients: bool) -> Measurement:
-        """Call the loss on a batch with every random draw replaced by a constant, and return the result."""
+        """Call the loss on a batch with every random draw replaced by a constant, and return the result.
+
+        The first batch must be the largest. If the loss draws nothing for it, draws are not looked for any more: that
+        takes as long as the loss of a small model.
+        """
+        if not self._may_draw:
+            return self.measure(make_batch, gradients)
+
         with ConstantDraws() as mode:
             measured = self.measure(make_batch, gradients)
 
+        self._may_draw = mode.used
         if not mode.unsupported:
             return measured
 

@@ -37,10 +37,14 @@ def seed_all(value: int, device: torch.device) -> None:
 
 
 class ConstantDraws(TorchDispatchMode):
-    """Replaces the results of torch's random operators by constants; `unsupported` names those it cannot replace."""
+    """Replaces the results of torch's random operators by constants; `unsupported` names those it cannot replace.
+
+    `used`: there were such operators.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.used = False
         self.unsupported: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,6 +58,7 @@ class ConstantDraws(TorchDispatchMode):
         if not arguments.get("dropout_p", arguments.get("dropout", 1.0)):
             return result
 
+        self.used = True
         name = func.overloadpacket.__name__
         replace = _REPLACEMENTS.get(name)
         if replace is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lockstep.lab.counting import CountCollectives
 from lockstep.lab.graders.verified import verify_task
 from lockstep.lab.grading import Finding
-from lockstep.lab.learner import Failed, Learner
+from lockstep.lab.learner import Learner, LearnerFailed
 
 FUNCTIONS = ("mine", "tree_sum", "add_up", "Small")
 ERRORS: dict[str, str] = {}
@@ -141,7 +141,7 @@ def _in_a_group(learner: Learner) -> Finding:
     why = "pass group on to every call: get_world_size(group), all_gather(..., group=group)"
     try:
         totals = learner.run(_sum_alone)
-    except Failed as failure:
+    except LearnerFailed as failure:
         return Finding(statement, False, str(failure), why)
 
     right = all(torch.equal(total, _tree_of(_parts())) for total in totals)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from lockstep.lab.graders.verified import cause_of
 from lockstep.lab.grading import Finding
 from lockstep.lab.learner import Learner
-from lockstep.lab.patient.faults import CAUSES, SILENT, TASK, Fault, plan, silent_mistake
+from lockstep.lab.patient.faults import CAUSES, SILENT, TASK, PlantedFault, plan, silent_mistake
 from lockstep.lab.patient.run import PatientRun, run_patient
 from lockstep.verify.command import verify
 from lockstep.verify.trials import VerifyOptions
@@ -54,7 +54,7 @@ def _read(module: ModuleType) -> tuple[int, list[dict[str, Any]], str]:
     return module.SEED, module.ANSWERS, module.SILENT
 
 
-def _judge(number: int, answer: dict[str, Any], fault: Fault, screen: str) -> Iterator[Finding]:
+def _judge(number: int, answer: dict[str, Any], fault: PlantedFault, screen: str) -> Iterator[Finding]:
     """Judge the answers about one screen."""
     headline = screen.splitlines()[0]
     rank, line, cause = answer.get("rank"), answer.get("line"), answer.get("cause")
@@ -89,7 +89,7 @@ def _about(cause: str) -> str:
     return texts[cause]
 
 
-def _about_line(fault: Fault, line: str | None) -> str:
+def _about_line(fault: PlantedFault, line: str | None) -> str:
     """Return what to say about a wrong line."""
     if fault.line is None:
         return "a killed process shows no stack, so there is no line to name: look at memory, and at who may kill"

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from lockstep.lab.counting import CountCollectives
 from lockstep.lab.grading import Finding
-from lockstep.lab.learner import Failed, Learner
+from lockstep.lab.learner import Learner, LearnerFailed
 from lockstep.lab.workload.models import GPT, language_loss
 
 FUNCTIONS = ("shard", "build", "bytes_per_rank", "save_full", "load_full", "save_sharded", "load_sharded")
@@ -242,7 +242,7 @@ def _full(learner: Learner, folder: Path) -> Iterator[Finding]:
     path = folder / "full.pt"
     try:
         found = learner.run(_save_full, path, world=RANKS)
-    except Failed as failure:
+    except LearnerFailed as failure:
         waits = "did not end" in str(failure)
         why = (
             "gathering the state is a collective: all ranks call it, and only the writing is rank 0's" if waits else ""

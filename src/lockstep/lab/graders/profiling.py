@@ -99,7 +99,7 @@ def _buckets(found: dict[str, list[list[int]]]) -> Iterator[Finding]:
 class _Watched:
     """Stands in for the Work of an all-reduce, or for its future: notes when it was waited for."""
 
-    def __init__(self, work: Any, watch: _Watch, parent: _Watched | None = None):
+    def __init__(self, work: Any, watch: _AllReduceWatch, parent: _Watched | None = None):
         self.work, self.watch, self.parent = work, watch, parent
         self.waited = self.waited_in_backward = False
 
@@ -127,7 +127,7 @@ class _Watched:
         return getattr(self.work, name)
 
 
-class _Watch:
+class _AllReduceWatch:
     """Stands in for `dist.all_reduce`: notes when it is called, and how."""
 
     def __init__(self, model: nn.Module):
@@ -149,7 +149,7 @@ class _Watch:
 
 
 @contextmanager
-def _watched(module: Any, watch: _Watch) -> Iterator[None]:
+def _watched(module: Any, watch: _AllReduceWatch) -> Iterator[None]:
     """Let the watch stand in for all_reduce, also where the file has imported it by name."""
     names = [name for name, value in vars(module).items() if value is watch.real]
     with ExitStack() as stack:
@@ -167,7 +167,7 @@ def _backward(module: Any) -> dict[str, Any]:
     ratios, watches = [], []
     for _ in range(2):
         model.zero_grad()
-        watch = _Watch(model)
+        watch = _AllReduceWatch(model)
         watches.append(watch)
         with _watched(module, watch):
             watch.in_backward = True

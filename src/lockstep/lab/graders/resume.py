@@ -23,7 +23,7 @@ from torch import Tensor
 from lockstep.lab.graders.torn import half_of_a_save
 from lockstep.lab.graders.verified import verify_task
 from lockstep.lab.grading import Finding
-from lockstep.lab.learner import Failed, Learner
+from lockstep.lab.learner import Learner, LearnerFailed
 
 FUNCTIONS = ("Order", "my_ids", "save", "load", "train", "Points")
 ERRORS: dict[str, str] = {}
@@ -66,7 +66,7 @@ def kill(learner: Learner, folder: Path) -> None:
     """Train on two ranks until one is killed."""
     try:
         learner.run(_train, folder, 0, STEPS, KILLED_AT)
-    except Failed as failure:
+    except LearnerFailed as failure:
         if "died" not in str(failure):
             raise
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lockstep.lab.grading import Finding
-from lockstep.verify.command import Report, verify
+from lockstep.verify.command import VerifyReport, verify
 from lockstep.verify.trials import VerifyOptions
 
 
@@ -21,14 +21,14 @@ def verify_task(path: Path, name: str, *, exact: bool) -> Finding:
     )
 
 
-def cause_of(report: Report) -> str:
+def cause_of(report: VerifyReport) -> str:
     """Return the key of the cause that verify names, or PASS."""
     if report.passed:
         return "PASS"
     return report.causes[0].key if report.causes else "FAIL"
 
 
-def _explain(report: Report) -> str:
+def _explain(report: VerifyReport) -> str:
     if not report.causes:
         return f"type `lockstep verify {report.target}` to see the table"
     cause = report.causes[0]

@@ -22,7 +22,7 @@ SILENT = ("rank-in-loss", "bypass", "not-synchronised")
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlantedFault:
     """One planted fault. `line` is the text of a line of task.py."""
 
     cause: str
@@ -31,11 +31,13 @@ class Fault:
     line: str | None
 
 
-def plan(seed: int) -> list[Fault]:
+def plan(seed: int) -> list[PlantedFault]:
     """Return the faults of a seed, by step."""
     draw = random.Random(f"faults {seed}")
     causes = draw.sample(sorted(CAUSES), len(CAUSES))
-    return [Fault(cause, draw.randrange(2), step, CAUSES[cause]) for cause, step in zip(causes, STEPS, strict=True)]
+    return [
+        PlantedFault(cause, draw.randrange(2), step, CAUSES[cause]) for cause, step in zip(causes, STEPS, strict=True)
+    ]
 
 
 def silent_mistake(seed: int) -> str:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.lab.patient.faults import Fault, plan, silent_mistake
+from lockstep.lab.patient.faults import PlantedFault, plan, silent_mistake
 from lockstep.task import Loss, RunView, StepResult, Task
 
 
@@ -102,7 +102,7 @@ class Patient(Task):
                 return fault.cause
         return None
 
-    def _note(self, fault: Fault) -> bool:
+    def _note(self, fault: PlantedFault) -> bool:
         """Note that a fault happens; return whether it is the first time."""
         try:
             (self.marks / fault.cause).touch(exist_ok=False)

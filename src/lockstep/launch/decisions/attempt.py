@@ -76,8 +76,9 @@ class Attempt:
         return set(self._ranks_on)
 
     @property
-    def all_clean(self) -> bool:
-        return all(rank_exit.clean for rank_exit in self.exits.values())
+    def has_failed(self) -> bool:
+        """Whether a rank has failed. The exit of a peer that failed first may still arrive."""
+        return not all(rank_exit.clean for rank_exit in self.exits.values())
 
     @property
     def any_preempted(self) -> bool:

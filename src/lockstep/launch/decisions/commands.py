@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from lockstep.errors import plural, some_names
+from lockstep.launch.failure import Failure
 from lockstep.launch.wire.messages import Announce, JobEnd, Message
+
+# How many lines a second all screens show about single nodes that come or go. Each line is a message to every node.
+LINES_PER_S = 8
+
+# How the nodes that had no line of their own are summed up: one node, several nodes.
+SUMMARIES = {
+    "joined": ("more node joined", "more nodes joined"),
+    "lost": ("more node was lost", "more nodes were lost"),
+}
 
 
 @dataclass(frozen=True)
@@ -40,3 +54,90 @@ class LogEvent:
 
 # The last two are messages as well: the coordinator also sends them to all other nodes.
 Command = StartAttempt | Send | DropNode | LogEvent | Announce | JobEnd
+
+
+class Outbox:
+    """A queue of commands, with a method for each kind that is issued in several places."""
+
+    def __init__(self, logs: Path):
+        self._logs = logs  # the folder of the ranks' logs
+        self._commands: list[Command] = []
+
+        # Lines about single nodes: when the current second began, and how many lines it has had.
+        self._second_began = -math.inf
+        self._lines = 0
+
+        # What happened to nodes that had no line, as in SUMMARIES -> their hosts.
+        self._unsaid: dict[str, list[str]] = {}
+
+    def take(self) -> list[Command]:
+        commands, self._commands = self._commands, []
+        return commands
+
+    def put(self, command: Command) -> None:
+        self._commands.append(command)
+
+    def send(self, nodes: Iterable[int], message: Message) -> None:
+        self._commands += [Send(node, message) for node in sorted(nodes)]
+
+    def say(self, text: str) -> None:
+        self.put(Announce(f"lockstep: {text}"))
+
+    def say_about_node(self, what: str, host: str, text: str, now: float) -> None:
+        """Say that a node has joined or was lost; if many do within a second, `sum_up` says the rest in one line."""
+        if now - self._second_began >= 1.0 and not self._unsaid:
+            self._second_began = now
+            self._lines = 0
+
+        self._lines += 1
+        if self._lines <= LINES_PER_S:
+            self.say(text)
+        else:
+            self._unsaid.setdefault(what, []).append(host)
+
+    def sum_up(self, now: float, nodes: int) -> None:
+        """Say once a second what was left out; `nodes` are there now."""
+        if not self._unsaid or now - self._second_began < 1.0:
+            return
+
+        for what, hosts in self._unsaid.items():
+            one, several = SUMMARIES[what]
+            self.say(f"{plural(len(hosts), one, several)} ({some_names(hosts)}); {plural(nodes, 'node')} now")
+
+        self._unsaid = {}
+        self._second_began = now
+        self._lines = 0
+
+    def log(self, event: str, **fields: Any) -> None:
+        self.put(LogEvent({"event": event, **fields}))
+
+    def log_resize(self, before: int, after: int) -> None:
+        self.log("resize", **{"from": before, "to": after})
+
+    def announce_failure(self, failure: Failure, attempt: int | None, others: int, what_follows: str = "") -> None:
+        """Announce a failure on the screens of all nodes, and log it.
+
+        `others` is the number of other ranks that end because of it.
+        """
+        lines = [failure.text()]
+
+        # An error for the user says what to do, and nothing is to be looked up.
+        if not failure.for_user:
+            facts = []
+            if others:
+                facts.append(f"{plural(others, 'other rank')} ended because of it.")
+
+            # Rank 0 wrote to the terminal: its output is on the screen already.
+            if failure.rank:
+                facts.append(f"Log of rank {failure.rank}: {self._logs / f'rank-{failure.rank}.log'}")
+
+            if facts:
+                lines.append(f"  {' '.join(facts)}")
+            if what_follows:
+                lines.append(f"  {what_follows}")
+
+        self.put(Announce("\n".join(lines)))
+
+        # Events hold no log lines: the log itself stays in the run's folder.
+        fields = {name: value for name, value in vars(failure).items() if name != "log"}
+        self.log("failure", attempt=attempt, **fields)

@@ -45,6 +45,9 @@ PEER_WAIT_S = 1.0
 # The same wait after an exception that only says that a peer is gone: a large process takes a while to die.
 LOST_PEER_WAIT_S = 5.0
 
+# After that wait, how much longer rank 0 may take to commit a checkpoint that all ranks have written.
+COMMIT_S = 3.0
+
 # How long the other ranks may take to exit after the first one that was preempted.
 STRAGGLER_GRACE_S = 20.0
 

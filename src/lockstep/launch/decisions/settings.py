@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from lockstep.config.sections import HangConfig, RestartConfig
-from lockstep.config.value_types import Section
+from lockstep.config.value_types import ConfigSection
 from lockstep.errors import ExitCode
 
 
-class Settings(Section):
+class Settings(ConfigSection):
     """When ranks count as hanging, and how often a job restarts. Until rank 0 has read them, the defaults apply."""
 
     hang: HangConfig = HangConfig()

@@ -25,6 +25,9 @@ from lockstep.runtime.environments.launcher import TORCHRUN_ID, TORCHRUN_RESTART
 MANIFEST = "manifest.json"
 LATEST = "latest"
 
+# This file, next to the checkpoints, exists if the contents of some are in an object store.
+OBJECTS = "objects"
+
 # The file that exists until the newest checkpoint is the one that --resume named, or follows it.
 GOING_BACK = ".going-back"
 
@@ -38,7 +41,7 @@ WRITTEN = {
     ".": r"\..*|(config|plan|summary|metrics|events|report|model|micro_batch)\b.*|resize|logs|checkpoints|samples",
     "logs": ".*",
     "samples": ".*",
-    "checkpoints": "latest|owner|step-.*",
+    "checkpoints": "latest|owner|objects|step-.*",
 }
 
 
@@ -247,6 +250,19 @@ def latest(checkpoints: Path) -> Path | None:
 def latest_step(checkpoints: Path) -> int | None:
     checkpoint = latest(checkpoints)
     return step_in(checkpoint.name) if checkpoint else None
+
+
+def commit_is_near(checkpoints: Path, ranks: int) -> bool:
+    """Whether all ranks have written a checkpoint that rank 0 has yet to commit, which takes it milliseconds."""
+    for draft in checkpoints.glob("step-*.tmp-*"):
+        # Names with "-gone" are of old checkpoints that are being deleted. Others may be renamed at this moment.
+        with suppress(OSError):
+            names = [] if "-gone" in draft.name else os.listdir(draft)
+            confirmed = sum(re.fullmatch(r"rank-\d+\.json", name) is not None for name in names)
+            if confirmed == ranks or MANIFEST in names:
+                return True
+
+    return False
 
 
 def step_in(name: str) -> int | None:

@@ -40,7 +40,7 @@ _PACKAGE = str(Path(__file__).parents[2]) + "/"
 # Frames that every stack has and that never explain a hang.
 _INTERNAL = re.compile(
     r"/(?:site|dist)-packages/torch/|^<frozen |/importlib/|/(?:runpy|threading|socketserver|contextlib)\.py$"
-    r"|/lockstep/launch/(?:zygote|rank_process)\.py$"
+    r"|/lockstep/launch/ranks/(?:zygote|rank_process)\.py$"
 )
 
 

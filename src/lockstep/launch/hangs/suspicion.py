@@ -46,7 +46,7 @@ Places = Mapping[tuple[int | None, str | None], int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankView(heartbeat.View):
+class RankView(heartbeat.HeartbeatView):
     """One rank as its launcher sees it: its heartbeat and its process."""
 
     rank: int
@@ -82,7 +82,7 @@ def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
     if view is None:
         uptime = float(Path("/proc/uptime").read_text().split()[0])
         age = max(0.0, uptime - int(stat[19]) / os.sysconf("SC_CLK_TCK"))
-        view = heartbeat.View(beats=0, age=age, step=0, steps_done=0, phase="start", detail="")
+        view = heartbeat.HeartbeatView(beats=0, age=age, step=0, steps_done=0, phase="start", detail="")
 
     return RankView(rank=rank, host=host, pid=pid, state=stat[0] if stat else "", **vars(view))
 

@@ -120,7 +120,7 @@ class NodeLauncher:
                 return self._carry_out_orders(self._agent, connection, orders)
             except ConnectionLost as lost:
                 if self._agent is not None:
-                    self._agent.kill_ranks()
+                    self._agent.kill_and_wait()
 
                 # If messages are being tampered with, reconnecting will not help.
                 last = self._membership

@@ -66,11 +66,11 @@ class RanksGone(AttemptMessage):
 
 @dataclass(frozen=True)
 class ZygoteLost(Message):
-    """The process that forks the node's ranks died; `hopeless` if a new one would end the same way."""
+    """The process that forks the node's ranks died; `cannot_import`: it could not import the job's program."""
 
     attempt: int | None  # None if no ranks were started before
     why: str
-    hopeless: bool
+    cannot_import: bool
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,16 @@ class Prepare(Message):
 
 
 @dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of an attempt meet. Ranks on one machine do not need a store server."""
+
+    address: str
+    port: int  # for MASTER_PORT: free when the attempt began
+    store_port: int = 0
+    store_nonce: str = ""  # with the job's secret it makes the key of the ranks' store
+
+
+@dataclass(frozen=True)
 class Start(AttemptMessage):
     """Start the node's ranks of this attempt."""
 
@@ -217,10 +227,7 @@ class Start(AttemptMessage):
     count: int
     world_size: int
     group_rank: int  # the node's number in this attempt
-    address: str
-    port: int  # for MASTER_PORT: free when the attempt began
-    store_port: int  # 0 for ranks on one machine
-    store_nonce: str  # with the job's secret it makes the key of the ranks' store; empty for ranks on one machine
+    rendezvous: Rendezvous
 
 
 @dataclass(frozen=True)

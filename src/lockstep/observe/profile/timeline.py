@@ -59,7 +59,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Collective:
+class TracedCollective:
     """One call of a collective, with the bytes of its tensors on this rank."""
 
     name: str
@@ -198,7 +198,7 @@ def _make(
     steps: int,
     communication: list[Interval],
     exposed: list[Interval],
-    collectives: list[Collective],
+    collectives: list[TracedCollective],
 ) -> Breakdown:
     total = length(communication)
     return Breakdown(
@@ -212,14 +212,16 @@ def _make(
     )
 
 
-def collectives_of(events: Iterable[Event], window: Interval, element_bytes: int) -> list[Collective]:
+def collectives_of(events: Iterable[Event], window: Interval, element_bytes: int) -> list[TracedCollective]:
     """Return the collectives that the host called in the window, in their order."""
     found = []
     for event in events:
         name = str(event["name"])
         if name.startswith(COLLECTIVE_OP) and window[0] <= event["ts"] <= window[1]:
             found.append(
-                Collective(name.removeprefix(COLLECTIVE_OP).rstrip("_"), _bytes(event, element_bytes), event["ts"])
+                TracedCollective(
+                    name.removeprefix(COLLECTIVE_OP).rstrip("_"), _bytes(event, element_bytes), event["ts"]
+                )
             )
 
     return sorted(found, key=lambda call: call.start)

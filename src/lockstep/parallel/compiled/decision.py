@@ -17,18 +17,30 @@ REPEATED_S = 0.05  # seconds for a layer of a further block, whose kernels are f
 BLOCK_S = 0.5  # seconds to trace one more block by itself
 DYNAMIC = 2.0  # with dynamic sizes it takes this many times as long
 
-# The expected saving must be this many times the cost. If a model gains only 1.1, or compiling takes half as long again
-# as estimated, the run then takes at most a tenth longer than without. A measured record is trusted more.
-ESTIMATE_MARGIN = 1.7
-RECORD_MARGIN = 1.1
+# Steps that are not timed, and steps that are. With dynamic sizes kernels are tuned for each size, and steps differ.
+STEPS = 2, 3
+STEPS_VARYING = 12, 12
+SLOWER = 1.02  # compiled steps that take longer than this many times an eager one are given up
+
+# A target that was never measured here may take at most this part of the time that is left: if it cannot be compiled,
+# takes far longer than estimated or gains nothing, the run has lost no more. With SLOWER that is a tenth.
+MOST_LOST = 0.08
+# Set aside from it, in eager steps: what comparing takes, and what each timed step may lose if it is slower.
+COMPARED, LOST_IN_STEP = 5, 0.5
+
+# What was measured may cost this many times as much now, and the saving must be this many times the cost.
+RECORD_MARGIN = 1.25
+# A compilation that did not end takes at least this many times as long as it was given.
+UNFINISHED = 2.0
 
 
 @dataclass(frozen=True)
-class Record:
-    """What compiling gained and cost in an earlier run on this machine."""
+class Payoff:
+    """What compiling costs and gains. `measured`: in a run on this machine; otherwise it is an estimate."""
 
     cost_s: float
     speedup: float
+    measured: bool = True
 
 
 @dataclass(frozen=True)
@@ -44,37 +56,60 @@ class Facts:
     all_block_layers: int = 0  # and in all blocks together
     cold: bool = False  # nothing has been compiled on this machine before
     possible: tuple[str, ...] = (LOSS, MODEL, BLOCKS)
-    records: Mapping[str, Record] = field(default_factory=dict)
+    records: Mapping[str, Payoff] = field(default_factory=dict)  # of earlier runs
+    spent_s: float = 0.0  # seconds that compiling has taken in this run
+
+    @property
+    def eager_s(self) -> float:
+        """Seconds of the steps that are left, without compiled code."""
+        return self.steps_left * self.step_s
+
+    @property
+    def most_s(self) -> float:
+        """How long something that was never measured may take to compile."""
+        timed = sum(STEPS_VARYING if self.sizes_vary else STEPS)
+        aside_s = (COMPARED + LOST_IN_STEP * timed) * self.step_s
+        return max(0.0, MOST_LOST * self.eager_s - aside_s - self.spent_s)
 
 
 @dataclass(frozen=True)
 class Decision:
     targets: tuple[str, ...]  # to try in this order; none: the run stays eager
     reason: str
+    limit_s: float = 0.0  # compiling is given up after so long
 
 
 def decide(facts: Facts) -> Decision:
     """Return what to compile: the targets that pay, the best one first."""
-    eager_s = facts.steps_left * facts.step_s
+    eager_s = facts.eager_s
     left = f"{facts.steps_left} steps of {facts.step_s * 1e3:.3g} ms are left"
 
-    # (seconds with compiled code, target) of everything that pays.
-    paying = sorted(
-        (cost_s + eager_s / speedup, target)
-        for target in preferred(facts)
-        for cost_s, speedup, margin in [expected(facts, target)]
-        if eager_s * (1 - 1 / speedup) > margin * cost_s
-    )
-    if paying:
-        seconds, target = paying[0]
+    # How long the run takes with each target that pays.
+    payoffs = {target: expected(facts, target) for target in preferred(facts)}
+    paying = {target: payoff for target, payoff in payoffs.items() if pays(facts, payoff)}
+    seconds = {target: payoff.cost_s + eager_s / payoff.speedup for target, payoff in paying.items()}
+    targets = tuple(sorted(seconds, key=lambda target: seconds[target]))
+    if targets:
+        with_best = f"about {seconds[targets[0]]:.0f} s with {targets[0]} compiled"
+        known = [RECORD_MARGIN * payoff.cost_s for payoff in paying.values() if payoff.measured]
         return Decision(
-            tuple(target for _, target in paying),
-            f"{left}: {eager_s:.0f} s without compiling, about {seconds:.0f} s with {target} compiled",
+            targets, f"{left}: {eager_s:.0f} s without compiling, {with_best}", max(facts.most_s, *known, 0.0)
         )
 
-    cost_s, speedup, _ = expected(facts, preferred(facts)[0])
-    gain_s = max(0.0, eager_s * (1 - 1 / speedup))
-    return Decision((), f"it would not pay: {left}, of which it would save about {gain_s:.0f} s for {cost_s:.0f} s")
+    first = next(iter(payoffs.values()))
+    gain_s = max(0.0, eager_s * (1 - 1 / first.speedup))
+    reason = f"it would not pay: {left}, of which it would save about {gain_s:.0f} s for {first.cost_s:.0f} s"
+    if gain_s > first.cost_s:
+        reason += f"; a first try may take {facts.most_s:.0f} s of them"
+    return Decision((), reason)
+
+
+def pays(facts: Facts, payoff: Payoff) -> bool:
+    """Return whether a target is worth its cost. An estimate may be wrong, so it must also be small."""
+    saving_s = facts.eager_s * (1 - 1 / payoff.speedup)
+    if payoff.measured:
+        return saving_s > RECORD_MARGIN * payoff.cost_s
+    return payoff.cost_s < min(saving_s, facts.most_s)
 
 
 def preferred(facts: Facts) -> list[str]:
@@ -87,11 +122,11 @@ def preferred(facts: Facts) -> list[str]:
     return [BLOCKS] if facts.sizes_vary and BLOCKS in order else order
 
 
-def expected(facts: Facts, target: str) -> tuple[float, float, float]:
-    """Return the expected cost in seconds, the expected speed-up, and how much of a margin they need."""
+def expected(facts: Facts, target: str) -> Payoff:
+    """Return what was measured on this machine, or else an estimate."""
     record = facts.records.get(target)
-    if record:
-        return record.cost_s, record.speedup, RECORD_MARGIN
+    if record and record.measured and not facts.cold:
+        return record
 
     # Blocks of one class share their kernels, so further ones cost little.
     repeated = facts.all_block_layers - facts.block_layers
@@ -101,4 +136,9 @@ def expected(facts: Facts, target: str) -> tuple[float, float, float]:
         own_s = LAYER_S * (facts.layers - repeated) + REPEATED_S * repeated
 
     cost_s = START_S + COLD_S * facts.cold + own_s * (DYNAMIC if facts.sizes_vary else 1.0)
-    return cost_s, SPEEDUPS[target], ESTIMATE_MARGIN
+    if not record:
+        return Payoff(cost_s, SPEEDUPS[target], measured=False)
+
+    # torch's files are gone, or the last try was given up: the estimate was too low.
+    at_least_s = record.cost_s if record.measured else UNFINISHED * record.cost_s
+    return Payoff(max(cost_s, at_least_s), record.speedup, measured=False)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lockstep.parallel.compiled.decision import Record
+from lockstep.parallel.compiled.decision import Payoff
 
 MOST_MODELS = 200  # the oldest records are dropped beyond this
 
@@ -50,7 +51,7 @@ def signature(model: nn.Module, device: torch.device, sizes: Any) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def read(key: str, path: Path | None = None) -> dict[str, Record]:
+def read(key: str, path: Path | None = None) -> dict[str, Payoff]:
     """Return the records of a model by target; none if there is no file, or a damaged one."""
     records = {}
     for target, values in _load(path or history_path()).get(key, {}).items():
@@ -58,17 +59,17 @@ def read(key: str, path: Path | None = None) -> dict[str, Record]:
         with suppress(TypeError, ValueError, KeyError):
             cost_s, speedup = float(values["cost_s"]), float(values["speedup"])
             if cost_s >= 0 and speedup > 0:
-                records[target] = Record(cost_s, speedup)
+                records[target] = Payoff(cost_s, speedup, values.get("measured", True) is True)
 
     return records
 
 
-def write(key: str, target: str, record: Record, path: Path | None = None) -> None:
+def write(key: str, target: str, record: Payoff, path: Path | None = None) -> None:
     """Add a record. If the file cannot be written, nothing happens."""
     path = path or history_path()
     everything = _load(path)
     of_model = everything.pop(key, {})
-    of_model[target] = {"cost_s": round(record.cost_s, 2), "speedup": round(record.speedup, 3)}
+    of_model[target] = {**asdict(record), "cost_s": round(record.cost_s, 2), "speedup": round(record.speedup, 3)}
     everything[key] = of_model  # the newest is last
 
     # Two runs may write at once: each replaces the whole file, and the last one wins.

@@ -1,10 +1,15 @@
-"""Which sizes of the batches vary, learnt from the calls of the first steps."""
+"""The shapes of a call's tensors, and which sizes vary, learnt from the calls of the first steps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # (args, kwargs)
 Shape = tuple[int, ...]
 Sizes = list[list[list[int]]]  # [tensor][dimension]: the sizes seen, in ascending order
 Dims = frozenset[tuple[int, int]]  # (index of a tensor, dimension)
@@ -70,3 +75,22 @@ def fits(shapes: Sequence[Shape], compiled: Sequence[Shape], dynamic: Dims) -> b
                 return False
 
     return True
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in the arguments of a call, in a fixed order."""
+    found = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        # Containers that torch does not know, such as transformers' BatchEncoding.
+        elif isinstance(leaf, Mapping):
+            found += tensors_in(dict(leaf))
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            found += tensors_in([getattr(leaf, part.name) for part in fields(leaf)])
+
+    return found
+
+
+def shapes_of(arguments: Any) -> list[Shape]:
+    return [tuple(tensor.shape) for tensor in tensors_in(arguments)]

@@ -51,6 +51,10 @@ class Capture:
         self.addresses: list[int] = []  # of the tensors that a replay reads in place
         self.callables: list[Any] = []  # submodules and functions at the time of the capture
 
+        # What it cost.
+        self.bytes = 0
+        self.seconds = 0.0
+
         # Read before the forward runs, which may call requires_grad_() on an input.
         self.wants_gradient = [t.requires_grad for t in trial.inputs]
 

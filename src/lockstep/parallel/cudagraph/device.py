@@ -72,6 +72,13 @@ class CudaDevice:
     def generator(self) -> torch.Generator:
         return torch.cuda.default_generators[self.device.index or 0]
 
+    def reserved_bytes(self) -> int:
+        """Return the memory that torch holds, in use or not."""
+        return torch.cuda.memory_reserved(self.device)
+
+    def total_bytes(self) -> int:
+        return torch.cuda.get_device_properties(self.device).total_memory
+
     def record_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
         event.record()

@@ -13,139 +13,56 @@ trace every model; `torch.cuda.make_graphed_callables` gives wrong gradients whe
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.batchnorm.sync import is_synchronised
 from lockstep.parallel.call_arguments import OpaqueValue, flatten
-from lockstep.parallel.call_chain import CallChain, Link
-from lockstep.parallel.call_state import Pattern, StateSnapshot, TrialCall
+from lockstep.parallel.call_chain import Link
+from lockstep.parallel.call_state import StateSnapshot, TrialCall
 from lockstep.parallel.cudagraph.attributes import AttributeWatch, same_objects
 from lockstep.parallel.cudagraph.capture import Capture
 from lockstep.parallel.cudagraph.checks import compare, dry_run, first_line
 from lockstep.parallel.cudagraph.device import CudaDevice
-from lockstep.runtime.context import EventLogger, Runtime
+from lockstep.parallel.cudagraph.variants import RunLength, Variant, timed_call
+from lockstep.runtime.context import EventLogger
 
 WARMUP_CALLS = 5  # eager calls before a capture; the first ones compile, tune and allocate
 LAUNCH_BOUND = 0.7  # a call is launch-bound if the host needs at least this fraction of the device's time to launch it
-MAX_CAPTURES = 8
-MAX_VARIANTS = 64  # with or without a capture
+FEW_CAPTURES = 8  # whatever memory they take; further ones while all of them take at most this part of the device's:
+MEMORY_SHARE = 0.15
+MAX_VARIANTS = 256  # with or without a capture
 MAX_MOVES = 2  # how often tensors may move, or submodules be replaced, before a variant is no longer captured
 MAX_PATTERNS = 6  # patterns of outputs with gradients per variant, each with its own backward
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
-def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
-    """Whether to capture calls. config/conflicts.py refuses settings that cannot be combined with graph=true."""
-    on_cuda = runtime.device.type == "cuda"
-    if config.graph is True and not on_cuda:
-        raise UserError(
-            f"graph=true needs a GPU; the device is {runtime.device.type}",
-            "CUDA graphs are for GPUs",
-            "leave graph out",
-        )
-
-    if config.graph != "auto":
-        return config.graph
-
-    # With auto, only if the model's forward is not collective: all ranks would have to replay a captured collective in
-    # the same order. And not with recomputation, which changes the kernels of a forward.
-    return (
-        on_cuda
-        and config.strategy_record.local_forward
-        and not config.uses_axis("tp", "pp")
-        and not config.ddp.sync_batchnorm
-        and not config.ddp.find_unused_parameters
-        and not config.exact
-        and config.remat == "none"
-    )
-
-
-def capture_calls(model: nn.Module, config: RunConfig, runtime: Runtime, log_event: EventLogger) -> None:
-    """Install graph capture around the (compiled) call of `model`, in place, if the configuration allows it."""
-    link = graph_link(model, config, runtime, log_event)
-    if link:
-        # The chain inserts it outside torch.compile, so that compiled kernels are captured.
-        CallChain.of(model).install("graph", link)
-
-
-def graph_link(model: nn.Module, config: RunConfig, runtime: Runtime, log_event: EventLogger) -> GraphedCall | None:
-    """Return a link that captures, for a call of `model` or of a function of it; None if nothing is captured."""
-    # A SyncBatchNorm in the user's model is collective too.
-    if config.graph == "auto" and any(map(is_synchronised, model.modules())):
-        return None
-    if not wants_graph(config, runtime):
-        return None
-    return GraphedCall(model, CudaDevice(runtime.device), config.graph is True, log_event)
-
-
-def has_captures(model: nn.Module) -> bool:
-    link = CallChain.of(model).find("graph")
-    return isinstance(link, GraphedCall) and any(variant.capture for variant in link.variants.values())
-
-
-def release_captures(model: nn.Module) -> None:
-    """Free the memory of all captures now."""
-    chain = CallChain.of(model)
-    link = chain.find("graph")
-    if isinstance(link, GraphedCall):
-        # The model and its link reference each other, so otherwise the captures would live until a garbage collection.
-        chain.remove("graph")
-        link.variants.clear()
-
-
-class Timing(NamedTuple):
-    """The time of one forward or backward: the host's launch time, and events at its start and end on the device.
-
-    The events are read later, because reading them makes the host wait for the device.
-    """
-
-    host_s: float
-    begin: Any
-    end: Any
-
-
-@dataclass
-class Variant:
-    """One variant of a call of the model, and the state of its capture.
-
-    First `calls` counts up to WARMUP_CALLS, then `capture` is set, then it is `ready`; or it is `refused` for good.
-    """
-
-    name: str  # for the log
-    training: bool  # called with gradients; graph=true requires that such a variant is captured
-    calls: int = 0
-    forwards: list[Timing] = field(default_factory=list)
-    backwards: list[Timing] = field(default_factory=list)
-    patterns: list[Pattern] = field(default_factory=list)  # the patterns of its backwards so far, without duplicates
-    capture: Capture | None = None
-    moves: int = 0
-    refused: str | None = None  # the reason why it is not captured
-
-    @property
-    def ready(self) -> bool:
-        return self.capture is not None and self.capture.compared
 
 
 class GraphedCall(Link):
     """The link of a model's call chain that captures and replays. Calls without a capture go to `inner` unchanged.
 
     With `required` (graph=true) it is an error if a training call cannot be captured. Each decision is logged as
-    `log_event("graph", call=..., reason=...)`.
+    `log_event("graph", call=..., reason=...)`. Without a `length` every capture is expected to pay.
     """
 
-    def __init__(self, model: nn.Module, device: CudaDevice, required: bool, log_event: EventLogger):
+    def __init__(
+        self,
+        model: nn.Module,
+        device: CudaDevice,
+        required: bool,
+        log_event: EventLogger,
+        length: RunLength | None = None,
+    ):
         self.model = model
         self.device = device
         self.required = required
         self.log_event = log_event
+        self._length = None if required else length
+        self._first_step = length.steps_done if length else 0
+        self._capture_s: float | None = None  # seconds that the last capture took, with its comparison
 
         self.variants: dict[Hashable, Variant] = {}
         self._logged: set[tuple[str, str]] = set()
@@ -183,7 +100,7 @@ class GraphedCall(Link):
             variant.calls += 1
             if variant.capture is not None:
                 self._compare(variant, variant.capture, tensors, spec)
-            elif variant.calls > WARMUP_CALLS:
+            elif variant.calls > WARMUP_CALLS and self._pays(variant):
                 self._capture(variant, tensors, spec)
 
         # A capture may be ready and still not be usable in this call.
@@ -191,7 +108,8 @@ class GraphedCall(Link):
         if capture:
             return capture(tensors)
         if variant.refused is None and variant.calls <= WARMUP_CALLS:
-            return self._timed_call(variant, args, kwargs)
+            refuse = partial(self._refuse, variant)
+            return timed_call(lambda: self.inner(*args, **kwargs), variant, self.device, refuse)
 
         return self.inner(*args, **kwargs)
 
@@ -257,7 +175,7 @@ class GraphedCall(Link):
 
         # graph=true captures regardless of the timing.
         if not self.required:
-            host_s, device_s = self._seconds(variant)
+            host_s, device_s = variant.seconds(self.device)
             if host_s < LAUNCH_BOUND * device_s:
                 return self._refuse(
                     variant,
@@ -266,24 +184,38 @@ class GraphedCall(Link):
                 )
 
         # Each capture has its own memory for activations and gradients.
-        if sum(other.capture is not None for other in self.variants.values()) >= MAX_CAPTURES:
-            return self._refuse(variant, f"{MAX_CAPTURES} variants of the call are captured already")
+        captures = [other.capture for other in self.variants.values() if other.capture]
+        share = sum(capture.bytes for capture in captures) / self.device.total_bytes()
+        if len(captures) >= FEW_CAPTURES and share > MEMORY_SHARE:
+            return self._refuse(
+                variant, f"{len(captures)} captures of other variants take {share:.0%} of the device's memory"
+            )
 
         # Without gradients there is no backward. An empty pattern means the forward alone.
         patterns = variant.patterns or [()]
+        began_s = time.perf_counter()
         reached, why = dry_run(make_trial, patterns, self.model, self.device)
         if why:
             return self._refuse(variant, why)
 
         # Capturing runs the call once, which must not change buffers or random number generators.
         with StateSnapshot(self.model, self.device.generator()):
+            before = self.device.reserved_bytes()
             try:
                 variant.capture = Capture(make_trial(), reached, patterns, self.device)
             except Exception as error:
                 return self._refuse(variant, first_line(error))
 
+        variant.capture.bytes = self.device.reserved_bytes() - before
+        variant.capture.seconds = time.perf_counter() - began_s
         variant.capture.addresses = self._addresses()
         variant.capture.callables = self._attributes.callables()
+
+    def _pays(self, variant: Variant) -> bool:
+        # The rest of the run is expected to make this call as often as it did so far.
+        length = self._length
+        steps = length.steps_done - self._first_step if length else 0
+        return length is None or variant.pays(steps, length.steps_left, self._capture_s)
 
     def _compare(self, variant: Variant, capture: Capture, tensors: list[Tensor], spec: Hashable) -> None:
         """Compare a replay with an eager call, on other arguments than those of the capture.
@@ -291,6 +223,7 @@ class GraphedCall(Link):
         With the same arguments, values that were computed on the host and baked into the capture would not differ.
         """
         # Compare every captured backward, each after its own forward.
+        began_s = time.perf_counter()
         for pattern in capture.patterns:
             try:
                 trial = TrialCall(self.inner, self._parameters, tensors, spec, self.device.type)
@@ -302,10 +235,11 @@ class GraphedCall(Link):
                 return self._refuse(variant, why)
 
         capture.compared = True
+        self._capture_s = capture.seconds + time.perf_counter() - began_s
 
         times = ""
         if variant.forwards:
-            host_s, device_s = self._seconds(variant)
+            host_s, device_s = variant.seconds(self.device)
             times = f"; before, the host needed {host_s * 1e3:.2f} ms, the device {device_s * 1e3:.2f} ms"
 
         self.log_event("graph", call=variant.name, reason=f"captured, and equal to an eager call{times}")
@@ -375,102 +309,3 @@ class GraphedCall(Link):
         if (call, reason) not in self._logged:
             self._logged.add((call, reason))
             self.log_event("graph", call=call, reason=reason)
-
-    # ---- timing of eager calls ----
-
-    def _timed_call(self, variant: Variant, args: Any, kwargs: Any) -> Any:
-        """Run the call eagerly, and time its forward and the backward that follows.
-
-        The device is timed by events on its stream, so the host does not wait here.
-        """
-        begin_s = time.perf_counter()
-        begin = self.device.record_event()
-        result = self.inner(*args, **kwargs)
-
-        # Do not count the first call, which compiles and allocates.
-        if variant.calls > 1:
-            variant.forwards.append(Timing(time.perf_counter() - begin_s, begin, self.device.record_event()))
-
-        if not variant.training or variant.refused is not None:
-            return result
-
-        try:
-            tensors, _ = flatten(result)
-        except OpaqueValue as error:
-            self._refuse(variant, f"it returns {error}")
-            return result
-
-        differentiable = [tensor for tensor in tensors if tensor.requires_grad]
-
-        # If an output is also an input or a parameter, a replay would return a copy of it.
-        if any(tensor.grad_fn is None for tensor in differentiable):
-            self._refuse(variant, "it returns one of its arguments or parameters")
-            return result
-
-        # Hooks on the outputs show which of them get a gradient, and when the first gradient arrives.
-        watch = _BackwardWatch(self.device, variant, len(differentiable), partial(self._refuse, variant))
-        for index, tensor in enumerate(differentiable):
-            tensor.register_hook(partial(watch.gradient_arrived, index))
-
-        return result
-
-    def _seconds(self, variant: Variant) -> tuple[float, float]:
-        """Return the host's and the device's seconds of forward and backward. The host waits here."""
-        host_s = device_s = 0.0
-        # Take the fastest run, since the host may have been busy otherwise. Evaluations have no backward.
-        for timings in filter(None, (variant.forwards, variant.backwards)):
-            host_s += min(timing.host_s for timing in timings)
-            device_s += min(self.device.elapsed_s(timing.begin, timing.end) for timing in timings)
-
-        return host_s, device_s
-
-
-class _BackwardWatch:
-    """Records which outputs get a gradient in the backward of a timed call, and times it from the first gradient on.
-
-    A capture needs to know which outputs will get gradients, and that no backward does something a replay cannot do:
-    run twice, or be differentiated again.
-    """
-
-    def __init__(self, device: CudaDevice, variant: Variant, outputs: int, refuse: Callable[[str], None]):
-        self._device = device
-        self._variant = variant
-        self._refuse = refuse  # this variant, for a reason
-        self._timed = variant.calls > 1
-        self._arrived = [False] * outputs
-
-    def gradient_arrived(self, index: int, gradient: Tensor | None) -> None:
-        # torch also calls the hook for an output without a gradient, if its autograd node has several outputs.
-        if gradient is None or self._variant.refused is not None:
-            return
-
-        # Autograd enables gradients in a backward with create_graph=True.
-        if torch.is_grad_enabled():
-            self._refuse("its gradient is differentiated again (create_graph=True)")
-        elif self._arrived[index]:
-            self._refuse("backward() runs twice through one forward")
-
-        if self._variant.refused is not None:
-            return
-
-        if not any(self._arrived):
-            self._begin_s = time.perf_counter()
-            self._begin = self._device.record_event()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
-
-        self._arrived[index] = True
-
-    def _end(self) -> None:
-        """Called by autograd when the backward has finished."""
-        variant = self._variant
-        if self._timed:
-            host_s = time.perf_counter() - self._begin_s
-            variant.backwards.append(Timing(host_s, self._begin, self._device.record_event()))
-
-        # The call returns other outputs than before.
-        if variant.patterns and len(variant.patterns[0]) != len(self._arrived):
-            variant.patterns = []
-
-        pattern = tuple(self._arrived)
-        if pattern not in variant.patterns:
-            variant.patterns.append(pattern)

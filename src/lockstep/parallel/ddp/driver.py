@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -32,6 +32,10 @@ BUFFERS_OPTION = next(
 )
 
 
+# The smallest and the largest bucket that is chosen for a model, in MiB. The largest is torch's default.
+SMALLEST_BUCKET, LARGEST_BUCKET = 1.0, 25.0
+
+
 class _WithControlWord(Wrapper):
     """The model with one more parameter, whose gradient is this rank's control word.
 
@@ -42,14 +46,13 @@ class _WithControlWord(Wrapper):
     def __init__(self, model: nn.Module, packed: Tensor):
         super().__init__()
         self.module = model
-        self.__dict__["instead"] = None  # not as an attribute of a module, which takes long to set
         # In a module after the model: DDP fills buckets from the last parameter on, and the backward computes this
         # gradient first.
         self.word_holder = nn.ParameterList([nn.Parameter(packed)])
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # A function that calls the model itself may run in its place, see `Replica.run`.
-        return (self.__dict__["instead"] or self.module)(*args, **kwargs)
+    def forward(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Call `function`: the model, or a function that calls the model itself (`Replica._lockstep_run`)."""
+        return function(*args, **kwargs)
 
     # Unlike in `Wrapper`: DDP must find the control word among the parameters.
     named_parameters = nn.Module.named_parameters
@@ -74,7 +77,7 @@ class Replica(Wrapper, DistributedDataParallel):
         # determines the order in which the ranks are added.
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
-        self._lockstep_calls = Calls()  # a name that no user's model has: its own would be hidden
+        self._lockstep_calls = Calls()  # a name that no user's model has, whose attributes must not be hidden
         self._is_complete = True  # from here on, `__setattr__` forwards attributes to the user's model
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
@@ -83,19 +86,14 @@ class Replica(Wrapper, DistributedDataParallel):
         return parameters[::-1], sparse[::-1]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._lockstep_run(self.user_model(), *args, **kwargs)
+
+    def _lockstep_run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """Run a function that calls the unwrapped model as a forward of DDP, which then expects its backward."""
         calls = self._lockstep_calls
         calls.any = True
         calls.with_gradients |= torch.is_grad_enabled()
-        return super().forward(*args, **kwargs)
-
-    def run(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run a function that calls the unwrapped model as this module's forward: DDP then expects its backward."""
-        carrier = super().user_model()
-        carrier.__dict__["instead"] = function
-        try:
-            return self(*args)
-        finally:
-            carrier.__dict__["instead"] = None
+        return super().forward(function, *args, **kwargs)
 
     def user_model(self) -> nn.Module:
         carrier: Any = super().user_model()
@@ -131,7 +129,7 @@ class DDPDriver(Driver):
         # DDP reads the ignored names when it is constructed.
         self._replica = Replica(
             carrier,
-            bucket_cap_mb=config.bucket_mb,
+            bucket_cap_mb=bucket_mb_for(self.parameters) if config.bucket_mb == "auto" else config.bucket_mb,
             gradient_as_bucket_view=config.gradient_as_bucket_view,
             static_graph=config.static_graph,
             # DDP would also broadcast in evaluations, in which ranks may run different numbers of forwards.
@@ -183,7 +181,7 @@ class DDPDriver(Driver):
         self._reached.clear()
 
     def call_inside(self, function: Callable[..., Any], *args: Any) -> Any:
-        return self._replica.run(function, *args)
+        return self._replica._lockstep_run(function, *args)
 
     def no_exchange(self) -> AbstractContextManager[Any]:
         return self._replica.no_sync()
@@ -277,6 +275,15 @@ class FlatReduceDriver(Driver):
                 p.grad = summed.view_as(p)
 
         return packed, None
+
+
+def bucket_mb_for(parameters: Sequence[nn.Parameter]) -> float:
+    """Return the size of a bucket for these gradients, in MiB.
+
+    The last bucket is full when the backward ends, so nothing hides it. With a single one, nothing is hidden at all.
+    """
+    size = sum(p.nbytes for p in parameters) / 2**20
+    return min(LARGEST_BUCKET, max(SMALLEST_BUCKET, size / 4))
 
 
 def _frozen_names(model: nn.Module) -> list[str]:

@@ -60,7 +60,7 @@ def solved(labelled: Tensor, correct: Tensor) -> Tensor:
     return (correct | ~labelled).all(dim=1)
 
 
-class Question(NamedTuple):
+class SegmentTargets(NamedTuple):
     labels: Tensor  # (B, S)
     steps: Tensor  # (B,): segments so far, including this one
     least: Tensor  # (B,): the fewest segments that the puzzle must run
@@ -80,7 +80,7 @@ class Scoring(nn.Module):
         self.loss = loss
         self.halt_max_steps = halt_max_steps
 
-    def forward(self, z_h: Tensor, logits: Tensor, q: Tensor, next_q: Tensor | None, question: Question) -> Score:
+    def forward(self, z_h: Tensor, logits: Tensor, q: Tensor, next_q: Tensor | None, question: SegmentTargets) -> Score:
         """Score a segment. Shapes as in the model. Without `next_q` (TRM) the value of continuing is not learned."""
         labels, steps, _ = question
         halted = self.halted(z_h.detach(), q.detach(), question)
@@ -103,7 +103,7 @@ class Scoring(nn.Module):
         per_puzzle = [exact, correct.sum(dim=1), labelled.sum(dim=1), knows, steps, torch.ones_like(steps)]
         return Score(total.float(), halted, (torch.stack(per_puzzle) * halted).sum(dim=1).double())
 
-    def halted(self, z_h: Tensor, q: Tensor, question: Question) -> Tensor:
+    def halted(self, z_h: Tensor, q: Tensor, question: SegmentTargets) -> Tensor:
         """Return which puzzles (B,) halt: because the model decides so, or at the limit."""
         wants = q[:, 0] > (q[:, 1] if q.shape[1] > 1 else 0.0)
         # A state that is not finite would make every step nonfinite until its puzzle has ended.

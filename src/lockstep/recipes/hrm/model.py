@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from lockstep.recipes.hrm.losses import Question, Score, Scoring
+from lockstep.recipes.hrm.losses import Score, Scoring, SegmentTargets
 from lockstep.recipes.layers import Rotation, SelfAttention, gated, rms, rotation_table
 
 Update = Callable[..., Tensor]  # a level, or a function that calls it
@@ -37,7 +37,7 @@ VARIANT_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions:
+class HRMOptions:
     """Options of the model. None takes the variant's own value."""
 
     # hrm, or trm: one module for both levels.
@@ -64,14 +64,14 @@ class ModelOptions:
     # Positions for the vector of the puzzle's id.
     puzzle_positions: int | None = None
 
-    def filled_in(self) -> ModelOptions:
+    def filled_in(self) -> HRMOptions:
         # A wrong variant is reported together with all other problems, so it must not fail here.
         defaults = VARIANT_DEFAULTS.get(self.variant, VARIANT_DEFAULTS["hrm"])
         return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(ModelOptions):
+class ModelConfig(HRMOptions):
     """The options of a model without None, and what its puzzles ask of it."""
 
     symbols: int  # V, including the padding symbol 0
@@ -219,7 +219,7 @@ class HierarchicalReasoningModel(nn.Module):
         puzzle: Tensor,
         look_ahead: bool = False,
         begin: Tensor | None = None,
-        question: Question | None = None,
+        question: SegmentTargets | None = None,
     ) -> Thought:
         """Run one segment.
 

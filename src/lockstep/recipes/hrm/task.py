@@ -12,8 +12,8 @@ from torch.utils.data import Dataset
 from lockstep.errors import UserError
 from lockstep.recipes.hrm.carry import Carry, Slots, refill, world_size
 from lockstep.recipes.hrm.data import PuzzleExamples, PuzzleGroups, collate
-from lockstep.recipes.hrm.losses import COUNTS, LOSSES, Question, Scoring, cell_loss, correct_cells, solved
-from lockstep.recipes.hrm.model import HierarchicalReasoningModel, ModelConfig, ModelOptions
+from lockstep.recipes.hrm.losses import COUNTS, LOSSES, Scoring, SegmentTargets, cell_loss, correct_cells, solved
+from lockstep.recipes.hrm.model import HierarchicalReasoningModel, HRMOptions, ModelConfig
 from lockstep.recipes.hrm.optimizers import AdamATan2, CastedSparseEmbeddingSignSGD_Distributed, MovingAverage
 from lockstep.recipes.hrm.presets import PRESETS
 from lockstep.recipes.hrm.puzzles import KINDS, SUDOKUS, PuzzleOptions, make_splits
@@ -104,8 +104,8 @@ class HRM(Task):
     scoring = Scoring  # scores training segments; a subclass of the task may replace it
     collate = staticmethod(collate)
 
-    @takes_options(PuzzleOptions, ModelOptions, HaltingOptions, LearningOptions)
-    def __init__(self, puzzles: PuzzleOptions, model: ModelOptions, halting: HaltingOptions, learning: LearningOptions):
+    @takes_options(PuzzleOptions, HRMOptions, HaltingOptions, LearningOptions)
+    def __init__(self, puzzles: PuzzleOptions, model: HRMOptions, halting: HaltingOptions, learning: LearningOptions):
         options = vars(puzzles) | vars(model) | vars(halting) | vars(learning)
         warn_unused(HRM, self.option_rules, options)
         self.puzzles = puzzles
@@ -158,7 +158,7 @@ class HRM(Task):
 
     # ---- a step: one segment ----
 
-    def before_batch(self, micro: MicroBatch) -> None:
+    def before_batch(self, run: RunView, micro: MicroBatch) -> None:
         self._micro = micro
 
     def loss(self, model: Any, batch: Slots) -> Loss:
@@ -175,7 +175,7 @@ class HRM(Task):
             slots["z_h"], slots["z_l"], slots["inputs"], puzzle,
             look_ahead=self.model_options.variant == "hrm",
             begin=slots.pop("begin"),
-            question=Question(slots["labels"], steps, slots["least"]),
+            question=SegmentTargets(slots["labels"], steps, slots["least"]),
         )  # fmt: skip
 
         # The next step continues from here.

@@ -118,7 +118,7 @@ def _digest(path: Path) -> str:
 
 
 @dataclass
-class Progress:
+class ReaderProgress:
     step: int = 0
     stage: int = 0  # the world of the curriculum, the easiest first
     accuracy: float = 0.0
@@ -216,7 +216,7 @@ class ReaderTraining:
         return False
 
 
-def save_progress(reader: Reader, optimizer: torch.optim.Optimizer, progress: Progress, path: Path) -> None:
+def save_progress(reader: Reader, optimizer: torch.optim.Optimizer, progress: ReaderProgress, path: Path) -> None:
     tensors = {f"reader.{name}": tensor for name, tensor in reader.state_dict().items()}
     for number, state in optimizer.state_dict()["state"].items():
         tensors |= {f"adam.{number}.{name}": tensor for name, tensor in state.items()}
@@ -228,9 +228,9 @@ def save_progress(reader: Reader, optimizer: torch.optim.Optimizer, progress: Pr
     os.replace(draft, path)
 
 
-def load_progress(reader: Reader, optimizer: torch.optim.Optimizer, path: Path) -> Progress:
+def load_progress(reader: Reader, optimizer: torch.optim.Optimizer, path: Path) -> ReaderProgress:
     if not path.exists():
-        return Progress()
+        return ReaderProgress()
 
     with safe_open(path, "pt") as file:
         progress = json.loads(file.metadata()["progress"])
@@ -248,7 +248,7 @@ def load_progress(reader: Reader, optimizer: torch.optim.Optimizer, path: Path) 
     reader.load_state_dict(weights)
     # The groups stay those of the new optimizer: the learning rate follows from the step.
     optimizer.load_state_dict({"state": dict(state), "param_groups": optimizer.state_dict()["param_groups"]})
-    return Progress(**progress)
+    return ReaderProgress(**progress)
 
 
 # ---- its sequences --------------------------------------------------------------------------------------

@@ -117,7 +117,7 @@ def distance_bias(centres: Tensor, heads: int, length: int) -> Tensor:
     return -(slope[:, None, None] * distance)[None]
 
 
-class Encoder(nn.Module):
+class WireEncoder(nn.Module):
     """The encoder from bytes (B, L) to the wire (B, M, Z)."""
 
     def __init__(self, shape: WireShape, readers: int):
@@ -201,7 +201,7 @@ class WireModel(nn.Module):
         self.private = shape.private
 
         # The order of creation fixes the random numbers that a seed gives to each part.
-        self.encoder = Encoder(shape, len(readers))
+        self.encoder = WireEncoder(shape, len(readers))
         self.refiner = Blocks(Z, shape.heads, shape.refiner, causal=False)
         self.adapters = nn.ModuleList(Adapter(Z, reader, shape.film, shape.colour) for reader in readers)
 

@@ -18,7 +18,7 @@ KeysAndValues = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class ModelOptions:
+class CaptionerOptions:
     # Pixels on each side of a picture.
     image: int = 32
 
@@ -55,7 +55,7 @@ class ModelOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes(ModelOptions):
+class Sizes(CaptionerOptions):
     """The options of a model, and what its captions ask of it."""
 
     vocabulary: int
@@ -183,7 +183,7 @@ class SpatialPool(nn.Module):
         return self.norm(memory + self.attention(memory, *self.attention.keys_and_values(memory)))
 
 
-class Encoder(nn.Module):
+class ImageEncoder(nn.Module):
     """Images (B, 3, S, S) in bytes to memory (B, M, W)."""
 
     def __init__(self, sizes: Sizes):
@@ -221,7 +221,7 @@ class Captioner(nn.Module):
     def __init__(self, sizes: Sizes):
         super().__init__()
         width = sizes.width
-        self.encoder = Encoder(sizes)
+        self.encoder = ImageEncoder(sizes)
         self.embed = nn.Embedding(sizes.vocabulary, width)
         self.positions = nn.Parameter(torch.empty(sizes.words, width))
         self.layers = nn.ModuleList(DecoderLayer(width, sizes.heads) for _ in range(sizes.text_layers))

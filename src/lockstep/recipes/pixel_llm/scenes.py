@@ -44,7 +44,7 @@ Spot = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Kind:
+class SceneKind:
     colours: tuple[str, ...]
     shapes: tuple[str, ...]
 
@@ -80,10 +80,10 @@ class Kind:
 COLOUR_NAMES = tuple(COLOURS)
 SHAPES = ("circle", "square", "triangle", "cross", "star", "ring")
 KINDS = {
-    "few": Kind(COLOUR_NAMES[:4], SHAPES[:2], {"small": (3.5, 4.5), "large": (6.0, 7.5)}),
-    "one": Kind(COLOUR_NAMES[:6], SHAPES[:4], {"small": (3.5, 4.5), "large": (6.0, 7.5)}),
-    "pair": Kind(COLOUR_NAMES[:6], SHAPES[:4], {"any": (3.0, 5.0)}, says_size=False, fewest=2, most=2),
-    "many": Kind(
+    "few": SceneKind(COLOUR_NAMES[:4], SHAPES[:2], {"small": (3.5, 4.5), "large": (6.0, 7.5)}),
+    "one": SceneKind(COLOUR_NAMES[:6], SHAPES[:4], {"small": (3.5, 4.5), "large": (6.0, 7.5)}),
+    "pair": SceneKind(COLOUR_NAMES[:6], SHAPES[:4], {"any": (3.0, 5.0)}, says_size=False, fewest=2, most=2),
+    "many": SceneKind(
         COLOUR_NAMES,
         SHAPES,
         {"small": (2.4, 3.0), "large": (4.2, 5.2)},
@@ -93,7 +93,7 @@ KINDS = {
 }
 
 
-class Part(NamedTuple):
+class CaptionPart(NamedTuple):
     word: str
     slot: str | None = None  # the slot it fills, if the picture decides it
 
@@ -101,7 +101,7 @@ class Part(NamedTuple):
 @dataclass(frozen=True)
 class Scene:
     things: tuple[Thing, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[CaptionPart, ...]
 
     @property
     def caption(self) -> list[str]:
@@ -130,7 +130,9 @@ class Sample(NamedTuple):
 class ShapeScenes(Dataset[Sample]):
     """Scenes of one kind, made when they are read."""
 
-    def __init__(self, kind: Kind, size: int, split: str, length: int, seed: int = 0, unrelated_captions: bool = False):
+    def __init__(
+        self, kind: SceneKind, size: int, split: str, length: int, seed: int = 0, unrelated_captions: bool = False
+    ):
         """With `unrelated_captions` every picture gets the caption of another one, as a control."""
         self.kind = kind
         self.size = size
@@ -213,7 +215,7 @@ def hashed(text: str, key: bytes = b"") -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8, key=key).digest(), "little")
 
 
-def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
+def draw_scene(kind: SceneKind, size: int, rng: np.random.Generator) -> Scene:
     """Draw a scene. Its colours differ, and captions name them in a fixed order: a picture has one right caption."""
     # The order of these draws decides every picture. It must never change.
     count = int(rng.integers(kind.fewest, kind.most + 1))
@@ -229,25 +231,25 @@ def draw_scene(kind: Kind, size: int, rng: np.random.Generator) -> Scene:
     brightness = [between(0.75, 1.0, share) for share in rng.random(count).tolist()]
 
     things: list[Thing] = []
-    parts: list[Part] = []
+    parts: list[CaptionPart] = []
     for i, (x, y) in enumerate(spots):
         thing = Thing(kind.colours[colours[i]], shapes[i], textures[i], x, y, radii[i], brightness[i])
         things.append(thing)
 
         # The caption: the relation to the thing before, then the thing itself.
         if i:
-            parts.append(Part(relation(spots[i - 1], (x, y)), "relation"))
+            parts.append(CaptionPart(relation(spots[i - 1], (x, y)), "relation"))
 
-        parts.append(Part("a"))
+        parts.append(CaptionPart("a"))
         if kind.says_size:
-            parts.append(Part(size_names[i], "size"))
+            parts.append(CaptionPart(size_names[i], "size"))
         if kind.textures:
-            parts.append(Part(thing.texture, "texture"))
+            parts.append(CaptionPart(thing.texture, "texture"))
 
-        parts += [Part(thing.colour, "colour"), Part(thing.shape, "shape")]
+        parts += [CaptionPart(thing.colour, "colour"), CaptionPart(thing.shape, "shape")]
 
     if place:
-        parts += [Part("in"), Part("the"), Part(place, "place")]
+        parts += [CaptionPart("in"), CaptionPart("the"), CaptionPart(place, "place")]
 
     return Scene(tuple(things), tuple(parts))
 

@@ -16,7 +16,7 @@ import lockstep
 from lockstep.errors import UserError
 from lockstep.recipes.options import OnlyWith, check_options, takes_options, warn_unused
 from lockstep.recipes.pixel_llm.generation import generate
-from lockstep.recipes.pixel_llm.model import Captioner, ModelOptions, Sizes
+from lockstep.recipes.pixel_llm.model import Captioner, CaptionerOptions, Sizes
 from lockstep.recipes.pixel_llm.presets import PRESETS
 from lockstep.recipes.pixel_llm.scenes import COMP, IID, KINDS, SLOT_NUMBERS, TRAIN, Sample, ShapeScenes
 from lockstep.recipes.pixel_llm.words import PAD, Words
@@ -71,8 +71,8 @@ class PixelLLM(Task):
         OnlyWith(("patch",), "stem", ("patch",), found="convolutions, whose tokens are 8 pixels wide"),
     )
 
-    @takes_options(DataOptions, ModelOptions)
-    def __init__(self, data: DataOptions, model: ModelOptions):
+    @takes_options(DataOptions, CaptionerOptions)
+    def __init__(self, data: DataOptions, model: CaptionerOptions):
         from lockstep.recipes.pixel_llm.folder import read_folder
 
         options = vars(data) | vars(model)
@@ -197,7 +197,7 @@ class PixelLLM(Task):
         return ImageFolder(chosen, self.words, self.model_options.image)
 
 
-def _shape_problems(model: ModelOptions) -> Iterator[UserError]:
+def _shape_problems(model: CaptionerOptions) -> Iterator[UserError]:
     # The picture must divide into tokens. A token or head that is too small has been reported already.
     step = model.pixels_per_token
     if step >= 1 and (model.image < step or model.image % step):

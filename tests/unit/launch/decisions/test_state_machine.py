@@ -35,6 +35,9 @@ from lockstep.launch.wire.messages import (
 
 ONE, TWO = Bounds(1, 1), Bounds(2, 2)
 
+# What gloo says in a rank whose peer is gone.
+LOST = "[pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
+
 
 @dataclass
 class Stage:
@@ -44,12 +47,17 @@ class Stage:
     nnodes: Bounds = ONE
     now: float = 1000.0
     saved: int | None = None
+    committing: bool = False
+    goes_back_to: int | None = None
     inherited: CoordinatorState | None = None
     commands: list = field(default_factory=list)
 
     def __post_init__(self):
-        job = Job({"resume_command": "type it again"}, Path("runs/x"), self.nproc, self.nnodes)
-        self.state_machine = JobStateMachine(job, lambda: self.saved, self.now, self.inherited)
+        spec = {"resume_command": "type it again"}
+        job = Job(spec, Path("runs/x"), self.nproc, self.nnodes, goes_back_to=self.goes_back_to)
+        self.state_machine = JobStateMachine(
+            job, lambda: self.saved, lambda ranks: self.committing, self.now, self.inherited
+        )
         self.join(0)
 
     def join(self, number: int, count: Bounds | None = None) -> None:
@@ -68,21 +76,21 @@ class Stage:
         values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", "origin": origin, **failure}
         failed = Failure(rank=rank, **values) if code not in (0, 75) else None
         self.state_machine.rank_exited(
-            RankExited(self.state_machine.attempt.number, rank, RankExit(code, failed, exit_line)), self.now
+            RankExited(self.state_machine.state.attempt.number, rank, RankExit(code, failed, exit_line)), self.now
         )
 
     def ranks_gone(self, *nodes: int) -> None:
         for node in nodes or (0,):
-            self.state_machine.ranks_gone(node, self.state_machine.attempt.number, self.now)
+            self.state_machine.ranks_gone(node, self.state_machine.state.attempt.number, self.now)
 
     def kill(self, rank: int = 1) -> list:
         """A rank is killed, and then all others."""
         self.exit(rank, -9)
-        self.ranks_gone(*self.state_machine.cluster.nodes)
+        self.ranks_gone(*self.state_machine.state.cluster.nodes)
         return self.tick()
 
     def beat(self, *views: RankView, node: int = 0, **settings) -> None:
-        beat = NodeBeat(list(views), settings, self.state_machine.attempt.number)
+        beat = NodeBeat(list(views), settings, self.state_machine.state.attempt.number)
         self.state_machine.beat_received(node, beat, self.now)
 
     def sent(self, kind: type) -> list[int]:
@@ -133,7 +141,7 @@ def test_a_restart_that_a_signal_prevents_is_not_logged(stage):
 def test_messages_of_an_earlier_attempt_are_ignored(stage):
     stage.kill()
     stage.state_machine.beat_received(0, NodeBeat([view(1, 900.0, "data")], {}, 0), stage.now)
-    assert stage.state_machine.attempt.watchdog.views == {}
+    assert stage.state_machine.state.attempt.watchdog.views == {}
     stage.state_machine.rank_exited(RankExited(0, 0, RankExit(-9)), stage.now)
     stage.state_machine.ranks_gone(0, 0, stage.now)
     stage.state_machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
@@ -169,6 +177,33 @@ def test_an_error_after_progress_is_restarted_once(stage):
     assert last[0].restarts == 1
 
 
+def test_a_checkpoint_that_all_ranks_have_written_is_committed_before_the_ranks_are_killed(stage):
+    stage.committing = True
+    stage.exit(1, 1)
+    assert stage.tick(1.1) == []
+    stage.saved, stage.committing = 5, False
+    stage.tick(0.1)
+    assert "from the checkpoint of step 5" in stage.said
+
+
+def test_a_commit_that_does_not_end_is_not_waited_for(stage):
+    stage.committing = True
+    stage.exit(1, 1)
+    assert stage.tick(1 + phases.COMMIT_S - 0.1) == []
+    stage.tick(0.2)
+    assert "not restarted: no checkpoint has been saved" in stage.said
+
+
+def test_going_back_to_an_earlier_checkpoint_is_no_progress():
+    """Otherwise an error that repeats would be restarted once more than it should."""
+    stage = Stage(saved=9, goes_back_to=3)
+    stage.tick(3.1)
+    stage.saved = 3
+    stage.exit(0, 1)
+    stage.tick(1.1)
+    assert "not restarted: no checkpoint has been saved" in stage.said
+
+
 @pytest.mark.parametrize("then", ["signal", "resize", "join"])
 def test_what_follows_an_error_does_not_delay_its_announcement(then):
     stage = Stage(Bounds(1, 2, 2), Bounds(1, 2))
@@ -198,7 +233,7 @@ def test_a_user_error_is_never_restarted(stage):
 
 def test_the_budget_slides(stage):
     for _ in range(10):
-        assert stage.kill()[-1] == StartAttempt(stage.state_machine.attempt.number, {0: 2})
+        assert stage.kill()[-1] == StartAttempt(stage.state_machine.state.attempt.number, {0: 2})
     stage.now += 3601
     for _ in range(10):
         stage.kill()
@@ -220,7 +255,7 @@ def test_a_dead_zygote_is_a_failure(stage):
     assert stage.tick()[-1] == StartAttempt(1, {0: 2})
 
 
-def test_what_is_hopeless_ends(stage):
+def test_a_zygote_that_cannot_import_ends_the_job(stage):
     stage.state_machine.zygote_lost(0, ZygoteLost(0, "no torch", True), stage.now)
     stage.ranks_gone()
     assert stage.tick()[-1].code == 1
@@ -402,7 +437,7 @@ def test_resize():
     stage.exit(1, 75)
     stage.tick()
     assert stage.of(StartAttempt) == [StartAttempt(1, {0: 3})]
-    assert stage.state_machine.recovery.restarts.total == 0
+    assert stage.state_machine.state.recovery.restarts.total == 0
 
 
 def resized_to_3() -> Stage:
@@ -428,7 +463,7 @@ def test_a_size_that_the_job_cannot_use_is_given_up():
     assert "not resized to 3 ranks: continuing with 2 ranks" in stage.said
     stage.ranks_gone()
     assert stage.tick() == [StartAttempt(2, {0: 2})]
-    assert stage.state_machine.recovery.restarts.total == 0
+    assert stage.state_machine.state.recovery.restarts.total == 0
     refuse(stage)  # and now it is a mistake like any other
     stage.ranks_gone()
     assert stage.tick()[-1].code == 2
@@ -468,7 +503,7 @@ def test_a_rank_killed_while_resizing_is_an_ordinary_failure():
     stage.tick()
     stage.state_machine.resize_requested(3, stage.now)
     assert stage.kill()[-1] == StartAttempt(1, {0: 3})
-    assert stage.state_machine.recovery.restarts.total == 1
+    assert stage.state_machine.state.recovery.restarts.total == 1
 
 
 def test_ranks_are_divided_evenly():
@@ -509,7 +544,7 @@ def test_too_few_nodes_do_not_wait_for_ever():
 
 def test_no_restarts_at_all_means_none_by_the_platform_either():
     stage = nodes(2, 2, 1)
-    stage.state_machine.settings = Settings(restart=RestartConfig(per_hour=0))
+    stage.state_machine.state.settings = Settings(restart=RestartConfig(per_hour=0))
     assert stage.tick(301)[-1].code == ExitCode.FAILED
 
 
@@ -573,7 +608,7 @@ def test_ranks_that_finished_are_no_consequence_of_a_failure():
     stage = Stage(Bounds(4, 4))
     stage.tick()
     stage.exit(0, 0)
-    stage.exit(1, 1, kind="RuntimeError", message="Connection closed by peer")
+    stage.exit(1, 1, kind="RuntimeError", message=LOST)
     stage.exit(2, -9)
     assert "2 other ranks ended because of it" in [stage.tick(), stage.said][1]
 
@@ -717,7 +752,7 @@ def test_a_node_that_comes_is_welcomed():
     assert stage.sent(Preempt) == [0]
     stage.exit(0, 75)
     assert stage.tick() == [StartAttempt(1, {0: 1, 1: 1})]
-    assert stage.state_machine.recovery.restarts.total == 0
+    assert stage.state_machine.state.recovery.restarts.total == 0
 
 
 def test_a_stop_request_while_a_node_is_being_welcomed():
@@ -787,12 +822,12 @@ def test_culprits_and_raised_limits_survive_the_coordinator():
     stage = Stage(Bounds(1, 3))
     stage.tick()
     assert [stage.kill(2)[-1].counts[0] for _ in range(2)] == [3, 3]
-    stage.state_machine.recovery.restarts.hang_places[41, "data"] += 1
+    stage.state_machine.state.recovery.restarts.hang_places[41, "data"] += 1
     heard = decode(encode(stage.state_machine.coordinator_state(stage.now)))
     new = Stage(Bounds(1, 3), inherited=heard)
     new.tick(3.1)
     assert new.kill(2)[-1].counts == {0: 2}  # the third time in a row
-    assert new.state_machine.recovery.restarts.hang_places == {(41, "data"): 1}
+    assert new.state_machine.state.recovery.restarts.hang_places == {(41, "data"): 1}
 
 
 def test_a_job_that_was_asked_to_stop_is_not_continued(stage):
@@ -822,7 +857,7 @@ def test_a_coordinator_lost_before_the_first_attempt():
     new = taken_over(stage, Bounds(2, 2))
     new.join(1)
     assert [new.tick(3.1), new.of(StartAttempt)][1] == [StartAttempt(0, {0: 1, 1: 1})]
-    assert new.state_machine.recovery.restarts.total == 0
+    assert new.state_machine.state.recovery.restarts.total == 0
 
 
 def test_nodes_that_are_waited_for_are_counted_on_the_screen():
@@ -882,7 +917,7 @@ def test_an_error_while_stacks_are_collected_waits_for_its_cause(stage):
     stuck(stage)
     stage.tick(2.9)  # the stacks have 0.1 s left
     stage.beat()  # the node is alive
-    stage.exit(0, 1, kind="RuntimeError", message="connection reset by peer")
+    stage.exit(0, 1, kind="RuntimeError", message=LOST)
     assert stage.tick(1.0) == []
     stage.exit(1, -9)
     stage.tick()
@@ -965,7 +1000,7 @@ def test_ranks_that_wait_for_a_cause_do_not_hang(stage):
 
 def test_a_complaint_waits_longer_for_its_cause_than_another_error(stage):
     """A large process takes seconds to die."""
-    stage.exit(0, 1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1234")
+    stage.exit(0, 1, kind="RuntimeError", message=LOST)
     stage.tick(3)
     assert not stage.said
     stage.exit(1, -6)
@@ -976,7 +1011,7 @@ def test_a_complaint_waits_longer_for_its_cause_than_another_error(stage):
 
 def test_a_rank_that_ends_before_the_others_is_named(stage):
     stage.exit(1, 0)
-    stage.exit(0, 1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1234")
+    stage.exit(0, 1, kind="RuntimeError", message=LOST)
     stage.tick()
     assert "rank 1 on host-0 failed" in stage.said
     assert "ended with code 0 while other ranks were training" in stage.said
@@ -989,14 +1024,14 @@ def test_a_rank_that_ends_before_the_others_is_named_though_its_node_has_left():
     assert stage.of(StartAttempt) == [StartAttempt(0, {0: 1, 1: 1})]
     stage.exit(1, 0)
     stage.state_machine.node_lost(1, "vanished", stage.now)
-    stage.exit(0, 1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1234")
+    stage.exit(0, 1, kind="RuntimeError", message=LOST)
     stage.tick()
     assert "rank 1 on host-1 failed" in stage.said
 
 
 def test_a_rank_that_ends_before_the_others_is_named_with_its_line(stage):
     stage.exit(1, 0, exit_line="task.py:12")
-    stage.exit(0, 1, kind="RuntimeError", message="Connection closed by peer [127.0.0.1]:1234")
+    stage.exit(0, 1, kind="RuntimeError", message=LOST)
     stage.tick()
     assert "(sys.exit at task.py:12; if" in stage.said
 
@@ -1023,11 +1058,11 @@ def test_strange_records_of_collectives_do_no_harm(stage):
 def test_no_wait_is_without_a_limit():
     """In every phase but the run itself, which is watched by its heartbeats, there is a deadline."""
     stage = Stage(Bounds(1, 2, 1))
-    assert stage.state_machine._deadline < float("inf")
+    assert stage.state_machine.state.deadline < float("inf")
     stage.tick()
     stage.state_machine.resize_requested(2, stage.now)
-    assert stage.state_machine.job_phase is phases.JobPhase.PREEMPT
-    assert stage.state_machine._deadline < float("inf")
+    assert stage.state_machine.state.phase is phases.JobPhase.PREEMPT
+    assert stage.state_machine.state.deadline < float("inf")
     stage.exit(0, -9)
-    assert stage.state_machine.job_phase is phases.JobPhase.KILL
-    assert stage.state_machine._deadline < float("inf")
+    assert stage.state_machine.state.phase is phases.JobPhase.KILL
+    assert stage.state_machine.state.deadline < float("inf")

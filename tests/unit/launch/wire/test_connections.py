@@ -31,6 +31,7 @@ from lockstep.launch.wire.messages import (
     Message,
     NodeBeat,
     Refused,
+    Rendezvous,
     Start,
     Welcome,
     encode,
@@ -230,7 +231,7 @@ WELCOME = Welcome(
 
 def test_orders_may_come_together_with_the_welcome(line, node):
     made, there = line
-    order = Start(0, 1, 1, 2, 1, "127.0.0.1", 5000, 5001, "a1")
+    order = Start(0, 1, 1, 2, 1, Rendezvous("127.0.0.1", 5000, 5001, "a1"))
     there.say(Announce("early"), WELCOME, order, CoordinatorState([[0, 0], [2, 2]]))
     assert node._join(made) == [Announce("early"), order]
     assert not (node._job.run_dir / "logs").exists()  # a node that follows makes no folder of its own

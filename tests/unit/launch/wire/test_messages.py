@@ -19,6 +19,7 @@ from lockstep.launch.wire.messages import (
     Kill,
     NodeBeat,
     RankExited,
+    Rendezvous,
     Stacks,
     Start,
     Welcome,
@@ -37,7 +38,7 @@ MESSAGES = [
     RankExited(0, 1, RankExit(1, Failure(1, "host", 12, "ValueError", "text"))),
     JobEnd(75, None, 3),
     Stacks.of(3, {0: "line\nline"}, {0: [{}]}),
-    Start(0, 0, 2, 4, 0, "127.0.0.1", 5000, 5001, "a1"),
+    Start(0, 0, 2, 4, 0, Rendezvous("127.0.0.1", 5000, 5001, "a1")),
     NodeBeat([RankView(rank=0, host="host", pid=1, state="S", **VIEW)], {"hang": {}}, 3),
     Announce("text with \u00e9"),
 ]

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from lockstep.parallel.compiled.decision import (
     BLOCKS,
+    COMPARED,
     LOSS,
     MODEL,
+    RECORD_MARGIN,
+    SLOWER,
     SPEEDUPS,
+    STEPS,
+    STEPS_VARYING,
     Facts,
-    Record,
+    Payoff,
     decide,
     expected,
 )
@@ -29,19 +36,26 @@ def test_a_long_run_of_one_size_compiles_the_loss():
 
 def test_a_shorter_run_compiles_only_what_is_cheap():
     """Without blocks that share kernels, the whole takes long."""
-    many = replace(GPT2, steps_left=1500, layers=160, all_block_layers=6)
+    many = replace(GPT2, steps_left=3000, layers=160, all_block_layers=6)
     assert decide(many).targets == (BLOCKS,)
 
 
 def test_the_first_compilation_of_a_machine_takes_longer():
-    warm = expected(GPT2, LOSS)[0]
-    assert expected(replace(GPT2, cold=True), LOSS)[0] > warm + 5
+    warm = expected(GPT2, LOSS).cost_s
+    assert expected(replace(GPT2, cold=True), LOSS).cost_s > warm + 5
 
 
 def test_a_short_run_stays_eager_and_says_why():
     decision = decide(replace(GPT2, steps_left=200))
     assert decision.targets == ()
     assert decision.reason.startswith("it would not pay: 200 steps of 100 ms are left")
+
+
+def test_a_try_that_may_be_in_vain_must_be_short():
+    """It would save more than it costs, if the estimates are right."""
+    decision = decide(replace(GPT2, steps_left=1000))
+    assert decision.targets == ()
+    assert decision.reason.endswith("it would save about 33 s for 12 s; a first try may take 7 s of them")
 
 
 def test_sizes_that_vary_compile_blocks_alone():
@@ -56,20 +70,112 @@ def test_without_a_function_the_model_is_compiled():
 
 def test_a_record_decides_for_and_against():
     short = replace(GPT2, steps_left=100)
-    assert decide(replace(short, records={LOSS: Record(2.0, 2.0)})).targets == (LOSS,)
-    slower = {target: Record(20.0, 0.9) for target in SPEEDUPS}
+    decision = decide(replace(short, records={LOSS: Payoff(2.0, 2.0)}))
+    assert decision.targets == (LOSS,)
+    assert decision.limit_s == RECORD_MARGIN * 2.0
+    slower = {target: Payoff(20.0, 0.9) for target in SPEEDUPS}
     assert decide(replace(GPT2, steps_left=10**9, records=slower)).targets == ()
 
 
-@pytest.mark.parametrize("steps", [20, 100, 500, 2_000, 20_000])
-@pytest.mark.parametrize("step_s", [0.003, 0.1, 5.0])
-@pytest.mark.parametrize("layers", [10, 140, 800])
-def test_a_gain_of_a_tenth_is_enough_not_to_lose(steps, step_s, layers):
-    """The run never takes more than a tenth longer than eager if steps gain 1.1, or compiling costs half as much
-    again."""
-    facts = replace(GPT2, steps_left=steps, step_s=step_s, layers=layers, all_block_layers=6)
-    eager_s = steps * step_s
-    for target in decide(facts).targets:
-        cost_s, speedup, _ = expected(facts, target)
-        assert cost_s + eager_s / 1.1 <= 1.11 * eager_s
-        assert 1.5 * cost_s + eager_s / speedup <= 1.1 * eager_s
+def test_a_record_is_no_promise_once_torchs_files_are_gone():
+    """They lie in a folder that a restart of the machine may empty."""
+    known = replace(GPT2, steps_left=100, records={LOSS: Payoff(2.0, 2.0)})
+    assert decide(replace(known, cold=True)).targets == ()
+    assert decide(replace(known, cold=True, steps_left=100_000)).targets[0] == LOSS
+
+
+def test_what_did_not_end_is_tried_again_only_in_a_longer_run():
+    tried = replace(GPT2, steps_left=3000, possible=(LOSS,))
+    limit_s = decide(tried).limit_s
+    assert limit_s > 0
+    tried = replace(tried, records={LOSS: Payoff(limit_s, 1.5, measured=False)})
+    assert decide(tried).targets == ()
+    assert decide(replace(tried, steps_left=10_000)).targets == (LOSS,)
+
+
+def test_what_was_spent_counts_against_a_second_time():
+    assert decide(replace(GPT2, steps_left=3000, spent_s=20.0)).targets == ()
+
+
+# ---- a run never loses more than a tenth -------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What compiling a target really costs and gains. `works`: without it all of the cost is in vain."""
+
+    cost: float  # as a multiple of what is expected
+    speedup: float
+    works: bool
+
+
+def simulated_s(facts: Facts, truth: dict[str, Truth]) -> float:
+    """Return the seconds of the steps that are left, and of compiling, if the run follows the decision."""
+    decision = decide(facts)
+    total_s, steps, limit_s = 0.0, facts.steps_left, decision.limit_s
+    for target in decision.targets:
+        true = truth[target]
+        cost_s = true.cost * expected(facts, target).cost_s
+        total_s += min(cost_s, limit_s)
+        works = true.works and cost_s <= limit_s
+        limit_s -= min(cost_s, limit_s)
+        if not works:
+            continue
+
+        # It is compared, timed, and given up if it is slower.
+        total_s += COMPARED * facts.step_s
+        timed = min(steps, sum(STEPS_VARYING if facts.sizes_vary else STEPS))
+        kept = steps if true.speedup * SLOWER >= 1 else timed
+        return total_s + kept * facts.step_s / true.speedup + (steps - kept) * facts.step_s
+
+    return total_s + steps * facts.step_s
+
+
+true_payoffs = st.builds(Truth, st.floats(0.05, 50.0), st.floats(0.67, 4.0), st.booleans())
+all_facts = st.builds(
+    Facts,
+    steps_left=st.integers(20, 10**6),
+    step_s=st.floats(1e-4, 20.0),
+    sizes_vary=st.booleans(),
+    layers=st.integers(1, 2000),
+    blocks=st.integers(0, 100),
+    block_layers=st.integers(1, 10),
+    all_block_layers=st.integers(10, 1000),
+    cold=st.booleans(),
+    possible=st.sampled_from([(LOSS, MODEL, BLOCKS), (MODEL, BLOCKS), (MODEL,)]),
+    spent_s=st.floats(0.0, 50.0),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(all_facts, st.fixed_dictionaries(dict.fromkeys(SPEEDUPS, true_payoffs)))
+@example(replace(GPT2, steps_left=3000), dict.fromkeys(SPEEDUPS, Truth(1.0, 1.0, works=True)))
+@example(replace(GPT2, steps_left=3000), dict.fromkeys(SPEEDUPS, Truth(50.0, 4.0, works=True)))
+@example(replace(GPT2, steps_left=3000), dict.fromkeys(SPEEDUPS, Truth(1.0, 4.0, works=False)))
+@example(replace(GPT2, steps_left=3000), dict.fromkeys(SPEEDUPS, Truth(1.0, 0.67, works=True)))
+def test_a_wrong_estimate_costs_at_most_a_tenth(facts: Facts, truth: dict[str, Truth]):
+    """Whatever compiling really costs and gains: up to 50 times as much, up to half as slow again, or in vain."""
+    assert simulated_s(facts, truth) <= 1.1 * facts.eager_s + 1e-9
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    all_facts,
+    st.floats(0.1, 1000.0),
+    st.floats(0.5, 4.0),
+    st.floats(0.2, 1.25),
+    st.floats(0.91, 1.5),
+)
+def test_a_record_that_is_about_right_costs_at_most_a_tenth(facts, cost_s, speedup, cost, gain):
+    """Compiling takes up to a quarter longer than before, and gains up to a tenth less."""
+    facts = replace(facts, cold=False, possible=(MODEL,), records={MODEL: Payoff(cost_s, speedup)})
+    compared_s = COMPARED * facts.step_s  # is part of a measured cost
+    total_s = simulated_s(facts, {MODEL: Truth(cost, speedup * gain, works=True)})
+    assert total_s - compared_s <= 1.1 * facts.eager_s + 1e-9
+
+
+@pytest.mark.parametrize("steps", [20, 100, 2_000])
+def test_a_gain_is_taken(steps):
+    """The rule is no excuse to compile nothing: a record of a cheap compilation is used even in a short run."""
+    facts = replace(GPT2, steps_left=steps, records={LOSS: Payoff(0.1, 1.5)})
+    assert simulated_s(facts, {LOSS: Truth(1.0, 1.5, works=True)}) < 0.97 * facts.eager_s

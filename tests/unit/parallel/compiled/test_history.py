@@ -9,15 +9,15 @@ import torch
 from torch import nn
 
 from lockstep.parallel.compiled import history
-from lockstep.parallel.compiled.decision import LOSS, MODEL, Record
+from lockstep.parallel.compiled.decision import LOSS, MODEL, Payoff
 
 
 def test_a_record_is_found_again(tmp_path):
     path = tmp_path / "cache" / "compile.json"
-    history.write("a", LOSS, Record(12.34, 1.5), path)
-    history.write("a", MODEL, Record(9.0, 1.2), path)
-    history.write("b", LOSS, Record(1.0, 1.1), path)
-    assert history.read("a", path) == {LOSS: Record(12.34, 1.5), MODEL: Record(9.0, 1.2)}
+    history.write("a", LOSS, Payoff(12.34, 1.5), path)
+    history.write("a", MODEL, Payoff(9.0, 1.2), path)
+    history.write("b", LOSS, Payoff(1.0, 1.1), path)
+    assert history.read("a", path) == {LOSS: Payoff(12.34, 1.5), MODEL: Payoff(9.0, 1.2)}
     assert history.read("c", path) == {}
     assert [file.name for file in path.parent.iterdir()] == ["compile.json"]
 
@@ -29,20 +29,20 @@ def test_a_damaged_file_is_no_record_and_is_replaced(content, tmp_path):
     path = tmp_path / "compile.json"
     path.write_text(content)
     assert history.read("a", path) == {}
-    history.write("b", LOSS, Record(1.0, 2.0), path)
-    assert history.read("b", path) == {LOSS: Record(1.0, 2.0)}
+    history.write("b", LOSS, Payoff(1.0, 2.0), path)
+    assert history.read("b", path) == {LOSS: Payoff(1.0, 2.0)}
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    history.write("a", LOSS, Record(1.0, 2.0), tmp_path / "file" / "compile.json")
+    history.write("a", LOSS, Payoff(1.0, 2.0), tmp_path / "file" / "compile.json")
     assert history.read("a", tmp_path / "file" / "compile.json") == {}
 
 
 def test_old_records_are_dropped(tmp_path):
     path = tmp_path / "compile.json"
     path.write_text(json.dumps({str(n): {} for n in range(history.MOST_MODELS)}))
-    history.write("new", LOSS, Record(1.0, 2.0), path)
+    history.write("new", LOSS, Payoff(1.0, 2.0), path)
     kept = json.loads(path.read_text())
     assert len(kept) == history.MOST_MODELS
     assert "0" not in kept

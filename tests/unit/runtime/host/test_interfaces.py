@@ -8,8 +8,8 @@ import pytest
 from lockstep.errors import UserError
 from lockstep.launch import supervisor
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.local_attempt import LocalAttempt
-from lockstep.launch.wire.messages import Start
+from lockstep.launch.ranks.local_attempt import LocalAttempt
+from lockstep.launch.wire.messages import Rendezvous, Start
 from lockstep.runtime.host import network
 from lockstep.runtime.host.network import GLOO_INTERFACE, NCCL_INTERFACE, check_interfaces, interface_towards
 from lockstep.runtime.rendezvous.handshake import Secret
@@ -88,10 +88,7 @@ def test_ranks_of_several_machines_listen_on_the_way_to_the_coordinator(interfac
         count=1,
         world_size=3,
         group_rank=1,
-        address="10.0.0.2",
-        port=1,
-        store_port=2,
-        store_nonce="s",
+        rendezvous=Rendezvous("10.0.0.2", 1, 2, "s"),
     )
     attempt = LocalAttempt(start, "host-b", tmp_path)
     secret = Secret(b"0" * 32, "a test")

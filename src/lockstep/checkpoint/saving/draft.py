@@ -1,0 +1,121 @@
+"""The folder of a checkpoint that is not committed yet, and what the ranks tell each other through it.
+
+    step-N.tmp-TOKEN-NUMBER/rank-RANK.safetensors   the file of a rank
+    step-N.tmp-TOKEN-NUMBER/rank-RANK.json          its confirmation, for rank 0
+    step-N.tmp-TOKEN-NUMBER/manifest.json           written by rank 0 when all ranks have confirmed
+
+Ranks communicate only through the storage, so that a rank which hangs does not block the writing threads of the others.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from lockstep.checkpoint.format import file_name
+from lockstep.checkpoint.manifest import MANIFEST, File, Piece, TensorEntry, tensors_to_json
+from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.storage import CheckpointStorage, folder_name
+
+
+@dataclass(frozen=True)
+class SaveContext:
+    """The settings that all saves of a run share."""
+
+    storage: CheckpointStorage
+    rank: int
+    world_size: int
+    token: str  # identifies this attempt of the run
+    retention: Retention
+    timeout_s: float = 600.0  # how long rank 0 waits for the other ranks' files
+    on_commit: Callable[[], None] = lambda: None  # called on rank 0 right after the rename; it must not raise
+
+    def __post_init__(self) -> None:
+        assert self.token.isalnum(), self.token  # it becomes part of a folder's name
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """What a rank writes next to its file, for rank 0: what the manifest will say of the file, or why there is none."""
+
+    file: File | None
+    tensors: Mapping[str, TensorEntry] = field(default_factory=dict)  # with the pieces that are in this file
+    error: str = ""
+
+    def encode(self) -> bytes:
+        file = vars(self.file) if self.file else None
+        return json.dumps({"file": file, "tensors": tensors_to_json(self.tensors), "error": self.error}).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Confirmation:
+        """Undo `encode`. A rank of this attempt has written it, so its fields are not checked here."""
+        fields = json.loads(data)
+        file = File(**fields["file"]) if fields["file"] else None
+        tensors = {
+            name: TensorEntry(entry["dtype"], tuple(entry["shape"]), tuple(Piece(**p) for p in entry["pieces"]))
+            for name, entry in fields["tensors"].items()
+        }
+        return cls(file, tensors, fields["error"])
+
+
+class Draft:
+    """The uncommitted folder of one save, as one rank sees it."""
+
+    def __init__(self, context: SaveContext, step: int, number: int):
+        """`number` counts the saves of this rank."""
+        self.context = context
+        self.storage = context.storage
+
+        # The token keeps writers of an earlier attempt out of the folder, and the number keeps out writers of an
+        # earlier save of the same step.
+        self.name = f"{folder_name(step)}.tmp-{context.token}-{number}"
+
+    # ---- keys in the storage ----
+
+    def file(self, rank: int) -> str:
+        return f"{self.name}/{file_name(rank)}"
+
+    def confirmation(self, rank: int) -> str:
+        return f"{self.name}/rank-{rank:05d}.json"
+
+    @property
+    def manifest(self) -> str:
+        return f"{self.name}/{MANIFEST}"
+
+    # ---- confirmations ----
+
+    def confirm(self, confirmation: Confirmation) -> None:
+        self.storage.replace(self.confirmation(self.context.rank), confirmation.encode())
+
+    def read_confirmation(self, rank: int) -> Confirmation | None:
+        """Return what a rank has confirmed; None if it has not yet."""
+        # A confirmation that exists is complete, since `replace` is atomic.
+        with suppress(FileNotFoundError), self.storage.open(self.confirmation(rank)) as file:
+            return Confirmation.decode(file.read())
+        return None
+
+    def delete_confirmations(self) -> None:
+        for rank in range(self.context.world_size):
+            self.storage.delete(self.confirmation(rank))
+
+    # ---- the end of a save that is not committed ----
+
+    def delete(self) -> None:
+        """Delete this rank's files; rank 0 deletes the folder. After the commit, this does nothing."""
+        rank = self.context.rank
+        keys = [self.file(rank), self.confirmation(rank)] if rank else [self.name]
+
+        # The next start deletes files that cannot be deleted now.
+        for key in keys:
+            with suppress(OSError):
+                self.storage.delete(key)
+
+    def is_gone(self) -> bool:
+        """Whether another rank, or another attempt, has deleted the folder."""
+        # If listing fails as well, the first error remains the reason.
+        with suppress(OSError):
+            return self.name not in self.storage.folders()
+
+        return False

@@ -1,0 +1,186 @@
+"""The state of a run's model, as a checkpoint holds it: parameters, buffers, and the extra state of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import Tensor, nn
+
+from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.state.frozen_digests import FrozenDigests
+from lockstep.checkpoint.state.reshard import read_into
+from lockstep.checkpoint.state.state_tree import (
+    JsonDict,
+    aliases_of,
+    digest,
+    frozen_names,
+    identity,
+    is_extra,
+    pack,
+    tied_names,
+    unpack,
+)
+from lockstep.errors import UserError, plural
+from lockstep.optim.optimizers import Optimizers
+from lockstep.runtime.layout import full_tensor
+
+
+class ModelState:
+    """Captures the state of a model and restores it. If parameters have float32 masters, those are saved."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizers,
+        held_elsewhere: Collection[str],
+        keep_frozen: bool,
+        on_any_rank: Callable[[bool], bool],
+    ):
+        """`held_elsewhere`: the names of parameters that the model of this rank has, but that other ranks hold.
+
+        `keep_frozen` and `on_any_rank`: see `RunState`.
+        """
+        self.model = model
+        self.optimizers = optimizers
+        self._held_elsewhere = held_elsewhere
+        self._device = next(model.parameters()).device
+
+        # Frozen parameters for which a checkpoint holds only digests.
+        self._digest_only = set() if keep_frozen else frozen_names(model)
+        here = self._digest_only - set(held_elsewhere)
+        self._frozen = FrozenDigests({name: model.get_parameter(name) for name in here}, on_any_rank)
+
+        # Tied parameters are in here under all of their names.
+        self._trained = {name: p for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+
+    # ---- saving ----
+
+    def capture(self, tensors: dict[str, Tensor]) -> tuple[JsonDict, dict[str, str]]:
+        """Add all tensors to `tensors`. Return the plain state, without digests, and the aliases of tied tensors."""
+        state = self._saved_state()
+        tied = tied_names(state)
+        for name, value in state.items():
+            if is_extra(name) or name in tied or name in self._held_elsewhere:
+                continue
+
+            # If the parameter has a float32 master, save that: the parameter is only its rounded copy.
+            to_save = self._master_or_parameter(name, value)
+            if to_save is not None:
+                tensors[f"model.{name}"] = to_save.detach()
+
+        # The key is part of the file format (see CONTRIBUTING), like "frozen_digests".
+        extra = {name: pack(value, f"extra.{name}", tensors) for name, value in state.items() if is_extra(name)}
+        return {"extra": extra}, {f"model.{name}": f"model.{first}" for name, first in tied.items()}
+
+    def frozen_digests(self) -> dict[str, str]:
+        """Return the digests of frozen parameters that are not saved. Collective if they are sharded."""
+        return self._frozen.current()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the parameters and buffers that are saved, under the model's names; tied ones under all of theirs."""
+        return {name: tensor for name, tensor in self._saved_state().items() if not is_extra(name)}
+
+    def _saved_state(self) -> dict[str, Any]:
+        """Return the model's state dict, without the parameters of which only digests are saved."""
+        return {name: value for name, value in self.model.state_dict().items() if name not in self._digest_only}
+
+    # ---- restoring ----
+
+    def restore(self, reader: CheckpointReader, saved_model: JsonDict, frozen_advice: str) -> None:
+        """Restore what this rank holds of the model. Raise a UserError if another model was saved.
+
+        `frozen_advice`: what to do if frozen parameters, of which only digests were saved, differ.
+        """
+        state = self.model.state_dict()
+        saved = sorted(name.removeprefix("model.") for name in reader.names() if name.startswith("model."))
+
+        # Check everything before anything is changed.
+        digests = {name: saved_digest for name, saved_digest in saved_model["frozen_digests"].items() if name in state}
+        self._check_frozen(digests, frozen_advice)
+        _check_same_names(state, saved, saved_model["frozen_digests"])
+        _check_same_shapes(state, saved, reader)
+        _check_same_ties(state, saved, reader)
+
+        for name in saved:
+            if name in self._held_elsewhere:
+                continue
+
+            read_into(state[name], f"model.{name}", reader)
+
+            # The parameter is now the rounded copy; its float32 master is read separately.
+            master = self._master_or_parameter(name, state[name])
+            if master is not None and master is not state[name]:
+                read_into(master, f"model.{name}", reader)
+
+        # "NAME._extra_state" belongs to the module NAME.
+        for name, value in saved_model["extra"].items():
+            module = self.model.get_submodule(name.removesuffix("_extra_state").rstrip("."))
+            module.set_extra_state(unpack(value, reader.read, self._device))
+
+    def _check_frozen(self, saved_digests: dict[str, str], advice: str) -> None:
+        """Check that frozen parameters of which the checkpoint holds only a digest have the same bits now."""
+        for name, saved_digest in saved_digests.items():
+            if name in self._held_elsewhere or digest(full_tensor(self.model.get_parameter(name))) == saved_digest:
+                continue
+
+            raise UserError(
+                f"the values of the frozen parameter {name!r} differ from those when the checkpoint was written",
+                "the checkpoint holds only its digest (checkpoint.frozen=false)",
+                advice,
+            )
+
+    # ---- both ----
+
+    def _master_or_parameter(self, name: str, value: Tensor) -> Tensor | None:
+        """Return the float32 master of a parameter; `value` if it has none; None if another rank holds the master."""
+        masters = self.optimizers.masters
+        parameter = self._trained.get(name)
+        if masters is None or not masters.persistent or parameter is None:
+            return value
+        return masters.master_of(parameter)
+
+
+# ---- the same model? ----
+
+
+def different_model(found: str) -> UserError:
+    return UserError(
+        "the model differs from the model in the checkpoint",
+        found,
+        "restore the task and its options as they were, or start a new run (leave --resume out)",
+    )
+
+
+def _check_same_names(state: dict[str, Tensor], saved: list[str], digests: dict[str, str]) -> None:
+    """Check that each tensor of the model is in the checkpoint, at least as a digest, and vice versa."""
+    names = {name for name in state if not is_extra(name)}
+    differences = {
+        "missing in the checkpoint": sorted(names - set(saved) - digests.keys()),
+        "missing in this model": sorted(set(saved) - names),
+    }
+    descriptions = [
+        f"{plural(len(missing), 'tensor')} {where}, first {missing[0]!r}"
+        for where, missing in differences.items()
+        if missing
+    ]
+    if descriptions:
+        raise different_model("; ".join(descriptions))
+
+
+def _check_same_shapes(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
+    for name in saved:
+        before, now = reader.shape(f"model.{name}"), tuple(state[name].shape)
+        if before != now:
+            raise different_model(f"{name!r} has shape {before} in the checkpoint and {now} in this model")
+
+
+def _check_same_ties(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
+    tied_now = aliases_of({name: identity(state[name]) for name in saved})
+    tied_before = aliases_of({name: reader.original(f"model.{name}") for name in saved})
+
+    for name in saved:
+        if tied_now.get(name) != tied_before.get(name):
+            here, there = "in this model", "in the checkpoint"
+            tied, untied = (here, there) if name in tied_now else (there, here)
+            raise different_model(f"{name!r} is tied to another parameter {tied}, but not {untied}")

@@ -1,0 +1,112 @@
+"""Choose which tensors and shards each rank writes and reads. A checkpoint can be loaded on any number of ranks.
+
+A DTensor is sharded: every rank writes its shard, and reads the slice of the full tensor that it holds now. Any other
+tensor is replicated: one of the ranks that hold it writes it, and all ranks that need it read it.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from lockstep.checkpoint.load import CheckpointReader
+from lockstep.runtime.layout import (
+    LocalShard,
+    balance,
+    dtensor_by_rows,
+    dtensor_like,
+    is_first_copy,
+    is_sharded_by_rows,
+    shard_of,
+)
+
+# Tensors in the state of a part (the task, for example). They may differ between ranks: except for DTensors, only rank
+# 0's are saved.
+_PART = "part."
+
+# ---- writing ----
+
+
+def replicated_sizes(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """Return the bytes of the replicated tensors that this rank holds, except those of parts."""
+    return {
+        name: tensor.nbytes
+        for name, tensor in tensors.items()
+        if not isinstance(tensor, DTensor) and not name.startswith(_PART)
+    }
+
+
+def shards_to_write(
+    tensors: dict[str, Tensor], rank: int, sizes: list[dict[str, int]], duplicates: frozenset[str] = frozenset()
+) -> dict[str, LocalShard]:
+    """Return what this rank writes: its shards, and some of the replicated tensors, balanced by bytes.
+
+    `sizes` holds the `replicated_sizes` of each rank. `duplicates`: see `RankRole.duplicates`.
+    """
+    # Every rank computes the writers of all replicated tensors.
+    writers = _writers(sizes)
+
+    def writes(name: str, tensor: Tensor) -> bool:
+        if isinstance(tensor, DTensor):
+            # Of several ranks with the same shard, the first on the mesh writes it. Pipeline stages are on different
+            # meshes, so `duplicates` lists the parameters whose shard a lower stage writes.
+            first = is_first_copy(tensor) and not any(_belongs_to(name, parameter) for parameter in duplicates)
+
+            # An empty shard needs no file, unless all shards are empty: the manifest must still list the tensor.
+            return first and (tensor.to_local().numel() > 0 or tensor.numel() == 0)
+
+        return (0 if name.startswith(_PART) else writers[name]) == rank
+
+    return {name: shard_of(tensor) for name, tensor in tensors.items() if writes(name, tensor)}
+
+
+def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
+    """Return the rank that writes each replicated tensor. The result is the same on every rank."""
+    size_of = {name: size for rank_sizes in sizes for name, size in rank_sizes.items()}
+    names = sorted(size_of)
+    holders = [[rank for rank, rank_sizes in enumerate(sizes) if name in rank_sizes] for name in names]
+    return dict(zip(names, balance([size_of[name] for name in names], holders), strict=True))
+
+
+def _belongs_to(name: str, parameter: str) -> bool:
+    """Whether a tensor is this parameter, its average, or in its optimizer state ("optimizer.NUMBER.NAME.KEY")."""
+    if name in (f"model.{parameter}", f"ema.{parameter}"):
+        return True
+    return bool(re.match(rf"optimizer\.\d+\.{re.escape(parameter)}\.", name))
+
+
+# ---- reading ----
+
+
+def read_into(target: Tensor, name: str, reader: CheckpointReader) -> None:
+    """Read the tensor `name` into `target`: this rank's shard of it, or all of it if it is replicated."""
+    shard = shard_of(target)
+    with torch.no_grad():
+        shard.local.copy_(reader.read_slice(name, shard.offset, shard.local.shape))
+
+
+def read_state_like(name: str, parameter: Tensor | None, reader: CheckpointReader) -> Tensor:
+    """Read a tensor of an optimizer's state.
+
+    State with the shape of its parameter is sharded like the parameter. If the parameter is sharded by rows, state with
+    the same number of rows is sharded by rows too. Any other state is replicated: every rank reads all of it.
+    """
+    shape = reader.shape(name)
+    if not isinstance(parameter, DTensor) or not shape:
+        return reader.read(name)
+
+    # The same shape: a moment, for example.
+    shard = shard_of(parameter)
+    if shape == tuple(parameter.shape):
+        return dtensor_like(reader.read_slice(name, shard.offset, shard.local.shape), parameter)
+
+    # The same number of rows: statistics per row, for example.
+    if shape[0] == parameter.shape[0] and is_sharded_by_rows(parameter):
+        offset = (shard.offset[0], *[0] * (len(shape) - 1))
+        size = (len(shard.local), *shape[1:])
+        return dtensor_by_rows(reader.read_slice(name, offset, size), parameter, shape)
+
+    return dtensor_by_rows(reader.read(name), parameter, shape, replicate=True)

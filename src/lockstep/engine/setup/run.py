@@ -1,0 +1,322 @@
+"""The third stage of the set-up: everything that depends on the data, from the plan to the Run."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
+
+from lockstep.checkpoint.initial.weights import InitialWeights
+from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.resume import Resumed
+from lockstep.checkpoint.saving.space import check_space
+from lockstep.checkpoint.state.run_state import RunState
+from lockstep.checkpoint.storage import delete_leftovers, open_storage
+from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
+from lockstep.data.mosaic import DESCRIPTION, by_index, is_streaming_dataset
+from lockstep.data.samplers.torch_samplers import bind_sampler
+from lockstep.data.sources import open_source
+from lockstep.engine.checks.settings import check_before_batch, check_same_config, check_sample_log, check_steps_left
+from lockstep.engine.evaluation.evaluations import Evaluations
+from lockstep.engine.evaluation.schedule import EvaluationSchedule
+from lockstep.engine.hooks.calls import Hooks
+from lockstep.engine.hooks.trained_parameters import TrainedParameters
+from lockstep.engine.hooks.view import BuiltRunView
+from lockstep.engine.load_balance import LoadBalancer, open_load_balancer
+from lockstep.engine.log.banner import describe_resume, describe_run
+from lockstep.engine.log.step_log import SampleLog, StepLog
+from lockstep.engine.model_setup import ModelSetup
+from lockstep.engine.profile.steps import ProfiledSteps
+from lockstep.engine.progress import StepContext
+from lockstep.engine.requests import Requests
+from lockstep.engine.run import Run
+from lockstep.engine.setup.data import attach_source, largest_input, plan_data, source_options
+from lockstep.engine.setup.resumed import continue_plan, last_log_line
+from lockstep.engine.step import Stepper
+from lockstep.observe.run_folder import write_head
+from lockstep.optim.user_scheduler import SchedulerRate, make_learning_rate
+from lockstep.parallel.driver import Driver, trainable
+from lockstep.plan.plan import Plan
+from lockstep.runtime.seeds import preserve_rng
+from lockstep.task import BatchSource
+
+if TYPE_CHECKING:
+    from lockstep.engine.setup.builder import RunBuilder  # which calls this stage
+
+LAST_SAVE_S = 5.0  # seconds that a save in flight gets when the run fails
+
+
+def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate) -> Run:
+    """Make the parts of a run around its model, in the order in which they need each other, and the Run. Collective."""
+    # A DataLoader may set what the configuration leaves open, so it comes first.
+    data, collate, loader_lines = _take_loader(builder, data, collate)
+    config, runtime, driver = builder.config, builder.runtime, setup.driver
+    for hook in builder.hooks.named("before_batch") if builder.hooks else ():
+        check_before_batch(config, driver.role, runtime.world.alone, hook)
+
+    # The length of the data determines the plan: how a batch is split, and the number of steps.
+    plan, source = _open_data(builder, driver, data, collate)
+    load_balancer = open_load_balancer(config.load_balance, plan, source, driver, runtime, builder.recorder.event)
+    stepper = _make_stepper(builder, setup, plan, load_balancer)
+
+    # Resuming restores the state of all parts, so all of them must exist by now.
+    checkpoints = _open_checkpoints(builder, setup, stepper, source, plan)
+    resumed = checkpoints.resume()
+    if resumed:
+        plan = checkpoints.plan = continue_plan(resumed, plan, source, stepper, config)
+
+    # The records continue where the checkpoint was written. Then the banner describes what was made.
+    log = StepLog(config.log.every, plan, stepper, builder.recorder, _open_sample_log(builder))
+    facts = _describe(builder, setup, plan, source, stepper) | loader_lines
+    if resumed:
+        facts["resumed"] = _continue_records(builder, resumed, log, stepper, plan)
+    facts |= _describe_weights(builder, setup, plan, source, resumed)
+    _write_start(builder, facts, plan, driver)
+
+    requests = Requests(stepper, checkpoints)
+    run = builder.run_class(
+        config=config,
+        runtime=runtime,
+        name=builder.name,
+        started=builder.started,
+        folder=builder.folder,
+        recorder=builder.recorder,
+        model_setup=setup,
+        plan=plan,
+        source=source,
+        stepper=stepper,
+        load_balancer=load_balancer,
+        checkpoints=checkpoints,
+        resumed=resumed,
+        requests=requests,
+        log=log,
+        evaluations=_make_evaluations(builder, plan, stepper, requests, resumed),
+        hooks=builder.hooks or Hooks(BuiltRunView(builder)),
+        _keep_alive=builder,
+    )
+    _begin(run)
+    return run
+
+
+def _begin(run: Run) -> None:
+    """Do what comes between the set-up and the first step. Collective."""
+    average = run.model_setup.average
+    if run.resumed:
+        run.restore(run.resumed)
+    elif average:
+        # A custom loop may have loaded weights since `run.setup`.
+        average.restart(average.averages)
+
+    run.checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
+    if run.config.profile.count:
+        run.profiled = ProfiledSteps(run)
+
+
+# ---- the data ----
+
+
+def _take_loader(builder: RunBuilder, data: Any, collate: Collate) -> tuple[Any, Collate, dict[str, str]]:
+    """Return (data, collate, banner lines). A DataLoader is replaced by its parts; most other data has no lines."""
+    if is_streaming_dataset(data):
+        return by_index(data), collate, {"StreamingDataset": DESCRIPTION}
+
+    if not isinstance(data, DataLoader) or is_stateful_stream(data):
+        return data, collate, {}
+
+    taken = take_loader(data, collate)
+    builder.resolved = builder.resolved.fill_in("DataLoader", taken.settings)
+    check_same_config(builder.config, builder.runtime)
+    used = {key for key in taken.settings if builder.resolved.sources[key] == "DataLoader"}
+    return taken.data, taken.collate, {"DataLoader": taken.describe(used)}
+
+
+def _open_data(builder: RunBuilder, driver: Driver, data: Any, collate: Collate) -> tuple[Plan, BatchSource]:
+    """Return the plan and the source, which knows the model if it makes its batches with it."""
+    config, runtime = builder.config, builder.runtime
+    data = bind_sampler(data, config.seed)
+    plan = plan_data(data, driver, config, runtime, builder.folder)
+    options = source_options(plan, driver.role, config, runtime, builder.recorder.event)
+    source = open_source(data, collate, options)
+    builder.on_failure(source.close)
+
+    # A user-defined source may compute its batches on the GPU, so the time in it does not count as data wait.
+    builder.recorder.watch_data = runtime.device.type == "cuda" and source is not data
+    check_sample_log(config, source)
+
+    # The number of threads follows the sizes of the model and of a sample.
+    with preserve_rng(runtime.device):
+        runtime.suit_threads(driver.model, plan.micro_batch, partial(largest_input, source))
+
+    attach_source(source, driver, plan, config, runtime)
+    return plan, source
+
+
+# ---- the step and its checkpoints ----
+
+
+def _make_stepper(builder: RunBuilder, setup: ModelSetup, plan: Plan, load_balancer: LoadBalancer | None) -> Stepper:
+    rate = make_learning_rate(
+        builder.config.lr,
+        builder.resolved.sources,
+        optimizers=setup.optimizers.all,
+        schedulers=setup.schedulers,
+        total_steps=plan.steps,
+        global_batch=plan.global_batch,
+    )
+    builder.on_failure(rate.release)
+    if isinstance(rate, SchedulerRate):
+        builder.parts.add("scheduler", rate)
+
+    context = StepContext(
+        builder.config,
+        builder.runtime,
+        builder.precision,
+        plan.global_batch,
+        reports_loss=setup.driver.role.reports_loss,
+        reads_loss=builder.reads_loss,
+        log_event=builder.recorder.event,
+        # Load balancing measures the time of a rank up to the start of its gradient all-reduce.
+        before_all_reduce=load_balancer.mark if load_balancer else None,
+    )
+    delaying = builder.hooks.named("first_steps") if builder.hooks else []
+    trained = TrainedParameters(setup.driver, delaying) if delaying else None
+    return Stepper(context, setup.driver, setup.optimizers, rate, trained)
+
+
+def _make_evaluations(
+    builder: RunBuilder, plan: Plan, stepper: Stepper, requests: Requests, resumed: Resumed | None
+) -> Evaluations:
+    seconds_before = resumed.loop.seconds if resumed else 0.0
+    return Evaluations(
+        config=builder.config,
+        schedule=EvaluationSchedule(builder.config.evaluate, plan.steps_per_epoch, plan.ahead, seconds_before),
+        requests=requests,
+        checkpoints=requests.checkpoints,
+        learning_rate=stepper.learning_rate,
+        recorder=builder.recorder,
+        newest=builder.evaluation,
+    )
+
+
+def _open_checkpoints(
+    builder: RunBuilder, setup: ModelSetup, stepper: Stepper, source: BatchSource, plan: Plan
+) -> CheckpointManager:
+    builder.parts.is_open = False
+    state = RunState(
+        model=setup.driver.model,
+        optimizers=setup.optimizers,
+        stepper=stepper,
+        source=source,
+        parts=builder.parts,
+        keep_frozen=builder.config.checkpoint.frozen,
+        holders=setup.driver.role.holders,
+        rank=builder.runtime.world.rank,
+        duplicates=setup.driver.role.duplicates,
+        average=setup.average,
+        on_any_rank=lambda value: any(builder.runtime.collectives.gather_json(value)),
+    )
+    checkpoints = CheckpointManager(
+        folder=builder.folder,
+        storage=open_storage(builder.folder.path / "checkpoints", builder.config.checkpoint.storage),
+        state=state,
+        config=builder.config,
+        plan=plan,
+        runtime=builder.runtime,
+        log_event=builder.recorder.event,
+        before_next_update=stepper.update.run_before_next,
+    )
+
+    # Let a save in flight finish: it may be the only checkpoint of a run that fails.
+    builder.on_failure(checkpoints.close, timeout=LAST_SAVE_S)
+
+    # Free the space of what killed attempts left behind.
+    if builder.runtime.is_main:
+        delete_leftovers(checkpoints.storage, builder.folder.token)
+
+    settings = builder.config.checkpoint
+    if settings.every is not None or settings.minutes is not None or settings.at_end:
+        check_space(checkpoints.storage, state.bytes_at_start(), builder.runtime.collectives, builder.recorder.event)
+
+    return checkpoints
+
+
+# ---- the banner and the records ----
+
+
+def _describe(
+    builder: RunBuilder, setup: ModelSetup, plan: Plan, source: BatchSource, stepper: Stepper
+) -> dict[str, str]:
+    """Return the lines of the banner about the settings and the plan. Collective."""
+    model = setup.driver.model
+    facts = describe_run(model, builder.config, plan, stepper.learning_rate, builder.precision, builder.runtime)
+
+    # The driver, the optimizers and the source may add some.
+    facts |= setup.driver.facts
+    facts |= setup.optimizers.facts
+    if source.about:
+        facts["data"] = source.about
+
+    return facts
+
+
+def _describe_weights(
+    builder: RunBuilder, setup: ModelSetup, plan: Plan, source: BatchSource, resumed: Resumed | None
+) -> dict[str, str]:
+    """Return the lines of the banner about weights that were loaded, and about their exactness."""
+    facts = {}
+    initial = builder.parts.get("init_from")
+    if isinstance(initial, InitialWeights):
+        facts["init_from"] = initial.describe(resumed is not None)
+
+    if setup.exactness:
+        facts["exact"] = setup.exactness.begin(source, plan, resumed.changed_settings if resumed else [])
+
+    return facts
+
+
+def _open_sample_log(builder: RunBuilder) -> SampleLog | None:
+    if not builder.config.log.samples:
+        return None
+
+    path = builder.folder.path / "samples" / f"rank-{builder.runtime.world.rank}.jsonl"
+    samples = SampleLog(path, builder.folder.attempt)
+    builder.on_failure(samples.close)
+    return samples
+
+
+def _continue_records(builder: RunBuilder, resumed: Resumed, log: StepLog, stepper: Stepper, plan: Plan) -> str:
+    """Continue the clock and the log of a resumed run. Return a line for the banner."""
+    steps_done = stepper.counters.steps_done
+    check_steps_left(plan.steps, steps_done)
+    builder.started -= resumed.loop.seconds
+    log.restore(resumed.loop.interval)
+
+    # If no step follows, no new log line will be written, but the summary needs the last one.
+    may_be_stopped = resumed.loop.stop or (builder.config.stop.patience and resumed.loop.early_stop)
+    if steps_done == plan.steps or may_be_stopped:
+        builder.recorder.last = builder.runtime.collectives.run_on_rank0(
+            lambda: last_log_line(builder.folder.path, steps_done)
+        )
+
+    return describe_resume(resumed, builder.folder)
+
+
+def _write_start(builder: RunBuilder, facts: dict[str, str], plan: Plan, driver: Driver) -> None:
+    if builder.runtime.is_main:
+        sharding = {name: facts[name] for name in ("strategy", "remat") if name in facts}
+        write_head(builder.folder.path, builder.resolved, plan.as_record() | sharding)
+
+    start = {
+        "task": builder.name,
+        "world": builder.runtime.world.size,
+        "device": str(builder.runtime.device),
+        "precision": builder.precision.name,
+        "parameters": sum(p.numel() for p in driver.model.parameters()),
+        "trainable": sum(p.numel() for p in trainable(driver.model)[1]),
+        "unit": builder.unit,
+        "steps": plan.steps,
+        "run_dir": builder.folder.shown,
+        "facts": facts,
+    }
+    builder.recorder.open(builder.config.log.progress, plan.steps, builder.unit, start)

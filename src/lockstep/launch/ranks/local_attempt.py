@@ -1,0 +1,234 @@
+"""The ranks of one attempt on this node, and the folder that they share with their launcher."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from lockstep.errors import UserError
+from lockstep.launch import records
+from lockstep.launch.hangs import flight_recorder, stacks
+from lockstep.launch.hangs.suspicion import view_of
+from lockstep.launch.ranks import post_mortem
+from lockstep.launch.ranks.zygote import kill_process_group
+from lockstep.launch.wire.messages import NodeBeat, Stacks, Start
+from lockstep.launch.wire.store_server import store_secret
+from lockstep.runtime.environments.launcher import ATTEMPT, ATTEMPT_FOLDER, STORE_FILE, STORE_KEY_FILE, STORE_PORT
+from lockstep.runtime.host.network import (
+    GLOO_INTERFACE,
+    NCCL_INTERFACE,
+    interface_towards,
+    loopback_interface,
+    nccl_file_names_interface,
+)
+from lockstep.runtime.preemption import PREEMPT_FILE
+from lockstep.runtime.rendezvous.handshake import Secret
+
+# How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, so the
+# sum must stay below the silence after which a node counts as lost.
+RANKS_STACKS_S = 2.0
+COLLECTIVES_S = 2.0
+
+# How many characters the stacks of all ranks of a node may have: a message has a largest size. The main thread of a
+# rank is at the end of its text.
+STACKS_SIZE = 4 * 2**20
+
+# How often the files that ranks share with their launcher are touched.
+TOUCH_S = 3600.0
+
+# How often OOM kills are counted again. A rank that the kernel kills may take a while to end, because its memory is
+# freed first: so a rank's end is compared with the count before the last one.
+COUNT_OOM_KILLS_S = 30.0
+
+
+class LocalAttempt:
+    """The ranks of one attempt on this node, which write their logs to `logs`."""
+
+    def __init__(self, start: Start, host: str, logs: Path):
+        self.number = start.attempt
+        self._start = start
+        self._host = host
+        self._logs = logs
+
+        # Heartbeats, failure records, stacks and settings. Readable by this user alone.
+        self.folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
+        self._touched = time.monotonic()
+
+        # A pipe that carries no data. Ranks hold its read end, the lifeline, and kill themselves when the write end is
+        # closed: by this process, or by the kernel because this process is dead.
+        self.lifeline, write_end = os.pipe()
+        self._lifeline_writer = os.fdopen(write_end, "wb", buffering=0)
+
+        # The ranks that have not ended, by number. A later count of OOM kills that is larger than this one means that
+        # the kernel killed a rank for lack of memory.
+        self._oom_kills = post_mortem.oom_kills()
+        self._oom_kills_counted = time.monotonic()
+        numbers = range(start.first_rank, start.first_rank + start.count)
+        self.ranks = {number: self._local_rank(number, self._oom_kills) for number in numbers}
+
+        # Whether the ranks were asked to save and exit, and when they were killed.
+        self.preempted = False
+        self.killed_at: float | None = None
+
+    def _local_rank(self, number: int, oom_kills: int | None) -> post_mortem.LocalRank:
+        # Rank 0 writes to the terminal. All attempts append to the same logs, so note where this attempt begins.
+        log = self._logs / f"rank-{number}.log" if number else None
+        began = log.stat().st_size if log and log.exists() else 0
+        return post_mortem.LocalRank(number, self._host, self.folder, log, began, oom_kills)
+
+    # ---- the environment of the ranks ----
+
+    def environment(self, user: Mapping[str, str], secret: Secret | None) -> dict[str, str]:
+        """Return the environment that all ranks share; `user` is the user's, `secret` the job's."""
+        # The user's own variables take precedence over the flight recorder's.
+        return {
+            **flight_recorder.environment(self._logs),
+            **user,
+            "WORLD_SIZE": str(self._start.world_size),
+            "LOCAL_WORLD_SIZE": str(self._start.count),
+            "GROUP_RANK": str(self._start.group_rank),
+            "MASTER_ADDR": self._start.rendezvous.address,
+            "MASTER_PORT": str(self._start.rendezvous.port),
+            ATTEMPT_FOLDER: str(self.folder),
+            ATTEMPT: str(self.number),
+            **(self._store_server(user, secret) if self._start.rendezvous.store_nonce else self._store_file(user)),
+        }
+
+    def _store_file(self, user: Mapping[str, str]) -> dict[str, str]:
+        """Return where ranks of one machine meet: in a file, in a folder that only this user can read."""
+        check_locks(self.folder)
+
+        # Gloo listens where no other machine can connect.
+        loopback = loopback_interface()
+        gloo = {GLOO_INTERFACE: loopback} if loopback and GLOO_INTERFACE not in user else {}
+        return {STORE_FILE: str(self.folder / "store"), **gloo}
+
+    def _store_server(self, user: Mapping[str, str], secret: Secret | None) -> dict[str, str]:
+        """Return where ranks of several machines meet: at the coordinator's server, for which they get a key."""
+        # The key is in a file, not in a variable, because programs may record their environment.
+        assert secret is not None
+        key_file = self.folder / "store.key"
+        key_file.touch(mode=0o600)
+        key_file.write_bytes(store_secret(secret, self._start.rendezvous.store_nonce).key)
+        store = {STORE_KEY_FILE: str(key_file), STORE_PORT: str(self._start.rendezvous.store_port)}
+        return {**self._interfaces(user), **store}
+
+    def _interfaces(self, user: Mapping[str, str]) -> dict[str, str]:
+        """Return the interfaces at which the ranks of this node listen for those of other nodes.
+
+        Left alone, gloo takes the address that the machine's own name has, which is often 127.0.1.1, and NCCL the first
+        interface that is up, which may be a bridge for containers. The interface towards the coordinator works. A file
+        of settings for NCCL takes precedence: its author knows the machine.
+        """
+        interface = interface_towards(self._start.rendezvous.address)
+        chosen = {GLOO_INTERFACE: interface, NCCL_INTERFACE: f"={interface}"} if interface else {}
+        given = {*user, *([NCCL_INTERFACE] if nccl_file_names_interface(user) else [])}
+        return {name: value for name, value in chosen.items() if name not in given}
+
+    # ---- while they run ----
+
+    @property
+    def pids(self) -> dict[int, int]:
+        return {number: rank.pid for number, rank in self.ranks.items() if rank.pid}
+
+    def _touch_files(self) -> None:
+        """Touch all files now and then, because some systems remove files from /tmp that were not touched for days."""
+        if time.monotonic() - self._touched > TOUCH_S:
+            self._touched = time.monotonic()
+            # If the folder is gone, the ranks' own errors say so.
+            with suppress(OSError):
+                for path in (self.folder, *self.folder.iterdir()):
+                    os.utime(path)
+
+    def _count_oom_kills(self) -> None:
+        """Count OOM kills again now and then, so that one of long ago is not taken for the cause of a later SIGKILL."""
+        if time.monotonic() - self._oom_kills_counted > COUNT_OOM_KILLS_S:
+            for rank in self.ranks.values():
+                rank.oom_kills_before = self._oom_kills
+
+            self._oom_kills = post_mortem.oom_kills()
+            self._oom_kills_counted = time.monotonic()
+
+    def beat(self) -> NodeBeat:
+        """Return the heartbeats of all ranks, and the task's settings. Called about once a second."""
+        self._touch_files()
+        self._count_oom_kills()
+
+        # There is no view of a rank that died before its first heartbeat.
+        views = [view_of(number, self._host, pid, self.folder) for number, pid in self.pids.items()]
+
+        # Rank 0 renames the file into place once it has read the configuration.
+        settings = json.loads(records.read(self.folder / "settings.json") or "{}")
+
+        return NodeBeat([view for view in views if view is not None], settings, self.number)
+
+    def collect_stacks(self) -> Stacks:
+        """Return the stacks of all living ranks. One that does not answer has an empty stack, and no collectives."""
+        answers = stacks.collect(self.folder, self.pids, RANKS_STACKS_S)
+        answering = [rank for rank, text in answers.items() if text]
+        recorded = flight_recorder.collect(self.folder, answering, COLLECTIVES_S)
+
+        # The last 100 collectives are enough to compare ranks.
+        most = STACKS_SIZE // max(len(answers), 1)
+        texts = {rank: stacks.comparable(text)[-most:] for rank, text in answers.items()}
+        last = {rank: flight_recorder.comparable(entries[-100:]) for rank, entries in recorded.items()}
+        return Stacks.of(self.number, texts, last)
+
+    # ---- their end ----
+
+    def preempt(self, signal: str | None = None) -> None:
+        """Ask the ranks to save and exit; `signal` is the one that asks for it.
+
+        The ranks always get SIGTERM. Their worker processes get no signal: ranks need them until the save.
+        """
+        self.preempted = True
+        # Without this file, the ranks name SIGTERM as the signal that ended them.
+        with suppress(OSError):
+            records.write(self.folder / PREEMPT_FILE, signal or "")
+        for pid in self.pids.values():
+            _preempt_rank(pid)
+
+    def kill_all(self) -> None:
+        """Kill every rank of this node with its worker processes, and close the lifeline."""
+        self._lifeline_writer.close()
+        for pid in self.pids.values():
+            kill_process_group(pid)
+
+    def rank_started(self, rank: post_mortem.LocalRank, pid: int) -> None:
+        """Note the process of a rank, and carry out the orders that came before it existed."""
+        rank.pid = pid
+        if self.killed_at is not None:
+            kill_process_group(pid)
+        elif self.preempted:
+            _preempt_rank(pid)
+
+    def close(self) -> None:
+        self.kill_all()
+        os.close(self.lifeline)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _preempt_rank(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
+
+
+def check_locks(folder: Path) -> None:
+    """Raise a UserError if files in the folder cannot be locked, as torch's FileStore does."""
+    try:
+        with (folder / "store").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:
+        raise UserError(
+            f"the ranks cannot meet in {folder.parent}: files there cannot be written and locked",
+            error.strerror or str(error),
+            "set TMPDIR to a folder on a local disk",
+        ) from None

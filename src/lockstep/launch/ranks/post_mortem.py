@@ -1,0 +1,148 @@
+"""Why a rank has ended: from its failure record or, if it left none, from its exit code, log and the kernel's counters.
+
+The launcher of its node examines every rank that has ended, and sends the result to the coordinator.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lockstep.launch import records
+from lockstep.launch.failure import PREEMPTED, Failure, Kind, RankExit
+from lockstep.launch.hangs import stacks
+from lockstep.launch.ranks import rank_record
+from lockstep.runtime import heartbeat
+
+# How much of the end of a log is read, in bytes, and how many of its lines are shown.
+LOG_SIZE = 100_000
+LAST_LINES = 10
+
+# Warnings of torch's native code, about name servers for example, which do not explain a failure.
+_TORCH_WARNING = re.compile(r"\[W\S+ \S+ \w+\.cpp")
+
+# Lines in a log that say why a process aborted: an uncaught C++ exception, a damaged heap, a failed assertion.
+_ABORT_REASON = re.compile(
+    r"^\s*what\(\):\s*(.+)"
+    r"|^((?:free|malloc|realloc|munmap_chunk)\b.*|double free.*|corrupted .*|.*Assertion .*failed.*)$",
+    re.MULTILINE,
+)
+
+
+@dataclass
+class LocalRank:
+    """A rank of this node, and the files that show how it ended."""
+
+    number: int
+    host: str
+    folder: Path
+    log: Path | None
+    log_began: int = 0  # the size of the log when this rank was started
+    oom_kills_before: int | None = None
+    pid: int | None = None  # None until the zygote forks it
+
+
+def examine(rank: LocalRank, code: int, when: float) -> RankExit:
+    """Return how a rank ended with this exit code. `when`: the time at which its end was noticed."""
+    end_note = rank_record.end_note(rank.folder, rank.number)
+    if code == PREEMPTED or (code == 0 and end_note.exists()):
+        return RankExit(code, exit_line=records.read(end_note))
+
+    log = records.read(rank.log, rank.log_began, most=LOG_SIZE) if rank.log else ""
+    try:
+        failure = rank_record.read(rank.folder, rank.number)
+    except ValueError:
+        failure = _without_record(rank, code, when, log)
+
+    # A failure of another rank, which this rank noticed: `Attempt.root_failure` fills in where that rank was.
+    if failure.rank != rank.number:
+        return RankExit(code, replace(failure, host=""))
+
+    # The record holds the error; the heartbeat holds the step and phase of the rank.
+    view = heartbeat.read(rank.folder / f"heartbeat-{rank.number}")
+    if view is not None:
+        failure = replace(failure, step=view.step, phase=view.phase)
+
+    last_lines = [line for line in log.splitlines() if not _TORCH_WARNING.match(line)][-LAST_LINES:]
+
+    return RankExit(code, replace(failure, host=rank.host, log="\n".join(last_lines)))
+
+
+def _without_record(rank: LocalRank, code: int, when: float, log: str) -> Failure:
+    if code == 0:
+        text = "ended with code 0 before its work was done (os._exit, in the program or in a library)"
+        return Failure.noticed(Kind.EXIT, text, rank.number, rank.host, when=when)
+
+    if code > 0:
+        return Failure.noticed(Kind.EXIT, f"ended with code {code}", rank.number, rank.host, when=when)
+
+    # Numbers between the named signals are those of real-time signals.
+    named = [item.name for item in signal.Signals if item == -code]
+    kind = named[0] if named else f"SIG{-code}"
+    message = _explain_signal(kind, rank.oom_kills_before, log)
+
+    # A rank cannot react to SIGKILL: any stack on file is from an earlier hang check. Otherwise the
+    # crash was most likely in the main thread, so threads of torch are left out.
+    dumped = "" if code == -signal.SIGKILL else records.read(rank.folder / f"stacks-{rank.number}")
+    detail = stacks.describe(stacks.main_thread(dumped))
+
+    return Failure(rank.number, rank.host, when, kind, message, traceback="\n".join(detail), origin="signal")
+
+
+def _explain_signal(name: str, oom_kills_before: int | None, log: str) -> str:
+    """Return what the signal that ended a rank says about the cause. `log` is what the rank has written."""
+    match name:
+        case "SIGKILL":
+            # The kernel uses SIGKILL, and no other signal, when memory runs out.
+            after = oom_kills()
+            if oom_kills_before is None or after is None:
+                return "killed; cannot tell whether by the kernel's OOM killer"
+            if after > oom_kills_before:
+                return f"out of host memory (cgroup oom_kill went from {oom_kills_before} to {after})"
+
+            return "killed, but not by the kernel's OOM killer"
+
+        case "SIGBUS":
+            # The usual cause is a full /dev/shm, through which worker processes share batches.
+            free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
+            return f"a mapped file had no room or no data: /dev/shm has {free} bytes free"
+
+        case "SIGSEGV":
+            return "segmentation fault in native code"
+
+        case "SIGABRT":
+            reasons = [found[1] or found[2] for found in _ABORT_REASON.finditer(log)]
+            if reasons:
+                return f"native code aborted: {reasons[-1]}"
+
+            return "native code aborted (a failed assertion, a damaged heap, or an uncaught C++ exception)"
+
+        case _:
+            return "killed by this signal"
+
+
+# ---- the kernel's counters ----
+
+
+def oom_kills() -> int | None:
+    """Return how many processes of this cgroup the kernel has killed for lack of memory; None if that is not known."""
+    counts = (re.search(r"\boom_kill (\d+)", records.read(path)) for path in _memory_files())
+    return next((int(count[1]) for count in counts if count), None)
+
+
+def _memory_files() -> list[Path]:
+    """Return the files that may hold the count: the cgroup's own file, or the file at the top, as in a container."""
+    root = Path("/sys/fs/cgroup")
+    paths = []
+    for line in records.read(Path("/proc/self/cgroup")).splitlines():
+        # cgroup v2 has one group for all controllers, v1 has one group for each.
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            paths += [root / group.strip("/") / "memory.events", root / "memory.events"]
+        elif "memory" in controllers.split(","):
+            paths += [root / "memory" / folder / "memory.oom_control" for folder in (group.strip("/"), "")]
+
+    return paths

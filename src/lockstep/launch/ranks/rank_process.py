@@ -1,0 +1,121 @@
+"""What a rank runs after it was forked: call the job's function, write a failure record if it raises, and exit.
+
+The function itself comes from the layers above (see `Job.entry`). Everything here concerns the rank as a process: it
+dies with its launcher, answers requests for stacks and collectives, and exits without tearing Python down.
+
+No rank outlives its job. What kills it depends on what has died:
+
+    the launcher        the lifeline pipe closes, and the rank kills itself (`_die_when_abandoned`). If it is suspended
+                        or holds the GIL, the zygote kills it, because the zygote's socket closes as well
+                        (`ForkServer.clean_up`).
+    the zygote          the kernel kills the rank: PR_SET_PDEATHSIG (`parent_death.die_with_parent`). The agent kills
+                        its process group as well, with its worker processes (`Agent._replace_zygote`).
+    another rank        the agent kills the rank's process group (`Agent._begin_kill`)
+    the rank itself     the zygote kills the worker processes that it leaves (`ForkServer._reap`)
+
+If a coordinator lives but was superseded, its rank 0 sees that the term file is gone and kills itself
+(`_die_when_abandoned`). The coordinator sees the same and kills the other ranks (`Coordinator.run`). If the coordinator
+is suspended, they fail in their next collective, because rank 0 is gone.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import io
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lockstep.launch.failure import CLEAN, PREEMPTED
+from lockstep.launch.hangs import flight_recorder, stacks
+from lockstep.launch.nodes.election import TermFile
+from lockstep.launch.ranks import rank_record
+from lockstep.launch.wire.lines import wait_readable
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, TERM_FILE
+
+# How often rank 0 of a job on several machines checks whether its coordinator has been superseded.
+LOOK_S = 1.0
+
+
+def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline: int) -> NoReturn:
+    """Run `work(spec)` as a rank and exit. `lifeline` is a pipe that closes when the launcher dies."""
+    threading.Thread(target=_die_when_abandoned, args=[lifeline], daemon=True, name="lockstep-lifeline").start()
+
+    rank = int(os.environ["RANK"])
+    folder = Path(os.environ[ATTEMPT_FOLDER])
+    stacks.register(folder / f"stacks-{rank}")
+    _keep_sockets_in(folder)
+    flight_recorder.serve(folder, rank)
+
+    try:
+        work(spec)
+    except BaseException as error:
+        # Also SystemExit and KeyboardInterrupt: however the user's code ends, the launcher must learn it.
+        code = error.code if isinstance(error, SystemExit) else 1
+        if code in (None, *CLEAN):
+            rank_record.note_end(folder, rank, rank_record.raising_line(error))
+            exit_without_teardown(PREEMPTED if code else 0)
+
+        rank_record.record_exception(folder, rank, error)
+
+        # Rank 0 has the terminal, where the launcher prints the first failure.
+        if rank != 0:
+            traceback.print_exc()
+
+        exit_without_teardown(1)
+
+    rank_record.note_end(folder, rank)
+    exit_without_teardown(0)
+
+
+def _keep_sockets_in(folder: Path) -> None:
+    """Have `multiprocessing` put the sockets of worker processes into this folder, which the launcher removes.
+
+    By default each process makes a folder pymp-* for its sockets, which stays behind when the process is killed.
+    """
+    multiprocessing.current_process()._config["tempdir"] = str(folder)  # pyrefly: ignore[missing-attribute]
+
+
+def _die_when_abandoned(lifeline: int) -> None:
+    # The pipe carries no data: it becomes readable when the launcher ends, whatever killed it. But the launcher may be
+    # suspended, or cut off from the other nodes, so rank 0 on several machines checks whether another node took over.
+    term_file = TermFile(Path(os.environ[TERM_FILE])) if TERM_FILE in os.environ else None
+    while True:
+        if term_file and term_file.superseded():
+            os.write(2, b"lockstep: another node coordinates this job now: this rank ends\n")
+            break
+
+        if wait_readable([lifeline], LOOK_S if term_file else None):
+            break
+
+    # This kills its worker processes too, because each rank leads its own process group.
+    os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def exit_without_teardown(code: int) -> NoReturn:
+    """End the process, after the parts of an ordinary exit that the user's code may rely on.
+
+    Works around pytorch/pytorch#179291: an ordinary exit finalizes the interpreter while gloo's threads may still
+    release tensors. They need the GIL for that, so the process occasionally aborts.
+    `tests/unit/launch/test_rank_process.py` fails when a torch release has a fix, and this function can go.
+    """
+    # After an error, other threads may be in collectives that can no longer end, so they are not waited for.
+    if code in CLEAN:
+        # This ends the threads of executors and waits for all threads that are not daemons.
+        threading._shutdown()  # pyrefly: ignore[missing-attribute]
+        atexit._run_exitfuncs()
+
+    # Flush files that the user left open, which only the garbage collector can list.
+    for thing in gc.get_objects():
+        if type(thing) in (io.TextIOWrapper, io.BufferedWriter):
+            with contextlib.suppress(ValueError, OSError):
+                thing.flush()
+
+    os._exit(code)

@@ -1,0 +1,180 @@
+"""Try to compile a target on a real call, on all ranks, and compare it with eager."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lockstep.errors import UserError
+from lockstep.parallel.blocks import find_blocks
+from lockstep.parallel.call_state import StateSnapshot
+from lockstep.parallel.compiled.deadline import TookTooLong, deadline
+from lockstep.parallel.compiled.isolated_call import RANDOM, CallResult, IsolatedCall, difference, gradient_difference
+from lockstep.parallel.compiled.shapes import Arguments, Dims
+from lockstep.parallel.compiled.side_effects import Function, Unsuitable
+from lockstep.parallel.compiled.targets import Target, compiling
+from lockstep.parallel.cudagraph.checks import first_line
+from lockstep.parallel.driver import Driver
+
+FIRST_RANK = timedelta(seconds=120)  # the other ranks of a machine wait at most so long for the first one's code
+
+
+@dataclass
+class Compilation:
+    """One try to compile a model on a real call, on all ranks: `run` is called for one target after another."""
+
+    driver: Driver
+    call: Callable[..., Any]  # the eager call; with a target on the model it runs compiled code
+    arguments: Arguments
+    examples: Sequence[Arguments] = ()  # further calls of other sizes, which may need a version of their own
+    function: Function | None = None
+    dynamic: Dims = frozenset()
+    tolerance: float = 0.0
+    eager_fits: bool = False  # into memory: steps have run eagerly
+    timeout: timedelta = timedelta(minutes=15)
+    progress: Callable[[str, float], None] = lambda name, seconds: None  # called now and then, by another thread
+    target: Target | None = field(init=False, default=None)
+    note: str = field(init=False, default="equal to eager")
+    gave_up: bool = field(init=False, default=False)  # some rank reached the limit
+
+    def run(self, name: str, limit_s: float) -> str | None:
+        """Compile one target, and return what is wrong with it on some rank, or None. Collective.
+
+        limit_s: compiling is given up after so long
+        """
+        runtime = self.driver.runtime
+
+        # The first rank of each machine compiles before the others, which find its code on disk.
+        first = runtime.world.local_rank == 0
+        if not first:
+            self._wait("compiled first", FIRST_RANK)
+
+        runtime.heartbeat.beat("compile")
+        with StateSnapshot(self.driver.model, self._generator()) as snapshot, self.driver.no_exchange():
+            problem = self._try(name, snapshot, limit_s)
+
+        if first:
+            runtime.store_barrier("compiled first", timedelta(0))
+        self._meet()
+
+        problems = [problem for problem in runtime.collectives.gather_json(problem) if problem]
+        self.gave_up = any(runtime.collectives.gather_json(self.gave_up))
+        if problems:
+            self.remove()
+
+        runtime.heartbeat.beat("compute")
+        return problems[0] if problems else None
+
+    def remove(self) -> None:
+        if self.target is not None:
+            self.target.remove()
+            self.target = None
+
+    def _try(self, name: str, snapshot: StateSnapshot, limit_s: float) -> str | None:
+        """Return what is wrong on this rank."""
+        driver = self.driver
+        isolated = IsolatedCall([p for p in driver.model.parameters() if p.requires_grad], self.arguments)
+        try:
+            target = self.target = Target(
+                name, driver.model, self.function, bool(self.dynamic), driver.runtime.world.alone
+            )
+            with compiling(len(find_blocks(driver.model))), deadline(limit_s, partial(self.progress, name)):
+                found = self._run_compiled(isolated, target)
+        except torch.OutOfMemoryError:
+            return "out of memory"
+        except TookTooLong as error:
+            self.gave_up = True
+            return str(error)
+        except Exception as error:
+            return explain(error)
+
+        # A model that only fits when it is compiled cannot be compared.
+        try:
+            return self._compare(isolated, found, snapshot)
+        except torch.OutOfMemoryError:
+            if self.eager_fits:
+                return "out of memory while it was compared with eager"
+            self.note = "not compared with eager, which does not fit into memory"
+            return None
+        except Exception as error:
+            return explain(error)
+
+    def _run_compiled(self, isolated: IsolatedCall, target: Target) -> CallResult:
+        """Compile by running forward and backward, and once more to see that nothing is compiled again."""
+        call = self.call
+        dynamic: Dims = frozenset()
+        if target.function is not None:
+            call = lambda *args: self.driver.call_inside(target, *args)  # noqa: E731
+            dynamic = self.dynamic
+
+        found = isolated.run(call, dynamic)
+        for arguments in self.examples:
+            IsolatedCall(isolated.parameters, arguments).run(call, dynamic)
+
+        # An attribute that changes with every call, say, would be compiled for every value.
+        with torch.compiler.set_stance("fail_on_recompile"):
+            isolated.run(call)
+
+        return found
+
+    def _compare(self, isolated: IsolatedCall, found: CallResult, snapshot: StateSnapshot) -> str | None:
+        """Compare with the same call without compiled code."""
+        with torch.compiler.set_stance("force_eager"):
+            snapshot.restore()
+            generator = self._generator()
+            before = generator.get_state()
+            expected = isolated.run(self.call)
+
+            # Compiled code draws other random numbers than eager code. This second call draws others, too.
+            other = None if torch.equal(before, generator.get_state()) else isolated.run(self.call)
+
+        if other is None:
+            distance, limit = difference(expected, found), self.tolerance
+        else:
+            distance = gradient_difference(expected, found)
+            limit = self.tolerance + RANDOM * gradient_difference(expected, other)
+
+        if distance <= limit:
+            return None
+        return f"loss or gradients differ from eager by {distance:.2g} (relative; at most {limit:.2g} is allowed)"
+
+    def _wait(self, name: str, timeout: timedelta) -> bool:
+        """Wait for all ranks through the store: the timeout of a collective is shorter than compiling takes."""
+        heartbeat = self.driver.runtime.heartbeat
+        heartbeat.beat("collective")
+        heartbeat.set_detail(name)
+        return self.driver.runtime.store_barrier(name, timeout)
+
+    def _meet(self) -> None:
+        if not self._wait("compiled", self.timeout):
+            seconds = f"{self.timeout.total_seconds():.0f}"
+            raise UserError(
+                f"some ranks had not compiled the model after {seconds} s (hang.first={seconds})",
+                "all ranks must have compiled it before their next gradient all-reduce",
+                "set hang.first=3600, or compile=false",
+            )
+
+    def _generator(self) -> torch.Generator:
+        device = self.driver.runtime.device
+        return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+
+
+def explain(error: Exception) -> str:
+    """`Unsupported: Data-dependent branching (my_task.py, line 12)`"""
+    # torch puts what a backend raises into an exception of its own.
+    cause = getattr(error, "inner_exception", error)
+    name, text = type(cause).__name__, first_line(cause)
+    if isinstance(cause, Unsuitable):
+        return text.removeprefix("Unsuitable: ")
+
+    # torch names the line of the user's code that it could not compile.
+    places = re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code:")[2])
+    where = f" ({Path(places[-1][0]).name}, line {places[-1][1]})" if places else ""
+    return f"{name}: {text.removeprefix(f'{name}: ')}{where}"

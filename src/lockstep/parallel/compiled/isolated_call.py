@@ -1,0 +1,142 @@
+"""Run a function without side effects, and compare compiled code with the eager function: results and gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lockstep.parallel.compiled.shapes import Arguments, Dims, tensors_in
+from lockstep.task import Loss
+
+# How far compiled code may differ from eager code, relative to the norm: in float32, and if anything is computed in 16
+# bits or in TF32. Fused kernels round less often, so they differ in the last bits; a wrong kernel differs far more.
+TOLERANCE = 1e-3
+LOOSE_TOLERANCE = 0.1
+# A gradient that is small compared with all of them together is allowed an error of this part of theirs.
+SMALL = 0.05
+# With dropout, compiled code draws other masks than eager code. Then all gradients together may differ by this many
+# times as much as those of two eager calls with different random numbers.
+RANDOM = 2.0
+
+
+@dataclass
+class CallResult:
+    """What one forward and backward computed."""
+
+    results: list[Tensor]  # those that have a gradient; of a Loss, its total, and its weight
+    gradients: list[Tensor | None]
+
+
+class IsolatedCall:
+    """Runs a call on copies of its arguments. It leaves no gradients on the parameters."""
+
+    def __init__(self, parameters: Sequence[nn.Parameter], arguments: Arguments):
+        self.parameters = parameters
+        self.args, kwargs = arguments
+        self.kwargs = dict(kwargs)
+
+    def run(self, call: Callable[..., Any], dynamic: Dims = frozenset()) -> CallResult:
+        """Run forward and backward. `dynamic`: the dimensions that torch must not compile for one size."""
+        args, kwargs = tree_map(_copy, (self.args, self.kwargs))
+        tensors = tensors_in((args, kwargs))
+        for index, dim in dynamic:
+            torch._dynamo.mark_dynamic(tensors[index], dim)
+
+        # Autocast caches converted weights. This call must neither use copies from outside nor leave its own behind.
+        torch.clear_autocast_cache()
+        returned = call(*args, **kwargs)
+        results = differentiable(returned)
+        torch.clear_autocast_cache()
+
+        with torch.autocast(results[0].device.type, enabled=False):  # as in autograd's own threads
+            ones = [torch.ones_like(result) for result in results]
+            gradients = torch.autograd.grad(results, self.parameters, ones, allow_unused=True)
+
+        return CallResult([result.detach() for result in [*results, *numbers(returned)]], list(gradients))
+
+
+def differentiable(result: Any) -> list[Tensor]:
+    """Return the tensors of a result that a backward starts from."""
+    if isinstance(result, Loss):
+        return [result.total]
+    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+def numbers(result: Any) -> list[Tensor]:
+    """Return the weight of a Loss: a wrong one would scale every gradient. Rounding may change metrics."""
+    return [torch.as_tensor(result.weight, dtype=torch.float64)] if isinstance(result, Loss) else []
+
+
+def difference(expected: CallResult, found: CallResult) -> float:
+    """Return the largest relative difference between two results; infinite if they do not have the same parts."""
+    if len(expected.results) != len(found.results):
+        return float("inf")
+
+    results = zip(expected.results, found.results, strict=True)
+    pairs = _gradient_pairs(expected, found)
+    together = sum(_norm(a) ** 2 for a, _ in pairs) ** 0.5
+    return max(
+        _relative(a, b, floor)
+        for a, b, floor in [*((a, b, 0.0) for a, b in results), *((a, b, SMALL * together) for a, b in pairs)]
+    )
+
+
+def gradient_difference(expected: CallResult, found: CallResult) -> float:
+    """Return the relative difference between all gradients together: for calls that draw random numbers."""
+    pairs = _gradient_pairs(expected, found)
+    distance = sum(_norm(a.float() - b.float()) ** 2 for a, b in pairs) ** 0.5
+    size = sum(_norm(a) ** 2 for a, _ in pairs) ** 0.5
+    return distance / size if size > 0 else float("inf")
+
+
+def _gradient_pairs(expected: CallResult, found: CallResult) -> list[tuple[Tensor, Tensor]]:
+    # Compiled code may return zeros where eager code returns no gradient.
+    pairs = []
+    for a, b in zip(expected.gradients, found.gradients, strict=True):
+        if a is not None:
+            pairs.append((a, torch.zeros_like(a) if b is None else b))
+        elif b is not None:
+            pairs.append((torch.zeros_like(b), b))
+
+    return pairs
+
+
+def _relative(expected: Tensor, found: Tensor, floor: float) -> float:
+    if expected.shape != found.shape:
+        return float("inf")
+
+    distance = _norm(expected.float() - found.float())
+    size = max(_norm(expected), floor)
+    if distance == 0.0:
+        return 0.0
+    # A result that is not finite differs from everything: nan is not below any tolerance.
+    return distance / size if size > 0 and distance == distance else float("inf")
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.float()))  # the host waits for the device
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return _copy_tensor(value)
+
+    # A container that torch does not know, see `tensors_in`.
+    is_container = isinstance(value, Mapping) or is_dataclass(value)
+    return copy.deepcopy(value) if is_container and tensors_in(value) else value
+
+
+def _copy_tensor(tensor: Tensor) -> Tensor:
+    # A subclass may not be copied by its elements, nor may an expanded tensor; a call rarely changes them.
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or 0 in tensor.stride():
+        return tensor
+
+    # With the strides of the original: compiled code is compiled for them, too.
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return empty.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)

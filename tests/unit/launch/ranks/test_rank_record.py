@@ -1,0 +1,70 @@
+"""What a rank leaves about its own end."""
+
+import json
+import runpy
+import sys
+from dataclasses import asdict
+
+import pytest
+
+from lockstep.errors import OutOfStep
+from lockstep.launch import records
+from lockstep.launch.failure import Failure
+from lockstep.launch.ranks import rank_record
+
+
+def test_records_survive_the_round_trip(recorded):
+    found = recorded(1, KeyError("x"))
+    assert (found.rank, found.kind, found.host) == (1, "KeyError", "node-a")
+    assert "Traceback" in found.traceback
+    assert records.parse(Failure, json.loads(json.dumps(asdict(found)))) == found
+
+
+@pytest.mark.parametrize("wrong", [{}, {"rank": "1"}, {"extra": 1}, {"time": None}, {"for_user": 1}])
+def test_what_is_no_record_is_refused(wrong):
+    good = asdict(Failure(1, "h", 0.0, "k", "m"))
+    with pytest.raises(ValueError, match=r"not a valid Failure|instead of a value of type"):
+        records.parse(Failure, {**good, **wrong} if wrong else {})
+
+
+def test_a_rank_that_is_out_of_step_is_named_by_those_that_notice_it(tmp_path):
+    try:
+        raise OutOfStep("the ranks are out of step: rank 1 was in a collective that rank 0 never called", [1])
+    except OutOfStep as error:
+        rank_record.record_exception(tmp_path, 0, error)
+    noticed = rank_record.read(tmp_path, 0)
+    assert noticed.rank == 1
+    assert not noticed.reports_lost_peer
+    assert noticed.text().startswith("lockstep: the ranks are out of step: rank 1 was")
+    assert "Traceback" not in noticed.text()
+
+
+def test_the_line_that_raised_is_named(tmp_path):
+    script = tmp_path / "leaves.py"
+    script.write_text("import sys\nfor step in range(3):\n    sys.exit(0)\n")
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(script))
+    assert rank_record.raising_line(left.value) == f"{script}:3"
+    assert rank_record.raising_line(SystemExit(0)) == ""
+
+
+def test_the_line_that_raised_is_the_users(tmp_path, monkeypatch):
+    """A library may put a function of its own in place of sys.exit: wandb does."""
+    library = tmp_path / "site-packages" / "library.py"
+    library.parent.mkdir()
+    library.write_text("def leave(code):\n    raise SystemExit(code)\n")
+    monkeypatch.setattr(sys, "exit", runpy.run_path(str(library))["leave"])
+    script = tmp_path / "leaves.py"
+    script.write_text("import sys\nsys.exit(0)\n")
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(script))
+    assert rank_record.raising_line(left.value) == f"{script}:2"
+
+
+def test_the_first_record_of_a_folder_is_an_error_for_the_user_if_there_is_one(tmp_path):
+    assert rank_record.first_failure(tmp_path) is None
+    for rank, when, for_user in [(0, 2.0, False), (1, 1.0, False), (2, 3.0, True)]:
+        rank_record.write(tmp_path, rank, Failure(rank, "h", when, "E", "m", for_user=for_user))
+    assert rank_record.first_failure(tmp_path).rank == 2
+    (tmp_path / "rank-2.json").unlink()
+    assert rank_record.first_failure(tmp_path).rank == 1

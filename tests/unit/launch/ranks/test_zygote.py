@@ -1,0 +1,125 @@
+"""The process that forks ranks, with a function of the standard library in place of the training."""
+
+import fcntl
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lockstep.launch.failure import Failure
+from lockstep.launch.ranks import rank_record, zygote, zygote_client
+from lockstep.launch.ranks.zygote import ForkServer, RankChange
+from lockstep.launch.ranks.zygote_client import ZygoteClient
+
+HIGH = 1100  # `select.select` takes no descriptor above 1023
+
+
+@pytest.fixture
+def high_descriptors(monkeypatch):
+    """Sockets of the zygote get a high number, as in a launcher with many open files."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 2 * HIGH) if hard > 0 else 2 * HIGH, hard))
+    pair = socket.socketpair
+
+    def high_pair():
+        here, there = pair()
+        with there:
+            return here, socket.socket(fileno=fcntl.fcntl(there, fcntl.F_DUPFD_CLOEXEC, HIGH))
+
+    monkeypatch.setattr(zygote_client.socket, "socketpair", high_pair)
+    yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def forked(
+    ranks: int, folder: Path, preload: tuple[str, ...] = (), **env: str
+) -> tuple[list[RankChange], Failure | None]:
+    """Fork ranks that do nothing. Return what their zygote reports until all have ended, and the first record."""
+    client = ZygoteClient("json:dumps", preload, os.environ | env)
+    lifeline, end = os.pipe()
+    for rank in range(ranks):
+        own = {"RANK": str(rank), zygote.ATTEMPT_FOLDER: str(folder)}
+        client.fork(rank, client.env | own, {}, folder / f"log-{rank}", lifeline)
+    changes: list[RankChange] = []
+    until = time.monotonic() + 60
+    while client.alive and sum(change.is_end for change in changes) < ranks and time.monotonic() < until:
+        changes += client.poll()
+        time.sleep(0.01)
+    alive = client.alive
+    failure = rank_record.first_failure(folder)
+    client.close()
+    os.close(lifeline)
+    os.close(end)
+    assert alive
+    return changes, failure
+
+
+def test_a_zygote_serves_a_socket_with_a_high_number(high_descriptors, tmp_path):
+    changes, _ = forked(1, tmp_path)
+    assert [change.code for change in changes] == [None, 0]
+
+
+# A module whose import makes the system refuse as many forks as REFUSED says.
+REFUSES = """
+import errno, os
+left, fork = int(os.environ["REFUSED"]), os.fork
+
+def refuse():
+    global left
+    left -= 1
+    if left >= 0:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return fork()
+
+os.fork = refuse
+"""
+
+
+@pytest.fixture
+def refuses(tmp_path):
+    (tmp_path / "refuses_forks.py").write_text(REFUSES)
+    folder = tmp_path / "attempt"
+    folder.mkdir()
+    return {"folder": folder, "preload": ("refuses_forks",), "PYTHONPATH": f"{tmp_path}:{':'.join(sys.path)}"}
+
+
+def test_a_fork_that_the_system_refuses_for_a_moment_is_tried_again(refuses):
+    changes, failure = forked(1, **refuses, REFUSED="2")
+    assert [change.code for change in changes] == [None, 0]
+    assert failure is None
+
+
+def test_a_rank_that_the_system_refuses_has_a_record_and_its_zygote_lives(refuses):
+    began = time.monotonic()
+    changes, failure = forked(3, **refuses, REFUSED="1000")
+    assert changes == [RankChange(rank, None, 1) for rank in range(3)]
+    assert time.monotonic() - began < 3 * zygote.FORK_S  # it waits for the first rank only
+    assert failure is not None
+    assert (failure.rank, failure.kind, failure.origin) == (0, "fork", "launcher")
+    assert "refused to fork its process: Resource temporarily unavailable (see the limits" in failure.message
+
+
+def test_a_process_that_is_no_rank_is_left_alone():
+    """An imported module may start one, and its end must not end the zygote."""
+    other = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    rank = subprocess.Popen([sys.executable, "-c", "raise SystemExit(5)"], start_new_session=True)
+    for process in (other, rank):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    here, there = socket.socketpair()
+    with here, there:
+        server = ForkServer(there, dict)
+        server._children[rank.pid] = 7
+        server._reap()
+        told = here.recv(4096).decode()
+    assert server._children == {}
+    assert '"rank": 7' in told
+    assert '"code": 5' in told
+    assert other.wait() == 3  # its own status was not taken
+    rank.returncode = 5  # reaped above
+    os.close(server._woken)
+    os.close(server._bell)

@@ -1,0 +1,98 @@
+"""Which messages of a node can be right, by the ranks of the attempt that it has."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lockstep.config.sections import HangConfig
+from lockstep.launch.decisions.attempt import Attempt
+from lockstep.launch.failure import Failure, RankExit
+from lockstep.launch.hangs.suspicion import RankView
+from lockstep.launch.hangs.watchdog import Watchdog
+from lockstep.launch.job import Bounds, Job
+from lockstep.launch.validation import MAX_RANKS, problem_with, refusal_of
+from lockstep.launch.wire.messages import (
+    Hello,
+    JobEnd,
+    NodeBeat,
+    RankExited,
+    RanksGone,
+    SignalReceived,
+    Stacks,
+    ZygoteLost,
+)
+
+KILLED = RankExit(-9, Failure(2, "host-1", 0.0, "SIGKILL", "killed", origin="signal"))
+
+
+def view(rank: int) -> RankView:
+    return RankView(
+        rank=rank, host="host-1", pid=1, state="S", beats=1, age=0.5, step=3, steps_done=2, phase="data", detail=""
+    )
+
+
+@pytest.fixture
+def attempt():
+    """Attempt 5: ranks 0 and 1 on node 0, ranks 2 and 3 on node 1."""
+    return Attempt(5, {0: 2, 1: 2}, {0: "host-0", 1: "host-1"}, None, Watchdog(HangConfig()))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        RankExited(5, 2, KILLED),
+        RankExited(5, 3, RankExit(0)),
+        RankExited(4, 0, KILLED),  # of an attempt in which it had this rank: ignored later
+        Stacks.of(5, {2: "", 3: ""}, {3: []}),
+        NodeBeat([view(2), view(3)], {"hang": {"least": 5.0}}, 5),
+        NodeBeat(),
+        SignalReceived("SIGTERM"),
+        RanksGone(5),
+        ZygoteLost(5, "died", False),
+    ],
+    ids=str,
+)
+def test_a_message_that_can_be_right(attempt, message):
+    assert problem_with(message, 1, attempt) is None
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (RankExited(5, 0, KILLED), r"ranks \[0\] are not its ranks"),
+        (RankExited(5, 9, KILLED), r"ranks \[9\] are not its ranks"),
+        (RankExited(5, 2, RankExit(1)), "rank 2 failed without a failure"),
+        (Stacks.of(5, {1: ""}, {}), r"ranks \[1\]"),
+        (Stacks.of(5, {}, {7: []}), r"ranks \[7\]"),
+        (NodeBeat([view(0)], {}, 5), r"ranks \[0\]"),
+        (NodeBeat([], {"hang": {"least": "long"}}, 5), "settings are not valid"),
+        (NodeBeat([], {"other": 1}, 5), "settings are not valid"),
+        (SignalReceived("SIGNAL"), "SIGNAL is no signal"),
+        (JobEnd(0), "JobEnd is not for the coordinator"),
+    ],
+    ids=str,
+)
+def test_a_message_that_cannot_be_right(attempt, message, problem):
+    assert re.search(problem, problem_with(message, 1, attempt))
+
+
+@pytest.mark.parametrize(
+    ("nproc", "full", "problem"),
+    [
+        (Bounds(1, 2), False, None),
+        (Bounds(1, 2), True, "no more nodes can join"),
+        (Bounds(1, MAX_RANKS + 1), False, "a node cannot run"),
+        (Bounds(0, 1), False, "a node cannot run"),
+    ],
+)
+def test_who_may_join(nproc, full, problem):
+    job = Job({"resume_command": "again"}, Path("runs/x"), Bounds(1, 1), Bounds(2, 3), join="host-0:29400")
+    refused = refusal_of(Hello("host-1", nproc, job.identity), job, full)
+    assert refused is None if problem is None else problem in refused.problem
+
+
+def test_a_node_with_another_command_may_not_join():
+    job = Job({"resume_command": "again"}, Path("runs/x"), Bounds(1, 1), Bounds(2, 3), join="host-0:29400")
+    refused = refusal_of(Hello("host-1", Bounds(1, 1), {**job.identity, "target": "another"}), job, full=False)
+    assert "the commands of two nodes differ" in refused.problem
