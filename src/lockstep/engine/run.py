@@ -123,7 +123,7 @@ class Run:
         """Yield this rank's micro-batches of every global step, until the plan ends or some rank requests a stop."""
         self.recorder.start_clock()
         self.model_setup.guard.late_hooks.check()
-        take = self._take_first
+        is_first = True
 
         while self.stepper.counters.steps_done < self.plan.steps and not self.requests.stop_agreed:
             self.model_setup.guard.check()
@@ -133,7 +133,9 @@ class Run:
             if self.driver.compiler:
                 self.driver.compiler.begin_step(self.plan.steps - self.stepper.counters.steps_done)
 
-            batches, take = take(), self.source.take
+            # `source` is read in every step: a benchmark replaces it between two of them.
+            batches = self._take_first() if is_first else self.source.take()
+            is_first = False
             batches.step = self.stepper.counters.steps_done
             batches.micro_batches = self._feed(batches.micro_batches, batches.count)
             yield batches

@@ -50,9 +50,10 @@ class _WithControlWord(Wrapper):
         # gradient first.
         self.word_holder = nn.ParameterList([nn.Parameter(packed)])
 
-    def forward(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call `function`: the model, or a function that calls the model itself (`Replica._lockstep_run`)."""
-        return function(*args, **kwargs)
+    def forward(self, *args: Any, _lockstep_function: Callable[..., Any] | None = None, **kwargs: Any) -> Any:
+        """Call the model, or a function that calls the model itself (`Replica._lockstep_run`)."""
+        # A task that calls `model.module` comes here without DDP. It must reach the check in `DDPDriver._backward`.
+        return (_lockstep_function or self.module)(*args, **kwargs)
 
     # Unlike in `Wrapper`: DDP must find the control word among the parameters.
     named_parameters = nn.Module.named_parameters
@@ -93,7 +94,7 @@ class Replica(Wrapper, DistributedDataParallel):
         calls = self._lockstep_calls
         calls.any = True
         calls.with_gradients |= torch.is_grad_enabled()
-        return super().forward(function, *args, **kwargs)
+        return super().forward(*args, _lockstep_function=function, **kwargs)
 
     def user_model(self) -> nn.Module:
         carrier: Any = super().user_model()
