@@ -39,7 +39,7 @@ from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.writer import Save
 from lockstep.checkpoint.storage import FileSystemStorage
 from lockstep.launch.coordinator import WAIT_S
-from lockstep.launch.decisions import state_machine
+from lockstep.launch.decisions import failure_handler, hang_check, next_attempt
 from lockstep.launch.nodes.search import RETRY_S, Membership
 from lockstep.launch.wire import connections
 from lockstep.launch.wire.lines import wait_readable
@@ -75,7 +75,7 @@ def be_patient(seconds: float) -> None:
     """
     simulated_nodes.BEAT_S = seconds / 20
     connections.LOST_AFTER_S = seconds
-    state_machine.START_S = state_machine.NODES_KILL_S = state_machine.NODES_STACKS_S = seconds
+    next_attempt.START_S = failure_handler.NODES_KILL_S = hang_check.NODES_STACKS_S = seconds
 
 
 # ---- a job ----------------------------------------------------------------------------------------------

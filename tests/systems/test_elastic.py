@@ -253,6 +253,18 @@ def stand_in(path, text):
     path.chmod(0o755)
 
 
+def test_the_launch_script_counts_the_gpus(tmp_path):
+    """A script stands in for Python, except where Python counts."""
+    stand_in(tmp_path / "python", f'if [ "$1" = -c ]; then exec {sys.executable} "$@"; fi; echo "$@"')
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    env = {key: value for key, value in os.environ.items() if key != "NUM_GPUS"}
+    env |= {"PATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    script = ["bash", str(SYSTEM / "finalization/launch_ddp_training.sh")]
+    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--nproc_per_node=1 " in done.stdout
+
+
 @pytest.mark.parametrize(("code", "queued"), [(75, "requeue 7\n"), (1, ""), (0, "")])
 def test_a_preempted_job_is_requeued(tmp_path, code, queued):
     """Scripts stand in for Slurm: exit code 75 means saved, and not at the end. tests/cluster has the real one."""

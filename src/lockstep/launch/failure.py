@@ -44,9 +44,12 @@ _LOST_PEER = re.compile(
 )
 
 # A dataset may say the same about some server, so only exceptions of torch count: those that have a class of their own,
-# and the RuntimeErrors of gloo, whose text names the line of C++ that raised it: "[.../tcp/pair.cc:537] ...".
+# and the RuntimeErrors of gloo. Their text names the line of C++ that raised it: "[.../tcp/pair.cc:537] ..."; only in a
+# collective after one that timed out it does not.
 _TORCH_ERRORS = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
-_LINE_OF_GLOO = re.compile(r"\[(?:enforce fail at )?\S+\.(?:cc|h):\d+\]")
+_RAISED_BY_GLOO = re.compile(
+    r"\[(?:enforce fail at )?\S+\.(?:cc|h):\d+\]|^Application timeout caused pair closure", re.MULTILINE
+)
 
 
 @dataclass(frozen=True)
@@ -99,7 +102,7 @@ class Failure:
 
     @property
     def _raised_by_torch(self) -> bool:
-        gloo_raised = self.kind == "RuntimeError" and bool(_LINE_OF_GLOO.search(self.message))
+        gloo_raised = self.kind == "RuntimeError" and bool(_RAISED_BY_GLOO.search(self.message))
         return self.origin == "exception" and (self.kind in _TORCH_ERRORS or gloo_raised)
 
     @property

@@ -10,7 +10,7 @@ set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 if [ -z "${NUM_GPUS:-}" ]; then
-    NUM_GPUS=$(python -c 'from lockstep.runtime.machine import visible_gpus; print(max(1, visible_gpus()))')
+    NUM_GPUS=$(python -c 'from lockstep.runtime.host.resources import visible_gpus; print(max(1, visible_gpus()))')
 fi
 case " $* " in
 *" preset="*) ;;

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import io
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import fsspec
 import pytest
 import torch
 from checkpoints import commit, end, load, same, savers, shard, state
+from fsspec.implementations.memory import MemoryFileSystem
 from storage_contract import StorageContract
 from test_run_in_memory import Dropped
 
@@ -138,6 +141,134 @@ def test_a_store_that_fails_costs_a_checkpoint_and_leaves_nothing(
     assert len(objects(tmp_path)) == 1
     storage.delete("step-00000009.tmp-a-1")
     assert objects(tmp_path) == []
+
+
+class Upload(io.BytesIO):
+    """An object that exists once it is closed, as in a real store."""
+
+    def __init__(self, objects: dict[str, bytes], path: str):
+        super().__init__()
+        self.objects = objects
+        self.path = path
+
+    def close(self) -> None:
+        if not self.closed:
+            self.objects[self.path] = self.getvalue()
+        super().close()
+
+
+class RealStore(MemoryFileSystem):
+    """A store in which an object exists once it is closed, and in which one that does not exist can be deleted."""
+
+    protocol = "real"
+    cachable = False
+    objects: dict[str, bytes] = {}
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+        return Upload(self.objects, path) if mode == "wb" else io.BytesIO(self.objects[path])
+
+    def rm_file(self, path: str) -> None:
+        self.objects.pop(path, None)
+
+
+@pytest.fixture
+def real_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStorage:
+    fsspec.register_implementation("real", RealStore, clobber=True)
+    monkeypatch.setattr(RealStore, "objects", {})
+    return ObjectStorage(tmp_path / "run" / "checkpoints", "real://bucket")
+
+
+def test_an_object_whose_folder_was_deleted_while_it_was_written_is_deleted(real_store: ObjectStorage) -> None:
+    """Rank 0 has failed, say, and has deleted the folder with the address of rank 1's object."""
+    draft = "step-00000001.tmp-a-1"
+
+    def chunks() -> Iterator[memoryview]:
+        yield memoryview(b"abc")
+        real_store.delete(draft)
+        yield memoryview(b"def")
+
+    with pytest.raises(FileNotFoundError):
+        real_store.write(f"{draft}/{file_name(1)}", chunks())
+    assert RealStore.objects == {}
+    assert real_store.folders() == []
+
+
+def test_an_address_has_another_name_while_its_object_is_deleted(
+    real_store: ObjectStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So a rank whose object is complete only after that sees that it must delete it."""
+    commit(real_store, 1)
+    folder = real_store.root / "step-00000001"
+    seen: list[dict[str, str]] = []
+
+    def look(self: RealStore, path: str) -> None:
+        seen.append({file.name: file.read_text() for file in folder.glob("*.object")})
+
+    addresses = {file.name: file.read_text() for file in folder.glob("*.object")}
+    monkeypatch.setattr(RealStore, "rm_file", look)
+    real_store.delete("step-00000001")
+    assert [list(names.values()) for names in seen] == [list(addresses.values())]
+    assert not seen[0].keys() & addresses.keys()
+
+
+def test_an_address_is_kept_until_its_object_is_deleted(
+    real_store: ObjectStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(real_store, 1, size=2)
+
+    def refuse(self: RealStore, path: str) -> None:
+        raise OSError(errno.EACCES, "not yours")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RealStore, "rm_file", refuse)
+        for _ in range(2):
+            with pytest.raises(OSError, match="not yours"):
+                real_store.delete("step-00000001")
+    assert len(RealStore.objects) == 2
+    real_store.delete(f"step-00000001/{file_name(0)}")
+    assert len(RealStore.objects) == 1
+    real_store.delete("step-00000001")
+    assert RealStore.objects == {}
+    assert real_store.folders() == []
+
+
+def test_an_address_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its contents are on the disk before its name is, and both are before the object exists."""
+    storage = store_at(tmp_path)
+    sync, synced = os.fsync, []
+
+    def note(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        synced.append((path.name, path.is_file() and path.read_text(), objects(tmp_path)))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
+    draft = "step-00000001.tmp-a-1"
+    storage.write(f"{draft}/{file_name(0)}", [memoryview(b"abc")])
+    (file, address, _), (folder, _, _) = synced[:2]
+    assert file.startswith(f".{file_name(0)}.object.")
+    assert address == (storage.root / draft / f"{file_name(0)}.object").read_text()
+    assert folder == draft
+    assert synced[1][2] == []
+
+
+def test_an_object_that_cannot_be_read_is_not_called_damaged(
+    real_store: ObjectStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a store's package raises while an object is read."""
+
+    class Reset(Exception):
+        pass
+
+    class Broken(io.BytesIO):
+        def readinto(self, buffer: Any) -> int:
+            raise Reset("the store hung up")
+
+    commit(real_store, 1)
+    opened = RealStore._open
+    monkeypatch.setattr(RealStore, "_open", lambda self, path, **_: Broken(opened(self, path).read()))
+    with pytest.raises(UserError, match="cannot be read: Reset: the store hung up"):
+        load(real_store)
 
 
 def test_a_run_is_preempted_and_resumes_from_objects(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_a_finished_job_and_a_failed_one_are_not_requeued(capsys, tmp_path):
 # How a launcher may end, and a stand-in that ends so: by its own exit code, or killed by a signal.
 REFUSED = [sys.executable, "-m", "lockstep", "train", "nothing"]
 FAILED = [sys.executable, "-c", "from lockstep import cli; cli._run = lambda words: 1 / 0; exit(cli.main())"]
-LOST = "def lost(words): raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer')"
+LOST = "def lost(words): raise RuntimeError('[pair.cc:553] Connection closed by peer')"
 LOST_PEER = [sys.executable, "-c", f"from lockstep import cli\n{LOST}\ncli._run = lost\nexit(cli.main())"]
 ENDS = {"refused": REFUSED, "failed": FAILED, "lost a rank": LOST_PEER, "preempted": ["sh", "-c", "exit 75"]}
 # A signal is not used for the last one: a shell in the background ignores SIGINT, and so does what it starts.

@@ -171,6 +171,7 @@ def test_an_error_about_sockets_that_torch_did_not_raise_is_no_complaint(recorde
             "[/pytorch/third_party/gloo/transport/tcp/pair.cc:534] Connection closed by peer [::1]:7",
         ),
         ("RuntimeError", "[enforce fail at unbound_buffer.cc:81] Timed out waiting 60000ms for recv operation"),
+        ("RuntimeError", "Application timeout caused pair closure"),
         ("RuntimeError", "Gloo connectFullMesh failed with [device.cc:9] connect [::1]:7: Connection refused"),
         ("DistBackendError", "NCCL error: ncclRemoteError: A call failed possibly due to a network error"),
         ("DistNetworkError", "failed to recv, got 0 bytes"),

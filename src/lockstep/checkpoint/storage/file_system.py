@@ -48,7 +48,7 @@ class FileSystemStorage:
 
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
         path = self.root / key
-        _write_file(path, chunks)
+        write_file(path, chunks)
         sync_folder(path.parent)
 
     def replace(self, key: str, data: bytes) -> None:
@@ -120,7 +120,7 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _write_file(path: Path, chunks: Iterable[memoryview]) -> None:
+def write_file(path: Path, chunks: Iterable[memoryview]) -> None:
     """Write a new file. Its contents are durable when this returns, its name is not.
 
     Large aligned chunks are written with O_DIRECT. Copying them to the page cache first would keep a core busy, which

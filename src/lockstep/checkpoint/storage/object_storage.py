@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import re
 import secrets
 from collections.abc import Iterable, Iterator
@@ -22,13 +23,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.storage.file_system import FileSystemStorage, sync_folder
+from lockstep.checkpoint.storage.file_system import FileSystemStorage, sync_folder, write_file
 from lockstep.errors import UserError
 from lockstep.launch.folder.run_dir import OBJECTS
-from lockstep.launch.records import read_bytes
+from lockstep.launch.records import read_bytes, replacing
 
 # The end of the name of a file that holds the address of an object.
 _ADDRESS = ".object"
+
+# The beginning of that name, once the object is to be deleted.
+_DELETED = "deleted-"
 
 # Files with this ending are kept as objects. All others are small.
 _LARGE = ".safetensors"
@@ -55,7 +59,7 @@ class ObjectStorage(FileSystemStorage):
 
         with _as_os_error(address):
             file_system, path = _locate(address)
-            return file_system.open(path, "rb")
+            return io.BufferedReader(_ObjectReader(file_system.open(path, "rb"), address))
 
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
         if self.url is None or not key.endswith(_LARGE):
@@ -64,20 +68,32 @@ class ObjectStorage(FileSystemStorage):
 
         # The address must be whole and durable before the object exists.
         address = self._new_address(key)
-        self.replace(f"{key}{_ADDRESS}", address.encode())
-        sync_folder((self.root / key).parent)
+        address_file = self.root / f"{key}{_ADDRESS}"
+        with replacing(address_file, str(os.getpid())) as draft:
+            write_file(draft, [memoryview(address.encode())])
+        sync_folder(address_file.parent)
+
         with _create_object(address) as file:
             for chunk in chunks:
                 with _as_os_error(address):
                     file.write(chunk)
 
+        # Another rank, or another attempt, may have deleted the folder before the object existed. Nobody else has the
+        # address now.
+        if _read_address(address_file) != address:
+            _delete_object(address)
+            raise FileNotFoundError(errno.ENOENT, "deleted while its object was written", str(address_file))
+
     def delete(self, key: str) -> None:
-        # Objects first: as long as one of them exists, its address must not be lost.
         path = self.root / key
-        addresses = list(path.glob(f"*{_ADDRESS}")) if path.is_dir() else [self.root / f"{key}{_ADDRESS}"]
+        if path.is_dir():
+            addresses = list(path.glob(f"*{_ADDRESS}"))
+        else:
+            file = self.root / f"{key}{_ADDRESS}"
+            addresses = [file, _to_delete(file)]
+
         for file in addresses:
-            _delete_object(file)
-            file.unlink(missing_ok=True)
+            _delete_with_object(file)
 
         super().delete(key)
 
@@ -158,13 +174,60 @@ def _create_object(address: str) -> Iterator[Any]:
             file.close()
 
 
-def _delete_object(file: Path) -> None:
-    """Delete the object whose address is in `file`. It may never have been written, or may be gone already."""
+def _delete_with_object(file: Path) -> None:
+    """Delete the object whose address is in `file`, then `file`. The object may never have been written."""
     address = _read_address(file)
-    if address is not None:
-        with suppress(FileNotFoundError), _as_os_error(address):
-            file_system, path = _locate(address)
-            file_system.rm_file(path)
+    if address is None:
+        return
+
+    # The file first gets another name: a rank that still writes the object sees by it that it must delete the object
+    # itself. As long as the object exists, its address must not be lost.
+    marked = _to_delete(file)
+    with suppress(FileNotFoundError):  # another rank may delete it at this moment
+        file.rename(marked)
+        _delete_object(address)
+        marked.unlink()
+
+
+def _to_delete(file: Path) -> Path:
+    """Return the name of a file with an address, once its object is to be deleted."""
+    return file if file.name.startswith(_DELETED) else file.with_name(f"{_DELETED}{file.name}")
+
+
+def _delete_object(address: str) -> None:
+    """Delete an object, if it exists."""
+    with suppress(FileNotFoundError), _as_os_error(address):
+        file_system, path = _locate(address)
+        file_system.rm_file(path)
+
+
+class _ObjectReader(io.RawIOBase):
+    """Reads an object. Whatever a store's package raises becomes an OSError."""
+
+    def __init__(self, file: Any, address: str):
+        super().__init__()
+        self._file = file
+        self._address = address
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        with _as_os_error(self._address):
+            return self._file.readinto(buffer)
+
+    def seek(self, position: int, whence: int = 0) -> int:
+        with _as_os_error(self._address):
+            return self._file.seek(position, whence)
+
+    def close(self) -> None:
+        if not self.closed:
+            with _as_os_error(self._address):
+                self._file.close()
+        super().close()
 
 
 @contextmanager

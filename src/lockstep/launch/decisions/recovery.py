@@ -84,7 +84,7 @@ class Recovery:
         self._before_resize: tuple[Attempt, Counter[int]] | None = None
 
     def decide(self, failure: Failure, situation: Situation) -> Decision:
-        """Return what follows a failure. Nothing changes here: `JobStateMachine._decide` acts on the answer."""
+        """Return what follows a failure. Nothing changes here: `FailureHandler.decide` acts on the answer."""
         if self._resize_may_be_at_fault(failure, situation):
             return UndoResize()
 

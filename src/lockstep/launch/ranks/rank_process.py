@@ -104,7 +104,7 @@ def exit_without_teardown(code: int) -> NoReturn:
 
     Works around pytorch/pytorch#179291: an ordinary exit finalizes the interpreter while gloo's threads may still
     release tensors. They need the GIL for that, so the process occasionally aborts.
-    `tests/unit/launch/test_rank_process.py` fails when a torch release has a fix, and this function can go.
+    `tests/unit/launch/ranks/test_rank_process.py` fails when a torch release has a fix, and this function can go.
     """
     # After an error, other threads may be in collectives that can no longer end, so they are not waited for.
     if code in CLEAN:
