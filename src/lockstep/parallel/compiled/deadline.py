@@ -51,6 +51,8 @@ class _Watch(threading.Thread):
         super().__init__(name="compile deadline", daemon=True)
         self._limit_s = limit_s
         self._progress = progress
+        self._caller = threading.get_ident()
+        self._interrupted: set[int] = set()  # threads in which was raised
         self._stopped = threading.Event()
         self._lock = threading.Lock()  # nothing is raised once `stop` has returned
 
@@ -66,20 +68,28 @@ class _Watch(threading.Thread):
     def _interrupt(self) -> bool:
         """Raise in the threads that compile. Return whether there are any."""
         with self._lock:
-            threads = [] if self._stopped.is_set() else compiling_threads()
+            threads = [] if self._stopped.is_set() else compiling_threads(self._caller)
             for ident in threads:
+                self._interrupted.add(ident)
                 _raise_in(ident, _Interrupt)
         return bool(threads)
 
     def stop(self) -> None:
         self._stopped.set()
         with self._lock:
-            _raise_in(threading.get_ident(), None)
+            # Autograd's thread may have left the compiler: it would end a later backward.
+            for ident in self._interrupted:
+                _raise_in(ident, None)
 
 
-def compiling_threads() -> list[int]:
-    """Return the threads that are inside torch's compiler."""
-    return [ident for ident, frame in sys._current_frames().items() if _is_compiling(frame)]
+def compiling_threads(caller: int) -> list[int]:
+    """Return the threads that are inside torch's compiler: `caller`, and those of autograd.
+
+    Threads that Python code has started are left alone: one that loads data may call torch.func, for example.
+    """
+    started = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)} - {caller}
+    frames = sys._current_frames()
+    return [ident for ident, frame in frames.items() if ident not in started and _is_compiling(frame)]
 
 
 def _is_compiling(frame: FrameType | None) -> bool:
