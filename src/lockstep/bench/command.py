@@ -122,6 +122,7 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep.bench.pool import Pool
     from lockstep.bench.projection import section_of
 
+    # All mistakes of the command are found here, before anything is started.
     asked = _options(options, overrides)
 
     folder = asked.out
@@ -137,6 +138,7 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             sections = _sections(name, pool, asked, peers=not options.no_peers)
             failed |= not sections
 
+            # Shown at once: the next kind may take minutes.
             for section in sections:
                 section.settings = _settings(section, asked)
                 result.put(section)
@@ -147,6 +149,7 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             # After each kind, so that an interrupted measurement leaves what it has found.
             results.write(result, folder)
 
+    # It needs the sections of several kinds, also of those that an earlier command left in the folder.
     if projected := section_of(result):
         result.put(projected)
         print(printable(results.text_of(projected)) + "\n", flush=True)
@@ -155,6 +158,7 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if result.sections:
         print(printable(f"report    {write_pictures_and_page(result, folder)}"))
         _say_without_plots(folder)
+
     return ExitCode.FAILED if failed else ExitCode.FINISHED
 
 
@@ -174,7 +178,8 @@ def _sections(name: str, pool: Pool, asked: BenchOptions, peers: bool) -> list[S
     from lockstep.bench.pool import RanksEnded
 
     # Kinds use the machine alone, if they can: what others use meanwhile is measured, too.
-    others, used = OtherLoad(), pool.cpu_seconds()
+    others = OtherLoad()
+    used = pool.cpu_seconds()
     progress = ProgressLine()
     try:
         sections = _kind(name, peers)(pool, asked, progress.show)
@@ -210,6 +215,8 @@ def _ending_on_sigterm() -> Iterator[None]:
 
 def _settings(section: Section, asked: BenchOptions) -> dict[str, Any]:
     """Return what two results must have in common to be compared."""
+
+    # Checkpoints, starts and recoveries have a workload of their own, whatever the target is.
     facts = section.extra.get("facts", {})
     if section.name == "checkpoint":
         return {"megabytes": asked.megabytes}
@@ -217,14 +224,21 @@ def _settings(section: Section, asked: BenchOptions) -> dict[str, Any]:
         return {}
 
     known: dict[str, Any] = {"target": asked.target, "batch": asked.batch, "precision": facts.get("precision")}
+
+    # Without their sources: a setting from a file equals the same one typed. Later layers win.
     known["settings"] = {key: value for _, values in asked.layers for key, value in values.items()}
     if section.name == "settings":
         known["ways"] = asked.ways
+
     return known
 
 
 def _kind(name: str, peers: bool) -> Callable[[Pool, BenchOptions, Callable[[str], None]], list[Section]]:
-    """Return the function that measures a kind."""
+    """Return the function that measures a kind.
+
+    Its arguments are the pool, the options, and a function that shows what is being measured.
+    """
+    # Each module is imported when its kind is measured.
     if name in ("weak", "strong"):
         from lockstep.bench.kinds import scaling
 
@@ -250,14 +264,17 @@ def _options(options: argparse.Namespace, overrides: Sequence[str]) -> BenchOpti
     from lockstep.config import read_layers
 
     # A word with "=" is a setting; the target may be left out before it.
-    target, words = options.target, list(overrides)
+    target = options.target
+    words = list(overrides)
     if "=" in target:
-        target, words = "gpt", [target, *words]
+        words = [target, *words]
+        target = "gpt"
 
     layers = read_layers(options.config, words)
     known.check_kind(options.kind, vars(options))
     known.check_settings(options.kind, target, layers, options.way)
 
+    # What was typed, or else the usual size of this kind.
     sizes = {}
     for key, (of_one_kind, of_all) in SIZES.items():
         typed = getattr(options, key)
@@ -295,6 +312,7 @@ class ProgressLine:
     def show(self, text: str) -> None:
         """Replace the line. The seconds since the beginning come first."""
         if sys.stderr.isatty():
+            # Padded with spaces to the length of the line before it, which would show through otherwise.
             line = f"{time.monotonic() - self._since:5.0f} s  {text}"[:110]
             sys.stderr.write("\r" + line.ljust(self._shown))
             sys.stderr.flush()

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.bench.intervals import ENOUGH
-from lockstep.bench.results import Result, Section, cell, is_estimate, middle, read, table_lines
+from lockstep.bench.results import Section, cell, is_estimate, middle, read, table_lines
 from lockstep.errors import UserError
 
 # The columns that name a row; all others are measurements.
@@ -40,16 +40,19 @@ UNDIRECTED = {"need", "torch_loader"}  # of the model, and of torch
 
 def compare(before: Path, after: Path) -> str:
     """Return the comparison as text."""
-    old, new = read(before), read(after)
+    old = read(before)
+    new = read(after)
     lines = [
         f"A  {before}: {old.time}, {old.hardware['text']}",
         f"B  {after}: {new.time}, {new.hardware['text']}",
     ]
+
     if old.hardware["text"] != new.hardware["text"]:
         lines.append("   The hardware differs: times cannot be compared, only ratios.")
 
     # Only what both have measured can be compared.
-    pairs = [(one, other) for one in old.sections if (other := _named(new, one.name))]
+    by_name = {section.name: section for section in new.sections}
+    pairs = [(section, by_name[section.name]) for section in old.sections if section.name in by_name]
     for one, other in pairs:
         _check_settings(one, other)
         lines += ["", one.title, *_changes(one, other)]
@@ -62,7 +65,8 @@ def compare(before: Path, after: Path) -> str:
 def _check_settings(old: Section, new: Section) -> None:
     """Refuse to compare a section with one that measured something else."""
     for key in sorted(old.settings.keys() | new.settings.keys()):
-        one, other = old.settings.get(key), new.settings.get(key)
+        one = old.settings.get(key)
+        other = new.settings.get(key)
         if one != other:
             raise UserError(
                 f"the two results measured different things in {old.name}",
@@ -71,12 +75,9 @@ def _check_settings(old: Section, new: Section) -> None:
             )
 
 
-def _named(result: Result, name: str) -> Section | None:
-    return next((section for section in result.sections if section.name == name), None)
-
-
 def _changes(old: Section, new: Section) -> list[str]:
     """Return a table of the values that both sections have: A, B, the relative change, and whether it is noise."""
+    # By label, since the two may have their rows in another order, or other rows.
     others = {_label(row): row for row in new.rows}
     measured = [column for column in old.columns if column.key not in LABELS]
 
@@ -85,7 +86,9 @@ def _changes(old: Section, new: Section) -> list[str]:
         label = _label(row)
         other = others.get(label, {})
         for column in measured:
-            a, b = row.get(column.key), other.get(column.key)
+            # Words and missing values have no change to show.
+            a = row.get(column.key)
+            b = other.get(column.key)
             if not _has_ratio(a, b):
                 continue
 
@@ -121,6 +124,7 @@ def _verdict(key: str, a: Any, b: Any) -> str:
     if min(a["count"], b["count"]) < ENOUGH:
         return f"fewer than {ENOUGH} rounds"
 
+    # Intervals that touch may hold the same true value.
     overlap = a["high"] >= b["low"] and b["high"] >= a["low"]
     if overlap:
         return "within the noise"

@@ -36,12 +36,19 @@ class Hardware:
     load: float | None = None  # load average of the last minute, before the measurement
 
     def __str__(self) -> str:
+        """Return `AMD EPYC, 8 cores, 64 GB; 2 x NVIDIA H100`."""
+        text = f"{self.cpu}, {plural(self.cores, 'core')}, {self.memory_gb:.0f} GB"
+        if not self.gpus:
+            return text
+
+        # Each kind of GPU once, with its number.
         gpus = ", ".join(f"{self.gpus.count(name)} x {name}" for name in dict.fromkeys(self.gpus))
-        return f"{self.cpu}, {plural(self.cores, 'core')}, {self.memory_gb:.0f} GB" + (f"; {gpus}" if gpus else "")
+        return f"{text}; {gpus}"
 
 
 def this_machine() -> Hardware:
     """Look at the machine that measures."""
+    # On Linux platform.processor() is empty, or only says which architecture it is.
     info = Path("/proc/cpuinfo")
     model = re.search(r"^model name\s*: (.+)$", info.read_text(), re.MULTILINE) if info.exists() else None
 
@@ -72,6 +79,7 @@ def _gpu_names() -> list[str]:
     except (OSError, subprocess.TimeoutExpired):
         return ["GPU"] * visible_gpus()
 
+    # The tool lists all GPUs of the machine, also those that CUDA_VISIBLE_DEVICES hides.
     names = [line.strip() for line in listed.stdout.splitlines() if line.strip()]
     return (names or ["GPU"] * visible_gpus())[: visible_gpus()]
 
@@ -83,8 +91,11 @@ def physical_cores(allowed: Sequence[int], root: Path = Path("/sys/devices/syste
     """Group CPU numbers by the physical core that they belong to: hardware threads of one core share its units."""
     groups: dict[str, list[int]] = {}
     for cpu in sorted(allowed):
+        # The list of a core's threads ("0,32") is the same text for each of them. Without it, a CPU is a core.
         siblings = root / f"cpu{cpu}" / "topology" / "thread_siblings_list"
-        groups.setdefault(siblings.read_text() if siblings.is_file() else str(cpu), []).append(cpu)
+        core = siblings.read_text() if siblings.is_file() else str(cpu)
+        groups.setdefault(core, []).append(cpu)
+
     return list(groups.values())
 
 
@@ -108,17 +119,26 @@ def place(world: int, cores_per_rank: int, gpus: int | None = None) -> RankPlace
     A rank gets the same at every number of ranks, so that one rank and eight compare the same hardware: the hardware
     threads of one core belong to one rank, and those that it does not use stay idle.
     """
-    allowed = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    # macOS does not tell which CPUs a process may use.
+    if hasattr(os, "sched_getaffinity"):
+        allowed = sorted(os.sched_getaffinity(0))
+    else:
+        allowed = list(range(os.cpu_count() or 1))
+
+    # Whole cores if there are enough, or else CPUs in turn, some of them more than once.
     groups = physical_cores(allowed)
     cpus = _whole_cores(groups, world, cores_per_rank) or _in_turn(groups, world, cores_per_rank)
 
     gpus = visible_gpus() if gpus is None else gpus
+
+    # All ranks have as many as the first one.
     cores = sum(bool(set(group) & set(cpus[0])) for group in groups)
     return RankPlacement(cpus, _sharing(cpus, world, cores_per_rank, allowed, gpus), gpus, cores)
 
 
 def _whole_cores(groups: list[list[int]], world: int, cores_per_rank: int) -> list[list[int]] | None:
     """Return the CPUs of each rank, on cores of its own, or None if there are too few cores."""
+    # Cores are handed out in order, and never to two ranks.
     free = iter(groups)
     cpus: list[list[int]] = []
     for _ in range(world):
@@ -127,8 +147,10 @@ def _whole_cores(groups: list[list[int]], world: int, cores_per_rank: int) -> li
             group = next(free, None)
             if group is None:
                 return None
+
             mine += group
 
+        # A thread that the rank does not use stays idle.
         cpus.append(mine[:cores_per_rank])
 
     return cpus
@@ -182,6 +204,7 @@ class OtherLoad:
         if self._busy is None or busy is None:
             return None
 
+        # The two clocks have different resolutions, so a short time may give less than nothing.
         seconds = max(1e-6, time.monotonic() - self._since)
         return max(0.0, (busy - self._busy - own_cpu_seconds) / seconds)
 
@@ -197,6 +220,7 @@ def _busy_seconds() -> float | None:
     if len(ours) != available_cores():
         return None
 
+    # A line for each CPU: its name, and clock ticks by kind of work. Idle time and waiting for disks do not count.
     total = 0
     for name, *fields in map(str.split, stat.read_text().splitlines()):
         if name in ours:

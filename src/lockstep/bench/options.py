@@ -19,6 +19,7 @@ from lockstep.runtime.host.resources import available_cores, visible_gpus
 
 # Settings that belong to the ranks of a measurement, or that every kind sets itself.
 OF_THE_PROCESS = ("device", "backend", "threads", "steps", "epochs", "global_batch", "local_batch", "run_dir", "resume")
+
 # What a benchmark sets for its ranks, which only train. In a file of settings it is passed over.
 SET_HERE = (
     "steps",
@@ -32,6 +33,7 @@ SET_HERE = (
     "stop",
     "goals",
 )
+
 SET_BY_KIND = {"memory": ("micro_batch",), "data": ("data.workers",)}
 BUILT_IN_TARGETS = ("gpt", "mlp")  # see `ranks/workload.py`
 
@@ -178,6 +180,7 @@ def check_settings(
     kind: str, target: str, layers: Sequence[tuple[str, Mapping[str, Any]]], ways: Sequence[str] = ()
 ) -> None:
     """Refuse a target and settings that a kind of benchmark would ignore."""
+    # A benchmark with a workload of its own takes nothing; "gpt" is what the parser fills in.
     keys = [key for _, values in layers for key in values]
     if kind in WITHOUT_TARGET and (target != "gpt" or keys):
         what, advice = WITHOUT_TARGET[kind]
@@ -191,6 +194,7 @@ def check_settings(
             'name other settings with --way, once or more: --way exact=true --way "graph=auto compile=true"',
         )
 
+    # The settings of all rows, and then those of each way alone.
     _check_typed(kind, layers)
     for way in ways:
         _check_way(way, target)
@@ -204,8 +208,13 @@ def _check_typed(kind: str, layers: Sequence[tuple[str, Mapping[str, Any]]]) -> 
     """Refuse what was typed and would be passed over."""
     set_here = (*SET_HERE, *SET_BY_KIND.get(kind, ()))
     for source, values in layers:
-        for key in flatten(values) if source == "command line" else ():
-            if key.startswith(tuple(f"{name}." for name in set_here)) or key in set_here:
+        # A file may be one that training uses, so what it says is passed over silently.
+        if source != "command line":
+            continue
+
+        for key in flatten(values):
+            in_section = key.startswith(tuple(f"{name}." for name in set_here))
+            if in_section or key in set_here:
                 raise UserError(
                     f"bench {kind} sets {key} itself",
                     "it only trains, on ranks with cores and folders of their own",

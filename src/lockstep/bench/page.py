@@ -31,6 +31,7 @@ def write_pictures_and_page(result: Result, folder: Path) -> Path:
 
 def page_of(result: Result, pictures: dict[str, Path]) -> str:
     """Return the page. It loads nothing: style and pictures are part of it, and its policy forbids the rest."""
+    # The style sheet of the report of a run, which lies beside its module.
     style = Path(report.__file__).with_name("report.css").read_text(encoding="utf-8")
     sections = "\n".join(_section(section, pictures.get(section.name)) for section in result.sections)
     note = ""
@@ -161,6 +162,9 @@ def _cell(value: Any) -> str:
     style = "" if number else ' class="words"'
 
     # The range of few rounds stands below its median, or the table would be too wide for a page.
-    text, _, spread = cell(value).partition(" (") if number else (cell(value), "", "")
+    text = cell(value)
+    spread = ""
+    if number:
+        text, _, spread = text.partition(" (")
     below = f"<br/><small>{escaped(spread.rstrip(')'))}</small>" if spread else ""
     return f"<td{style}>{escaped(text)}{below}</td>"

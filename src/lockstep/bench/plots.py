@@ -53,7 +53,8 @@ def write(result: Result, folder: Path) -> dict[str, Path]:
     """Write the plots of each section and return their PNG files by section. Without matplotlib there are none."""
     if not available():
         return {}
-    import matplotlib
+
+    import matplotlib  # slow to import, and not always installed
 
     drawn = [section for section in result.sections if section.name in FIGURES and section.rows]
     found = {section.name: folder / f"{section.name}.png" for section in drawn}
@@ -102,6 +103,7 @@ def _column(rows: Sequence[dict[str, Any]], key: str) -> list[Any]:
 
 def _errors(values: Sequence[Any]) -> tuple[list[float], list[list[float]]]:
     """Return medians, and the distances to both ends of their intervals."""
+    # As matplotlib takes them: [lengths downwards, lengths upwards].
     medians = [float(middle(value) or 0.0) for value in values]
     low = [value["median"] - value["low"] if is_estimate(value) else 0.0 for value in values]
     high = [value["high"] - value["median"] if is_estimate(value) else 0.0 for value in values]
@@ -133,6 +135,7 @@ def _ranks_axis(axes: Any, worlds: Sequence[int]) -> None:
 
 def scaling(section: Section) -> Any:
     """Draw the throughput, the efficiency and the breakdown of a step over the number of ranks."""
+    # Three panels: rate, efficiency, and where the time of a step goes.
     figure, (rate, efficiency, parts) = _figure(3, width=11.5)
     rows = section.rows
     worlds = [row["world"] for row in rows]
@@ -152,6 +155,7 @@ def scaling(section: Section) -> Any:
 
     _draw_efficiency(efficiency, section, worlds)
 
+    # One bar for each number of ranks, from a traced block.
     _stacked(parts, [str(world) for world in worlds], [row["breakdown_ms"] for row in rows])
     parts.set(title="Where a step goes (traced)", xlabel="ranks")
     figure.suptitle(section.title, fontsize=11)
@@ -162,10 +166,14 @@ def _draw_efficiency(axes: Any, section: Section, worlds: list[int]) -> None:
     """Draw the efficiency with what bounds it: the share of computing, the target, and the machine itself."""
     rows = section.rows
     found = _column(rows, "scaling_efficiency")
-    label = f"scaling efficiency ({middle(found[-1]):.2f} at {worlds[-1]})" if len(worlds) > 1 else "scaling efficiency"
+    label = "scaling efficiency"
+    if len(worlds) > 1:
+        label += f" ({middle(found[-1]):.2f} at {worlds[-1]})"
+
     _line(axes, worlds, found, COLOURS[0], label)
     axes.plot(worlds, _column(rows, "compute_fraction"), color=COLOURS[1], marker="s", label="compute fraction")
 
+    # Sections of one rank have no target.
     limit = section.verdicts[0].limit if section.verdicts else None
     if limit:
         axes.axhline(limit, color=COLOURS[2], linestyle="--", linewidth=1, label=f"target {limit:.0%}")
@@ -177,6 +185,7 @@ def _draw_efficiency(axes: Any, section: Section, worlds: list[int]) -> None:
         alone = [1.05 * row["world"] for row in limited]
         _line(axes, alone, _column(limited, "machine_limit"), GREY, "machine limit (no exchange)", "^")
 
+    # The axis shows all error bars whole.
     shown = [*_column(rows, "scaling_efficiency"), *_column(limited, "machine_limit")]
     axes.set(title="Efficiency", ylabel="fraction", ylim=(0, _top(shown)))
     axes.legend(loc="lower left")
@@ -223,6 +232,7 @@ STEP_PANELS = {
 
 def step(section: Section) -> Any:
     """Draw each loop's time relative to the hand-written one."""
+    # In the order of the rows. The hand-written loop is the unit of all ratios, so it has no points.
     cases = list(dict.fromkeys(row["case"] for row in section.rows))
     loops = [name for name in dict.fromkeys(row["loop"] for row in section.rows) if name != "by hand"]
     figure, panels = _figure(3, width=11.5, height=1.9 + 0.3 * len(cases) * len(loops))
@@ -238,6 +248,7 @@ def step(section: Section) -> Any:
     for axes in panels[1:]:
         axes.set_yticklabels([])
 
+    # One legend for all panels, above them.
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=len(labels))
     figure.suptitle(section.title, fontsize=11, x=0.01, ha="left")
@@ -251,6 +262,8 @@ def _ratio_points(axes: Any, section: Section, cases: list[str], loops: list[str
         rows = {row["case"]: row for row in section.rows if row["loop"] == loop}
         mine = [(number, rows[case][key]) for number, case in enumerate(cases) if case in rows]
         medians, spread = _errors([value for _, value in mine])
+
+        # The loops of a case lie below each other, around the number of the case.
         places = [number + (index - (len(loops) - 1) / 2) * height for number, _ in mine]
 
         noise = loop == "by hand again"
@@ -268,6 +281,7 @@ def _ratio_points(axes: Any, section: Section, cases: list[str], loops: list[str
     for number in range(0, len(cases), 2):
         axes.axhspan(number - 0.5, number + 0.5, color="#f5f5f5", linewidth=0, zorder=0)
 
+    # The first case is at the top.
     axes.set_yticks(range(len(cases)), cases)
     axes.set_ylim(len(cases) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
@@ -279,6 +293,8 @@ def _ratio_points(axes: Any, section: Section, cases: list[str], loops: list[str
 def collectives(section: Section) -> Any:
     """Draw the time and the bus bandwidth of each operation over the size of its message."""
     figure, (times, rates) = _figure(2, width=11)
+
+    # Without duplicates, in the order of the rows.
     keys = list(dict.fromkeys((row["operation"], row["backend"]) for row in section.rows))
     operations = list(dict.fromkeys(operation for operation, _ in keys))
     backends = list(dict.fromkeys(backend for _, backend in keys))
@@ -302,6 +318,7 @@ def collectives(section: Section) -> Any:
     times.set(title="Time of a collective (dotted: latency + size / bandwidth)", ylabel="time (ms)")
     rates.set(title="Bus bandwidth", ylabel="bus bandwidth (GB/s)")
 
+    # From microseconds to seconds, so both axes are logarithmic.
     for axes in (times, rates):
         _byte_axis(axes, sorted({row["bytes"] for row in section.rows}))
         axes.set_yscale("log")
@@ -330,6 +347,7 @@ def step_communication(section: Section) -> Any:
     names = [row["what"] for row in rows]
     places = range(len(names))
 
+    # Exposed is what a step waits for; the rest runs beside computing.
     exposed = _column(rows, "exposed_ms")
     hidden = [row["communication_ms"] - row["exposed_ms"] for row in rows]
     communication.barh(places, exposed, color=COLOURS[1], label="exposed")
@@ -342,6 +360,7 @@ def step_communication(section: Section) -> Any:
     overlap.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
     overlap.set(title="Overlap", xlabel="fraction of communication hidden", xlim=(0, 1.1))
 
+    # Timed without the tracer, in contrast to the other panels.
     medians, spread = _errors(_column(rows, "step_ms"))
     time.barh(places, medians, xerr=spread, color=COLOURS[0], ecolor="#333333")
     time.set(title="Time of a step", xlabel="step (ms)")
@@ -365,6 +384,7 @@ def memory(section: Section) -> Any:
     rows = section.rows
     labels = [f"{row['world']} x {row['accumulation']}" for row in rows]
 
+    # The categories are stacked.
     bottom = [0.0] * len(labels)
     for index, name in enumerate(("parameters", "gradients", "optimizer", "activations")):
         heights = _column(rows, f"{name}_mb")
@@ -374,10 +394,12 @@ def memory(section: Section) -> Any:
     held.set(title="Memory by category", ylabel="memory of the fullest rank (MB)")
     held.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
 
+    # Gradients are exchanged once in a step, so a micro-batch costs less if there are more of them.
     medians, spread = _errors(_column(rows, "ms_per_micro_batch"))
     time.bar(labels, medians, yerr=spread, color=COLOURS[0], width=0.6, ecolor="#333333")
     time.set(title="Cost of accumulation", ylabel="time per micro-batch (ms)")
 
+    # A single bar would fill the whole panel.
     for axes in (held, time):
         axes.set_xlabel("ranks x micro-batches per step")
         axes.set_xlim(-0.8, max(2.0, len(labels)) - 0.2)
@@ -392,6 +414,7 @@ def leak(section: Section) -> Any:
     figure, (bytes_held, count) = _figure(2, width=9.5, height=3.2)
     steps = _column(section.rows, "step")
 
+    # Without a GPU nothing is on the device, and no line is drawn for it.
     kinds = {"resident_mb": "process", "tensor_mb": "live tensors", "device_mb": "device"}
     for colour, (key, label) in zip(COLOURS, kinds.items(), strict=False):
         values = _column(section.rows, key)
@@ -425,6 +448,7 @@ def data(section: Section) -> Any:
         "the model takes": _column(section.rows, "need"),
     }
     for index, (name, values) in enumerate(groups.items()):
+        # Side by side, so that error bars do not hide each other.
         places = [number + 0.12 * (index - 1) for number in range(len(values))]
         medians, spread = _errors(values)
 
@@ -450,6 +474,7 @@ def checkpoint(section: Section) -> Any:
     _grouped(waits, names, times)
     waits.set(title="Time of a save", ylabel="seconds")
 
+    # In a panel of their own: they have another unit.
     _grouped(rates, names, {"write rate": _column(rows, "write_mb_s"), "load rate": _column(rows, "load_mb_s")})
     rates.set(title="Rates", ylabel="MB/s")
 
@@ -475,6 +500,8 @@ def start(section: Section) -> Any:
 def recovery(section: Section) -> Any:
     """Draw how long training stands still after a kill, beside how long the first start took."""
     figure, (axes,) = _figure(1, width=7, height=2.4)
+
+    # There is one row: all kills of all rounds.
     row = section.rows[0]
     bars = {"first start": "start_s", "next step after a kill": "again_s", "kill noticed": "noticed_s"}
     medians, spread = _errors([row[key] for key in bars.values()])
@@ -489,6 +516,7 @@ def recovery(section: Section) -> Any:
 
 def _grouped(axes: Any, labels: Sequence[str], groups: dict[str, list[Any]]) -> None:
     """Draw bars side by side, one of each group for each label."""
+    # The bars of a label share 0.8 of the distance to the next one.
     width = 0.8 / len(groups)
     for index, (name, values) in enumerate(groups.items()):
         medians, spread = _errors(values)
@@ -538,6 +566,7 @@ def projection(section: Section) -> Any:
     return figure
 
 
+# By the name of a section. Sections without an entry have a table only.
 FIGURES: dict[str, Callable[[Section], Any]] = {
     "weak": scaling,
     "strong": scaling,

@@ -57,7 +57,10 @@ class Pool:
         env = {name: value for name, value in os.environ.items() if name not in OF_ONE_JOB}
         env["OMP_NUM_THREADS"] = str(cores_per_rank)
         wait_asleep(env)
+
+        # It imports torch once. A rank is a fork of it, and starts in milliseconds.
         self.zygote = ZygoteClient(f"{ENTRY}:work", [*PRELOAD, ENTRY, *preload], env)
+
         self._ranks = 0  # of all teams so far
         self._teams = 0
 
@@ -76,6 +79,7 @@ class Pool:
         `alone`: every rank trains by itself, as a world of one, on the cores and the GPU of its rank.
         The first answer must still be awaited with `Team.ready`.
         """
+        # A folder for the files of this team: pipes, logs, the store, and the reports of failures.
         self._teams += 1
         folder = self.folder / f"{self._teams:03}"
         (folder / "attempt").mkdir(parents=True)
@@ -83,6 +87,8 @@ class Pool:
 
         # The ranks hold the reading end of the lifeline and exit when the other end is closed.
         reading, writing = os.pipe()
+
+        # A rank has two numbers: one in its team, from 0, and one in the zygote, which no other rank ever gets.
         numbers = range(self._ranks, self._ranks + world)
         self._ranks += world
         team = Team(self, folder, numbers, os.fdopen(writing, "wb"), placement)
@@ -90,6 +96,8 @@ class Pool:
         for rank, number in enumerate(numbers):
             own_folder = folder / f"alone-{rank}" if alone else folder
             own_folder.mkdir(exist_ok=True)
+
+            # Without a launcher, this process tells the ranks who they are.
             env = self.zygote.env | self._environment(rank, world, folder)
             if alone:
                 env |= self._as_one(rank, str(own_folder / "store"))
@@ -169,7 +177,11 @@ def rounds_of(teams: Mapping[Any, Team], repeats: int, report: Callable[[str], N
     """
     turns: dict[Any, list[list[Any]]] = {name: [] for name in teams}
     for number in range(repeats):
-        for name in list(teams)[:: -1 if number % 2 else 1]:
+        order = list(teams)
+        if number % 2:
+            order.reverse()
+
+        for name in order:
             report(f"round {number + 1} of {repeats}, {name}")
             turns[name].append(teams[name].ask())
 
@@ -203,7 +215,7 @@ class Team:
         # Pipes with names, one pair for each rank. Open for both directions, so that neither end sees it closed.
         self._commands = [_pipe(folder / f"command-{rank}") for rank in range(len(numbers))]
         self._answers = [_pipe(folder / f"answer-{rank}") for rank in range(len(numbers))]
-        self._texts = [b""] * len(numbers)
+        self._texts = [b""] * len(numbers)  # what was read of each rank's next answer
 
     @property
     def world(self) -> int:
@@ -236,7 +248,7 @@ class Team:
         for pipe in self._commands:
             pipe.write(f"{STOP}\n".encode())
 
-        # A rank that does not end by then exits when its lifeline is closed.
+        # The zygote reports the ends of ranks. A rank that does not end by then exits when its lifeline is closed.
         deadline = time.monotonic() + END_S
         while not self._all_ended() and time.monotonic() < deadline:
             self._pool.poll(0.2)
@@ -247,6 +259,7 @@ class Team:
         return all(number in self._pool.codes for number in self._numbers)
 
     def _release(self) -> None:
+        """Close all pipes. Ranks that still live exit, because their lifeline is closed."""
         self._lifeline.close()
         for pipe in (*self._commands, *self._answers):
             pipe.close()
@@ -257,6 +270,7 @@ class Team:
         deadline = time.monotonic() + LIMIT_S
 
         while len(found) < self.world:
+            # Answers come in any order, and a long one in several pieces.
             self._pool.poll(0.5, *self._answers)
             for rank in range(self.world):
                 self._read_answer(rank, found)

@@ -33,21 +33,25 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]
     This is weighted least squares. Errors count relative to the time, so that small messages set the latency and large
     ones the bandwidth.
     """
+    # The weighted means of both.
     weights = [1 / (second * second) for second in seconds]
     total = sum(weights)
     mean_size = sum(w * x for w, x in zip(weights, sizes, strict=True)) / total
     mean_time = sum(w * y for w, y in zip(weights, seconds, strict=True)) / total
 
+    # The line through the means with the least weighted squares: its slope is covariance / variance.
     variance = sum(w * (x - mean_size) ** 2 for w, x in zip(weights, sizes, strict=True))
     covariance = sum(w * (x - mean_size) * (y - mean_time) for w, x, y in zip(weights, sizes, seconds, strict=True))
 
     # Noise can make a slope or a latency negative, which no link has.
     slope = max(1e-15, covariance / variance if variance else 0.0)
-    return max(0.0, mean_time - slope * mean_size), 1 / slope
+    latency = max(0.0, mean_time - slope * mean_size)
+    return latency, 1 / slope
 
 
 def link_of_all_reduce(world: int, sizes: Sequence[float], seconds: Sequence[float]) -> NetworkLink:
     """Return the link of a ring from all-reduces of `world` ranks: 2 (N - 1) hops of 1/N of the bytes."""
+    # The fit is of the whole all-reduce. One hop takes 1 / hops of its latency, and carries 1/N of its bytes.
     latency, bandwidth = fit(sizes, seconds)
     hops = 2 * (world - 1)
     return NetworkLink(latency / hops, bandwidth * hops / world)
@@ -62,6 +66,8 @@ def all_reduce_seconds(link: NetworkLink, ranks: int, size: float, buckets: int 
 
 @dataclass(frozen=True)
 class Point:
+    """A projected step."""
+
     ranks: int
     step: float  # seconds
     efficiency: float  # of scaling, and the compute fraction: they are the same if computation takes no longer
@@ -119,6 +125,7 @@ def section_of(result: Result) -> Section | None:
     if "comm" not in by_name or not modes:
         return None
 
+    # Each kind of scaling by itself: one may be projected where the other cannot.
     links = by_name["comm"].extra.get("links", {})
     rows: list[dict[str, Any]] = []
     notes = [NOTE]
@@ -163,6 +170,7 @@ def _project_section(mode: str, section: Section, links: dict[str, Any]) -> list
     ranks = {count for count in RANKS if count <= most}
     ranks |= {world for world in measured if world > 1}
 
+    # Computation as one rank had it, and the overlap and the buckets of the most ranks that were measured.
     points = project(
         mode,
         compute=first["step_ms"]["median"] / 1e3,

@@ -118,6 +118,8 @@ class Result:
             "version": lockstep.__version__,
             "command": self.command,
         }
+
+        # The newest is last, as the page shows them.
         self.sections = [other for other in self.sections if other.name != section.name]
         self.sections.append(section)
 
@@ -216,10 +218,12 @@ def _spread(row: dict[str, Any]) -> dict[str, Any]:
             flat |= {key: value["median"], f"{key}_low": value["low"], f"{key}_high": value["high"]}
         elif not isinstance(value, dict | list):
             flat[key] = value
+
     return flat
 
 
 def is_estimate(value: Any) -> bool:
+    """Return whether a value is an `Estimate`, also one that was read from JSON."""
     return isinstance(value, dict) and {"median", "low", "high"} <= value.keys()
 
 
@@ -252,6 +256,7 @@ def text_of(section: Section) -> str:
 
 def table_lines(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table. Columns of words are flush left, columns of numbers flush right."""
+    # Column by column, since the longest text of a column sets its width.
     padded = []
     for head, *cells in zip(heads, *body, strict=True):
         width = max(map(len, (head, *cells)))

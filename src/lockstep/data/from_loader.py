@@ -43,8 +43,12 @@ class TakenLoader:
         """Return a line for the banner. `used` are the keys of `settings` that the run has taken over."""
         settings = [f"{key}={typed(value)}" for key, value in self.settings.items() if key in used]
         line = f"taken: {', '.join([*self.parts, *settings])}"
+
+        # What was set by hand is stronger than what the loader says, and the user should know.
         kept = [key for key in self.settings if key not in used]
-        return line + (f"; as the run has set it: {', '.join(kept)}" if kept else "")
+        if kept:
+            line += f"; as the run has set it: {', '.join(kept)}"
+        return line
 
 
 def take_loader(loader: DataLoader, collate: Collate) -> TakenLoader:
@@ -53,13 +57,17 @@ def take_loader(loader: DataLoader, collate: Collate) -> TakenLoader:
     `collate` is the run's own; the loader's is used if that is the default.
     """
     _refuse_unknown(loader)
+
+    # A stream has no order to choose: torch gives it a sampler that yields None.
     is_stream = isinstance(loader.dataset, IterableDataset)
     sampler, shuffle = (None, None) if is_stream else _take_sampler(loader)
     data = loader.dataset if sampler is None else Sampled(loader.dataset, sampler)
 
+    # For the banner: what the run uses of the loader.
     parts = [f"the dataset ({type(loader.dataset).__name__})"]
     if sampler is not None:
         parts.append(f"the sampler ({type(sampler).__name__})")
+
     if loader.collate_fn is not default_collate:
         collate = _take_collate(loader, collate)
         parts.append("collate_fn")
@@ -98,13 +106,15 @@ def _take_sampler(loader: DataLoader) -> tuple[Any, bool | None]:
     assert isinstance(loader.batch_sampler, BatchSampler)
     sampler: Any = loader.batch_sampler.sampler
     dataset: Any = loader.dataset
+
+    # One that chooses from another number of samples is kept, and refused or listed later (`as_sampler`).
     if not covers(sampler, len(dataset)):
         return sampler, None
 
     # Plain orders are Lockstep's own, which can be resumed anywhere.
     if type(sampler) is SequentialSampler:
         return None, False
-    if type(sampler) is DistributedSampler and covers(sampler, len(dataset)):
+    if type(sampler) is DistributedSampler:
         return None, sampler.shuffle
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         return None, True
@@ -126,6 +136,7 @@ def _take_collate(loader: DataLoader, collate: Collate) -> Collate:
 
 def _refuse_unknown(loader: DataLoader) -> None:
     """Refuse a loader with code that a run would not call."""
+    # A subclass with its own __iter__ would do something between dataset and batch that a run does not repeat.
     kind = type(loader)
     advice = "return its dataset, and set global_batch, data.shuffle and data.workers: see docs/data.md"
     if kind.__iter__ is not DataLoader.__iter__:
@@ -151,6 +162,7 @@ def _refuse_unknown(loader: DataLoader) -> None:
             "lockstep.data.samplers gives batches of similar lengths",
         )
 
+    # At torch's defaults these are None, or 0.
     for name, instead in UNSUPPORTED.items():
         if getattr(loader, name, None):
             raise UserError(f"the DataLoader has {name}, which a run would not use", "", instead)

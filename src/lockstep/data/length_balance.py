@@ -24,12 +24,16 @@ def divide_by_length(lengths: np.ndarray, count: int) -> list[np.ndarray]:
     equal costs of them, expensive and cheap groups alternate, since ranks get contiguous ranges.
     """
     assert 0 < count <= len(lengths)
+
+    # In this order the first sample of a group sets its cost. Stable, so that all ranks have the same order.
     longest_first = np.argsort(-lengths, kind="stable")
+
     # A sample costs something, even if its length is 0.
     descending = np.maximum(lengths[longest_first], 1e-9)
 
     # The smallest budget with which no more than `count` groups are needed.
-    low, high = 0.0, float(descending[0]) * len(lengths)
+    low = 0.0
+    high = float(descending[0]) * len(lengths)  # all samples in one group
     for _ in range(HALVINGS):
         budget = (low + high) / 2
         if len(_group_ends(descending, budget, count)) <= count:
@@ -37,6 +41,7 @@ def divide_by_length(lengths: np.ndarray, count: int) -> list[np.ndarray]:
         else:
             low = budget
 
+    # With that budget there may be fewer groups than micro-batches.
     sizes = np.diff([0, *_group_ends(descending, high, count)]).tolist()
     bounds = np.cumsum(_split(descending, sizes, count))[:-1]
     groups = np.split(longest_first, bounds)
@@ -65,15 +70,19 @@ def _split(descending: np.ndarray, sizes: list[int], count: int) -> list[int]:
     groups: list[tuple[float, int, int]] = []
 
     def push(start: int, size: int) -> None:
-        heappush(groups, (-size * float(descending[start]) if size > 1 else 0.0, start, size))
+        cost = size * float(descending[start]) if size > 1 else 0.0
+        heappush(groups, (-cost, start, size))
 
     for start, size in zip(np.cumsum([0, *sizes]).tolist(), sizes, strict=False):
         push(start, size)
+
+    # There are at least as many samples as groups, so a group of two or more is left as long as this runs.
     while len(groups) < count:
         _, start, size = heappop(groups)
         push(start, size // 2)
         push(start + size // 2, size - size // 2)
 
+    # In the order of the samples again.
     return [size for _, _, size in sorted(groups, key=itemgetter(1))]
 
 

@@ -54,6 +54,7 @@ class SampleReader:
     seed_samples: bool = True
 
     def __post_init__(self) -> None:
+        # All of this is decided once: `__call__` runs for every micro-batch.
         self._default_collate = is_default_collate(self.collate)
         if self._default_collate:
             self.collate = default_collate  # Task.collate would only call it
@@ -69,6 +70,7 @@ class SampleReader:
         self._gathers_rows = type(self.dataset) is TensorDataset and self._default_collate
 
     def __call__(self, request: Request) -> Any:
+        """Return the collated batch of a request. It is the same in every process and after any other request."""
         # Indexing draws no random numbers, so no seed is needed.
         if self._gathers_rows:
             rows = torch.from_numpy(np.asarray(request.ids))
@@ -193,7 +195,7 @@ class _OneRequestPerItem(torch.utils.data.Dataset):
     sent: int = 0  # batches that this worker has sent
 
     def __getitem__(self, index: Request) -> Any:
-        # Check only the first batch of each worker: later batches have the same structure.
+        # Check only the first batch of each worker, because pickling takes time: later batches have the same structure.
         is_first = self.sent == 0
         self.sent += 1
         ids = [int(i) for i in index.ids]
@@ -204,10 +206,12 @@ def read_all(
     reader: SampleReader, requests: Iterator[Request], workers: int, prefetch: int, pin_memory: bool = False
 ) -> Iterator[Any]:
     """Return batches for `requests`, in their order. Each worker process reads `prefetch` requests ahead."""
+    # Lazily: nothing is read before it is asked for.
     if not workers:
         batches = map(reader, requests)
         return map(pin, batches) if pin_memory else batches
 
+    # Before the fork.
     check_no_connection(reader.dataset)
 
     # To the DataLoader a request is a batch of one index, so the order and the size of batches stay ours.
@@ -229,6 +233,7 @@ def start_loader(
     Each worker reads `prefetch` batches ahead. An error that it sends is raised in place of the batch. `options` are
     further arguments of the DataLoader.
     """
+    # torch refuses these options without workers. Open files are listed here, in the rank, before the fork.
     if workers:
         options |= {"prefetch_factor": prefetch, "worker_init_fn": partial(start_worker, open_files())}
 
@@ -328,6 +333,7 @@ def prefetch_to_device(batches: Iterator[Any], stream: CopyStream) -> Iterator[A
     stop: Exception | None = None
     try:
         while stop is None:
+            # An error waits until the batches before it have been yielded.
             try:
                 in_flight.append(stream.send(next(batches)))
             except Exception as error:  # StopIteration, or an error of the dataset
@@ -357,6 +363,7 @@ class CopyStream:
 
     def send(self, batch: Any) -> tuple[Any, torch.Event]:
         """Queue a copy behind all work queued so far. The host does not wait."""
+        # Otherwise the copy could overwrite memory that a kernel of the batch before last still reads.
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         moved = to_device(batch, self.device, self._copy)
         return moved, self.stream.record_event()

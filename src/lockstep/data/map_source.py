@@ -61,6 +61,7 @@ class MapSource(DatasetSource):
         if self._copies:
             self._copies.check()
 
+        # The window at the position, also if the last one was taken and never committed.
         order = self.order
         window = order.window(order.position)
         after = order.end_position(window)
@@ -109,6 +110,7 @@ class MapSource(DatasetSource):
 
         It does not go beyond the end of the step, or of the epoch if `beyond_step` is true.
         """
+        # A window lies in one epoch, and so does a request.
         window = self.order.window(self.order.position)
         stop = min(window.start + count, self.order.epoch_length if beyond_step else window.stop)
         return Request(window.epoch, self.order.ids(window.epoch, window.start, stop).tolist())
@@ -153,8 +155,8 @@ class MapSource(DatasetSource):
         batches = self._prefetch(window) if prefetches else None
         for one in assigned:
             micro = self.order.micro_batch(window, one)
+            # What is read ahead comes in the same order, by the same assignment (`_requests`).
             micro.data = self.reader(Request(window.epoch, micro.ids)) if batches is None else next(batches)
-
             # A batch that collate has emptied still takes part in the step, with weight 0.
             if is_empty(micro.data):
                 self._make_padding(micro)
@@ -170,18 +172,21 @@ class MapSource(DatasetSource):
                 "leave such samples out of the dataset, or leave exact out",
             )
 
+        # Found once, and kept on the device: its values do not matter, only that the model takes it.
         if self._padding_batch is None:
             with self.reading_here():
                 batch = self.reader.nonempty_batch(self.options.micro_batch)
             self._padding_batch = to_device(batch, self.options.device)
 
-        micro.data, micro.padding = self._padding_batch, True
+        micro.data = self._padding_batch
+        micro.padding = True
 
     def _prefetch(self, window: Window) -> Iterator[Any]:
         """Return an endless iterator over batches on the device, from the current position on."""
         # Continue the iterator of the last step, except at the start and after a resume.
         if self._prefetched is None or self._prefetched_position != self.order.position:
             self._prefetched = self._start_reading()
+
         self._prefetched_position = self.order.end_position(window)
         return self._prefetched
 
@@ -189,6 +194,8 @@ class MapSource(DatasetSource):
         """Start to read ahead from the current position, and end what was read ahead from another one."""
         self.close()
         config = self.options.config
+
+        # The workers that start now get copies of the dataset as it is.
         if self._copies:
             self._copies.record()
 

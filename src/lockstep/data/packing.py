@@ -51,7 +51,9 @@ class RowPacker:
         completed = []
         if not fitting:
             if len(self._rows) == self.open_rows:
-                completed.append(self._complete(self._room.index(min(self._room))))
+                fullest = self._room.index(min(self._room))
+                completed.append(self._complete(fullest))
+
             self._rows.append([])
             self._room.append(self.row_length)
             fitting = [len(self._rows) - 1]
@@ -60,6 +62,7 @@ class RowPacker:
         self._rows[best].append(item)
         self._room[best] -= size
 
+        # Nothing fits into a full row any more.
         if not self._room[best]:
             completed.append(self._complete(best))
 
@@ -115,12 +118,14 @@ class PackedDataset:
         # Without `lengths`, every document is read once, now.
         if lengths is None:
             lengths = [len(as_document(dataset[index])["input_ids"]) for index in range(len(dataset))]
+
         if len(lengths) != len(dataset):
             raise UserError(
                 f"there are {len(lengths)} lengths for {len(dataset)} documents",
                 "",
                 "pass one length for each document",
             )
+
         self.rows = pack_all(lengths, row_length)
 
     def __len__(self) -> int:
@@ -132,6 +137,7 @@ class PackedDataset:
 
 def as_document(sample: Any) -> dict[str, Tensor]:
     """Return `input_ids` (tokens,) and `labels` (tokens,) of a sample: a sequence of tokens, or a dictionary."""
+    # Without labels, every token is one: as in pre-training.
     fields = sample if hasattr(sample, "keys") else {"input_ids": sample}
     input_ids = torch.as_tensor(fields["input_ids"], dtype=torch.int64)
     labels = torch.as_tensor(fields.get("labels", input_ids), dtype=torch.int64)
@@ -160,16 +166,21 @@ def packed_batch(
     `bounds`: empty documents are added at the end until `cu_seqlens` has a multiple of so many elements, so that its
     shape is the same in most batches, and `torch.compile` compiles once.
     """
+    # Rows of a PackedDataset were packed when it was made; other samples are packed now, within this batch.
     if isinstance(samples[0], Row):
         rows = [[as_document(document) for document in row.documents] for row in samples]
     else:
         documents = [as_document(sample) for sample in samples]
+        lengths = [len(document["input_ids"]) for document in documents]
+
         # All rows stay open: there are few.
-        numbers = pack_all([len(document["input_ids"]) for document in documents], row_length, len(documents))
+        numbers = pack_all(lengths, row_length, len(documents))
         rows = [[documents[number] for number in row] for row in numbers]
 
     filled = [_fill(row, row_length, pad, shifted) for row in rows]
     batch = {name: torch.stack([row[name] for row in filled]) for name in filled[0]}
+
+    # Documents of length 0, at the very end, until the number of bounds is a multiple.
     found = document_bounds(batch["position_ids"])
     end = found[-1:].expand(-len(found) % bounds)
     return batch | {"cu_seqlens": torch.cat([found, end])}
@@ -191,6 +202,7 @@ def _fill(row: list[dict[str, Tensor]], row_length: int, pad: int, shifted: bool
     padding = [{"input_ids": torch.full((n,), pad), "labels": torch.full((n,), IGNORED)} for n in pieces]
     documents = [*row, *padding]
 
+    # Copies, because the labels may be the dataset's own tensors.
     labels = [document["labels"].clone() for document in documents]
     if shifted:
         for of_document in labels:
@@ -211,6 +223,7 @@ def document_bounds(position_ids: Tensor) -> Tensor:
 
     On a GPU the host waits here for their number, so `packed_batch` calls it before the batch is sent there.
     """
+    # Rows follow each other. A document never goes on in the next row, because each row begins with a position 0.
     begins = (position_ids == 0).flatten().nonzero().flatten()
     end = begins.new_tensor([position_ids.numel()])
     return torch.cat([begins, end]).to(torch.int32)
@@ -218,6 +231,7 @@ def document_bounds(position_ids: Tensor) -> Tensor:
 
 def document_positions(cu_seqlens: Tensor, rows: int, length: int) -> Tensor:
     """Return the `position_ids` (rows, length) of documents with these bounds."""
+    # The document of each place is the number of documents that end at or before it; empty ones are passed over.
     places = torch.arange(rows * length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     document = torch.searchsorted(cu_seqlens[1:], places, right=True)
     return (places - cu_seqlens[document]).view(rows, length)
@@ -225,6 +239,7 @@ def document_positions(cu_seqlens: Tensor, rows: int, length: int) -> Tensor:
 
 def attention_mask(position_ids: Tensor, causal: bool = True) -> Tensor:
     """Return a boolean mask (rows, 1, length, length): True where a token may attend to another of its document."""
+    # (rows, length): the number of each token's document in its row, from 1.
     document = (position_ids == 0).cumsum(-1)
     mask = document[:, None, :, None] == document[:, None, None, :]
     return mask.tril() if causal else mask
@@ -235,6 +250,7 @@ def flex_mask(position_ids: Tensor, causal: bool = True) -> BlockMask:
     document = (position_ids == 0).cumsum(-1)
     rows, length = position_ids.shape
 
+    # torch calls it with indices, for all of them at once.
     def may_attend(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         same = document[row, query] == document[row, key]
         return same & (query >= key) if causal else same
@@ -266,17 +282,23 @@ def packed_attention(
         if position_ids is None:
             assert cu_seqlens is not None
             position_ids = document_positions(cu_seqlens, rows, length)
+
+        # (rows, 1, length, length). A window takes away what is further back.
         mask = attention_mask(position_ids, causal)
         if window is not None:
             mask = mask.triu(1 - window)
+
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
 
     from torch.nn.attention.varlen import varlen_attn
 
     # One sequence of all rows: (rows * length, heads, size).
     q, k, v = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value))
+
+    # How many tokens to the left and to the right are seen, besides the token itself; -1: all of them.
     left = -1 if window is None else window - 1
     seen = (left, 0 if causal else -1)
+
     # No document is longer than a row, so the host need not ask for the longest.
     out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, length, length, window_size=seen, scale=scale)
     assert isinstance(out, Tensor)  # a tuple only if more is asked for

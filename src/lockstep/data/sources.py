@@ -52,6 +52,8 @@ def _open_map(data: Any, collate: Collate, options: SourceOptions) -> MapSource:
     """Open a dataset with `__getitem__`, in the order of its sampler if it has one."""
     config = options.config
     dataset, sampler = (data.dataset, data.sampler) if isinstance(data, Sampled) else (data, None)
+
+    # A setting that the sampler would overrule is refused, not ignored.
     if sampler is None:
         sampler = make_sampler(len(dataset), options.seed, config.shuffle)
     elif not config.shuffle:
@@ -61,6 +63,7 @@ def _open_map(data: Any, collate: Collate, options: SourceOptions) -> MapSource:
             "leave data.shuffle out; or return the dataset without the sampler",
         )
 
+    # Lengths are checked here, before the first step.
     lengths = None
     if config.balance == "length":
         lengths = check_lengths(data.known_lengths if isinstance(data, Sampled) else None, len(dataset))
@@ -88,6 +91,7 @@ def _open_stream(data: Any, collate: Collate, options: SourceOptions) -> EpochSo
             "set data.workers=0, or leave num_workers out of the loader",
         )
 
+    # A stream with a state is a single virtual shard.
     if config.resume == "reread" or (has_state(data) and config.sharding == "stride"):
         return _open_shards(Shards([data]), collate, options)
 
@@ -152,6 +156,7 @@ def _check_readable(data: Any, is_stream: bool, config: DataConfig) -> None:
             "return a torch Dataset, a list, or an IterableDataset",
         )
 
+    # Map-style datasets are checked where their workers start (`read_all`).
     if config.workers and is_stream:
         check_no_connection(data)
 

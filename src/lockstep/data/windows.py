@@ -43,8 +43,11 @@ def next_window(position: int, epoch_length: int, batch: int, tail: str) -> Wind
     Dropped samples keep their positions.
     """
     epoch, start = divmod(position, epoch_length)
+
+    # No whole window is left in this epoch.
     if tail == "drop" and start + batch > epoch_length:
-        epoch, start = epoch + 1, 0
+        epoch += 1
+        start = 0
 
     return Window(epoch, start, min(start + batch, epoch_length))
 
@@ -55,6 +58,7 @@ def steps_before(position: int, epoch_length: int, batch: int, tail: str) -> int
     After a resume with another batch size the position may lie within a window of the new size. Such a window counts,
     if the rest of its epoch has one window less.
     """
+    # With short tails a begun window counts as one: rounding up, by adding batch - 1 before the division.
     epoch, start = divmod(position, epoch_length)
     whole = epoch_length if tail == "drop" else epoch_length + batch - 1
     return epoch * (whole // batch) + whole // batch - (whole - start) // batch
@@ -87,12 +91,14 @@ def rank_counts(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
     Items are assigned one after another, each to the rank that would finish it first; ties go to the lowest rank.
     Every rank gets at least one item if there are enough: without one, it would have to run padding anyway.
     """
+    # One for each rank to begin with, if there are enough.
     minimum = int(count >= len(speeds))
     counts = [minimum] * len(speeds)
 
     # A heap of (time at which the rank would finish its next item, rank).
     finishing = [((minimum + 1) / speed, rank) for rank, speed in enumerate(speeds)]
     heapify(finishing)
+
     for _ in range(count - sum(counts)):
         rank = finishing[0][1]
         counts[rank] += 1
@@ -191,10 +197,10 @@ class StepOrder:
 
     def window(self, position: int) -> Window:
         """Return the window at a position, without the skipped spans."""
+        # Spans are sorted, so one pass also leads out of spans that follow each other.
         for start, stop in self.skipped_spans:
             if start <= position < stop:
                 position = stop
-
         window = next_window(position, self.epoch_length, self.options.global_batch, self.options.tail)
         if not self.skipped_spans:
             return window
@@ -213,6 +219,7 @@ class StepOrder:
         return window
 
     def end_position(self, window: Window) -> int:
+        """Return the position behind a window, counted over all epochs."""
         return window.epoch * self.epoch_length + window.stop
 
     def count(self, window: Window) -> int:
@@ -230,7 +237,8 @@ class StepOrder:
         index, padding = assigned
         if self.sample_lengths is not None:
             parts = self._divisions.get(window, lambda: self._divide(window))
-            ids, first = parts[index], sum(map(len, parts[:index]))
+            ids = parts[index]
+            first = sum(map(len, parts[:index]))
             return MicroBatch(None, index, len(ids), window.epoch, ids, padding, first)
 
         start, stop = micro_slice(window, self.options.micro_batch, index)
@@ -255,8 +263,10 @@ class StepOrder:
             return self._assigned[after]
 
         count = self.count(window)
-        rank, size = self.data_world.rank, self.data_world.size
+        rank = self.data_world.rank
+        size = self.data_world.size
 
+        # In turn, or in ranges by the speeds that hold where the window begins.
         if self.options.interleaved:
             local = range(rank, count, size)
         else:

@@ -58,6 +58,7 @@ class WorkerCopies:
         """Yield the names of attributes that have changed since `record`."""
         now = plain_attributes(self._dataset) if self._copied else {}
         for name, old in self._copied.items():
+            # By identity, and by value if that is cheap: a list may hold all samples.
             new = now.get(name)
             equal = new is old or (isinstance(old, int | float | str) and old == new)
             if new is not None and not equal:
@@ -84,11 +85,16 @@ def check_no_connection(dataset: Any) -> None:
 
 def _attributes(dataset: Any, prefix: str = "", depth: int = MAX_NESTING) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of the attributes of a dataset, class attributes first, then those of datasets inside it."""
+    # From the base class to the class itself and then the instance, so that what hides another one comes last.
     classes = [vars(kind) for kind in reversed(type(dataset).__mro__)]
     for attributes in [*classes, getattr(dataset, "__dict__", {})]:
+        # A list, because an attribute may be added meanwhile.
         yield from ((f"{prefix}{name}", value) for name, value in list(attributes.items()) if name[:2] != "__")
 
-    for name, inner in _datasets_inside(dataset) if depth > 1 else ():
+    if depth <= 1:
+        return
+
+    for name, inner in _datasets_inside(dataset):
         yield from _attributes(inner, f"{prefix}{name}.", depth - 1)
 
 
@@ -96,7 +102,8 @@ def _datasets_inside(dataset: Any) -> Iterator[tuple[str, Any]]:
     """Yield (name, dataset): a Subset holds one, a ConcatDataset several."""
     # A dataset with its own __getattr__ may raise anything here.
     try:
-        inner, parts = getattr(dataset, "dataset", None), getattr(dataset, "datasets", None)
+        inner = getattr(dataset, "dataset", None)
+        parts = getattr(dataset, "datasets", None)
     except Exception:
         return
 

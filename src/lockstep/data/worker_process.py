@@ -67,6 +67,7 @@ class LoaderBatches(Iterator[Any]):
 
 def start_worker(files: dict[int, int], worker: int) -> None:
     """Set up a worker process. `files` is the result of `open_files` in the rank, before the fork."""
+    # First of all: a rank that dies from here on takes this process with it.
     _die_with_rank()
     outlive_signals()
     reopen(files)
@@ -75,6 +76,7 @@ def start_worker(files: dict[int, int], worker: int) -> None:
 def _die_with_rank() -> None:
     """Let the kernel kill this process when the rank dies, even if the launcher was killed too."""
     rank = multiprocessing.parent_process()
+
     # Otherwise the parent may be a fork server, which ends with the rank as well.
     if rank is not None and rank.pid is not None and multiprocessing.get_start_method() == "fork":
         die_with_parent(rank.pid)
@@ -86,7 +88,10 @@ def open_files() -> dict[int, int]:
     """Return the position in each regular file that is open for reading, by file descriptor."""
     offsets: dict[int, int] = {}
     folder = Path(DESCRIPTORS)
-    for descriptor in [int(entry.name) for entry in folder.iterdir()] if folder.is_dir() else []:
+    if not folder.is_dir():
+        return offsets
+
+    for descriptor in [int(entry.name) for entry in folder.iterdir()]:
         # The descriptor of the directory listing itself is closed by now.
         with contextlib.suppress(OSError):
             readable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE != os.O_WRONLY

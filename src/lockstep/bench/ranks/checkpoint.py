@@ -43,6 +43,7 @@ KINDS = ("model", "exp_avg", "exp_avg_sq")  # what AdamW keeps for a parameter
 
 def make_state(megabytes: int) -> State:
     """Return the tensors of a transformer of this size with AdamW: a third each for weights and the two moments."""
+    # Shapes of a block's parameters; the names are only labels.
     width = 512
     block = {
         "attention": (3 * width, width),
@@ -68,6 +69,7 @@ class BusyWork:
     """Something for the cores to do; a step takes some milliseconds."""
 
     def __init__(self) -> None:
+        # Two matrices [400, 400]; tanh keeps the product bounded, however often it is repeated.
         self.a, self.b = torch.randn(2, 400, 400)
 
     def until(self, done: Callable[[], bool]) -> None:
@@ -91,16 +93,21 @@ class Ways:
     def __init__(self, root: Path, runtime: Runtime, megabytes: int):
         self.root = root
         self.runtime = runtime
-        self.rank, self.world = runtime.world.rank, runtime.world.size
+        self.rank = runtime.world.rank
+        self.world = runtime.world.size
+
+        # Every rank holds the whole state, like a replica.
         self.state = make_state(megabytes)
         self.training = BusyWork()
 
         # Each rank writes its share of the tensors, as ddp does.
         share = list(self.state.items())[self.rank :: self.world]
         self.mine: dict[str, LocalShard] = {name: shard_of(tensor) for name, tensor in share}
+
         self.storage = FileSystemStorage(root / "checkpoints")
         self.saver = self._open_saver()
 
+        # The two tables of the class docstring. Each format is loaded once: fsync and async write the same files.
         self.save: dict[str, Callable[[int], Times]] = {
             "torch.save": lambda step: self._with_torch(self._file("plain", step), durable=False),
             "torch.save + fsync": lambda step: self._with_torch(self._file("durable", step), durable=True),
@@ -119,6 +126,7 @@ class Ways:
         if self.runtime.is_main:
             self.storage.claim(TOKEN)
 
+        # The last checkpoint only, since the other ways delete theirs, too (`forget`).
         saver = Saver(SaveContext(self.storage, self.rank, self.world, TOKEN, Retention(last=1)))
         saver.prepare(self.mine)
         return saver
@@ -132,6 +140,8 @@ class Ways:
         if self.rank == 0:
             for kind in ("plain", "durable"):
                 self._file(kind, step).unlink(missing_ok=True)
+
+            # DCP writes a folder with one file per rank.
             for kind in ("dcp", "dcp-async"):
                 shutil.rmtree(self.root / f"{kind}-{step}", ignore_errors=True)
 
@@ -160,6 +170,7 @@ class Ways:
 
     def _with_dcp(self, step: int) -> Times:
         """Save with torch.distributed.checkpoint, which returns when all ranks have written."""
+        # Collective: it plans on rank 0 who writes what, and each rank writes its part.
         began = time.perf_counter()
         dcp.save(self.state, checkpoint_id=self.root / f"dcp-{step}")
         spent = time.perf_counter() - began
@@ -188,7 +199,7 @@ class Ways:
         self.saver.wait_for_copy()
         stall += time.perf_counter() - waited
 
-        # Train on until the save has ended.
+        # Train on until the save has ended, as a run does: it asks after every step.
         reports: list[Any] = []
 
         def ended() -> bool:
@@ -196,6 +207,7 @@ class Ways:
             return bool(reports)
 
         self.training.until(ended)
+
         assert not isinstance(reports[0].outcome, SaveFailed), reports[0].outcome
         return stall, time.perf_counter() - began
 
@@ -212,6 +224,7 @@ class Ways:
         """Read with every digest checked, as a resumed run does."""
         reader = newest_valid(self.storage, self.rank, self.world, self.runtime.collectives.gather_json)
         assert reader is not None, "nothing was saved"
+
         for name, tensor in self.state.items():
             tensor.copy_(reader.read(name))
 
@@ -238,6 +251,7 @@ def _turn(ways: Ways, turn: int) -> dict[str, Any]:
     """Save in every way, and load what was saved; return the seconds of each, by name."""
     saves = {}
     for name in in_turn(ways.save, turn):
+        # From a clean start: nothing waits for the disk, and the cores are busy as in training.
         ways.forget(turn - 1)
         ways.training.steps(STEPS)
 

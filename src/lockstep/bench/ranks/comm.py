@@ -31,6 +31,8 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
         counts = runtime.collectives.gather_json(mine)[0]
 
         yield {"backend": runtime.backend, "device": str(device), "missing": missing, "torch": torch.__version__}
+
+        # Each rank has its own seconds. The parent takes the slowest one.
         while True:
             yield {name: _seconds(call, counts[name], device) for name, call in calls.items()}
 
@@ -62,12 +64,14 @@ def _prepare(sizes: Sequence[int], world: World, device: torch.device) -> tuple[
 
 def _repetitions(call: Call, device: torch.device) -> int:
     """Return how often a call fits into SECONDS."""
+    # Large transfers once, small ones often: their time is close to the noise of the clock.
     once = max(1e-6, _seconds(call, 1, device))
     return max(1, min(MOST, int(SECONDS / once)))
 
 
 def _seconds(call: Call, count: int, device: torch.device) -> float:
     """Return the seconds of one call, from all ranks together to the end on this rank."""
+    # All ranks begin together, with nothing left on the device.
     _wait(device)
     dist.barrier()
     began = time.perf_counter()
@@ -75,6 +79,7 @@ def _seconds(call: Call, count: int, device: torch.device) -> float:
     for _ in range(count):
         call()
 
+    # On a GPU a collective is only launched by its call. On a CPU it has ended when the call returns.
     _wait(device)
     return (time.perf_counter() - began) / count
 
@@ -84,7 +89,10 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# ---- operations: each makes its tensors once ----
+# ---- operations ----
+#
+# Each function makes its tensors once, and returns a call that is repeated. Tensors are float32, 4 bytes an element.
+# `size` is what the table of results shows: the bytes of the whole tensor, over all ranks if it is sharded.
 
 
 def _part(size: int, world: World) -> int:
@@ -93,6 +101,7 @@ def _part(size: int, world: World) -> int:
 
 
 def _all_reduce(size: int, world: World, device: torch.device) -> Call:
+    """Every rank gets the sum of a tensor [size / 4]. It is summed in place, so its values grow: that costs nothing."""
     tensor = torch.ones(size // 4, device=device)
     return lambda: dist.all_reduce(tensor)
 
@@ -114,6 +123,7 @@ def _all_gather(size: int, world: World, device: torch.device) -> Call:
 
 
 def _all_to_all(size: int, world: World, device: torch.device) -> Call:
+    """Every rank sends an equal part of `size` bytes to each rank."""
     given = torch.ones(_part(size, world) * world.size, device=device)
     taken = torch.empty_like(given)
     return lambda: dist.all_to_all_single(taken, given)
@@ -125,6 +135,7 @@ def _send_recv(size: int, world: World, device: torch.device) -> Call:
     taken = torch.empty_like(given)
 
     def call() -> None:
+        # Both at once: a ring in which every rank sent first would wait for itself.
         operations = [
             dist.P2POp(dist.isend, given, (world.rank + 1) % world.size),
             dist.P2POp(dist.irecv, taken, (world.rank - 1) % world.size),

@@ -63,10 +63,13 @@ class Workload:
         """Yield this rank's batches of random order, epoch after epoch, on the device."""
         # The whole dataset is on the device: no loop waits for a copy.
         x, y = (tensor.to(self.device) for tensor in self.task.data().tensors)
-        world, epoch = self.runtime.world, 0
+        world = self.runtime.world
+        epoch = 0
 
         while True:
-            order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))[world.rank :: world.size]
+            # All ranks draw the same order, and each takes every n-th sample of it, as DistributedSampler does.
+            generator = torch.Generator().manual_seed(epoch)
+            order = torch.randperm(len(x), generator=generator)[world.rank :: world.size]
 
             # A short rest at the end of an epoch is dropped, by all loops alike.
             for rows in order.split(self.micro_batch):
@@ -77,7 +80,10 @@ class Workload:
             epoch += 1
 
     def mean_loss(self, model: nn.Module, batch: list[Tensor]) -> Tensor:
-        """Return the mean of a micro-batch, which is what other libraries call a loss."""
+        """Return the mean of a micro-batch, which is what other libraries call a loss.
+
+        batch: inputs and targets, [micro_batch, ...] each. The result is a scalar with a graph.
+        """
         loss = self.task.loss(model, batch)
         return loss.total / loss.weight
 
@@ -99,6 +105,8 @@ class Workload:
             mean = loss.detach().clone()
             if dist.is_initialized():
                 dist.all_reduce(mean)
+
+            # item() waits for the device, once in a block.
             lines.write(json.dumps({"step": step, "loss": mean.item() / self.runtime.world.size}) + "\n")
             lines.flush()
 
@@ -119,12 +127,14 @@ def by_hand(workload: Workload, name: str = "by hand") -> Iterator[None]:
 
     It divides every micro-batch's mean by the accumulation: that is wrong for ragged weights, and what people write.
     """
+    # Without DDP on one rank: a careful person has no need for it there.
     inner = workload.model().to(workload.device)
     alone = workload.runtime.world.alone
     model: Any = inner if alone else DistributedDataParallel(inner, gradient_as_bucket_view=True)
     optimizer = workload.optimizer(inner)
 
-    batches, write = workload.micro_batches(), workload.log(name)
+    batches = workload.micro_batches()
+    write = workload.log(name)
     for step in range(workload.steps):
         for group in optimizer.param_groups:
             group["lr"] = PEAK * rate(step)
@@ -141,6 +151,7 @@ def by_hand(workload: Workload, name: str = "by hand") -> Iterator[None]:
         nn.utils.clip_grad_norm_(inner.parameters(), 1.0)
         optimizer.step()
 
+        # The loss of the last micro-batch on each rank.
         if (step + 1) % workload.block == 0:
             write(step + 1, loss)
             yield
@@ -179,8 +190,11 @@ def _settings(workload: Workload, name: str) -> Resolved:
         "device": workload.device.type,
         "steps": workload.steps,
     }
+
+    # `...` leaves the setting at its default (`settings_of`).
     if workload.steps < MANY:
         values["checkpoint.at_end"] = ...  # as in every other run
+
     return settings_of(type(workload.task), [], values)
 
 
@@ -195,12 +209,14 @@ def with_accelerate(workload: Workload) -> Iterator[None]:
 
     accelerator = Accelerator(gradient_accumulation_steps=workload.accumulation, cpu=workload.device.type == "cpu")
 
+    # `prepare` moves the model to the device, wraps it in DDP, and makes the scheduler step with the optimizer.
     inner = workload.model()
     optimizer = workload.optimizer(inner)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     model, optimizer, scheduler = accelerator.prepare(inner, optimizer, scheduler)
 
-    batches, write = workload.micro_batches(), workload.log("accelerate")
+    batches = workload.micro_batches()
+    write = workload.log("accelerate")
     for step in range(workload.steps):
         for part in range(workload.accumulation):
             # It counts the batches of its own loader; with others, the last one must be announced.
@@ -210,6 +226,7 @@ def with_accelerate(workload: Workload) -> Iterator[None]:
                 loss = workload.mean_loss(model, next(batches))
                 accelerator.backward(loss)
 
+        # Losses are divided by the accumulation in `backward`.
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         scheduler.step()
@@ -226,11 +243,14 @@ def with_fabric(workload: Workload) -> Iterator[None]:
 
     fabric = Fabric(**_devices(workload))
     fabric.launch()
+
+    # The scheduler takes torch's own optimizer, not Fabric's wrapper of it.
     inner = workload.model()
     model, optimizer = fabric.setup(inner, workload.optimizer(inner))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, rate)
 
-    batches, write = workload.micro_batches(), workload.log("fabric")
+    batches = workload.micro_batches()
+    write = workload.log("fabric")
     for step in range(workload.steps):
         for part in range(workload.accumulation):
             with fabric.no_backward_sync(model, enabled=part < workload.accumulation - 1):
@@ -259,7 +279,9 @@ def _devices(workload: Workload) -> dict[str, Any]:
 
 def with_lightning(workload: Workload) -> Iterator[None]:
     """Lightning's Trainer, in a thread that is stopped after every block: its loop belongs to itself."""
-    go, done = threading.Semaphore(0), threading.Semaphore(0)
+    # The two threads never run at once: `go` gives the turn to the trainer, `done` gives it back.
+    go = threading.Semaphore(0)
+    done = threading.Semaphore(0)
     errors: list[BaseException] = []
     ended = threading.Event()
 
@@ -269,6 +291,7 @@ def with_lightning(workload: Workload) -> Iterator[None]:
         try:
             _lightning_trainer(workload, go, done)
         except BaseException as error:
+            # Raised again in the main thread, below.
             errors.append(error)
 
         ended.set()
@@ -298,6 +321,7 @@ def _lightning_trainer(workload: Workload, go: threading.Semaphore, done: thread
             self.net = workload.model()
 
         def training_step(self, batch: list[Tensor], index: int) -> Tensor:
+            # Lightning divides by the accumulation itself.
             loss = workload.mean_loss(self.net, batch)
             self.last = loss.detach()
             return loss
@@ -323,6 +347,7 @@ def _lightning_trainer(workload: Workload, go: threading.Semaphore, done: thread
         def __iter__(self) -> Iterator[list[Tensor]]:
             return workload.micro_batches()
 
+    # Everything is off that the other loops do not do either.
     trainer = lightning.Trainer(
         **_devices(workload),
         max_steps=workload.steps,
@@ -339,6 +364,7 @@ def _lightning_trainer(workload: Workload, go: threading.Semaphore, done: thread
     trainer.fit(Module(), torch.utils.data.DataLoader(Batches(), batch_size=None))
 
 
+# By the name in the report: the package that must be installed, and the loop.
 PEERS: dict[str, tuple[str, Callable[[Workload], Iterator[None]]]] = {
     "accelerate": ("accelerate", with_accelerate),
     "Fabric": ("lightning", with_fabric),
@@ -353,10 +379,12 @@ def contenders(workload: Workload, peers: bool = True) -> dict[str, Callable[[],
         "fit": lambda: fit(workload),
         "own loop": lambda: own_loop(workload),
     }
+
     for name, (package, make) in PEERS.items():
         if peers and importlib.util.find_spec(package):
             found[name] = lambda make=make: make(workload)
 
+    # The same loop under two names: how far their times differ is what the machine adds by itself.
     found["by hand again"] = lambda: by_hand(workload, "again")
     return found
 
@@ -366,6 +394,7 @@ def prepare_peers(world: World) -> None:
 
     Call it when the process group has been joined.
     """
+    # A single process must not look like a rank of torchrun, or they would make a process group.
     if world.alone:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
             os.environ.pop(name, None)

@@ -27,7 +27,9 @@ TIMES = 5  # batches that are timed, for each one that the queues of the workers
 
 def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
     """Yield the facts, then for each "turn" the seconds per step of training, Lockstep's loader, and torch's."""
-    block, workers, batch = arguments["block"], arguments["workers"], batch_of(arguments)
+    block = arguments["block"]  # steps
+    workers = arguments["workers"]
+    batch = batch_of(arguments)  # samples per step, on this rank
 
     values = {
         "local_batch": batch,
@@ -35,6 +37,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
         "data.workers": workers,
     }
     with opened(arguments, values) as rank:
+        # The first block is the warm-up.
         loop = rank.loop(block)
         run = next(loop)
 
@@ -42,8 +45,10 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
         # many more batches are timed than the queues hold.
         queued = workers * run.config.data.prefetch
         count = max(block, TIMES * queued)
+
         yield {"torch": torch.__version__, "unit": rank.task.unit, "batch": run.plan.global_batch}
 
+        # The run's own source is put back for its end, which closes it.
         source = run.source
         cached = CachedSource(source)
         plain = _plain_loader(rank.task, batch, workers, run.config.data.prefetch)
@@ -54,6 +59,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
                 trained = take(loop)
                 run.source = source
 
+                # Both loaders read as many batches, with as many workers that read ahead as far.
                 ours = _seconds(lambda: _read(source), queued, count)
                 theirs = _seconds(lambda: next(plain), queued, count) if plain is not None else None
                 yield {"train": trained.seconds / block, "ours": ours, "torch": theirs}
@@ -65,7 +71,10 @@ class CachedSource(BatchSource):
     """The batches of one step, again and again: training on them shows what the model takes, without any loading."""
 
     def __init__(self, source: Any):
+        """`source`: the run's own, which gives one step and goes on after it."""
         self._batches: StepBatches = source.take()
+
+        # `micro_batches` may be endless; a step has `count` of them.
         taken = zip(range(self._batches.count), self._batches.micro_batches, strict=False)
         self._micro_batches = [micro for _, micro in taken]
         source.commit(self._batches, None)
@@ -99,9 +108,11 @@ def _seconds(read: Callable[[], Any], queued: int, count: int) -> float:
 
 def _read(source: Any) -> None:
     """Read the batches of one step from the run's own source."""
+    # As in training: a step takes its batches, iterates over them, and commits what it has used.
     batches = source.take()
     for _ in zip(range(batches.count), batches.micro_batches, strict=False):
         pass
+
     source.commit(batches, None)
 
 
@@ -122,4 +133,6 @@ def _plain_loader(task: Any, batch: int, workers: int, prefetch: int) -> Iterato
         drop_last=len(data) >= batch,
         **options,
     )
+
+    # Every iteration of the loader is an epoch.
     return itertools.chain.from_iterable(itertools.repeat(loader))

@@ -16,6 +16,7 @@ from lockstep.bench.pool import STOP
 
 def work(spec: dict[str, Any]) -> None:
     """Run the generator that `spec` names until the pool stops it."""
+    # A target may be a module of the folder where `lockstep bench` was started; its own arguments are not for it.
     rank = spec["rank"]
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     sys.argv = ["lockstep-bench"]
@@ -25,14 +26,17 @@ def work(spec: dict[str, Any]) -> None:
         os.sched_setaffinity(0, spec["cpus"][rank])
         torch.set_num_threads(len(spec["cpus"][rank]))
 
+    # "comm:measure" is the function `measure` of comm.py beside this file.
     module, _, function = spec["measure"].partition(":")
     measure = getattr(importlib.import_module(f"lockstep.bench.ranks.{module}"), function)
 
     # Opened for as long as the rank lives: one line is a command, one line its answer.
     folder = Path(spec["folder"])
     with (folder / f"command-{rank}").open() as commands, (folder / f"answer-{rank}").open("w") as answers:
+        # The first value says that the rank is set up.
         generator = measure(spec["arguments"])
         value = next(generator)
+
         while True:
             answers.write(json.dumps(value) + "\n")
             answers.flush()
@@ -44,4 +48,5 @@ def work(spec: dict[str, Any]) -> None:
 
             value = generator.send(command)
 
+        # Its `with` and `finally` blocks leave the process group and stop workers.
         generator.close()

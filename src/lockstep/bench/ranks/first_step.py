@@ -29,13 +29,14 @@ def by_hand(model: nn.Module, dataset: TensorDataset) -> None:
     dist.init_process_group("gloo")
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3, fused=True)
-    x, y = next(iter(DataLoader(dataset, batch_size=BATCH, sampler=DistributedSampler(dataset))))
-
+    loader = DataLoader(dataset, batch_size=BATCH, sampler=DistributedSampler(dataset))
+    x, y = next(iter(loader))  # [BATCH, 32], [BATCH]
     F.cross_entropy(ddp(x), y).backward()
     nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
     optimizer.step()
     _done(dist.get_rank())
 
+    # The end is not timed.
     dist.barrier()
     dist.destroy_process_group()
 
@@ -49,17 +50,20 @@ def with_lockstep(model: nn.Module, dataset: TensorDataset) -> None:
         for step in run.steps(dataset):
             for x, y in step:
                 step.backward(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+
             step.apply()
             _done(run.rank)
 
 
 def _done(rank: int) -> None:
+    """Write down the time, which the benchmark compares with that of its own start: so not `perf_counter`."""
     if rank == 0:
         Path(os.environ[STAMP]).write_text(repr(time.time()))
 
 
 def main() -> None:
     """Take one step in the way that was asked for."""
+    # Tiny, because only the start is of interest.
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
     dataset = TensorDataset(torch.randn(4096, 32), torch.randint(10, (4096,)))

@@ -28,6 +28,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
         "run_dir": str(Path(arguments["folder"]) / "run"),
     }
     with opened(arguments, values) as rank:
+        # What torch and the process group hold is not the model's.
         before = psutil.Process().memory_info().rss
 
         # What autograd saves is counted in the first block only: the hooks would slow the others.
@@ -35,6 +36,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
             loop = rank.loop(arguments["block"])
             run = next(loop)
 
+        # The first timed block. Commands come from here on.
         command = yield _categories(run, saved, take(loop).peak_bytes, before)
         while True:
             value = _leak_row(run, loop) if command == "leak" else take(loop).as_dict()
@@ -43,6 +45,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
 
 def _categories(run: Run, saved: list[int], peak: int, before: int) -> dict[str, Any]:
     """Return the bytes that this rank holds, by category."""
+    # A state has a dict for each parameter, with tensors and plain numbers.
     states = [state for optimizer in run.model_setup.optimizers.all for state in optimizer.state.values()]
     held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
@@ -71,6 +74,7 @@ def _saved_bytes(task: Any) -> Iterator[list[int]]:
         kept: dict[int, int] = {}  # bytes, by the address of the storage: two tensors may share one
 
         def pack(tensor: Tensor) -> Tensor:
+            # Called by autograd for each tensor that it saves. It keeps what is returned here.
             storage = tensor.untyped_storage()
             if storage.data_ptr() not in parameters:
                 kept[storage.data_ptr()] = storage.nbytes()
@@ -83,6 +87,7 @@ def _saved_bytes(task: Any) -> Iterator[list[int]]:
         found.append(sum(kept.values()))
         return result
 
+    # On the instance, where it hides the method of the class until it is deleted.
     task.loss = counted
     try:
         yield found
@@ -97,6 +102,8 @@ def _leak_row(run: Run, loop: Iterator[Run]) -> dict[str, int]:
     # What only a cycle holds is no leak.
     gc.collect()
     tensors = [item for item in gc.get_objects() if type(item) in (Tensor, torch.nn.Parameter)]
+
+    # Sparse and other tensors have no plain number of bytes.
     on_gpu = run.runtime.device.type == "cuda"
     return {
         "step": run.stepper.counters.steps_done,

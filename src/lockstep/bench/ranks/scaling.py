@@ -19,8 +19,10 @@ def measure(arguments: dict[str, Any]) -> Generator[dict[str, Any], str, None]:
 
     `batch` is the batch of a rank if `mode` is "weak", and of all ranks if it is "strong".
     """
+    # Weak scaling: every rank has as much to do as a single one. Strong scaling: the ranks share the work of one.
+    batch_setting = "local_batch" if arguments["mode"] == "weak" else "global_batch"
     values = {
-        "local_batch" if arguments["mode"] == "weak" else "global_batch": batch_of(arguments),
+        batch_setting: batch_of(arguments),
         "run_dir": str(Path(arguments["folder"]) / "run"),  # all ranks of a team share it
     }
     with opened(arguments, values) as rank:
@@ -41,6 +43,7 @@ def measure(arguments: dict[str, Any]) -> Generator[dict[str, Any], str, None]:
 
 def trace(run: Run, loop: Iterator[Run], file: Path) -> dict[str, Any]:
     """Trace one block and return its breakdown."""
+    # The traced steps are slower than others, so they are no turn.
     start_tracer(run)
     next(loop)
     return stop_tracer(run, file)
@@ -48,6 +51,7 @@ def trace(run: Run, loop: Iterator[Run], file: Path) -> dict[str, Any]:
 
 def _facts(run: Run, unit: str) -> dict[str, Any]:
     """Return what the report says about the run, and what the projection computes with."""
+    # Frozen parameters have no gradients to exchange.
     parameters = [p for p in run.driver.model.parameters() if p.requires_grad]
     return {
         "torch": torch.__version__,

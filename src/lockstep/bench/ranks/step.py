@@ -28,11 +28,16 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
             block=arguments["block"],
             folder=Path(arguments["folder"]),
         )
+
+        # All loops are alive at once, each with a model of its own. Only the one whose turn it is does anything.
         loops = {name: make() for name, make in contenders(workload, arguments["peers"]).items()}
         warm_up(loops)
 
         command = yield {"loops": list(loops), "torch": torch.__version__, "device": workload.device.type}
-        rounds = shorts = 0
+
+        # Counted apart, since the number of a round decides who begins (`in_turn`).
+        rounds = 0
+        shorts = 0
         while True:
             if command == "short":
                 shorts += 1
@@ -46,6 +51,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
 
 def _short_round(arguments: dict[str, Any], workload: Workload, number: int) -> dict[str, dict[str, float]]:
     """Time whole runs of SHORT steps, from building the model to the end: with what a framework does there."""
+    # A folder for each round: a run must not find the one before it.
     folder = workload.folder / f"short-{number}"
     folder.mkdir(exist_ok=True)
     short = replace(workload, block=SHORT, steps=SHORT, folder=folder)
@@ -54,9 +60,13 @@ def _short_round(arguments: dict[str, Any], workload: Workload, number: int) -> 
     found = {}
     for name in in_turn(makers, number):
         meet()
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()  # of all threads
+
+        # Building happens at the first `next`.
         for _ in makers[name]():
             pass
+
         found[name] = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
 
     return found

@@ -60,6 +60,7 @@ class Opened:
 def opened(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[Opened]:
     """Start this rank for the target of a benchmark; `values` are the settings that the benchmark itself needs."""
     kind = load(arguments["target"])
+
     # A log line for each turn, unless something else was asked for.
     layers = [("bench", {"log.every": arguments["block"]}), *arguments["layers"]]
     settings = settings_of(kind, layers, {"threads": arguments["threads"], **values})
@@ -70,14 +71,17 @@ def opened(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[
 
 def take(loop: Iterator[Any]) -> Turn:
     """Take one turn, from an idle GPU to an idle GPU, begun on all ranks together."""
+    # A run on the CPU of a machine with a GPU has not initialised it.
     gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+
     meet()
     if gpu:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
 
     # A GPU works on after `next` has returned: its time counts as well.
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall = time.perf_counter()
+    cpu = time.process_time()
     value = next(loop)
     if gpu:
         torch.cuda.synchronize()
@@ -105,7 +109,8 @@ def warm_up(loops: Mapping[str, Iterator[Any]], turns: int = WARM_UP) -> None:
 
 def in_turn(names: Iterable[str], number: int) -> list[str]:
     """Return the names in the order of a round: who begins alternates, so that no loop always follows the same one."""
-    return list(names)[:: -1 if number % 2 else 1]
+    order = list(names)
+    return order[::-1] if number % 2 else order
 
 
 def take_round(loops: Mapping[str, Iterator[Any]], number: int) -> dict[str, Turn]:
@@ -134,6 +139,7 @@ def by_lockstep(task: Task, resolved: Resolved, runtime: Runtime, block: int) ->
 
 def by_own_loop(task: Task, resolved: Resolved, runtime: Runtime, block: int) -> Iterator[None]:
     """A custom loop (`lockstep.start`) with the task's model, loss and optimizer, stopped after every block."""
+    # The run comes first: opening it seeds what the model draws.
     run = OwnRun(open_run(resolved, runtime, "bench", task.unit))
     plain = task.model()
     model, _ = run.setup(plain, task.optimizer(plain))
@@ -141,6 +147,7 @@ def by_own_loop(task: Task, resolved: Resolved, runtime: Runtime, block: int) ->
     for step in run.steps(task.data()):
         for batch in step:
             loss = task.loss(model, batch)
+
             # Sums, not means: `apply` divides once, by the weight of all micro-batches on all ranks.
             step.backward(loss.total, loss.weight)
 

@@ -28,19 +28,25 @@ class Block(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
 
         # Queries, keys and values come from one matrix.
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [batch, time, width] to the same shape."""
-        # Queries, keys and values: [batch, heads, time, width / heads] each.
         b, t, w = x.shape
-        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, w // self.heads).permute(2, 0, 3, 1, 4)
+        projected = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, w // self.heads)
+
+        # Queries, keys and values: [batch, heads, time, width / heads] each.
+        q, k, v = projected.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
+        # The heads side by side again: [batch, time, width].
         x = x + self.out(attended.transpose(1, 2).reshape(b, t, w))
         return x + self.mlp(self.norm2(x))
 
@@ -50,13 +56,16 @@ class GPT(nn.Module):
 
     def __init__(self, vocabulary: int, width: int, layers: int, heads: int, context: int):
         super().__init__()
-        self.token, self.position = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.token = nn.Embedding(vocabulary, width)
+        self.position = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.head = nn.Linear(width, vocabulary)
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return logits of every next token: [batch, time] ids -> [batch, time, vocabulary]."""
-        return self.head(self.blocks(self.token(ids) + self.position.weight[: ids.shape[1]]))
+        # The positions [time, width] are added to every sample of the batch.
+        embedded = self.token(ids) + self.position.weight[: ids.shape[1]]
+        return self.head(self.blocks(embedded))
 
 
 class GPTTask(Task):
@@ -79,12 +88,19 @@ class GPTTask(Task):
         return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
 
     def data(self) -> TensorDataset:
-        ids = torch.randint(0, 256, (self.samples, self.context + 1), generator=torch.Generator().manual_seed(0))
+        """Return inputs and targets, [samples, context] each: the target of a token is the next one."""
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, 256, (self.samples, self.context + 1), generator=generator)
         return TensorDataset(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
 
     def loss(self, model: nn.Module, batch: list[Tensor]) -> Loss:
+        """Return the cross-entropy of all targets.
+
+        batch: inputs and targets, [batch, time] ids; of the MLP below, points [batch, 64] and labels [batch]
+        """
         x, y = batch
-        return Loss(F.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum"), y.numel())
+        logits = model(x).flatten(0, -2)  # [targets, classes]
+        return Loss(F.cross_entropy(logits, y.flatten(), reduction="sum"), y.numel())
 
 
 class MLPTask(GPTTask):
@@ -94,16 +110,16 @@ class MLPTask(GPTTask):
     defaults = {"global_batch": 32}
 
     def __init__(self, width: int = 128, samples: int = 65536):
-
-        self.width, self.samples = width, samples
+        self.width = width
+        self.samples = samples
 
     def model(self) -> nn.Module:
         w = self.width
         return nn.Sequential(nn.Linear(64, w), nn.ReLU(), nn.Linear(w, w), nn.ReLU(), nn.Linear(w, 10))
 
     def data(self) -> TensorDataset:
-        generator = torch.Generator().manual_seed(0)
         # Ten classes of random points, [samples, 64]: there is nothing to learn.
+        generator = torch.Generator().manual_seed(0)
         labels = torch.randint(0, 10, (self.samples,), generator=generator)
         return TensorDataset(torch.randn(self.samples, 64, generator=generator), labels)
 
@@ -140,6 +156,7 @@ def settings_of(kind: type[Task], layers: Sequence[Any], values: dict[str, Any])
 
     What was typed is kept if the benchmark has no need for another value.
     """
+    # `...` as a value takes a setting out of this layer, so that the layers below decide.
     last = {key: value for key, value in {**ONLY_TRAINING, **values}.items() if value is not ...}
 
     # Batches and lengths exclude each other: what the benchmark sets replaces what the task says.
@@ -154,6 +171,7 @@ def batch_of(arguments: Mapping[str, Any]) -> int:
     """Return the samples per step that were asked for, or those that the target itself asks for on one rank."""
     if arguments["batch"]:
         return arguments["batch"]
+
     kind = load(arguments["target"])
     config = resolve_for(kind.defaults, kind.presets, arguments["layers"]).config
     return config.global_batch or config.local_batch or OWN_BATCH

@@ -76,6 +76,7 @@ class MixtureSampler(SeededSampler):
     seed: int | None = None  # None: the run's
 
     def __post_init__(self) -> None:
+        # How often each part is drawn in one period.
         counts = _counts_in_period(self.weights)
         self._period = int(counts.sum())
 
@@ -106,9 +107,12 @@ class MixtureSampler(SeededSampler):
         # The pattern goes on from epoch to epoch, so positions count all epochs.
         positions = np.arange(start, stop, dtype=np.int64) + epoch * self.length
         periods, places = np.divmod(positions, self._period)
+
+        # Whose turn each position is, and the how-many-th draw of that part since the beginning of the run.
         parts = self._part[places]
         numbers = periods * self._counts[parts] + self._number[places]
 
+        # Part by part: the draws of one part in a range of positions are consecutive.
         ids = np.empty(len(positions), dtype=np.int64)
         for part in np.unique(parts):
             of_part = parts == part
@@ -119,7 +123,8 @@ class MixtureSampler(SeededSampler):
     def _draws(self, part: int, numbers: np.ndarray) -> np.ndarray:
         """Return the ids of consecutive draws of a part, counted over all its epochs."""
         length = len(self.samplers[part])
-        first, last = int(numbers[0]), int(numbers[-1])
+        first = int(numbers[0])
+        last = int(numbers[-1])
 
         # They may reach over the end of one epoch of the part, or of several if it is small.
         pieces = []
@@ -133,6 +138,7 @@ class MixtureSampler(SeededSampler):
 
 def _counts_in_period(weights: np.ndarray) -> np.ndarray:
     """Return whole numbers in proportion to the weights, exactly if they add up to at most MAX_PERIOD."""
+    # As they were typed: Fraction(0.1) would have a denominator of 2^55.
     fractions = [Fraction(str(weight)) for weight in weights.tolist()]
     shares = [fraction / sum(fractions) for fraction in fractions]
     period = math.lcm(*(share.denominator for share in shares))
@@ -147,6 +153,8 @@ def _counts_in_period(weights: np.ndarray) -> np.ndarray:
             f"the pattern of a mixture has {MAX_PERIOD:,} places at most",
             "leave it out of the list, or give it a larger weight",
         )
+
+    # Rounded, so that shares are off by less than one draw in a period.
     return np.array([round(share * MAX_PERIOD) for share in shares])
 
 
@@ -158,6 +166,7 @@ def _check_datasets(datasets: list[Any]) -> None:
                 "",
                 "mix streams inside one IterableDataset, or use datasets with an index",
             )
+
         if len(dataset) == 0:
             raise UserError(f"dataset {index} of a mixture is empty", "", "leave it out of the list")
 

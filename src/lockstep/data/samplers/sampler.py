@@ -118,8 +118,10 @@ class OrderCache:
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return the result for `key`, made by `make()` if it is not kept."""
         if key not in self._results:
+            # A dict keeps the order of insertion, so its first key is the oldest.
             while len(self._results) >= CACHED:
                 del self._results[next(iter(self._results))]
+
             self._results[key] = make()
 
         return self._results[key]
@@ -134,6 +136,7 @@ def mix(x: np.ndarray) -> np.ndarray:
 
 def uniforms(key: int, start: int, stop: int) -> np.ndarray:
     """Return float64 numbers in [0, 1), uniform, one for each integer of [start, stop): a pure function of each."""
+    # The key goes in twice: neighbouring keys would otherwise give the same numbers at other places.
     numbers = np.arange(start, stop, dtype=np.uint64)
     bits = mix(mix(numbers ^ np.uint64(key)) ^ np.uint64(key))
 

@@ -75,6 +75,7 @@ class ShuffledSampler:
 
     def _make_block(self, epoch: int, index: int) -> np.ndarray:
         """Return one block of the permutation. Ids outside the dataset are permuted again until they are inside."""
+        # The last block of an epoch may be short. Each epoch has keys of its own.
         offsets = np.arange(index * BLOCK, min((index + 1) * BLOCK, self.length), dtype=np.uint64)
         keys = [np.uint64(derive(self.seed, "order", epoch, r)) for r in range(ROUNDS)]
         ids = self._feistel(offsets, keys)
@@ -93,6 +94,7 @@ class ShuffledSampler:
         A round xors one half of the bits with a function of the other half. This can be undone, so it is a permutation
         for any function.
         """
+        # The upper and the lower half of the bits.
         bits = np.uint64(self._half_bits)
         mask = np.uint64((1 << self._half_bits) - 1)
         left = values >> bits

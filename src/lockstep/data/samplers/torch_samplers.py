@@ -136,6 +136,7 @@ class ListedSampler:
         self._seed = seed
         self._orders = OrderCache()
 
+        # Not through the cache, which would give the same list twice.
         first = self._list(0)
         if not np.array_equal(first, self._list(0)):
             raise UserError(
@@ -159,6 +160,7 @@ class ListedSampler:
                 "positions are counted in epochs of equal length",
                 "let every epoch have the same number of samples",
             )
+
         return order[start:stop].copy()
 
     def _list(self, epoch: int) -> np.ndarray:
@@ -174,6 +176,7 @@ class ListedSampler:
                 generator.manual_seed(value)
             if set_epoch is not None:
                 set_epoch(epoch)
+
             # One that never ends would fill the memory.
             most = max(LONGEST, 100 * self._samples)
             listed = list(islice(iter(self._sampler), most + 1))
@@ -184,6 +187,7 @@ class ListedSampler:
                 f"the dataset has {self._samples:,}",
                 "let each epoch end, and set epochs or steps",
             )
+
         return self._checked(listed)
 
     def _checked(self, listed: list[Any]) -> np.ndarray:
@@ -194,6 +198,7 @@ class ListedSampler:
             ids = np.fromiter(map(index, listed), dtype=np.int64, count=len(listed))
         except TypeError:
             ids = None
+
         if ids is None or not len(ids):
             raise UserError(
                 f"{name} must give whole numbers, the ids of samples",

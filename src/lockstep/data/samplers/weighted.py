@@ -54,8 +54,8 @@ class WeightedSampler(SeededSampler):
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         assert 0 <= start <= stop <= len(self)
         if not self.replacement:
-            return self._drawable[self._orders.get(epoch, lambda: _Order(self._clocks(epoch))).part(start, stop)]
-
+            order = self._orders.get(epoch, lambda: _Order(self._clocks(epoch)))
+            return self._drawable[order.part(start, stop)]
         # A draw is the place of a uniform number among the cumulated weights.
         draws = uniforms(self.key("weighted", epoch), start, stop) * self._bounds[-1]
         places = np.searchsorted(self._bounds, draws, side="right")
@@ -106,7 +106,8 @@ class _Order:
 
         # The bits of floats from 0 on are in the order of their values: the first 16 that differ make the buckets.
         bits = clocks.view(np.uint64)
-        lowest, highest = int(bits.min()), int(bits.max())
+        lowest = int(bits.min())
+        highest = int(bits.max())
         shift = max(0, (highest - lowest).bit_length() - 16)
         buckets = ((bits - np.uint64(lowest)) >> np.uint64(shift)).astype(np.uint16)
 
@@ -119,6 +120,8 @@ class _Order:
         # The buckets that hold them, and where these begin and end.
         first = int(np.searchsorted(self._ends, start, side="right"))
         last = int(np.searchsorted(self._ends, stop, side="left"))
+
+        # Sort them if one of them is not sorted yet. All together, since the buckets are in order.
         if start < stop and not self._is_sorted[first : last + 1].all():
             places = slice(int(self._ends[first - 1]) if first else 0, int(self._ends[last]))
             indices = self._order[places]

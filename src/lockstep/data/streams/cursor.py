@@ -70,12 +70,14 @@ class Cursor:
 
         if state is not None:
             self._restore(state)
+
         self.state = self._state()
 
     def take(self, count: int) -> list[Any]:
         """Return the next samples: `count`, or fewer if the shard ends. `catch_up` must have returned True."""
         assert not self.reread.left, "the position is not restored yet"
-        samples, self._peeked = self._peeked, []
+        samples = self._peeked
+        self._peeked = []
         while len(samples) < count and (sample := self._next()) is not _END:
             samples.append(sample)
 
@@ -83,6 +85,8 @@ class Cursor:
 
         # The state comes before the look at the next sample, which is not taken yet.
         self.state = self._state()
+
+        # If the shard ended above, there is no next one.
         sample = self._next() if len(samples) == count else _END
         self.ended = sample is _END
         self._peeked = [] if self.ended else [sample]
@@ -112,6 +116,8 @@ class Cursor:
         self._flushed = bool(state["flushed"])
         if self._packer:
             self._packer.load_state_dict(state["packer"])
+
+        # Nothing is read any more, so no file needs to be opened.
         if self.ended:
             return
 
@@ -122,6 +128,7 @@ class Cursor:
             self._open(state["inner"])
             self._in_file = in_file
         else:
+            # From the beginning of the file, in `catch_up`: it may take long, and the watchdog must hear from us.
             self._read_so_far -= in_file
             self.reread = Reread(left=in_file, samples=in_file)
 
@@ -149,7 +156,8 @@ class Cursor:
 
     def _next(self) -> Any:
         """Return the next sample after filtering and packing, or _END."""
-        shards, packer = self._source.shards, self._packer
+        shards = self._source.shards
+        packer = self._packer
         while True:
             # Complete rows come first.
             row = packer.pop() if packer else None
@@ -159,14 +167,17 @@ class Cursor:
                     return row
                 continue
 
+            # At the end of the files, the packer completes the rows that are still open.
             sample = _END if self._flushed else self._read_raw()
             if sample is _END:
                 if packer is None or self._flushed:
                     return _END
+
                 packer.flush()
                 self._flushed = True
                 continue
 
+            # Without a packer, what `before` leaves is the sample.
             sample = self._named(apply, shards.before, sample)
             if sample is DROPPED:
                 continue
@@ -196,6 +207,7 @@ class Cursor:
             try:
                 sample = next(self._iterator)
             except StopIteration:
+                # Go on with the next file.
                 self._file += 1
                 self._in_file = 0
                 self._iterator = self._opened = None
@@ -225,6 +237,8 @@ class Cursor:
         seed_everything(self._derive("file", self._file))
         opened: Any = self._source.shards.read(self._source.files[self._file])
         self._set_epoch(opened)
+
+        # A state that could not be restored must not be found out at the resume.
         if not self._ignores_states:
             _check_state_is_whole(opened)
             _check_state_needs_no_arguments(opened)
@@ -233,6 +247,7 @@ class Cursor:
         self._opened = opened if has_state(opened) else iter(opened)
         if inner is not None:
             self._opened.load_state_dict(inner)
+
         self._iterator = iter(self._opened)
 
     def _set_epoch(self, opened: Any) -> None:

@@ -61,7 +61,8 @@ class EpochSource(DatasetSource):
             raise self._peek_error
 
         if self._peeked is not None:
-            peeked, self._peeked = self._peeked, None
+            peeked = self._peeked
+            self._peeked = None
             return peeked
 
         micros = [] if self._ended else self._pull()
@@ -70,6 +71,8 @@ class EpochSource(DatasetSource):
 
         # If this rank's shard ends before the others, repeat its last micro-batch with weight 0.
         self._last = last = micros[-1] if micros else self._last or self._find_padding()
+
+        # If forwards are collective every rank must run as many as the others, or else one, for the all-reduce.
         needed = self._micro_batches_per_step if self.options.collective_forwards else 1
         micros += [
             MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True)
@@ -100,6 +103,7 @@ class EpochSource(DatasetSource):
         if not empty:
             return
 
+        # One of this step, or the last one before it.
         nonempty = [micro for micro in (*micros, self._last) if micro is not None and not is_empty(micro.data)]
         if not nonempty:
             raise UserError(
@@ -109,7 +113,8 @@ class EpochSource(DatasetSource):
             )
 
         for micro in empty:
-            micro.data, micro.padding = nonempty[0].data, True
+            micro.data = nonempty[0].data
+            micro.padding = True
 
 
 def comparable_copy(sample: Any) -> Any:

@@ -92,12 +92,14 @@ class ExactStreamSource(EpochSource):
         self._peeked = None
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
+        # Before the base class, which may begin an epoch, and with it empty states.
         self._states |= self._states_taken
         super().commit(batches, result)
 
     def _begin_epoch(self, epoch: int, first_step: int) -> None:
         super()._begin_epoch(epoch, first_step)
-        self._states, self._states_taken = {}, {}
+        self._states = {}
+        self._states_taken = {}
 
     # ---- the state ----
 
@@ -169,9 +171,12 @@ class ExactStreamSource(EpochSource):
             self._note_start(parts)
 
         micros = [self._micro_batch(read) for part in parts for read in part.micro_batches]
+
+        # A rank that has had no micro-batch in this epoch needs something to run as padding.
         if not micros and self._last is None:
             spares = [part.spare for part in parts if part.spare is not None]
             micros = [self._micro_batch(spare, padding=True) for spare in spares[:1]]
+
         return micros
 
     def _next_parts(self, reads: Iterator[_StepRead | None]) -> list[_StepRead]:
@@ -207,12 +212,14 @@ class ExactStreamSource(EpochSource):
             self.options.log_event("note", reason=reason)
 
     def _start_reading(self) -> Iterator[_StepRead | None]:
+        # Nothing has arrived. Without workers, this process is the only reader.
         options = self.options
         self._arrived = [deque() for _ in range(max(1, options.config.workers))]
         self._turn = 0
 
         # A single stream may split itself by rank, so ranks compare its first sample; otherwise the names of the files.
         self.beginning = list(map(str, self._paths())) if self.shards.shards > 1 else None
+
         reads = start_loader(
             _StepReader(self.shards, self.collate, options, self.epoch, dict(self._states)),
             options.config.workers,
@@ -240,6 +247,7 @@ class ExactStreamSource(EpochSource):
                 f"the stream cannot be copied: {type(error).__name__}: {error}",
                 "set data.workers=1, or fewer ranks; or open files and connections in __iter__, not in __init__",
             ) from error
+
         for shard in range(shards.shards):
             cursor = open_cursor(shards, self.options, self.epoch, shard)
             while samples := cursor.take(self.options.micro_batch):
@@ -266,9 +274,10 @@ class ExactStreamSource(EpochSource):
         text = f"a stream in {plural(count, 'virtual shard')}; a resumed run {how}"
 
         # A shard that lies in the micro-batches of several readers is read by each of them.
-        size, workers = self.options.data_world.size, max(1, self.options.config.workers)
-        if size * workers > count:
-            text += f"; there are {size * workers} readers, so that some shards are read more than once"
+        readers = self.options.data_world.size * max(1, self.options.config.workers)
+        if readers > count:
+            text += f"; there are {readers} readers, so that some shards are read more than once"
+
         return text
 
 
@@ -305,7 +314,9 @@ def shards_of(cells: range, shards: Shards, options: SourceOptions) -> list[int]
 
 def open_cursor(shards: Shards, options: SourceOptions, epoch: int, shard: int, state: State | None = None) -> Cursor:
     """Open a virtual shard: every epoch shuffles the files, and deals them to the shards like cards."""
-    order = make_sampler(len(shards.files), options.seed, options.config.shuffle).ids(epoch, 0, len(shards.files))
+    # The order depends on the seed and the epoch alone, so all readers deal alike.
+    count = len(shards.files)
+    order = make_sampler(count, options.seed, options.config.shuffle).ids(epoch, 0, count)
     files = [shards.files[index] for index in order[shard :: shards.shards]]
     source = ShardEpoch(shards, files, options.seed, epoch, shard)
     return Cursor(source, state, reread=options.config.resume == "reread")
@@ -335,6 +346,7 @@ class _StepReader(IterableDataset):
         # A dataset that splits itself by worker process must not: each shard is read whole.
         torch_worker._worker_info = None
 
+        # This worker's range of its rank's micro-batches, and the shards that they lie in.
         of_rank = micro_batches_of(self.options)
         of_worker = rank_range(len(of_rank), worker, workers)
         cells = of_rank[of_worker.start : of_worker.stop]
@@ -348,21 +360,30 @@ class _StepReader(IterableDataset):
             yield step
             if isinstance(step, WorkerError):
                 return
+
+            # None: the position is not restored yet, and the first step is still to come.
             first = first and step is None
 
     def _read_step(self, cursors: dict[int, Cursor], needed: list[int], cells: range, opens: bool) -> _StepRead | None:
         # Here and not before the loop, so that errors are sent too.
-        for shard in () if cursors else needed:
-            cursors[shard] = open_cursor(self.shards, self.options, self.epoch, shard, self.states.get(shard))
+        if not cursors:
+            for shard in needed:
+                cursors[shard] = open_cursor(self.shards, self.options, self.epoch, shard, self.states.get(shard))
 
+        # About a second for each shard, and then a sign of life.
         if opens and not all(cursor.catch_up() for cursor in cursors.values()):
             return None
 
+        # As many samples of each shard as it has places in the global batch, also of places in others' micro-batches:
+        # every reader of a shard must come to the same position.
         each = self.options.global_batch // self.shards.shards
         begins = {shard: cursor.taken for shard, cursor in cursors.items()}
         samples = {shard: [] if cursor.ended else cursor.take(each) for shard, cursor in cursors.items()}
         beginning = self._beginning(samples) if opens else None
-        micro_batches = [read for cell in cells if (read := self._micro_batch(cell, each, samples, begins))]
+
+        # Without those whose places are all empty.
+        found = [self._micro_batch(cell, each, samples, begins) for cell in cells]
+        micro_batches = [read for read in found if read is not None]
         return _StepRead(
             micro_batches,
             {shard: cursor.state for shard, cursor in cursors.items()},
@@ -377,11 +398,13 @@ class _StepReader(IterableDataset):
 
         `samples`: of this step, by shard, `each` of them if the shard has not ended. `begins`: the number of the first.
         """
+        # (shard, number among the samples of this step) of each place.
         places = [divmod(place, each) for place in places_of(cell, self.options)]
         filled = [(shard, number) for shard, number in places if number < len(samples[shard])]
         if not filled:
             return None
 
+        # Unique in the epoch, and the same on any number of ranks.
         ids = [(begins[shard] + number) * self.shards.shards + shard for shard, number in filled]
         chosen = [samples[shard][number] for shard, number in filled]
         return _Read(cell, np.array(ids, dtype=np.int64), self._collate(chosen, ids))
@@ -401,7 +424,9 @@ class _StepReader(IterableDataset):
         """Return the first sample of a single shard, for ranks to compare, or None if there is no need."""
         world = self.options.data_world
         all_read_it = self.shards.shards == 1 and self.options.micro_batches >= world.size
-        return comparable_copy(samples[0][0]) if all_read_it and not world.alone and samples.get(0) else None
+        if world.alone or not all_read_it or not samples.get(0):
+            return None
+        return comparable_copy(samples[0][0])
 
     @property
     def _where(self) -> str:

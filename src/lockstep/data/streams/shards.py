@@ -180,6 +180,7 @@ class TokenChunks:
         self._tokens = torch.cat([self._tokens, tokens, *end])
 
     def flush(self) -> None:
+        # How many tokens the last row lacks.
         rest = -len(self._tokens) % self.length
         if self.pad is None:
             self._tokens = self._tokens[: len(self._tokens) // self.length * self.length]
@@ -190,7 +191,9 @@ class TokenChunks:
         if len(self._tokens) < self.length:
             return None
 
-        row, self._tokens = self._tokens[: self.length].clone(), self._tokens[self.length :]
+        # A copy, because the row is a view of all tokens, and would be sent with all of them.
+        row = self._tokens[: self.length].clone()
+        self._tokens = self._tokens[self.length :]
         return row
 
     def state_dict(self) -> dict[str, Any]:
@@ -221,6 +224,7 @@ class DocumentRows:
         self._complete: deque[list[dict[str, np.ndarray]]] = deque()
 
     def add(self, sample: Any) -> None:
+        # Arrays, for the same reason as in `TokenChunks.state_dict`.
         document = {name: tensor.numpy() for name, tensor in as_document(sample).items()}
         self._complete.extend(self._packer.add(document, len(document["input_ids"])))
 
@@ -261,6 +265,7 @@ def read_tar(path: str | Path) -> Iterator[dict[str, Any]]:
     A sample is a dictionary of bytes by extension, with the name as `__key__`. The files of a sample must be
     neighbours.
     """
+    # As a stream, without seeking: the file may be a pipe, and is read once from front to back.
     sample: dict[str, Any] = {}
     with tarfile.open(path, "r|*") as archive:
         for member in archive:
@@ -271,6 +276,8 @@ def read_tar(path: str | Path) -> Iterator[dict[str, Any]]:
             folder, _, name = member.name.rpartition("/")
             stem, _, extension = name.partition(".")
             key = f"{folder}/{stem}" if folder else stem
+
+            # Another key: the sample before it is complete.
             if sample and sample["__key__"] != key:
                 yield sample
                 sample = {}

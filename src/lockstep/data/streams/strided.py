@@ -182,11 +182,13 @@ class _Shard(IterableDataset):
         else:
             samples = itertools.islice(self._seeded(0), world.rank, None, world.size)
 
+        # For `read_again`: one worker reads what all of them would read in turn.
         if self.only_worker is not None:
             if worker != self.only_worker:
                 return
             workers, worker = 1, 0
 
+        # Every worker reads all micro-batches of the rank, and collates and sends its own.
         for index in itertools.count():
             pairs = batch_to_send(
                 lambda: list(itertools.islice(samples, self.options.micro_batch)), [], self._where, check=False
@@ -197,6 +199,7 @@ class _Shard(IterableDataset):
 
             if not pairs:
                 return
+
             # The DataLoader collects from its workers in turn, so the batches arrive in this order.
             if index % workers == worker:
                 numbers, samples_read = map(list, zip(*pairs, strict=True))
@@ -210,7 +213,9 @@ class _Shard(IterableDataset):
         if isinstance(batch, WorkerError):
             return batch
 
-        beginning, self.beginning = self.beginning, None
+        # Sent once.
+        beginning = self.beginning
+        self.beginning = None
         return _Item(len(samples), batch, beginning)
 
     @property

@@ -60,10 +60,12 @@ class Compilation:
         with StateSnapshot(self.driver.model, self._generator()) as snapshot, self.driver.no_exchange():
             problem = self._try(name, snapshot, limit_s)
 
+        # Post without waiting: the other ranks of this machine may now look for this rank's code.
         if first:
             runtime.store_barrier("compiled first", timedelta(0))
         self._meet()
 
+        # All ranks keep the target, or none of them does: compiled and eager ranks would differ in the last bits.
         problems = [problem for problem in runtime.collectives.gather_json(problem) if problem]
         self.gave_up = any(runtime.collectives.gather_json(self.gave_up))
         if problems:
@@ -73,6 +75,7 @@ class Compilation:
         return problems[0] if problems else None
 
     def remove(self) -> None:
+        """Return the model to its eager code, on this rank."""
         if self.target is not None:
             self.target.remove()
             self.target = None
@@ -80,12 +83,17 @@ class Compilation:
     def _try(self, name: str, snapshot: StateSnapshot, limit_s: float) -> str | None:
         """Return what is wrong on this rank."""
         driver = self.driver
-        isolated = IsolatedCall([p for p in driver.model.parameters() if p.requires_grad], self.arguments)
+        trainable = [parameter for parameter in driver.model.parameters() if parameter.requires_grad]
+        isolated = IsolatedCall(trainable, self.arguments)
+
+        # Whatever is raised here is a problem of this target, not of the run: the next target is tried, or none.
         try:
             target = self.target = Target(
                 name, driver.model, self.function, bool(self.dynamic), driver.runtime.world.alone
             )
-            with compiling(len(find_blocks(driver.model))), deadline(limit_s, partial(self.progress, name)):
+            num_blocks = len(find_blocks(driver.model))
+            progress = partial(self.progress, name)
+            with compiling(num_blocks), deadline(limit_s, progress):
                 found = self._run_compiled(isolated, target)
         except torch.OutOfMemoryError:
             return "out of memory"
@@ -109,11 +117,13 @@ class Compilation:
     def _run_compiled(self, isolated: IsolatedCall, target: Target) -> CallResult:
         """Compile by running forward and backward, and once more to see that nothing is compiled again."""
         call = self.call
+        # What torch compiles inside the model is reached by the eager call; a compiled loss is a function of its own.
         dynamic: Dims = frozenset()
         if target.function is not None:
             call = lambda *args: self.driver.call_inside(target, *args)  # noqa: E731
             dynamic = self.dynamic
 
+        # Every example may need a version of the code for its class of sizes.
         found = isolated.run(call, dynamic)
         for arguments in self.examples:
             IsolatedCall(isolated.parameters, arguments).run(call, dynamic)
@@ -127,16 +137,21 @@ class Compilation:
     def _compare(self, isolated: IsolatedCall, found: CallResult, snapshot: StateSnapshot) -> str | None:
         """Compare with the same call without compiled code."""
         with torch.compiler.set_stance("force_eager"):
+            # The eager call starts from the same buffers and random numbers as the compiled one.
             snapshot.restore()
             generator = self._generator()
             before = generator.get_state()
             expected = isolated.run(self.call)
 
             # Compiled code draws other random numbers than eager code. This second call draws others, too.
-            other = None if torch.equal(before, generator.get_state()) else isolated.run(self.call)
+            draws_random = not torch.equal(before, generator.get_state())
+            other = isolated.run(self.call) if draws_random else None
 
+        # Without random numbers every result and every gradient must agree. With them only the gradients as a whole
+        # can be judged, by how much two eager calls differ.
         if other is None:
-            distance, limit = difference(expected, found), self.tolerance
+            distance = difference(expected, found)
+            limit = self.tolerance
         else:
             distance = gradient_difference(expected, found)
             limit = self.tolerance + RANDOM * gradient_difference(expected, other)
@@ -147,12 +162,14 @@ class Compilation:
 
     def _wait(self, name: str, timeout: timedelta) -> bool:
         """Wait for all ranks through the store: the timeout of a collective is shorter than compiling takes."""
+        # The watchdog must see that this rank waits, and not take it for the one that hangs.
         heartbeat = self.driver.runtime.heartbeat
         heartbeat.beat("collective")
         heartbeat.set_detail(name)
         return self.driver.runtime.store_barrier(name, timeout)
 
     def _meet(self) -> None:
+        """Wait until all ranks have tried to compile. Raise a UserError if one of them takes too long."""
         if not self._wait("compiled", self.timeout):
             seconds = f"{self.timeout.total_seconds():.0f}"
             raise UserError(
@@ -162,19 +179,29 @@ class Compilation:
             )
 
     def _generator(self) -> torch.Generator:
+        """Return the generator of the model's device, from which dropout draws."""
         device = self.driver.runtime.device
-        return torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+        if device.type == "cuda":
+            return torch.cuda.default_generators[device.index or 0]
+        return torch.default_generator
 
 
 def explain(error: Exception) -> str:
     """`Unsupported: Data-dependent branching (my_task.py, line 12)`"""
     # torch puts what a backend raises into an exception of its own.
     cause = getattr(error, "inner_exception", error)
-    name, text = type(cause).__name__, first_line(cause)
+    name = type(cause).__name__
+    text = first_line(cause)
     if isinstance(cause, Unsuitable):
         return text.removeprefix("Unsuitable: ")
 
     # torch names the line of the user's code that it could not compile.
-    places = re.findall(r'File "([^"]+)", line (\d+)', str(error).partition("from user code:")[2])
-    where = f" ({Path(places[-1][0]).name}, line {places[-1][1]})" if places else ""
+    _, _, stack = str(error).partition("from user code:")
+    places = re.findall(r'File "([^"]+)", line (\d+)', stack)
+    where = ""
+    if places:
+        file, line = places[-1]
+        where = f" ({Path(file).name}, line {line})"
+
+    # Some messages begin with the name of the exception already.
     return f"{name}: {text.removeprefix(f'{name}: ')}{where}"

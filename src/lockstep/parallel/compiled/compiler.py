@@ -54,11 +54,13 @@ class Candidates:
 
     @property
     def seconds_left(self) -> float:
+        """Seconds that are left for the next try."""
         # At least one, so that all ranks try the same targets.
         return max(1.0, self.limit_s - self.cost_s)
 
     @property
     def why(self) -> str:
+        """Why nothing better is compiled, for the log; empty if the first target worked."""
         return "; ".join(f"not {name}: {problem}" for name, problem in self.problems.items())
 
 
@@ -75,8 +77,10 @@ class Compiler:
 
         self.stage: Literal["watch", "try", "compiled", "eager"] = "watch" if judged else "try"
         self.function: Function | None = None  # what the user's loss computes from the model and a batch
-        self.code: InstalledCode | None = None
-        self.compiles = 0
+        self.code: InstalledCode | None = None  # what runs in training calls; None: eager code
+        self.compiles = 0  # how often code was installed
+
+        # Measurements of the steps, and what follows from them.
 
         self._judge = Judge(driver, config)
         self._watch = BatchWatch()
@@ -99,6 +103,8 @@ class Compiler:
         def call(module: Any, *args: Any) -> Any:
             if self.stage in ("watch", "try"):
                 self._watch.note(args)
+
+            # Compile on the first training batch after the decision. The call below then runs the new code.
             if self.stage == "try" and self._next_target() == LOSS and self._is_training():
                 self._try((LOSS,), lambda *args: function(module, *args), (args, {}))
 
@@ -106,15 +112,24 @@ class Compiler:
             if code is None:
                 return function(module, *args)
 
+            # Counted in any case: how many batches fit tells whether to compile once more.
             fitting = self._fits(code, args)
+
+            # If the model or its blocks are compiled, torch's guards choose between compiled and eager code in there.
             if code.target.function is None:
                 return code.run(lambda: function(module, *args))
-            return code.run(lambda: code.call_function(self.driver, args)) if fitting else function(module, *args)
+
+            # A compiled loss is a second function beside the eager one, so the choice is made here.
+            if not fitting:
+                return function(module, *args)
+            return code.run(lambda: code.call_function(self.driver, args))
 
         return call
 
     def call_model(self, link: Link, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the model itself in a training step, for its link."""
+
+        # With a function around the model (`around`), the sizes of its arguments are noted, not those of the model.
         if self.stage in ("watch", "try") and self.function is None:
             self._watch.note((args, kwargs))
 
@@ -127,6 +142,8 @@ class Compiler:
 
         if self.code is None:
             return link.inner(*args, **kwargs)
+
+        # Only to count: torch's guards choose between compiled and eager code.
         if self.function is None:
             self._fits(self.code, (args, kwargs))
         return self.code.run(lambda: link.inner(*args, **kwargs))
@@ -139,6 +156,7 @@ class Compiler:
         return code.takes(shapes)
 
     def _is_training(self) -> bool:
+        """Return whether this call belongs to a training step: the loss is called in evaluations, too."""
         return self.driver.runtime.heartbeat.phase == "compute" and torch.is_grad_enabled()
 
     def _next_target(self) -> str | None:
@@ -159,12 +177,14 @@ class Compiler:
         """End a step: all ranks come here together. They decide or measure, if it is time."""
         self._length.steps_done += 1
         if self.code:
+            # This may take the code away again, and start another try.
             self._look_for_misses(self.code)
 
         step_s = self._timer.end_step(self.driver.runtime) if self._timer else None
         if step_s is None:
             return
 
+        # The timer has done its work. Without code it timed eager steps, with code compiled ones.
         self._timer = None
         if self.code:
             self._conclude(self.code, step_s)
@@ -178,6 +198,7 @@ class Compiler:
             return self._stay_eager("the loss computes a gradient through the model and keeps its graph")
 
         self._watch.agree(self.driver.runtime.collectives)
+        # Every batch has the same sizes, so cuDNN makes only one plan, and attention may use it again.
         if not self._watch.varying and not self._watch.sizes.irregular:
             self._settings.close()
 
@@ -192,6 +213,7 @@ class Compiler:
         """Compare the steps with those before compiling, remember the result, or go back to eager."""
         eager_s = self._judge.eager_s
         speedup = eager_s / compiled_s
+        # A slow-down is remembered as well: the next run of this model then does not compile.
         self._judge.remember(code.target.name, Payoff(self._candidates.cost_s, speedup))
 
         times = f"{eager_s * 1e3:.3g} ms before, {compiled_s * 1e3:.3g} ms now"
@@ -208,16 +230,19 @@ class Compiler:
         if share is None or self.compiles >= MOST_COMPILES:
             return
 
+        # One rank with many misses holds up all others in every step, so the worst share counts.
         largest = max(self.driver.runtime.collectives.gather_json(share))
         if largest <= MISSES:
             return
 
         self._watch.agree(self.driver.runtime.collectives)
+        # With compile=auto it must pay once more, and the limit is lower by what was spent before.
         candidates = Candidates(self._judge.preferred(self.function, self._watch.varying))
         if self.judged:
             spent_s = max(self.driver.runtime.collectives.gather_json(self._candidates.cost_s))
             decision = self._judge.decide(self._length.steps_left, spent_s, self.function, self._watch)
             candidates = Candidates(decision.targets, decision.limit_s)
+
         if candidates.left:
             self._remove_code()
             self._start_try(candidates, f"once more: {largest:.0%} of the batches had another shape")
@@ -225,6 +250,7 @@ class Compiler:
     # ---- compile and compare ----
 
     def _start_try(self, candidates: Candidates, reason: str) -> None:
+        """Let the next training call compile the first of the candidates."""
         self.stage = "try"
         self._timer = None
         self._candidates = candidates
@@ -233,12 +259,16 @@ class Compiler:
     def _try(self, targets: Sequence[str], call: Callable[..., Any], arguments: Arguments) -> None:
         """Compile the first of these targets that works on all ranks, and compare it with eager. Collective."""
         began = time.perf_counter()
+
+        # A capture would replay the code from before, and it holds memory that compiling may need.
         release_captures(self.driver.model)
+
         dynamic = self._watch.varying  # not what this rank has seen since: all ranks must compile alike
         compilation = Compilation(
             driver=self.driver,
             call=call,
             arguments=arguments,
+            # These are calls of the model, so the loss cannot be called with them.
             examples=self._watch.examples if dynamic and targets != (LOSS,) else (),
             function=self.function,
             dynamic=dynamic,
@@ -247,6 +277,7 @@ class Compiler:
             timeout=timedelta(seconds=self.config.hang.first),
             progress=self._judge.remember_unfinished,
         )
+
         candidates = self._candidates
         for name in targets:
             limit_s = min(candidates.seconds_left, PATIENCE * self.config.hang.first)
@@ -254,10 +285,13 @@ class Compiler:
             self.log_event("compile", reason=f"begins with {name}: {given_up}")
 
             problem = compilation.run(name, limit_s)
+            # A try that fails costs time as well, and leaves less for the next one.
             candidates.cost_s += time.perf_counter() - began
             began = time.perf_counter()
+
             if not problem:
                 break
+
             candidates.problems[name] = problem
             if compilation.gave_up:
                 break
@@ -265,6 +299,7 @@ class Compiler:
         # Without time there is nothing left to try.
         left = [] if compilation.gave_up else candidates.left or ()
         candidates.left = [target for target in left if target not in targets]
+
         if compilation.target is not None:
             self._install(compilation)
         elif not candidates.left:
@@ -274,6 +309,7 @@ class Compiler:
         """Run this code from now on, and log what it is and why nothing better is."""
         target = compilation.target
         assert target is not None
+
         # With a function, the sizes are those of its arguments, even if the model alone is compiled.
         own_shapes = self.function is None or target.function is not None
         shapes = shapes_of(compilation.arguments) if own_shapes else self._watch.smallest()
@@ -301,15 +337,19 @@ class Compiler:
             self.code.capture(self.function, self.driver, self.config, self.log_event, self._length)
 
     def _remove_code(self) -> None:
+        """Return the model to its eager code, if there is compiled code."""
         if self.code is not None:
             self.code.remove()
             self.code = None
 
     def _stay_eager(self, reason: str) -> None:
+        """End all attempts to compile, and log why. Calls may still be captured."""
         self.stage = "eager"
         self._timer = None
         self._watch.drop_examples()
+        # Eager calls need no link, and the loss is called as the user wrote it (`around`).
         CallChain.of(self.driver.model).remove("compile")
+
         self.log_event("compile", reason=f"nothing: {reason}")
         self._capture()
 
@@ -328,6 +368,7 @@ class ModelCall(Link):
         self._compiler = compiler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # While torch traces this call, nothing of the choice below may become part of the graph.
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
 
@@ -337,6 +378,7 @@ class ModelCall(Link):
         if torch.is_grad_enabled() and phase in ("compute", "compile"):
             return compiler.call_model(self, args, kwargs)
 
+        # `_call_impl` is the model's call without links; blocks inside it may be compiled by themselves.
         if compiler.code is None:
             return self.inner(*args, **kwargs)
         with compiler.code.target.uncompiled():

@@ -23,9 +23,12 @@ class Constants:
     """The attributes of a task and the globals that its loss reads, itself or in a function that it calls."""
 
     def __init__(self, function: Callable[..., Any]):
+        """`function`: usually a bound method, the `loss` of a task."""
         self._owner = getattr(function, "__self__", None)
-        self._attributes: set[str] = set()
-        self._globals: list[tuple[dict[str, Any], str]] = []
+        self._attributes: set[str] = set()  # names of attributes of the owner
+        self._globals: list[tuple[dict[str, Any], str]] = []  # (globals of a module, name in them)
+
+        # The code is read once. Its values are read again before every replay, see `hold`.
         code = inspect.unwrap(getattr(function, "__func__", function))
         self._is_known = self._owner is not None and isinstance(code, FunctionType) and self._read_code(code)
         self._before = self._values()
@@ -43,7 +46,9 @@ class Constants:
 
     def _read_code(self, first: FunctionType) -> bool:
         """Note what a function reads. Return whether all of it is of a kind that is known."""
-        functions, seen = [first], set()
+        # A list rather than recursion: functions may call each other.
+        functions = [first]
+        seen = set()
         while functions:
             function = functions.pop()
             if function.__code__ in seen:
@@ -51,15 +56,22 @@ class Constants:
 
             seen.add(function.__code__)
             names = _names(function.__code__)
-            # A closure may hold anything, and a name may be computed.
-            if set(function.__code__.co_freevars) - {"__class__"} or names & {"getattr", "vars", "__dict__", "globals"}:
+
+            # A closure may hold anything. `__class__` is only what super() needs.
+            if set(function.__code__.co_freevars) - {"__class__"}:
                 return False
 
+            # A name may be computed, so that it is not among `names`.
+            if names & {"getattr", "vars", "__dict__", "globals"}:
+                return False
+
+            # The bytecode does not tell attributes from globals, so each name is looked up as both.
             for name in names:
                 functions += self._note_attribute(name)
+
                 value = function.__globals__.get(name)
                 if isinstance(value, FunctionType) and not value.__module__.startswith("torch"):
-                    functions.append(value)
+                    functions.append(value)  # read it as well
                 elif isinstance(value, PLAIN):
                     self._globals.append((function.__globals__, name))
                 elif not isinstance(value, ModuleType | type | FunctionType | BuiltinFunctionType):
@@ -89,7 +101,9 @@ def _plain(value: Any, depth: int = 0) -> Any:
     """Return a value that can be compared with a later one, with its type: 1 is not True."""
     if isinstance(value, PLAIN):
         return type(value), value
+
     if type(value) in (tuple, list) and depth < DEEPEST:
         parts = [_plain(part, depth + 1) for part in value]
         return _UNKNOWN if any(part is _UNKNOWN for part in parts) else (type(value), parts)
+
     return _UNKNOWN

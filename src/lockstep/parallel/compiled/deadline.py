@@ -47,6 +47,8 @@ def deadline(limit_s: float, progress: Callable[[float], None]) -> Iterator[None
 
 
 class _Watch(threading.Thread):
+    """The thread that reports progress, and interrupts the compiler after the limit."""
+
     def __init__(self, limit_s: float, progress: Callable[[float], None]):
         super().__init__(name="compile deadline", daemon=True)
         self._limit_s = limit_s
@@ -57,24 +59,32 @@ class _Watch(threading.Thread):
         self._lock = threading.Lock()  # nothing is raised once `stop` has returned
 
     def run(self) -> None:
+        """Call `progress` every few seconds. From the limit on, interrupt until `stop` is called."""
         began = time.monotonic()
-        passed_s, next_s = 0.0, self._limit_s
+        passed_s = 0.0
+        next_s = self._limit_s  # when to interrupt next, in seconds since the start
+
         while not self._stopped.wait(min(PROGRESS_S, next_s - passed_s)):
             passed_s = time.monotonic() - began
             self._progress(passed_s)
+
+            # Now and then no thread can be interrupted, because it imports a module.
             if passed_s >= next_s:
                 next_s = passed_s + (AGAIN_S if self._interrupt() else SOON_S)
 
     def _interrupt(self) -> bool:
         """Raise in the threads that compile. Return whether there are any."""
         with self._lock:
+            # `stop` may have been called since this thread looked last.
             threads = [] if self._stopped.is_set() else compiling_threads(self._caller)
             for ident in threads:
                 self._interrupted.add(ident)
                 _raise_in(ident, _Interrupt)
+
         return bool(threads)
 
     def stop(self) -> None:
+        """End the thread, and take back the interrupts that have not arrived yet."""
         self._stopped.set()
         with self._lock:
             # Autograd's thread may have left the compiler: it would end a later backward.
@@ -93,6 +103,7 @@ def compiling_threads(caller: int) -> list[int]:
 
 
 def _is_compiling(frame: FrameType | None) -> bool:
+    """Return whether the stack of a thread, given by its innermost frame, is inside torch's compiler."""
     files = []
     while frame is not None:
         files.append(frame.f_code.co_filename)

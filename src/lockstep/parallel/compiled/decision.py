@@ -81,7 +81,7 @@ class Decision:
 
 def decide(facts: Facts) -> Decision:
     """Return what to compile: the targets that pay, the best one first."""
-    eager_s = facts.eager_s
+    eager_s = facts.eager_s  # the yardstick: the rest of the run without compiling
     left = f"{facts.steps_left} steps of {facts.step_s * 1e3:.3g} ms are left"
 
     # How long the run takes with each target that pays.
@@ -89,18 +89,24 @@ def decide(facts: Facts) -> Decision:
     paying = {target: payoff for target, payoff in payoffs.items() if pays(facts, payoff)}
     seconds = {target: payoff.cost_s + eager_s / payoff.speedup for target, payoff in paying.items()}
     targets = tuple(sorted(seconds, key=lambda target: seconds[target]))
-    if targets:
-        with_best = f"about {seconds[targets[0]]:.0f} s with {targets[0]} compiled"
-        known = [RECORD_MARGIN * payoff.cost_s for payoff in paying.values() if payoff.measured]
-        return Decision(
-            targets, f"{left}: {eager_s:.0f} s without compiling, {with_best}", max(facts.most_s, *known, 0.0)
-        )
 
+    if targets:
+        best = targets[0]
+        with_best = f"about {seconds[best]:.0f} s with {best} compiled"
+        reason = f"{left}: {eager_s:.0f} s without compiling, {with_best}"
+
+        # A target that was compiled here before may take as long as it did then, and a little more.
+        known = [RECORD_MARGIN * payoff.cost_s for payoff in paying.values() if payoff.measured]
+        return Decision(targets, reason, limit_s=max([facts.most_s, *known]))
+
+    # Nothing pays. Explain it by the target that would be preferred.
     first = next(iter(payoffs.values()))
     gain_s = max(0.0, eager_s * (1 - 1 / first.speedup))
     reason = f"it would not pay: {left}, of which it would save about {gain_s:.0f} s for {first.cost_s:.0f} s"
     if gain_s > first.cost_s:
+        # It would pay if the estimate were right, but too much is at stake if it is not.
         reason += f"; a first try may take {facts.most_s:.0f} s of them"
+
     return Decision((), reason)
 
 
@@ -109,17 +115,22 @@ def pays(facts: Facts, payoff: Payoff) -> bool:
     saving_s = facts.eager_s * (1 - 1 / payoff.speedup)
     if payoff.measured:
         return saving_s > RECORD_MARGIN * payoff.cost_s
+
     return payoff.cost_s < min(saving_s, facts.most_s)
 
 
 def preferred(facts: Facts) -> list[str]:
     """Return the possible targets, the preferred one first."""
     order = [target for target in (LOSS, MODEL, BLOCKS) if target in facts.possible]
+
+    # A single block is hardly less than the model.
     if facts.blocks < 2 and BLOCKS in order:
         order.remove(BLOCKS)
 
     # With dynamic sizes a whole model takes minutes to compile, and its blocks share the code of one.
-    return [BLOCKS] if facts.sizes_vary and BLOCKS in order else order
+    if facts.sizes_vary and BLOCKS in order:
+        return [BLOCKS]
+    return order
 
 
 def expected(facts: Facts, target: str) -> Payoff:

@@ -44,11 +44,16 @@ def is_cold() -> bool:
 
 def signature(model: nn.Module, device: torch.device, sizes: Any) -> str:
     """Return a key for a model on this kind of device, with batches of these sizes."""
+    # Everything that decides how much there is to compile, and how fast the result is.
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     tensors = [[n, list(p.shape), str(p.dtype), p.requires_grad] for n, p in model.named_parameters()]
-    autocast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else ""
+    autocast = ""
+    if torch.is_autocast_enabled(device.type):
+        autocast = str(torch.get_autocast_dtype(device.type))
+
     parts = [type(model).__qualname__, tensors, name, torch.__version__, autocast, sizes]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    text = json.dumps(parts)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read(key: str, path: Path | None = None) -> dict[str, Payoff]:
@@ -57,7 +62,8 @@ def read(key: str, path: Path | None = None) -> dict[str, Payoff]:
     for target, values in _load(path or history_path()).get(key, {}).items():
         # A file from another version, or one that somebody edited.
         with suppress(TypeError, ValueError, KeyError):
-            cost_s, speedup = float(values["cost_s"]), float(values["speedup"])
+            cost_s = float(values["cost_s"])
+            speedup = float(values["speedup"])
             if cost_s >= 0 and speedup > 0:
                 records[target] = Payoff(cost_s, speedup, values.get("measured", True) is True)
 
@@ -68,19 +74,21 @@ def write(key: str, target: str, record: Payoff, path: Path | None = None) -> No
     """Add a record. If the file cannot be written, nothing happens."""
     path = path or history_path()
     everything = _load(path)
-    of_model = everything.pop(key, {})
+    of_model = everything.pop(key, {})  # taken out, to be put back as the newest
     of_model[target] = {**asdict(record), "cost_s": round(record.cost_s, 2), "speedup": round(record.speedup, 3)}
     everything[key] = of_model  # the newest is last
 
     # Two runs may write at once: each replaces the whole file, and the last one wins.
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
+        newest = dict(list(everything.items())[-MOST_MODELS:])
         draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(dict(list(everything.items())[-MOST_MODELS:]), indent=1))
+        draft.write_text(json.dumps(newest, indent=1))
         draft.replace(path)
 
 
 def _load(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the records of all models, by key and target; nothing if the file cannot be read."""
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError):

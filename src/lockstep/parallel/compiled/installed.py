@@ -35,10 +35,13 @@ class InstalledCode:
         self._graphed: GraphedCall | None = None
         self._constants: Constants | None = None
 
-        # Since the last look.
-        self._calls = self._misses = 0
+        # Since the last look: calls in all, and calls that did not fit.
+        self._calls = 0
+        self._misses = 0
+
+        # Since the code was installed.
         self._steps = 0
-        self._next_look = FIRST_LOOK
+        self._next_look = FIRST_LOOK  # the number of steps at which the ranks look next
 
     def takes(self, shapes: Sequence[Shape]) -> bool:
         """Return whether a call with these shapes fits the compiled code, and count it."""
@@ -49,6 +52,7 @@ class InstalledCode:
 
     @property
     def still_looks(self) -> bool:
+        """Whether the ranks will look once more how many calls did not fit."""
         return self._next_look <= LAST_LOOK
 
     def end_step(self) -> float | None:
@@ -59,7 +63,8 @@ class InstalledCode:
 
         self._next_look *= 2
         share = self._misses / max(1, self._calls)
-        self._calls = self._misses = 0
+        self._calls = 0
+        self._misses = 0
         return share
 
     def run(self, call: Callable[[], Any]) -> Any:
@@ -84,6 +89,8 @@ class InstalledCode:
             )
             return
 
+        # None if the settings or the model do not allow captures. The link is not installed on the model's call chain:
+        # it wraps the compiled function, and `call_function` chooses it.
         self._graphed = graph_link(driver.model, config, driver.runtime, log_event, length)
         if self._graphed:
             self._graphed.inner = self.target

@@ -43,6 +43,7 @@ class IsolatedCall:
 
     def run(self, call: Callable[..., Any], dynamic: Dims = frozenset()) -> CallResult:
         """Run forward and backward. `dynamic`: the dimensions that torch must not compile for one size."""
+        # Copies, because a call may change its arguments, and the step still needs the batch.
         args, kwargs = tree_map(_copy, (self.args, self.kwargs))
         tensors = tensors_in((args, kwargs))
         for index, dim in dynamic:
@@ -54,11 +55,13 @@ class IsolatedCall:
         results = differentiable(returned)
         torch.clear_autocast_cache()
 
+        # Not backward(), which would leave gradients on the parameters. Each result gets a gradient of ones.
         with torch.autocast(results[0].device.type, enabled=False):  # as in autograd's own threads
             ones = [torch.ones_like(result) for result in results]
             gradients = torch.autograd.grad(results, self.parameters, ones, allow_unused=True)
 
-        return CallResult([result.detach() for result in [*results, *numbers(returned)]], list(gradients))
+        compared = [*results, *numbers(returned)]
+        return CallResult([result.detach() for result in compared], list(gradients))
 
 
 def differentiable(result: Any) -> list[Tensor]:
@@ -78,13 +81,15 @@ def difference(expected: CallResult, found: CallResult) -> float:
     if len(expected.results) != len(found.results):
         return float("inf")
 
+    # Results are compared one by one, each relative to its own norm.
     results = zip(expected.results, found.results, strict=True)
+    differences = [_relative(a, b, floor=0.0) for a, b in results]
+
+    # A gradient that is nearly zero consists of rounding errors, so it is measured against all gradients together.
     pairs = _gradient_pairs(expected, found)
     together = sum(_norm(a) ** 2 for a, _ in pairs) ** 0.5
-    return max(
-        _relative(a, b, floor)
-        for a, b, floor in [*((a, b, 0.0) for a, b in results), *((a, b, SMALL * together) for a, b in pairs)]
-    )
+    differences += [_relative(a, b, floor=SMALL * together) for a, b in pairs]
+    return max(differences)
 
 
 def gradient_difference(expected: CallResult, found: CallResult) -> float:
@@ -96,6 +101,7 @@ def gradient_difference(expected: CallResult, found: CallResult) -> float:
 
 
 def _gradient_pairs(expected: CallResult, found: CallResult) -> list[tuple[Tensor, Tensor]]:
+    """Return (expected, found) for each parameter that has a gradient in one of the two."""
     # Compiled code may return zeros where eager code returns no gradient.
     pairs = []
     for a, b in zip(expected.gradients, found.gradients, strict=True):
@@ -108,6 +114,7 @@ def _gradient_pairs(expected: CallResult, found: CallResult) -> list[tuple[Tenso
 
 
 def _relative(expected: Tensor, found: Tensor, floor: float) -> float:
+    """Return the norm of the difference, relative to that of `expected`, or to `floor` if that is larger."""
     if expected.shape != found.shape:
         return float("inf")
 
@@ -115,6 +122,7 @@ def _relative(expected: Tensor, found: Tensor, floor: float) -> float:
     size = max(_norm(expected), floor)
     if distance == 0.0:
         return 0.0
+
     # A result that is not finite differs from everything: nan is not below any tolerance.
     return distance / size if size > 0 and distance == distance else float("inf")
 
@@ -124,6 +132,7 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _copy(value: Any) -> Any:
+    """Return a copy of a tensor, or of a container that holds tensors; anything else as it is."""
     if isinstance(value, Tensor):
         return _copy_tensor(value)
 

@@ -48,6 +48,7 @@ class Judge:
 
         spent_s: seconds that compiling has taken in this run
         """
+        # Only rank 0 reads the file: the caches of two machines differ, and all ranks must decide by the same facts.
         self._key = history.signature(self._model, self._runtime.device, [watch.sizes.describe(), bool(function)])
         known = self._runtime.collectives.run_on_rank0(
             lambda: {
@@ -55,6 +56,7 @@ class Judge:
                 "records": {target: asdict(payoff) for target, payoff in history.read(self._key).items()},
             }
         )
+
         facts = replace(
             self._facts(function, watch.varying),
             steps_left=steps_left,
@@ -65,6 +67,7 @@ class Judge:
         return decide(facts)
 
     def remember(self, target: str, payoff: Payoff) -> None:
+        """Write down for later runs what a target cost and gained, if this run has decided by measurements."""
         if self._key and self._runtime.is_main:
             history.write(self._key, target, payoff)
 
@@ -76,6 +79,8 @@ class Judge:
         """Return what the model and this run say."""
         blocks = find_blocks(self._model)
         one_of_each = {class_name(block): block for block in blocks}.values()
+
+        # Without what only `decide` knows: the steps that are left, and what earlier runs measured.
         return Facts(
             steps_left=0,
             step_s=self.eager_s,
@@ -88,14 +93,18 @@ class Judge:
         )
 
     def _possible(self, function: Function | None) -> tuple[str, ...]:
+        """Return the targets that can be compiled at all."""
         # The model says itself which of its parts to compile.
         if self._own_compile:
             return (MODEL,)
 
         # DDP would look for the parameters in a result of the compiled loss, and not find them.
         hidden = self._ddp.static_graph or self._ddp.find_unused_parameters
-        return (LOSS, MODEL, BLOCKS) if function and not hidden else (MODEL, BLOCKS)
+        if function and not hidden:
+            return (LOSS, MODEL, BLOCKS)
+        return (MODEL, BLOCKS)
 
 
 def _count_layers(model: nn.Module) -> int:
+    """Return how many modules have parameters of their own."""
     return sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules())

@@ -26,23 +26,29 @@ class SizesSeen:
 
     def add(self, shapes: Sequence[Shape]) -> None:
         """Add the shapes of one call's tensors."""
-        key = tuple(shapes)
         # The same shapes as before teach nothing.
-        if key not in self.shapes:
-            self.shapes.add(key)
-            self.merge([[[size] for size in shape] for shape in shapes])
+        key = tuple(shapes)
+        if key in self.shapes:
+            return
+
+        self.shapes.add(key)
+        self.merge([[[size] for size in shape] for shape in shapes])
 
     def merge(self, other: Sizes | None) -> None:
         """Add the sizes that another rank has seen."""
         if other is None:
             return
+
+        # These are the first.
         if self.sizes is None:
             self.sizes = other
             return
+
         if [len(dims) for dims in other] != [len(dims) for dims in self.sizes]:
             self.irregular = True
             return
 
+        # The union of the sizes of each dimension of each tensor.
         self.sizes = [
             [sorted({*mine, *theirs}) for mine, theirs in zip(ours, others, strict=True)]
             for ours, others in zip(self.sizes, other, strict=True)
@@ -71,7 +77,9 @@ def fits(shapes: Sequence[Shape], compiled: Sequence[Shape], dynamic: Dims) -> b
         if len(shape) != len(expected):
             return False
         for dim, (size, known) in enumerate(zip(shape, expected, strict=True)):
-            if size != known and ((index, dim) not in dynamic or size < SMALLEST):
+            if size == known:
+                continue
+            if (index, dim) not in dynamic or size < SMALLEST:
                 return False
 
     return True
@@ -83,6 +91,7 @@ def tensors_in(value: Any) -> list[Tensor]:
     for leaf in tree_leaves(value):
         if isinstance(leaf, Tensor):
             found.append(leaf)
+
         # Containers that torch does not know, such as transformers' BatchEncoding.
         elif isinstance(leaf, Mapping):
             found += tensors_in(dict(leaf))
@@ -93,4 +102,5 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def shapes_of(arguments: Any) -> list[Shape]:
+    """Return the shape of each tensor in the arguments of a call, in the order of `tensors_in`."""
     return [tuple(tensor.shape) for tensor in tensors_in(arguments)]

@@ -37,11 +37,13 @@ def checked_backend(function: Function, alone: bool, backend: Any) -> Any:
             raise Unsuitable(f"it changes tensors in place: {', '.join(changed)}")
 
         # The ranks do not compile at the same time, and would wait for each other in a collective.
-        for node in graph.graph.nodes if not alone else ():
+        nodes = () if alone else graph.graph.nodes
+        for node in nodes:
             home = str(getattr(node.target, "__module__", ""))
             if "c10d" in str(node.target) or home.startswith("torch.distributed"):
                 raise Unsuitable(f"it contains a collective ({node.target})")
 
+        # The backend itself, which may be given by its name.
         compile_checked = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
         return compile_checked(graph, inputs)
 
@@ -59,10 +61,13 @@ def changed_objects() -> list[str]:
     except (ImportError, AttributeError) as error:
         raise Unsuitable("this version of torch does not tell whether it has side effects") from error
 
+    # What the function itself makes, such as a list of results, may change as it likes.
     existing = [v for v in changed if isinstance(v.mutation_type, AttributeMutationExisting | ValueMutationExisting)]
+
     # By identity: the variables of lists cannot be compared.
     stored = {id(variable): values for variable, values in effects.store_attr_mutations.items()}
-    return sorted({_name(v.source) for v in existing if not _is_restored(v, stored.get(id(v)))})
+    lasting = [variable for variable in existing if not _is_restored(variable, stored.get(id(variable)))]
+    return sorted({_name(variable.source) for variable in lasting})
 
 
 # What returns a view of its first argument, so that a change of the view changes the argument.
@@ -71,6 +76,7 @@ VIEWS = {
     *("select", "chunk", "split", "unbind", "expand", "flatten", "unflatten", "view_as", "expand_as", "movedim"),
     *("swapaxes", "diagonal", "alias", "real", "data", "T", "mT"),
 }
+
 # What changes its first argument, besides functions whose names end in an underscore, and names that only look so.
 IN_PLACE = {
     "setitem",
@@ -96,26 +102,35 @@ def changed_inputs(graph: torch.fx.GraphModule, arguments: tuple[str, ...]) -> l
         if node.op not in ("call_function", "call_method") or not _is_in_place(node):
             continue
 
-        for argument in (node.kwargs.get("out"), node.args[0] if node.args else None):
+        # What is changed is `out`, or else the first argument.
+        first = node.args[0] if node.args else None
+        for argument in (node.kwargs.get("out"), first):
+            # Follow views back to the input of the graph that they look into, if they come from one.
             while isinstance(argument, torch.fx.Node) and argument.op != "placeholder":
                 argument = argument.args[0] if _operation(argument) in VIEWS and argument.args else None
 
             if isinstance(argument, torch.fx.Node):
+                # `batch` of `batch[0].mask`
                 name = _source(argument)
-                if name.split(".")[0].split("[")[0] not in arguments:
+                root = name.split(".")[0].split("[")[0]
+                if root not in arguments:
                     changed.add(name)
 
     return sorted(changed)
 
 
 def _is_in_place(node: torch.fx.Node) -> bool:
+    """Return whether a node changes one of its arguments, judged by the convention of torch's names."""
     name = _operation(node)
     underscore = name.endswith("_") and not name.endswith("__") and name not in NOT_IN_PLACE
     return underscore or name in IN_PLACE or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
 
 
 def _operation(node: torch.fx.Node) -> str:
-    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    """Return the name of a method, such as `add_`, or of a function."""
+    if isinstance(node.target, str):
+        return node.target
+    return getattr(node.target, "__name__", str(node.target))
 
 
 def _source(node: torch.fx.Node) -> str:
@@ -131,15 +146,27 @@ def _is_restored(variable: Any, stored: Any) -> bool:
         return False
 
     owner = getattr(variable, "value", None)
-    return owner is not None and all(
-        new.is_python_constant()
-        and type(new.as_python_constant()) is type(getattr(owner, name, _name))
-        and new.as_python_constant() == getattr(owner, name)
-        for name, new in stored.items()
-    )
+    if owner is None:
+        return False
+
+    for name, new in stored.items():
+        if not new.is_python_constant():
+            return False
+
+        # By type as well, since 1 equals True. A missing attribute equals nothing.
+        before = getattr(owner, name, object())
+        after = new.as_python_constant()
+        if type(after) is not type(before) or after != before:
+            return False
+
+    return True
 
 
 def _name(source: Any) -> str:
     """Return `self.count` for what torch calls `L['self'].count`."""
-    name = source.name if isinstance(getattr(source, "name", None), str) else source.name() if source else "a closure"
+    # A method in some versions of torch, an attribute in others.
+    name = getattr(source, "name", None)
+    if not isinstance(name, str):
+        name = source.name() if source else "a closure"
+
     return re.sub(r"[LG]\['(\w+)'\]", r"\1", name)

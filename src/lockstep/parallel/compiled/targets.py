@@ -39,10 +39,14 @@ class Target:
 
         # A model that overrides `compile` compiles parts of itself, so every module may change.
         before = {module: compiled_call(module) for module in model.modules()}
-        for module in find_blocks(model) if name == BLOCKS else [model]:
-            own = type(module).compile is not nn.Module.compile
-            CallChain.of(module).compile(**({} if own else {"dynamic": dynamic, "backend": BACKEND}))
 
+        modules = find_blocks(model) if name == BLOCKS else [model]
+        for module in modules:
+            # Such a model chooses its own options, and its `compile` need not take any.
+            options = {} if compiles_itself(module) else {"dynamic": dynamic, "backend": BACKEND}
+            CallChain.of(module).compile(**options)
+
+        # Those whose call is another one now, to undo exactly that.
         self._modules = [module for module, call in before.items() if compiled_call(module) is not call]
 
     def __call__(self, *args: Any) -> Any:
@@ -60,6 +64,7 @@ class Target:
             yield
 
     def remove(self) -> None:
+        """Take the compiled code off the model. A compiled function is not on it."""
         for module in self._modules:
             CallChain.of(module).uncompile()
 
@@ -79,7 +84,8 @@ def compiling(blocks: int) -> Iterator[None]:
     """Set what torch.compile needs while it compiles a model with so many blocks."""
     import torch._dynamo.config as dynamo  # slow to import, and needed only here
 
-    before = symbolic_shapes.use_duck_shape, dynamo.recompile_limit
+    duck_shape_before = symbolic_shapes.use_duck_shape
+    limit_before = dynamo.recompile_limit
 
     # Two dynamic dimensions that happen to be equal in the first batch may differ in the next.
     symbolic_shapes.use_duck_shape = False
@@ -87,7 +93,9 @@ def compiling(blocks: int) -> Iterator[None]:
     # Blocks that differ in a number, such as their index, are traced one by one. torch stops at 8, and would run the
     # rest eagerly.
     dynamo.recompile_limit = max(dynamo.recompile_limit, blocks + MOST_VERSIONS)
+
     try:
         yield
     finally:
-        symbolic_shapes.use_duck_shape, dynamo.recompile_limit = before
+        symbolic_shapes.use_duck_shape = duck_shape_before
+        dynamo.recompile_limit = limit_before

@@ -24,10 +24,10 @@ class StepTimer:
     """
 
     def __init__(self, warm_up: int, timed: int):
-        self._warm_up = warm_up
+        self._warm_up = warm_up  # steps that are left out
         self._steps = warm_up + timed
-        self._seconds: list[float] = []
-        self._began: float | None = None
+        self._seconds: list[float] = []  # of each step so far, with those that are left out
+        self._began: float | None = None  # None before the first whole step
 
     def begin_step(self) -> None:
         self._began = time.perf_counter()
@@ -45,7 +45,9 @@ class StepTimer:
         if len(self._seconds) < self._steps:
             return None
 
-        return max(runtime.collectives.gather_json(median(self._seconds[self._warm_up :])))
+        # The median leaves out a step that a checkpoint or another program has slowed down.
+        own_s = median(self._seconds[self._warm_up :])
+        return max(runtime.collectives.gather_json(own_s))
 
 
 class BatchWatch:
@@ -62,12 +64,17 @@ class BatchWatch:
         return list(self._examples.values())
 
     def note(self, arguments: Any) -> None:
+        """Note the sizes of one call's tensors."""
         self.sizes.add(shapes_of(arguments))
 
     def keep_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if len(self._examples) < MOST_EXAMPLES:
-            kind = tuple(size % ALIGNED == 0 for shape in shapes_of((args, kwargs)) for size in shape)
-            self._examples.setdefault(kind, (args, kwargs))
+        """Keep a call of the model if no call of its class of sizes is kept: which of its sizes are aligned."""
+        if len(self._examples) >= MOST_EXAMPLES:
+            return
+
+        sizes = [size for shape in shapes_of((args, kwargs)) for size in shape]
+        kind = tuple(size % ALIGNED == 0 for size in sizes)
+        self._examples.setdefault(kind, (args, kwargs))
 
     def drop_examples(self) -> None:
         """Free the memory of the batches."""
@@ -80,7 +87,10 @@ class BatchWatch:
             agreed.merge(sizes)
             agreed.irregular |= irregular
 
-        self.sizes.sizes, self.sizes.irregular = agreed.sizes, agreed.irregular
+        self.sizes.sizes = agreed.sizes
+        self.sizes.irregular = agreed.irregular
+
+        # Irregular calls have no common dimensions, so none of them is marked as dynamic.
         self.varying = frozenset() if agreed.irregular else agreed.varying()
 
     def smallest(self) -> list[Shape]:
