@@ -63,4 +63,5 @@ def judge(goals: Sequence[str], values: Mapping[str, float | None]) -> list[dict
         value = values.get(name)
         reached = value is not None and not math.isnan(value) and COMPARE[sign](value, float(bound))
         verdicts.append({"target": goal, "value": value, "pass": reached})
+
     return verdicts
