@@ -71,20 +71,25 @@ class Outbox:
         self._unsaid: dict[str, list[str]] = {}
 
     def take(self) -> list[Command]:
+        """Return all commands so far, oldest first, and begin with an empty queue."""
         commands, self._commands = self._commands, []
         return commands
 
     def put(self, command: Command) -> None:
+        """Append a command."""
         self._commands.append(command)
 
     def send(self, nodes: Iterable[int], message: Message) -> None:
+        """Send a message to several nodes, in the order of their numbers."""
         self._commands += [Send(node, message) for node in sorted(nodes)]
 
     def say(self, text: str) -> None:
+        """Show a line on the screens of all nodes."""
         self.put(Announce(f"lockstep: {text}"))
 
     def say_about_node(self, what: str, host: str, text: str, now: float) -> None:
         """Say that a node has joined or was lost; if many do within a second, `sum_up` says the rest in one line."""
+        # A new second begins only when everything that was left out before has been said.
         if now - self._second_began >= 1.0 and not self._unsaid:
             self._second_began = now
             self._lines = 0
@@ -109,9 +114,11 @@ class Outbox:
         self._lines = 0
 
     def log(self, event: str, **fields: Any) -> None:
+        """Append an event to the run's events.jsonl."""
         self.put(LogEvent({"event": event, **fields}))
 
     def log_resize(self, before: int, after: int) -> None:
+        """Log that the number of ranks has changed."""
         self.log("resize", **{"from": before, "to": after})
 
     def announce_failure(self, failure: Failure, attempt: int | None, others: int, what_follows: str = "") -> None:
