@@ -49,6 +49,7 @@ class Bounds:
 
     @property
     def initial(self) -> int:
+        """How many the job starts with."""
         return self.most if self.preferred is None else self.preferred
 
     def __str__(self) -> str:
@@ -79,6 +80,7 @@ class Job:
 
     @property
     def resume_command(self) -> str:
+        """What to type to resume the job."""
         return self.spec.get("resume_command") or "run the same command again with --resume auto"
 
     @property
@@ -104,6 +106,7 @@ class Job:
         """The part of the command that must be equal on all nodes."""
         # Nodes may have Python's modules in different folders, and the coordinator chooses the run folder.
         shared = {key: value for key, value in self.spec.items() if key not in ("path", "resume_command")}
+
         layers = [layer for layer in self.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
         return _plain({**shared, "layers": layers, "nnodes": str(self.nnodes)})
 
@@ -144,10 +147,12 @@ def parse_nproc(asked: str | int | None) -> Bounds:
         return bounds
 
     # A range begins with one process per GPU or core of this machine, within its bounds.
-    return replace(bounds, preferred=max(bounds.least, min(bounds.most, visible_gpus() or available_cores())))
+    here = visible_gpus() or available_cores()
+    return replace(bounds, preferred=max(bounds.least, min(bounds.most, here)))
 
 
 def parse_nnodes(asked: str | int | None) -> Bounds:
+    """Parse `--nnodes`: a count, or a range like 1:4."""
     return _parse_range(
         asked,
         UserError(

@@ -54,6 +54,7 @@ def record_exception(folder: Path, rank: int, error: BaseException) -> None:
 
 
 def write(folder: Path, rank: int, failure: Failure) -> None:
+    """Write the failure record of a rank."""
     records.write(_record_path(folder, rank), json.dumps(asdict(failure)))
 
 
@@ -69,10 +70,12 @@ def first_failure(folder: Path) -> Failure | None:
 
 
 def _parse(path: Path) -> Failure:
+    """Read a failure record. Raises ValueError if it is not valid."""
     return records.parse(Failure, json.loads(records.read(path)))
 
 
 def _record_path(folder: Path, rank: int | str) -> Path:
+    """Return the path of a rank's failure record. The rank may be a pattern."""
     return folder / f"rank-{rank}.json"
 
 
@@ -89,6 +92,7 @@ def note_end(folder: Path, rank: int, exit_line: str = "") -> None:
 
 
 def end_note(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's note that it has ended as planned."""
     return folder / f"ended-{rank}"
 
 
@@ -134,4 +138,5 @@ def load_exception(folder: Path, failure: Failure) -> Exception | None:
 
 
 def _exception_path(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's exception."""
     return folder / f"error-{rank}"
