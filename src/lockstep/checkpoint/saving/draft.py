@@ -45,6 +45,7 @@ class Confirmation:
     error: str = ""
 
     def encode(self) -> bytes:
+        """Return the confirmation as JSON."""
         file = vars(self.file) if self.file else None
         return json.dumps({"file": file, "tensors": tensors_to_json(self.tensors), "error": self.error}).encode()
 
@@ -53,10 +54,12 @@ class Confirmation:
         """Undo `encode`. A rank of this attempt has written it, so its fields are not checked here."""
         fields = json.loads(data)
         file = File(**fields["file"]) if fields["file"] else None
-        tensors = {
-            name: TensorEntry(entry["dtype"], tuple(entry["shape"]), tuple(Piece(**p) for p in entry["pieces"]))
-            for name, entry in fields["tensors"].items()
-        }
+
+        tensors = {}
+        for name, entry in fields["tensors"].items():
+            pieces = tuple(Piece(**piece) for piece in entry["pieces"])
+            tensors[name] = TensorEntry(entry["dtype"], tuple(entry["shape"]), pieces)
+
         return cls(file, tensors, fields["error"])
 
 
@@ -75,18 +78,22 @@ class Draft:
     # ---- keys in the storage ----
 
     def file(self, rank: int) -> str:
+        """Return the key of a rank's file."""
         return f"{self.name}/{file_name(rank)}"
 
     def confirmation(self, rank: int) -> str:
+        """Return the key of a rank's confirmation."""
         return f"{self.name}/rank-{rank:05d}.json"
 
     @property
     def manifest(self) -> str:
+        """The key of the manifest."""
         return f"{self.name}/{MANIFEST}"
 
     # ---- confirmations ----
 
     def confirm(self, confirmation: Confirmation) -> None:
+        """Write this rank's confirmation."""
         self.storage.replace(self.confirmation(self.context.rank), confirmation.encode())
 
     def read_confirmation(self, rank: int) -> Confirmation | None:
@@ -94,9 +101,11 @@ class Draft:
         # A confirmation that exists is complete, since `replace` is atomic.
         with suppress(FileNotFoundError), self.storage.open(self.confirmation(rank)) as file:
             return Confirmation.decode(file.read())
+
         return None
 
     def delete_confirmations(self) -> None:
+        """Delete the confirmations of all ranks."""
         for rank in range(self.context.world_size):
             self.storage.delete(self.confirmation(rank))
 

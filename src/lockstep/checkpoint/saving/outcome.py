@@ -49,11 +49,13 @@ class AbortRequest:
         self._requested = threading.Event()
 
     def request(self, why: str) -> None:
+        """Ask the writing thread to end the save. `why` becomes the reason of its failure."""
         self.reason = why
         self._requested.set()
 
     @property
     def requested(self) -> bool:
+        """Whether the save is to end."""
         return self._requested.is_set()
 
     def check(self) -> None:
