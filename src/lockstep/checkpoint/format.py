@@ -57,12 +57,10 @@ class FileLayout:
 
     @property
     def file_size(self) -> int:
-        """The size of the whole file."""
         return len(self.header) + self.size
 
 
 def file_name(rank: int) -> str:
-    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 

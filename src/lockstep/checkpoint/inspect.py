@@ -308,7 +308,6 @@ def run_folder_of(path: Path) -> Path:
 
 
 def _absolute(path: Path) -> Path:
-    """Return an absolute path."""
     # Links are not followed: the folder of the checkpoints may be a link to one with another name.
     return Path(os.path.abspath(path))
 
@@ -340,5 +339,4 @@ def _when(manifest: Manifest) -> str:
 
 
 def _metrics(manifest: Manifest) -> str:
-    """Return the metrics of a checkpoint as text."""
     return " ".join(f"{key}={value:.4g}" for key, value in manifest.metrics.items() if isinstance(value, int | float))

@@ -194,7 +194,6 @@ class CheckpointReader:
         return self.manifest.aliases.get(name, name)
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a full tensor."""
         shape = self.shape(name)
         return self.read_slice(name, (0,) * len(shape), shape)
 
@@ -265,7 +264,6 @@ class CheckpointReader:
 
 
 def _torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype by its name in a file."""
     return getattr(torch, DTYPES[name].in_torch)
 
 

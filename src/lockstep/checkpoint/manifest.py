@@ -142,7 +142,6 @@ class TensorEntry:
 
 
 def byte_count(shape: Iterable[int], dtype: str) -> int:
-    """Return the bytes of a tensor."""
     return math.prod(shape) * DTYPES[dtype].bytes
 
 
@@ -167,7 +166,6 @@ class Manifest:
 
     @property
     def bytes(self) -> int:
-        """The size of all files of the ranks."""
         return sum(file.size for file in self.files)
 
     @property

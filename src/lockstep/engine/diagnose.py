@@ -301,6 +301,7 @@ class Shortage:
         """Return how many more bytes are needed, including the `to_come` bytes that the optimizer will allocate."""
         if self.wanted is None or self.free is None:
             return None
+
         return max(0, self.wanted - self.free + to_come)
 
     def __str__(self) -> str:

@@ -32,6 +32,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     training.evaluate_if_interrupted()
     for batches in training.run.step_batches():
         training.step(batches)
+
     return training.end()
 
 

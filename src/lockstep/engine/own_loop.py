@@ -167,6 +167,7 @@ class OwnRun(BuiltRunView):
         """Call the hooks of `callback` during the run, see `lockstep.callbacks`. Call it before `run.steps`."""
         if self._run is not None:
             raise UserError("run.add_callback was called after run.steps(...)", "", "call it before run.steps(...)")
+
         self._builder.callbacks.append(callback)
 
     def steps(
@@ -285,6 +286,7 @@ class OwnRun(BuiltRunView):
     def _check_passes(self, passes: int) -> None:
         if passes < 1:
             raise UserError(f"run.steps(passes={passes}) must have at least one pass", "", "pass 1 or more")
+
         if passes > 1 and self._builder.config.load_balance == "auto":
             raise UserError(
                 f"run.steps(passes={passes}) cannot be used with load_balance=auto",

@@ -147,7 +147,6 @@ class Agent:
         self._next_zygote = self._new_zygote(env)
 
     def _new_zygote(self, env: dict[str, str]) -> ZygoteClient:
-        """Start a zygote with this environment."""
         return ZygoteClient(self._job.entry, self._job.preload, env)
 
     def _preempt(self, current: LocalAttempt, signal: str | None) -> None:

@@ -300,7 +300,6 @@ class Coordinator:
     # ---- commands of the state machine ----
 
     def _carry_out(self, command: Command) -> None:
-        """Carry out a command of the state machine."""
         match command:
             case StartAttempt():
                 self._start_attempt(command)

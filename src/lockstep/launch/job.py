@@ -49,7 +49,6 @@ class Bounds:
 
     @property
     def initial(self) -> int:
-        """How many the job starts with."""
         return self.most if self.preferred is None else self.preferred
 
     def __str__(self) -> str:
@@ -80,7 +79,6 @@ class Job:
 
     @property
     def resume_command(self) -> str:
-        """What to type to resume the job."""
         return self.spec.get("resume_command") or "run the same command again with --resume auto"
 
     @property

@@ -66,7 +66,6 @@ class JsonlSink:
             raise
 
     def close(self) -> None:
-        """Close the file. All records are written by then."""
         self._file.close()
 
     def __enter__(self) -> Self:

@@ -28,11 +28,9 @@ class InitialWeights:
         self.record: dict[str, Any] = {"path": path, "digest": None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the record for a checkpoint."""
         return self.record
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take the record of the checkpoint that is resumed."""
         self.record = dict(state)
 
     def describe(self, resumed: bool) -> str:
@@ -46,6 +44,7 @@ class InitialWeights:
         kept, unused = len(self.record["kept"]), len(self.record["unused"])
         if kept:
             text += f"; {plural(kept, 'tensor')} of the model not in it"
+
         if unused:
             text += f"; {plural(unused, 'tensor')} left out"
 

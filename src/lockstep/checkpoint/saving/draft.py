@@ -45,7 +45,6 @@ class Confirmation:
     error: str = ""
 
     def encode(self) -> bytes:
-        """Return the confirmation as JSON."""
         file = vars(self.file) if self.file else None
         return json.dumps({"file": file, "tensors": tensors_to_json(self.tensors), "error": self.error}).encode()
 
@@ -78,22 +77,18 @@ class Draft:
     # ---- keys in the storage ----
 
     def file(self, rank: int) -> str:
-        """Return the key of a rank's file."""
         return f"{self.name}/{file_name(rank)}"
 
     def confirmation(self, rank: int) -> str:
-        """Return the key of a rank's confirmation."""
         return f"{self.name}/rank-{rank:05d}.json"
 
     @property
     def manifest(self) -> str:
-        """The key of the manifest."""
         return f"{self.name}/{MANIFEST}"
 
     # ---- confirmations ----
 
     def confirm(self, confirmation: Confirmation) -> None:
-        """Write this rank's confirmation."""
         self.storage.replace(self.confirmation(self.context.rank), confirmation.encode())
 
     def read_confirmation(self, rank: int) -> Confirmation | None:
@@ -105,7 +100,6 @@ class Draft:
         return None
 
     def delete_confirmations(self) -> None:
-        """Delete the confirmations of all ranks."""
         for rank in range(self.context.world_size):
             self.storage.delete(self.confirmation(rank))
 

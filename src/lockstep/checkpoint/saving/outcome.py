@@ -55,7 +55,6 @@ class AbortRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether the save is to end."""
         return self._requested.is_set()
 
     def check(self) -> None:

@@ -139,7 +139,6 @@ class Save:
 
     @property
     def abort_requested(self) -> bool:
-        """Whether the training thread has asked to end the save."""
         return self._abort.requested
 
     def finish_abort(self) -> None:

@@ -151,6 +151,7 @@ class GradientGuard:
         """Give the watched shards their own class back."""
         for gradient in self._shards:
             gradient.__class__ = DTensor  # pyrefly: ignore[bad-argument-type]
+
         self._shards = []
 
     def check(self, call: str) -> None:

@@ -50,6 +50,7 @@ class Lookup:
     def fix(self) -> str:
         if self.what == "label":
             return BY_CLASSES
+
         return NOT_FOR_MODEL if self.value < 0 else BY_TOKENIZER
 
 
@@ -62,6 +63,7 @@ def explain_index(error: Exception, builder: RunBuilder) -> UserError | None:
     run = builder.run
     if run is None:
         return None
+
     if not on_cpu:
         return _on_gpu(error, run)
 

@@ -39,10 +39,13 @@ def summary_of(run: Run, best: Mapping[str, Any] | None) -> dict[str, Any]:
     # Keys that not every summary has.
     if evaluations.by_set:
         summary["evaluations"] = {name: other.named() for name, other in evaluations.by_set.items()}
+
     if best:
         summary["best"] = best
+
     if run.requests.stop_reason:
         summary["stopped"] = run.requests.stop_reason
+
     if run.config.init_from:
         summary["init_from"] = run.checkpoints.state.parts["init_from"].state_dict()
 

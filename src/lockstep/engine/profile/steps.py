@@ -122,5 +122,4 @@ def stop_tracer(run: Run, file: Path) -> dict[str, Any]:
 
 
 def _mean(ranks: list[dict[str, Any]], key: str) -> float:
-    """Return the mean of a number over all ranks."""
     return sum(rank[key] for rank in ranks) / len(ranks)

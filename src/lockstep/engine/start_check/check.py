@@ -115,6 +115,7 @@ def snapshot_for_own_loop(run: Run) -> StateSnapshot | None:
     """Return a snapshot of the state before the first forward of a custom loop, or None if nothing is checked."""
     if run.config.checks.loss == "off" or run.stepper.counters.steps_done > 0:
         return None
+
     return StateSnapshot(run.driver.model, None, (), copies_parameters=False)
 
 
@@ -409,6 +410,7 @@ def _ranks_differ(run: Run, pairs: list[list[float] | None]) -> Cause | None:
     for rank, pair in enumerate(pairs):
         if first is None or pair is None or not all(map(math.isfinite, (*first, *pair))):
             return None
+
         if pair[1] != first[1] or not tolerance.same(pair[0], first[0], 1e-2 * first[1]):
             return named(
                 "rank-in-loss",

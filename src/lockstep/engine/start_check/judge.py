@@ -79,12 +79,16 @@ def judge_changes(changes: Changes, host_draws: set[str], inner: InnerGradient |
 
     if changes.settings:
         return named("schedule", f"the loss changes {_some(changes.settings)} of the optimizer")
+
     if changes.generators:
         return named("randomness", f"the loss draws from a generator of its own: {_some(changes.generators)}")
+
     if host_draws:
         return named("randomness", f"the loss draws from the global generator of {' and '.join(sorted(host_draws))}")
+
     if changes.model:
         return named("changed-in-forward", f"one forward changes {_some(changes.model)}")
+
     if changes.averages:
         return named("average", f"the loss changes {_some(changes.averages)}, which has the shape of a weight")
 

@@ -76,7 +76,6 @@ class Outbox:
         return commands
 
     def put(self, command: Command) -> None:
-        """Append a command."""
         self._commands.append(command)
 
     def send(self, nodes: Iterable[int], message: Message) -> None:
@@ -114,11 +113,9 @@ class Outbox:
         self._lines = 0
 
     def log(self, event: str, **fields: Any) -> None:
-        """Append an event to the run's events.jsonl."""
         self.put(LogEvent({"event": event, **fields}))
 
     def log_resize(self, before: int, after: int) -> None:
-        """Log that the number of ranks has changed."""
         self.log("resize", **{"from": before, "to": after})
 
     def announce_failure(self, failure: Failure, attempt: int | None, others: int, what_follows: str = "") -> None:
@@ -140,6 +137,7 @@ class Outbox:
 
             if facts:
                 lines.append(f"  {' '.join(facts)}")
+
             if what_follows:
                 lines.append(f"  {what_follows}")
 

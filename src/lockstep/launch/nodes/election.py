@@ -90,7 +90,6 @@ def _term_numbers(run: Path) -> list[int]:
 
 
 def _term_path(run: Path, term: int) -> Path:
-    """Return the path of a term's file."""
     return run / f".coordinator-{term}"
 
 

@@ -54,7 +54,6 @@ def record_exception(folder: Path, rank: int, error: BaseException) -> None:
 
 
 def write(folder: Path, rank: int, failure: Failure) -> None:
-    """Write the failure record of a rank."""
     records.write(_record_path(folder, rank), json.dumps(asdict(failure)))
 
 
@@ -138,5 +137,4 @@ def load_exception(folder: Path, failure: Failure) -> Exception | None:
 
 
 def _exception_path(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's exception."""
     return folder / f"error-{rank}"

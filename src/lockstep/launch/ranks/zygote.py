@@ -59,7 +59,6 @@ class RankChange:
 
     @property
     def is_end(self) -> bool:
-        """Whether the rank has ended."""
         return self.code is not None
 
     @property
@@ -254,7 +253,6 @@ def kill_process_group(pid: int) -> None:
 
 
 def close_all(fds: Iterable[int]) -> None:
-    """Close file descriptors."""
     for fd in fds:
         os.close(fd)
 

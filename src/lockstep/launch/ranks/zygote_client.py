@@ -53,7 +53,6 @@ class ZygoteClient:
         self.pid = self._process.pid
 
     def fileno(self) -> int:
-        """Return the descriptor to wait for."""
         return self._socket.fileno()
 
     # ---- requests ----

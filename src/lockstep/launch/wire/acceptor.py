@@ -81,7 +81,6 @@ class Handshake:
         _send_now(connection, self.challenge + b"\n")
 
     def fileno(self) -> int:
-        """Return the descriptor to wait for."""
         return self.connection.fileno()
 
     def poll(self, secret: Secret, now: float) -> LineSigner | None:

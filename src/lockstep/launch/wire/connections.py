@@ -76,7 +76,6 @@ class Connection:
         self._send_error: ConnectionLost | None = None
 
     def fileno(self) -> int:
-        """Return the descriptor to wait for."""
         return self._socket.fileno()
 
     @property
@@ -215,7 +214,6 @@ class Hub:
         return sorted({*ready, *self._blocked})
 
     def send(self, number: int, message: Message) -> None:
-        """Send a message to one node."""
         self.send_to_all([number], message)
 
     def send_to_all(self, numbers: Iterable[int], message: Message) -> None:

@@ -37,11 +37,9 @@ class ReadySockets:
         self._count = 0
 
     def fileno(self) -> int:
-        """Return the descriptor to wait for."""
         return self._epoll.fileno()
 
     def add(self, connection: Any) -> None:
-        """Watch a socket from now on."""
         self._epoll.register(connection, select.EPOLLIN)
         self._count += 1
 

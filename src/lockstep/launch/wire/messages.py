@@ -275,7 +275,6 @@ class JobEnd(Message):
 
 
 def encode(message: Message) -> bytes:
-    """Return a message as one line."""
     return records.encode_kind(message).encode() + b"\n"
 
 

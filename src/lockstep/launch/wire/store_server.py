@@ -58,7 +58,6 @@ class Client:
         connection.settimeout(SEND_S)
 
     def fileno(self) -> int:
-        """Return the descriptor to wait for."""
         return self.connection.fileno()
 
     def requests(self) -> list[dict[str, Any]]:
@@ -242,5 +241,4 @@ class StoreServer:
 
 
 def _text(value: bytes) -> str:
-    """Return a value as it travels in JSON."""
     return b64encode(value).decode()
