@@ -71,6 +71,7 @@ def arrange(tensors: dict[str, TensorEntry]) -> FileLayout:
     """
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     assert not header.keys() & tensors.keys(), "safetensors reserves the name __metadata__"
+
     byte_ranges = {}
     position = 0
 
@@ -95,6 +96,7 @@ def verify(
         manifest = read_manifest(checkpoint)
     except InvalidCheckpoint as problem:
         return None, [problem]
+
     return manifest, find_problems(checkpoint, manifest, manifest.files[rank::world_size])
 
 
@@ -125,6 +127,7 @@ def check_size(checkpoint: Checkpoint, file: File) -> None:
     """Raise Damaged if a file is missing or has the wrong size. Its contents are not read."""
     with open_file(checkpoint, file.name) as stream:
         size = stream.seek(0, 2)
+
     if size != file.size:
         raise Damaged(checkpoint, file.name, f"has {size:,} bytes, but {file.size:,} were written")
 
@@ -136,6 +139,7 @@ def verify_file(checkpoint: Checkpoint, file: File) -> None:
 
     with open_file(checkpoint, file.name) as stream:
         digest = hashlib.file_digest(stream, xxhash.xxh3_128)
+
     if digest.hexdigest() != file.digest:
         raise Damaged(checkpoint, file.name, "the bytes changed since they were written (digest differs)")
 
@@ -163,6 +167,7 @@ def read_header(checkpoint: Checkpoint, name: str) -> Header:
 def _header_entry(what: str, item: Any, data_start: int, file_size: int) -> HeaderEntry:
     """Check an entry of a safetensors header, and return it with its position in the file."""
     fields = check_fields(item, what, dtype=str, shape=list, data_offsets=list)
+
     dtype = fields["dtype"]
     shape = check_counts(fields["shape"], what, "shape")
     offsets = check_counts(fields["data_offsets"], what, "data_offsets")
@@ -180,4 +185,5 @@ def locate(checkpoint: Checkpoint, header: Header, piece: Piece, dtype: str) -> 
     entry = header.get(piece.key)
     if entry is None or (entry.dtype, entry.shape) != (dtype, piece.shape):
         raise Damaged(checkpoint, piece.file, f"does not hold the piece {piece.key!r} that the manifest expects there")
+
     return entry.position

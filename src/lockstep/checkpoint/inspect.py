@@ -45,6 +45,7 @@ def ls(path: Path) -> tuple[str, int]:
     storage = _storage(path)
     checkpoints = committed(storage)
     best = best_checkpoint(storage, _retention_of(checkpoints))
+
     rows = [_row(checkpoint, best) for checkpoint in checkpoints[:MAX_LISTED]]
     if not rows:
         return "no checkpoints", 0
@@ -76,6 +77,7 @@ def show(path: Path) -> tuple[str, int]:
         (name, entry.dtype, str(list(entry.shape)), size_text(entry.bytes), str(len(entry.pieces)))
         for name, entry in sorted(manifest.tensors.items())
     ]
+
     lines = [columns(facts), "", columns([("tensor", "dtype", "shape", "size", "pieces"), *rows[:MAX_SHOWN]])]
     if len(rows) > MAX_SHOWN:
         lines.append(f"and {len(rows) - MAX_SHOWN} more")
@@ -90,7 +92,8 @@ def verify(path: Path) -> tuple[str, int]:
     rows = []
     exit_code = 0
 
-    for checkpoint in [Checkpoint.at(path)] if _names_a_checkpoint(path) else committed(_storage(path)):
+    checkpoints = [Checkpoint.at(path)] if _names_a_checkpoint(path) else committed(_storage(path))
+    for checkpoint in checkpoints:
         _, problems = verify_checkpoint(checkpoint)
         rows.append((checkpoint.name, problems[0].label if problems else "ok"))
         rows += [("", f"{problem.file}: {problem.why}") for problem in problems]
@@ -109,13 +112,17 @@ def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
     names = {checkpoint.step: checkpoint.name for checkpoint in committed(storage)}
     problems = {step: verify_checkpoint(Checkpoint(storage, name))[1] for step, name in names.items()}
     invalid = {step: found[0] for step, found in problems.items() if found}
-    lines = [
-        f"{names[step]} {invalid[step].verdict} and stays: lockstep ckpt verify {path}" for step in sorted(invalid)
-    ]
 
-    for step in steps_to_delete([(step, {}) for step in names if step not in invalid], Retention(last=keep)):
+    lines = []
+    for step in sorted(invalid):
+        lines.append(f"{names[step]} {invalid[step].verdict} and stays: lockstep ckpt verify {path}")
+
+    # The newest of the valid ones stay.
+    valid = [(step, {}) for step in names if step not in invalid]
+    for step in steps_to_delete(valid, Retention(last=keep)):
         if not dry_run:
             delete_checkpoint(storage, names[step], secrets.token_hex(8))
+
         lines.append(f"{'would delete' if dry_run else 'deleted'} {names[step]}")
 
     return "\n".join(lines) or "nothing to delete", 0
@@ -132,7 +139,8 @@ def delete_objects(run: Path) -> None:
 def export(path: Path, out: Path | None, step: int | None, best: bool = False, ema: bool = False) -> tuple[str, int]:
     """Write the weights of a checkpoint to a file; with `ema`, the averages of the weights."""
     checkpoint = choose_best(path) if best else choose(path, step)
-    target = export_weights(checkpoint, out or run_folder_of(path) / "export" / checkpoint.name, ema)
+    folder = out or run_folder_of(path) / "export" / checkpoint.name
+    target = export_weights(checkpoint, folder, ema)
 
     digests = frozen_digests(checkpoint)
     if not digests:
@@ -169,7 +177,8 @@ def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path
         )
 
     # An older file is replaced completely or not at all.
-    target = out if out.suffix == ".safetensors" else out / f"{'ema' if ema else 'model'}.safetensors"
+    name = "ema.safetensors" if ema else "model.safetensors"
+    target = out if out.suffix == ".safetensors" else out / name
     target.parent.mkdir(parents=True, exist_ok=True)
     write_weights(target, tensors, aliases)
     return target
@@ -190,6 +199,7 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> tuple[dict[str, A
             raise problems[0]
 
         reader = CheckpointReader(checkpoint, manifest)
+
         averages = {name.removeprefix(_AVERAGE) for name in reader.names() if name.startswith(_AVERAGE)}
         if ema and not averages:
             raise UserError(
@@ -198,6 +208,7 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> tuple[dict[str, A
                 "leave --ema out; a run with ema.decay=0.999 saves them",
             )
 
+        # Parameters and buffers. Those without an average are read from the model's tensors.
         for full_name in [name for name in reader.names() if name.startswith(_PREFIX)]:
             name = full_name.removeprefix(_PREFIX)
             original = reader.original(full_name)
@@ -235,6 +246,7 @@ def choose(path: Path, step: int | None = None) -> Checkpoint:
 
 
 def has_checkpoints(path: Path) -> bool:
+    """Return whether a run has committed checkpoints."""
     return (path / "checkpoints").is_dir() and bool(committed(_storage(path)))
 
 
@@ -259,9 +271,11 @@ def _retention_of(checkpoints: Sequence[Checkpoint]) -> Retention:
             # The settings are as they were written: another version may have written something else.
             settings = read_manifest(checkpoint).values.get("config")
             settings = settings if isinstance(settings, dict) else {}
+
             metric = settings.get("checkpoint.best", "null")
             mode = "max" if settings.get("checkpoint.best_mode") == "max" else "min"
-            return Retention(best=metric if isinstance(metric, str) and metric != "null" else None, mode=mode)
+            best = metric if isinstance(metric, str) and metric != "null" else None
+            return Retention(best=best, mode=mode)
 
     return Retention()
 
@@ -289,6 +303,7 @@ def run_folder_of(path: Path) -> Path:
     """Return the folder of the run to which `path` belongs: a run, the folder of its checkpoints, or a checkpoint."""
     if _names_a_checkpoint(path):
         return _absolute(path).parent.parent
+
     return path if (path / "checkpoints").is_dir() else _absolute(path).parent
 
 
@@ -307,17 +322,19 @@ def _row(checkpoint: Checkpoint, best: BestCheckpoint | None) -> tuple[str, ...]
     except InvalidCheckpoint as problem:
         return step, "", "", "", "", f"{problem.label}: {problem.file}: {problem.why}"
 
+    is_best = best is not None and checkpoint == best.checkpoint
     return (
         step,
         _when(manifest),
         size_text(manifest.bytes),
         str(len(manifest.tensors)),
         _metrics(manifest),
-        f"not verified, best {best.metric}" if best and checkpoint == best.checkpoint else "not verified",
+        f"not verified, best {best.metric}" if best and is_best else "not verified",
     )
 
 
 def _when(manifest: Manifest) -> str:
+    """Return when a checkpoint was written, in local time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
 
 

@@ -58,6 +58,7 @@ def newest_valid(
     # The newest checkpoint comes first.
     names = _list_alike(storage, gather, only)
     skipped: list[InvalidCheckpoint] = []
+
     for name in names:
         checkpoint = Checkpoint(storage, name)
         manifest, problems = _verify_together(checkpoint, rank, world_size, gather)
@@ -87,6 +88,8 @@ def _verify_together(
     manifest, problems = verify(checkpoint, rank, world_size)
     found = [ReportedProblem(problem.label, problem.file, problem.why) for problem in problems]
     results = gather([found, manifest.digest if manifest else None])
+
+    # Each problem once, in the same order on every rank.
     found_by_any = sorted({ReportedProblem(*fields) for rank_problems, _ in results for fields in rank_problems})
 
     # The digests show whether all ranks read the same manifest.
@@ -111,10 +114,12 @@ def _list_alike(storage: CheckpointStorage, gather: Gather, only: str | None) ->
         listed = [only] if only else [checkpoint.name for checkpoint in committed(storage)]
         names = gather(listed)[0]
 
+        # What this rank sees of that list, and of the storage.
         visible = sorted(set(names) & set(storage.folders()))
         sees_more = bool(listed) and not names
         views = gather([visible, sees_more, storage.owner()])
         differing = [rank for rank, view in enumerate(views) if view != views[0]]
+
         if not differing:
             return names
 
@@ -141,6 +146,7 @@ def _invalid(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> Inv
 def _none_valid(storage: CheckpointStorage, invalid: Sequence[InvalidCheckpoint], only: str | None) -> UserError:
     """Return the error for a run without a valid checkpoint, or for one that was asked for and is not valid."""
     verdicts = sorted({problem.verdict for problem in invalid})
+
     what = f"the checkpoint {invalid[0].checkpoint.location}" if only else f"every checkpoint in {storage.address}"
 
     # A file that was damaged cannot be repaired here; the other problems can be solved.
@@ -176,9 +182,11 @@ class CheckpointReader:
         self._header = cache(partial(read_header, checkpoint))  # each file's header is read only once
 
     def names(self) -> list[str]:
+        """Return the names of all tensors, those of tied ones included."""
         return sorted([*self.manifest.tensors, *self.manifest.aliases])
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the full tensor."""
         return self._entry(name).shape
 
     def original(self, name: str) -> str:
@@ -195,6 +203,7 @@ class CheckpointReader:
         Raise InvalidCheckpoint if a file has changed or can no longer be read.
         """
         entry = self._entry(name)
+
         ends = [start + length for start, length in zip(offset, shape, strict=True)]
         bounds = zip(offset, ends, entry.shape, strict=True)
         if not all(0 <= start <= end <= limit for start, end, limit in bounds):
@@ -211,6 +220,7 @@ class CheckpointReader:
 
         # Assemble the slice from the pieces that it overlaps. `low` and `high` are the corners of an overlap.
         result = torch.empty(tuple(shape), dtype=_torch_dtype(entry.dtype))
+
         for piece in entry.pieces:
             low = [max(a, b) for a, b in zip(offset, piece.offset, strict=True)]
             high = [min(a, b + n) for a, b, n in zip(ends, piece.offset, piece.shape, strict=True)]
@@ -242,6 +252,7 @@ class CheckpointReader:
         return data.view(_torch_dtype(dtype)).view(last - first, *piece.shape[1:])
 
     def _locate(self, piece: Piece, dtype: str) -> int:
+        """Return the position of a piece in its file. Raises Damaged."""
         return locate(self.checkpoint, self._header(piece.file), piece, dtype)
 
     def _entry(self, name: str) -> TensorEntry:

@@ -85,6 +85,7 @@ class CheckpointManager:
         self._rewinds = 0  # since the last committed checkpoint
 
     def _save_context(self) -> SaveContext:
+        """Return what all saves of this run have in common."""
         # All ranks write. The token distinguishes their files from those of an earlier attempt.
         world = self.runtime.world
         token, on_commit = self.folder.token, self.folder.end_going_back
@@ -101,6 +102,7 @@ class CheckpointManager:
         return None if reader is None else self._load(reader)
 
     def _find_start(self) -> CheckpointReader | None:
+        """Return the checkpoint that the run's start names, None if it starts from the beginning. Collective."""
         match self.folder.start_from:
             case Beginning():
                 return None
@@ -108,15 +110,20 @@ class CheckpointManager:
                 return self.resumer.find_named(path)
             case Newest(otherwise):
                 reader = self.resumer.find_newest()
-                return self.resumer.find_named(otherwise) if reader is None and otherwise else reader
+                if reader is None and otherwise:
+                    return self.resumer.find_named(otherwise)
+
+                return reader
 
     def _load(self, reader: CheckpointReader) -> Resumed:
+        """Load a checkpoint, and note what follows from it for later saves. Collective."""
         resumed = self.resumer.load(reader)
 
         # If it was another run's, a later attempt must load it again, until this run has saved one of its own.
         step = resumed.steps_done if resumed.in_own_folder else None
         self.schedule.loaded(step)
         self.pending.last_committed = step
+
         if self.runtime.is_main and resumed.in_own_folder:
             self.folder.end_going_back()
 
@@ -192,6 +199,7 @@ class CheckpointManager:
         return resumed
 
     def _count_rewind(self, result: StepResult) -> None:
+        """Raise if the run has rewound too often since its last checkpoint."""
         # Without a limit, a run whose steps fail for some reason other than their samples would rewind forever.
         self._rewinds += 1
         limit = self.config.nonfinite.max_in_a_row
@@ -221,10 +229,12 @@ class CheckpointManager:
 
         # An update must wait until the optimizers' state has been copied.
         self.before_next_update(self.saver.wait_for_copy)
+
         self.schedule.started(steps_done, metrics)
         seed_host(derive(self.config.seed, "checkpoint", steps_done))
 
     def _values(self, loop: LoopState, metrics: dict[str, float]) -> dict[str, Any]:
+        """Return the values of a checkpoint besides the state of the run's parts."""
         # The keys are part of the file format (see CONTRIBUTING).
         return {
             "config": settings_as_text(self.config),

@@ -31,6 +31,8 @@ FORMAT = 2
 
 
 class Dtype(NamedTuple):
+    """A dtype, as torch and files know it."""
+
     in_torch: str  # its name in torch
     bytes: int  # of one element
 
@@ -87,6 +89,8 @@ class InvalidCheckpoint(Exception):
 
 
 class Damaged(InvalidCheckpoint):
+    """The bytes are not those that were written."""
+
     label = "damaged"
     verdict = "is damaged"
 
@@ -99,6 +103,8 @@ class Unreadable(InvalidCheckpoint):
 
 
 class WrongFormat(InvalidCheckpoint):
+    """The checkpoint may be whole, but this version cannot read it."""
+
     label = "wrong format"
     verdict = "was written by another version of Lockstep"
 
@@ -123,12 +129,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorEntry:
+    """A tensor of a checkpoint, and where its pieces are."""
+
     dtype: str  # a key of DTYPES
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]  # of all ranks; in one rank's `FileLayout` only the piece of this rank
 
     @property
     def bytes(self) -> int:
+        """The size of the full tensor."""
         return byte_count(self.shape, self.dtype)
 
 
@@ -161,8 +170,12 @@ class Manifest:
 
     @property
     def metrics(self) -> dict[str, float]:
+        """The metrics that were saved with the checkpoint; none if it was not written by a run."""
         metrics = self.values.get("metrics")
-        return {name: float_of(metric) for name, metric in metrics.items()} if isinstance(metrics, dict) else {}
+        if not isinstance(metrics, dict):
+            return {}
+
+        return {name: float_of(metric) for name, metric in metrics.items()}
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -172,6 +185,7 @@ def encode(manifest: Manifest) -> bytes:
         "files": [vars(file) for file in manifest.files],
         "tensors": tensors_to_json(manifest.tensors),
     }
+
     del content["digest"]
 
     # The manifest is written as {"content": ..., "digest": ..., "format": ...}, in the order of `_canonical`.
@@ -181,6 +195,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
+    """Return the entries of tensors as JSON can hold them."""
     # Not `dataclasses.asdict`, which copies every number and takes longer than the rest of `encode`.
     return {
         name: {"dtype": entry.dtype, "shape": entry.shape, "pieces": [piece._asdict() for piece in entry.pieces]}
@@ -203,6 +218,7 @@ def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
 
 
 def _decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
+    """Parse a manifest, and check its version, its digest and its fields."""
     outer = parse_json(data)
 
     # Another format may have other fields, so look at the version first. `type`, not `isinstance`: True is not 1 here.
@@ -213,8 +229,10 @@ def _decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
         raise WrongFormat(checkpoint, MANIFEST, why)
 
     check_fields(outer, "the manifest", format=int, digest=object, content=object)
+
     digest = xxhash.xxh3_128(_canonical(outer["content"])).hexdigest()
     require(outer["digest"] == digest, "the digest does not match the contents")
+
     return _manifest(outer["content"], digest)
 
 
@@ -236,6 +254,7 @@ def open_file(checkpoint: Checkpoint, file: str) -> Iterator[io.BufferedIOBase]:
 
 
 def read_manifest(checkpoint: Checkpoint) -> Manifest:
+    """Read and check the manifest of a checkpoint. Raises InvalidCheckpoint."""
     with open_file(checkpoint, MANIFEST) as stream:
         data = stream.read(_MAX_MANIFEST_BYTES + 1)
 
@@ -255,7 +274,10 @@ def read_manifest(checkpoint: Checkpoint) -> Manifest:
 
 def float_of(value: Any) -> Any:
     """Return the number that {"$float": TEXT} encodes, and any other `value` as it is."""
-    return FLOATS[value["$float"]] if isinstance(value, dict) and "$float" in value else value
+    if isinstance(value, dict) and "$float" in value:
+        return FLOATS[value["$float"]]
+
+    return value
 
 
 def parse_json(data: bytes) -> Any:
@@ -264,12 +286,14 @@ def parse_json(data: bytes) -> Any:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object, or raise ValueError if it has a key twice: readers differ in which one counts."""
     unique = dict(pairs)
     require(len(unique) == len(pairs), "a key occurs twice")
     return unique
 
 
 def _refuse_constant(name: str) -> None:
+    """Raise ValueError: Python's JSON would accept NaN and Infinity."""
     raise ValueError(f"{name} is not JSON")
 
 
@@ -308,24 +332,30 @@ def check_counts(value: list[Any], what: str, field: str) -> tuple[int, ...]:
     """Return a shape or an offset, if it is one that torch could have. `field` names it, `what` is its owner."""
     if len(value) > 64:
         raise ValueError(f"{what}: {field} has too many dimensions")
+
     # `type`, not `isinstance`: True must not pass as 1.
     if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > _MAX_BYTES):
         raise ValueError(f"{what}: {field} is not a list of counts")
+
     return tuple(value)
 
 
 def _check(value: Any, kind: type, what: str, field: str = "") -> Any:
+    """Return the value if it is of this type, and if a count is within bounds. Raises ValueError."""
     # `type`, not `isinstance`: True must not pass as 1.
     if type(value) is not kind or (kind is int and not 0 <= value <= _MAX_BYTES):
         where = f"{what}: {field}" if field else what
         raise ValueError(f"{where} is not {_KINDS[kind]}")
+
     return value
 
 
 def _manifest(content: Any, digest: str) -> Manifest:
+    """Check all fields of a manifest's content, and return it as a Manifest."""
     fields = check_fields(
         content, "content", step=int, time=object, lockstep=str, files=list, tensors=dict, aliases=dict, values=dict
     )
+
     # In seconds since 1970: 1e11 is in the year 5138.
     time = fields["time"]
     require(type(time) in (int, float) and 0 <= time < 1e11, "time is not a number of seconds since 1970")
@@ -366,15 +396,18 @@ def _check_floats(value: Any) -> None:
 
 
 def _file(item: Any) -> File:
+    """Check the entry of a file."""
     file = File(**check_fields(item, "a file", name=str, size=int, digest=str))
 
     # A name such as "../x" would point outside the checkpoint: allow no separator, and no dot at the beginning.
     plain = re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}", file.name) and file.name != MANIFEST
     require(bool(plain), f"{file.name[:60]!r} is not a plain file name")
+
     return file
 
 
 def _tensor(what: str, item: Any, files: set[str]) -> TensorEntry:
+    """Check the entry of a tensor: its dtype, its size, and that its pieces cover it."""
     fields = check_fields(item, what, dtype=str, shape=list, pieces=list)
     dtype = fields["dtype"]
     require(dtype in DTYPES, f"{what} has the unknown dtype {dtype[:40]!r}")
@@ -386,10 +419,12 @@ def _tensor(what: str, item: Any, files: set[str]) -> TensorEntry:
     what_piece = f"a piece of {what}"
     pieces = tuple(_piece(piece, what_piece, shape, files) for piece in fields["pieces"])
     _check_cover(what, shape, pieces)
+
     return TensorEntry(dtype, shape, pieces)
 
 
 def _piece(item: Any, what: str, full_shape: tuple[int, ...], files: set[str]) -> Piece:
+    """Check a piece of a tensor of shape `full_shape`."""
     fields = check_fields(item, what, file=str, key=str, offset=list, shape=list)
     offset = check_counts(fields["offset"], what, "offset")
     shape = check_counts(fields["shape"], what, "shape")
@@ -414,6 +449,7 @@ def _check_cover(what: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -
     nonempty = [piece for piece in pieces if 0 not in piece.shape]
     if sum(math.prod(piece.shape) for piece in nonempty) != math.prod(shape):
         raise ValueError(f"the pieces of {what} do not add up to the full tensor")
+
     if len(nonempty) < 2 or _is_grid(shape, nonempty):
         return
 
@@ -422,6 +458,7 @@ def _check_cover(what: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -
 
     # Sweep along the dimension with the most pieces: each is compared only with earlier ones that reach past its start.
     dim = max(range(len(shape)), key=lambda dim: len({piece.offset[dim] for piece in nonempty}))
+
     active: list[Piece] = []
     for piece in sorted(nonempty, key=lambda piece: piece.offset[dim]):
         active = [earlier for earlier in active if earlier.offset[dim] + earlier.shape[dim] > piece.offset[dim]]
@@ -439,6 +476,7 @@ def _is_grid(shape: tuple[int, ...], pieces: list[Piece]) -> bool:
         for start, size in intervals:
             if start != end:
                 return False
+
             end = start + size
 
         if end != length:
@@ -450,5 +488,6 @@ def _is_grid(shape: tuple[int, ...], pieces: list[Piece]) -> bool:
 
 
 def _overlap(a: Piece, b: Piece) -> bool:
+    """Return whether two pieces share an element: their intervals overlap in every dimension."""
     sides = zip(a.offset, a.shape, b.offset, b.shape, strict=True)
     return all(a_start < b_start + b_size and b_start < a_start + a_size for a_start, a_size, b_start, b_size in sides)

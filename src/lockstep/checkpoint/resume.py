@@ -34,6 +34,7 @@ class LoopState:
 
     @classmethod
     def from_saved(cls, saved: dict[str, Any]) -> LoopState:
+        """Return the state in a checkpoint, without fields of other versions that this one does not know."""
         return cls(**{field.name: saved[field.name] for field in fields(cls) if field.name in saved})
 
 
@@ -85,8 +86,10 @@ class Resumer:
         return reader
 
     def _find(self, storage: CheckpointStorage, only: str | None = None) -> CheckpointReader | None:
+        """Find the newest valid checkpoint of a storage, or `only` this one. Collective."""
         self.runtime.heartbeat.beat("load")
         world = self.runtime.world
+
         reader = newest_valid(storage, world.rank, world.size, self.runtime.collectives.gather_json, only)
         if reader is not None:
             self._pass_over(reader)
@@ -101,6 +104,7 @@ class Resumer:
             name = skipped.checkpoint.name
             problem = f"checkpoint {name} {skipped.verdict}: {skipped.file}: {skipped.why}"
             text = f"{problem}; resuming from {reader.checkpoint.name}"
+
             ours = skipped.checkpoint.storage == self.storage
             if isinstance(skipped, Damaged) and self.runtime.is_main and ours:
                 text += f". The damaged checkpoint is kept as {set_aside(self.storage, name, 'damaged')}"
@@ -133,6 +137,7 @@ class Resumer:
 
         # As in `CheckpointManager.save`, so that the run draws the same random numbers as if it had not stopped.
         seed_host(derive(self.config.seed, "checkpoint", steps_done))
+
         return Resumed(
             steps_done=steps_done,
             location=reader.checkpoint.location,

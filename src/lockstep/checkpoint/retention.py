@@ -34,6 +34,7 @@ class Retention:
         value = metrics.get(self.best) if self.best is not None else None
         if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
             return None
+
         return value if self.mode == "max" else -value
 
 
@@ -51,7 +52,12 @@ def steps_to_delete(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retent
 
 def best_step(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: Retention) -> int | None:
     """Return the step that is best by `retention.best`, the newest of equals; None if no step can be compared."""
-    scores = [(score, step) for step, metrics in checkpoints if (score := retention.score(metrics)) is not None]
+    scores = []
+    for step, metrics in checkpoints:
+        score = retention.score(metrics)
+        if score is not None:
+            scores.append((score, step))
+
     return max(scores)[1] if scores else None
 
 
@@ -63,12 +69,17 @@ def apply_retention(storage: CheckpointStorage, retention: Retention, token: str
     checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(storage)}
 
     # Manifests are read only if the best metric is kept.
-    metrics = [(step, metrics_of(checkpoint) if retention.best else {}) for step, checkpoint in checkpoints.items()]
+    metrics = []
+    for step, checkpoint in checkpoints.items():
+        metrics.append((step, metrics_of(checkpoint) if retention.best else {}))
+
     for step in steps_to_delete(metrics, retention):
         delete_checkpoint(storage, checkpoints[step].name, token)
 
 
 class BestCheckpoint(NamedTuple):
+    """A checkpoint, and the value of the metric by which it is the best."""
+
     checkpoint: Checkpoint
     metric: str
     value: float
@@ -91,4 +102,5 @@ def metrics_of(checkpoint: Checkpoint) -> Mapping[str, float]:
     """Return the metrics of a checkpoint. An invalid one has none, so only its age decides whether it is deleted."""
     with suppress(InvalidCheckpoint):
         return read_manifest(checkpoint).metrics
+
     return {}

@@ -41,14 +41,20 @@ class SaveSchedule:
 
         The same state is never saved twice.
         """
+        if steps_done == self._last_started:
+            return False
+
         every = self._settings.every
-        return (requested or (every is not None and steps_done % every == 0)) and steps_done != self._last_started
+        return requested or (every is not None and steps_done % every == 0)
 
     def due_by_clock(self) -> bool:
         """Whether rank 0's clock requests a checkpoint; the control word carries the request. Local."""
         # Clocks differ between machines, so only rank 0's is used.
         minutes = self._settings.minutes
-        return self._runtime.is_main and minutes is not None and time.monotonic() - self._last_time > 60 * minutes
+        if minutes is None or not self._runtime.is_main:
+            return False
+
+        return time.monotonic() - self._last_time > 60 * minutes
 
     def is_new_best(self, metrics: Mapping[str, float]) -> bool:
         """Return whether these metrics are better than those of all checkpoints by `checkpoint.best`. Collective.
@@ -65,6 +71,7 @@ class SaveSchedule:
         return score > self._best_score
 
     def _look_up_best(self) -> float | None:
+        """Return the score of the best checkpoint so far, which is -inf if there is none. Rank 0 calls it."""
         best = best_checkpoint(self._storage, self._retention)
         return -math.inf if best is None else self._retention.score({best.metric: best.value})
 
@@ -74,6 +81,7 @@ class SaveSchedule:
         """Note that a save with these metrics has begun. Collective."""
         self._last_started = steps_done
         self._last_time = time.monotonic()
+
         if self.is_new_best(metrics):
             self._best_score = self._retention.score(metrics)
 

@@ -286,6 +286,7 @@ class AMPTrainer:
     def _call(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
             return self.model(**batch)
+
         return self.model(*batch) if isinstance(batch, list | tuple) else self.model(batch)
 
 

@@ -100,6 +100,7 @@ def _checked(report: dict[str, Any]) -> dict[str, Any]:
     """Return the report of another rank, or raise the error that it reports."""
     if report["error"] is not None:
         raise UserError(*report["error"])
+
     return report
 
 
@@ -212,6 +213,7 @@ def _wait_for_save(calls: CheckpointCalls, folder: Path, writer: int, limit: tim
         calls.saves[writer] += 1
         if _is_to(report, folder):
             return _checked(report)
+
         # The writer may have saved alone to another folder.
         elsewhere.append(report["folder"])
 
@@ -220,8 +222,10 @@ def _is_to(report: dict[str, Any], folder: Path) -> bool:
     """Return whether a save was to this folder, which may have another path on the writer's machine."""
     if report["folder"] == str(folder.resolve()):
         return True
+
     if report["error"] is None:
         return open_storage(folder / "checkpoints").owner() == report["token"]
+
     # Nothing was written to know the folder by.
     return Path(report["folder"]).name == folder.resolve().name
 
@@ -329,6 +333,7 @@ def _same_checkpoint(path: Path, choice: dict[str, Any], world: World) -> Checkp
     found = [str(problem) for problem in problems]
     if manifest is None or manifest.digest != choice["digest"]:
         found.append(f"{checkpoint.location}: another checkpoint of the same name")
+
     if only not in (None, checkpoint.name):
         found.append(f"{path}: another checkpoint")
 
@@ -348,4 +353,5 @@ def _at(path: Path) -> tuple[CheckpointStorage, str | None]:
     if is_checkpoint(path):
         checkpoint = Checkpoint.at(path)
         return checkpoint.storage, checkpoint.name
+
     return open_storage(path / "checkpoints"), None

@@ -106,6 +106,7 @@ class DDPManager:
             raise UserError(
                 "set_epoch(loader) got a loader that get_dataloader did not make", "", "make it with get_dataloader"
             )
+
         loader.batch_sampler.epoch = epoch
 
     def all_reduce(self, tensor: Tensor, op: str | dist.ReduceOp.RedOpType = "mean") -> Tensor:

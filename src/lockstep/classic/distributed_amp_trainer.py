@@ -110,6 +110,7 @@ class DistributedAMPTrainer(AMPTrainer):
         """Wrap a second model, which the step of this trainer does not reduce, in torch's DDP."""
         if self.runtime.world.alone:
             return model
+
         options = self.distributed
         return wrap_in_ddp(
             model, options.find_unused_parameters, options.broadcast_buffers, options.gradient_as_bucket_view
@@ -118,6 +119,7 @@ class DistributedAMPTrainer(AMPTrainer):
     def save_checkpoint(self, path: str | Path, rank: int = 0) -> Path:
         if self.log:
             self.log.flush()
+
         return super().save_checkpoint(path, rank)
 
     def cleanup(self) -> None:
@@ -126,6 +128,7 @@ class DistributedAMPTrainer(AMPTrainer):
             self.log.conclude(self.stepper.wait_for_outcome())
             self.log.close()
             self.log = None
+
         self._membership.leave(self.runtime.world, self.runtime.device)
 
     @staticmethod
@@ -134,6 +137,7 @@ class DistributedAMPTrainer(AMPTrainer):
         # A process group that exists counts more than the environment.
         if dist.is_initialized():
             return dist.get_world_size() > 1
+
         check_announced()
         return not World.from_env().alone
 
@@ -142,6 +146,7 @@ class DistributedAMPTrainer(AMPTrainer):
         if self.log:
             if not padding:
                 self.log.add(loss)
+
             # The step has ended with this batch.
             if self._open_step is None:
                 scale = self.scaler.value if self.scaler else None
@@ -171,6 +176,7 @@ def own_gpu(ids: Sequence[int] | None, world: World, of_node: bool, usual: int) 
     """Return the GPU of this process: the first of its own `ids`, or the one at its local rank among the machine's."""
     if not ids:
         return usual
+
     if not of_node:
         return ids[0]
 
@@ -189,6 +195,7 @@ def _find_world(config: DistributedConfig) -> World:
     if world is not None:
         if problem := config.contradiction(world):
             raise problem
+
         return world
 
     if config.world_size == 1:

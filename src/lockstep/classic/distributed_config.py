@@ -85,6 +85,7 @@ class DistributedConfig:
         env |= {"LOCAL_RANK": str(self.local_rank), "NODE_RANK": str(self.node_rank)}
         if self.device_ids is not None:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.device_ids))
+
         return env
 
     @classmethod
@@ -122,6 +123,7 @@ class DistributedConfig:
         first = self.rank - (self.local_rank if local_rank is None else local_rank)
         if "node_rank" not in known and self.knows_nodes and first % self.num_gpus_per_node == 0:
             self.node_rank = first // self.num_gpus_per_node
+
         if "first_rank" not in known and (first != self._first_rank or not self.knows_nodes):
             self.first_rank = first
 

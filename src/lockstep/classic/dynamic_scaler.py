@@ -76,8 +76,10 @@ class DynamicScaler(precision.DynamicScaler):
         """Step the optimizer if every gradient of every rank is finite. Return whether it was."""
         if self._overflowed is None:
             self.unscale(optimizer)
+
         if not self._overflowed:
             optimizer.step()
+
         return not self._overflowed
 
     def update(self, overflowed: bool | None = None) -> None:

@@ -100,6 +100,7 @@ class ElasticGPUConfig:
         # Otherwise the last frozen model moves, unless there is no second GPU to move it to.
         if count > 1 or ranks > 1:
             return self._split(processes or self._most(count // 2))
+
         if replica > NEARLY_FULL * self._memory():
             raise self._too_large(self._all_models(), "use two GPUs, or smaller models")
 
@@ -110,8 +111,10 @@ class ElasticGPUConfig:
         settings: dict[str, Any] = {}
         if self.gpus:
             settings["micro_batch"] = "auto" if self.sample_gb is None else plan.batch_size
+
         if plan.last_reader is not None:
             settings["task.reader_homes"] = [*["cuda:+0"] * (len(self.reader_gb) - 1), plan.last_reader]
+
         return settings
 
     # ---- kinds of plans ----
@@ -172,6 +175,7 @@ class ElasticGPUConfig:
         """Return whether one GPU holds the last frozen model of two processes, and another the rest of one."""
         if not self.reader_gb:
             return False
+
         largest = max(2 * (self.reader_gb[-1] + self._sample()), self._own_models() + self._sample())
         return largest <= self.target_util * self._memory()
 
@@ -186,6 +190,7 @@ class ElasticGPUConfig:
         """Return how many samples fit beside `held` GiB; more than the batch has, if their size is not known."""
         if not self.sample_gb:
             return 2 * self.base_batch_size
+
         return int((util * self._memory() - held) / self.sample_gb)
 
     def _too_large(self, needed: float, fix: str) -> UserError:

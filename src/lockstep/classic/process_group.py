@@ -74,8 +74,10 @@ def time_limit(minutes: float) -> timedelta:
         limit = timedelta(minutes=minutes)
     except (TypeError, ValueError, OverflowError):
         limit = timedelta(0)
+
     if limit <= timedelta(0):
         raise UserError(f"timeout_mins={minutes!r} is not a time limit", "", "set timeout_mins=30")
+
     return limit
 
 

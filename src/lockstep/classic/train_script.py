@@ -118,6 +118,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 
     if options.save_every is not None:
         settings["checkpoint.every"] = options.save_every
+
     if options.auto_resume:
         settings["resume"] = "auto"
 

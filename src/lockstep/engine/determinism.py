@@ -35,6 +35,7 @@ def on_grid(value: float | Tensor, grid: float) -> Any:
     """Return `value`, a number or a tensor of any shape, rounded to the nearest multiple of 1/grid."""
     if isinstance(value, Tensor):
         return torch.round(value.double() * grid) / grid
+
     return round(value * grid) / grid if math.isfinite(value) else value
 
 
@@ -56,6 +57,7 @@ class Exactness:
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, runtime: Runtime, changing: Sequence[str] = ()):
         """`changing` is the task's `changing_buffers`."""
+        # Refuse what is known by now. What a forward changes shows only after the first step: see `end_step`.
         _check_changing(model, changing)
         _check_batchnorm(model)
 
@@ -82,7 +84,8 @@ class Exactness:
             text += "; fused optimizers step without their fused kernels"
 
         # Changes of other settings, such as the learning rate, are meant to change the bits and are not reported here.
-        changes = [*self._changes, *(change for change in changed_settings if change.key in ORDER_SETTINGS)]
+        order_changes = [change for change in changed_settings if change.key in ORDER_SETTINGS]
+        changes = [*self._changes, *order_changes]
         if changes:
             text += f"; NOT the bits of before, since this has changed: {', '.join(map(str, changes))}"
 
@@ -121,6 +124,8 @@ class Exactness:
 def _check_changing(model: nn.Module, names: Sequence[str]) -> None:
     """Refuse the task's `changing_buffers`, which `exact` does not allow, and names in it that are no buffers."""
     known = [name for name, _ in model.named_buffers()]
+
+    # A string is a sequence, too: of letters.
     changing = [] if isinstance(names, str) else list(names)
 
     # Because the task declares the buffer, it is refused before the first step rather than after it.
@@ -128,16 +133,22 @@ def _check_changing(model: nn.Module, names: Sequence[str]) -> None:
         if name in known:
             raise _changing_buffer(f"the buffer {name!r} changes in training", "the task's changing_buffers says so")
 
-    if changing or isinstance(names, str):
-        misspelt = f"names {changing[-1]!r}, which is no buffer of the model" if changing else ""
-        raise UserError(
-            f"changing_buffers={names!r} in the task {misspelt or 'is a string, not a tuple of names'}",
-            "",
-            f"name some of these, as a tuple: {', '.join(known) or 'the model has no buffers'}",
-        )
+    if isinstance(names, str):
+        problem = "is a string, not a tuple of names"
+    elif changing:
+        problem = f"names {changing[-1]!r}, which is no buffer of the model"
+    else:
+        return
+
+    raise UserError(
+        f"changing_buffers={names!r} in the task {problem}",
+        "",
+        f"name some of these, as a tuple: {', '.join(known) or 'the model has no buffers'}",
+    )
 
 
 def _check_batchnorm(model: nn.Module) -> None:
+    """Refuse a BatchNorm whose running statistics would change in training."""
     for name, module in model.named_modules():
         # In eval mode, or without running statistics, a forward changes no buffer.
         if isinstance(module, _BatchNorm) and module.training and module.track_running_stats:
@@ -168,6 +179,7 @@ def _agreed_platform(runtime: Runtime) -> dict[str, Any]:
         "cpu": torch.backends.cpu.get_cpu_capability(),
     }
 
+    # Every rank compares with rank 0, so all of them raise the same error.
     first, *others = runtime.collectives.gather_json(local)
     for rank, other in enumerate(others, start=1):
         for key, value in first.items():
@@ -187,7 +199,8 @@ def _switch_off_fused(optimizers: Optimizers) -> bool:
     On a CPU, fused kernels round the last elements of a tensor differently from the others, so the result would depend
     on how a tensor is sharded. Without them the algorithm is the same.
     """
-    fused = [group for optimizer in optimizers.all for group in optimizer.param_groups if group.get("fused")]
+    groups = [group for optimizer in optimizers.all for group in optimizer.param_groups]
+    fused = [group for group in groups if group.get("fused")]
     for group in fused:
         group["fused"] = False
 

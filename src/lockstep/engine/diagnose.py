@@ -39,10 +39,13 @@ if TYPE_CHECKING:
 
 SIZE = r"[\d.]+ (?:[KMGT]i)?B|\d+ bytes"  # a size in torch's messages
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
 # Autograd nodes around the inputs of a block, as torch's errors name them: one of exact mode, one of FSDP.
 INPUT_NODES = (BlockInputs.__name__, "RegisterPostBackwardFunction")
+
 # With both nodes, a block's only input is a plain view of the output of FSDP's node. Torch 2.11 and 2.13 name it so:
 VIEWS = ("of ViewBackward0 is a view", "of View is a view")
+
 # Parts of torch's errors about a second backward through compiled code.
 COMPILED_TWICE = ("compiled with non-empty donated buffers", "does not currently support double backward")
 MICRO_BATCH_FILE = "micro_batch.json"  # in the run folder: the largest micro-batch that fits
@@ -95,6 +98,7 @@ def explained(builder: RunBuilder) -> Iterator[None]:
                 "leave sparse=True out of F.embedding and F.embedding_bag: the gradient is then dense",
             ) from error
 
+        # Parameters without storage: FSDP has freed them, and its hook that gathers them again did not run.
         if "out of bounds for storage of size 0" in str(error) and driver and not driver.role.replicated:
             raise hidden_output(str(error).splitlines()[0]) from error
 
@@ -165,12 +169,9 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
     if driver.compiler and driver.compiler.stage == "watch":
         first.append(Option("compile=true", None))
 
-    advice: list[Option] = []
-
-    # The problem and the advice depend on the phase of the run.
+    # What was being computed, and what could be made smaller, depends on the phase of the run.
     run = builder.run
-
-    # What was being computed, and what could be made smaller.
+    advice: list[Option] = []
     if run is None:
         what = "the model"
         advice = options(footprint, config, world.size, micro_batch=1, blocks=1, on_host=on_host)
@@ -212,6 +213,7 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
         optimizers = builder.model_setup.optimizers
         for optimizer in optimizers.all:
             state += [value for values in optimizer.state.values() for value in values.values()]
+
             # For other optimizers than torch's, the size of the state is unknown.
             groups = optimizer.param_groups if is_torchs(optimizer) else []
             for group in groups:
@@ -227,6 +229,7 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
         optimizer=count(state),
         to_come=to_come,
     )
+
     if device.type != "cuda":
         return footprint
 
@@ -283,34 +286,45 @@ class Shortage:
 
     @classmethod
     def of(cls, message: str) -> Shortage:
+        """Read the sizes in torch's message."""
         free = _size(rf"of which ({SIZE}) is free", message)
         allowed = _size(rf"({SIZE}) allowed", message)
         allocated = _size(rf"({SIZE}) is allocated by PyTorch", message)
+
         # The limit gpu_memory applies only to memory that PyTorch allocates.
         if free is not None and allowed is not None and allocated is not None:
             free = max(0, min(free, allowed - allocated))
+
         return cls(message, _size(rf"allocate ({SIZE})", message), free, allowed)
 
     def missing(self, to_come: int) -> int | None:
         """Return how many more bytes are needed, including the `to_come` bytes that the optimizer will allocate."""
         if self.wanted is None or self.free is None:
             return None
+
         return max(0, self.wanted - self.free + to_come)
 
     def __str__(self) -> str:
         if self.wanted is None:
-            return f"out of memory: {self.message.splitlines()[0] if self.message else 'no details'}"
+            details = self.message.splitlines()[0] if self.message else "no details"
+            return f"out of memory: {details}"
+
         free = "" if self.free is None else f", {amount(self.free)} free"
-        limit = f" of the {amount(self.allowed)} that gpu_memory allows" if free and self.allowed is not None else ""
+        limit = ""
+        if free and self.allowed is not None:
+            limit = f" of the {amount(self.allowed)} that gpu_memory allows"
+
         return f"out of memory: {amount(self.wanted)} wanted{free}{limit}"
 
 
 def _size(pattern: str, message: str) -> int | None:
+    """Return the size that the pattern finds in torch's message, in bytes, or None."""
     match = re.search(pattern, message)
     if match is None:
         return None
 
     number, unit = match[1].split()
+
     # `MiB`, `B` and `bytes` leave `M`, nothing and nothing.
     prefix = unit.removesuffix("bytes").removesuffix("B").removesuffix("i")
     return round(float(number) * UNITS[prefix])

@@ -31,6 +31,7 @@ def end_training(run: Run) -> None:
 
     # After a `break` in a custom loop, the last steps are not logged yet.
     last = run.requests.accept_last()
+
     run.log.write_rest(last)
     _log_stop(run)
 
@@ -47,6 +48,7 @@ def end_training(run: Run) -> None:
     if run.config.checkpoint.final == "best":
         run.checkpoints.settle()
 
+    # Write the log lines whose numbers are still on the device.
     run.recorder.poll(wait=True)
     try:
         _save_final_weights(run)
@@ -87,6 +89,7 @@ def _save_final_weights(run: Run) -> None:
 
 
 def _save_weights(run: Run, file: str, ema: bool = False) -> None:
+    """Write the current weights of the model to a file of the run folder. Collective."""
     # Gathering sharded parameters is collective: all ranks take part, and only rank 0 gets the result.
     weights, aliases = full_state(run.driver, run.runtime.is_main, run.config.checkpoint.frozen)
     run.runtime.collectives.run_on_rank0(lambda: _write_weights(run, file, weights, aliases, ema))
@@ -114,15 +117,20 @@ def close(run: Run, text: str | None = None) -> dict[str, Any]:
     """Write the summary and the report, and return the summary. `text` is what the task's `show` returned."""
     run.runtime.heartbeat.beat("end")
     run.recorder.write_rest(run.stepper.sums, run.stepper.counters.steps_done)
+
+    # While the checkpoints are still open: `_release` closes them.
     best = run.runtime.collectives.run_on_rank0(lambda: _describe_best(run))
     _release(run)
 
     summary = summary_of(run, best)
     if text:
         run.recorder.event("sample", text=text)
+
     for goal in summary.get("goals", ()):
         run.recorder.event("goal", **goal)
+
     run.recorder.event("end", **summary)
+
     run.recorder.close()
 
     if run.runtime.is_main:
@@ -135,6 +143,7 @@ def close(run: Run, text: str | None = None) -> dict[str, Any]:
 
 
 def _describe_best(run: Run) -> dict[str, Any] | None:
+    """Return the best checkpoint for the summary, or None if there is none."""
     best = run.checkpoints.best()
     if best is None:
         return None
@@ -149,13 +158,17 @@ def _release(run: Run) -> None:
     setup.optimizers.use_evaluation_weights(setup.driver.drop_gathered)
     setup.optimizers.release()
     run.stepper.learning_rate.release()
+
     release_captures(setup.driver.model)
+
     if setup.driver.compiler:
         setup.driver.compiler.release()
+
     run.checkpoints.close()
 
 
 def _write_report(run: Run, summary: dict[str, Any]) -> None:
+    """Write the summary and the report on rank 0, and print where the report is."""
     # The weights are saved, so a failure only prints a message.
     try:
         write_summary(run.folder.path, summary)

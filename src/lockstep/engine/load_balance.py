@@ -73,6 +73,7 @@ def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
 def describe_speeds(speeds: Speeds, plan: Plan) -> str:
     if isinstance(speeds, str):
         return f"measured in steps {WARM_UP} to {WARM_UP + MEASURED - 1}; then micro-batches are assigned by them"
+
     return f"micro-batches {_show(rank_counts(plan.micro_batches, tuple(speeds)))} by load_balance"
 
 
@@ -132,7 +133,9 @@ class LoadBalancer:
         # Count the steps of this process, not those of the run: a resumed run may have other ranks.
         if self._is_measuring:
             self._marks.append([])
+
         self._ended += 1
+
         if self._ended % PERIOD == WARM_UP + MEASURED:
             self._reassign(steps_done, pace_of(self._marks[:-1]))
             self._marks = [[]]
@@ -160,6 +163,7 @@ class LoadBalancer:
 
         slow = seconds.index(max(seconds))
         fast = seconds.index(min(seconds))
+
         self._log_event(
             "balance",
             step=steps_done,
@@ -171,10 +175,19 @@ class LoadBalancer:
 
 def pace_of(steps: Sequence[Sequence[Any]]) -> Pace:
     """Return the pace over some steps, each with the times when its micro-batches and then its all-reduce began."""
-    # All micro-batches but the last have a forward and a backward. The last one is measured up to the all-reduce, so
-    # it has a forward only.
-    wholes = [_seconds(marks[0], marks[-2]) / (len(marks) - 2) for marks in steps if len(marks) > 2]
-    forwards = [_seconds(marks[-2], marks[-1]) for marks in steps]
+    wholes: list[float] = []
+    forwards: list[float] = []
+    for marks in steps:
+        *begins, all_reduce = marks
+
+        # The last micro-batch is measured up to the all-reduce, so it has a forward only.
+        forwards.append(_seconds(begins[-1], all_reduce))
+
+        # All others have a forward and a backward.
+        if len(begins) > 1:
+            wholes.append(_seconds(begins[0], begins[-1]) / (len(begins) - 1))
+
+    # The median ignores a step that something else slowed down.
     return Pace(median(wholes) if wholes else None, median(forwards))
 
 
@@ -186,7 +199,13 @@ def seconds_each(paces: Sequence[Pace]) -> list[float]:
     # 1e-9 avoids a division by zero if the clock did not advance.
     ratios = [pace.whole / max(pace.forward, 1e-9) for pace in paces if pace.whole is not None]
     ratio = median(ratios) if ratios else 1.0
-    return [max(1e-9, pace.forward * ratio if pace.whole is None else pace.whole) for pace in paces]
+
+    seconds = []
+    for pace in paces:
+        whole = pace.forward * ratio if pace.whole is None else pace.whole
+        seconds.append(max(1e-9, whole))
+
+    return seconds
 
 
 def step_seconds(counts: Sequence[int], seconds: Sequence[float]) -> float:
@@ -196,7 +215,8 @@ def step_seconds(counts: Sequence[int], seconds: Sequence[float]) -> float:
 
 def _show(counts: Sequence[int]) -> str:
     """`2 + 6`"""
-    return " + ".join(map(str, counts[:SHOWN_RANKS])) + " + ..." * (len(counts) > SHOWN_RANKS)
+    text = " + ".join(map(str, counts[:SHOWN_RANKS]))
+    return f"{text} + ..." if len(counts) > SHOWN_RANKS else text
 
 
 def _now(device: torch.device) -> Any:
@@ -211,7 +231,9 @@ def _now(device: torch.device) -> Any:
 
 
 def _seconds(begin: Any, end: Any) -> float:
+    """Return the seconds between two times of `_now`."""
     if isinstance(begin, float):
         return end - begin
+
     end.synchronize()  # the host waits for the device: once in a measurement
     return begin.elapsed_time(end) / 1000

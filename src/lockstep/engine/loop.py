@@ -32,6 +32,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
     training.evaluate_if_interrupted()
     for batches in training.run.step_batches():
         training.step(batches)
+
     return training.end()
 
 
@@ -51,6 +52,8 @@ class Training:
         _setup_model(task, builder, data)
         self.run = builder.setup_run(data(), task.collate)
         self.run.hooks.before_training()
+
+        # A compiler wraps the task's own loss, and the hooks come after it: they may run any Python.
         compiler = self.run.driver.compiler
         loss = compiler.around(task.loss) if compiler else task.loss
         self._loss = self.run.hooks.around_loss(loss)
@@ -88,6 +91,8 @@ class Training:
     def end(self) -> dict[str, Any]:
         """Save the weights, evaluate, show, and return the summary."""
         run, config = self.run, self.run.config
+
+        # These weights have just been evaluated if an evaluation was due after the last step.
         is_current = run.evaluations.is_current(run.stepper.counters.steps_done)
         evaluates = bool(self._eval_sets) and config.evaluate.at_end and not is_current
 
@@ -122,6 +127,7 @@ def _setup_model(task: Task, builder: RunBuilder, data: Callable[[], Any]) -> No
 
 
 def _write_assets(write: Callable[[Path], None], run_dir: Path) -> None:
+    """Let the task write its files into RUN/assets, on rank 0."""
     folder = run_dir / "assets"
     folder.mkdir(exist_ok=True)
     write(folder)

@@ -47,14 +47,18 @@ class Outcome:
         word = self.word
         self.finite = math.isfinite(self.grad_norm)
         self.mean_loss = float(word.loss) / float(word.weight) if word.weight else 0.0
+
+        # `not >` instead of `<=`: a mean loss of nan is no spike. Only the gradient decides then, as on the device.
         self.accepted = self.finite and not (self.mean_loss > self.loss_limit)
 
     def skip_reason(self) -> str | None:
         """Return why the step is skipped, or None if it is applied or has weight 0, which is legal."""
         if self.accepted or not self.word.weight:
             return None
+
         if self.finite:
             return f"a loss spike: {self.mean_loss:.4g}, above {self.loss_limit:.4g}"
+
         if not math.isfinite(float(self.word.weight)):
             return "the weight of the loss is not finite"
 
@@ -155,6 +159,8 @@ class Outcomes:
 
         if word.step != ranks * step_mark(step):
             raise self._out_of_step(step, word.step)
+
+        # Every rank must have multiplied its loss by the same scale, or the sum of the gradients means nothing.
         if self._scaler and abs(word.scale / ranks - math.log2(self._scaler.value)) > 1e-3:
             raise RuntimeError(f"the loss scale differs between ranks; on this rank it is {self._scaler.value}")
 
@@ -177,8 +183,11 @@ class Outcomes:
         # it do not: they still wait in their own collective.
         reported = runtime.ranks_that_report(f"out-of-step/{step}", seconds=REPORT_S)
         odd = [rank for rank in range(runtime.world.size) if rank not in reported]
-        who = listed_ranks(odd) if odd else "another rank"
-        whom = listed_ranks(reported) if odd else "this one"
+        if odd:
+            who, whom = listed_ranks(odd), listed_ranks(reported)
+        else:
+            who, whom = "another rank", "this one"
+
         return OutOfStep(
             f"the ranks are out of step: {who} {'were' if len(odd) > 1 else 'was'} in a collective that {whom} never "
             f"called, and the tensor was taken for gradients of step {step} (the marks of the step add up to {marks}, "
@@ -229,11 +238,15 @@ class Outcomes:
 
     def _log_skip(self, outcome: Outcome, result: StepResult) -> str | None:
         """Log the skip with its reason and the samples to blame, and return both as text. Collective."""
-        local_lines = _blame(outcome, self._runtime.world.rank)
-        blamed = [line for lines in self._runtime.collectives.gather_json(local_lines) for line in lines]
+        gathered = self._runtime.collectives.gather_json(_blame(outcome, self._runtime.world.rank))
+        blamed = [line for lines in gathered for line in lines]
         scale = {"scale": self._scaler.value} if self._scaler else {}
         self._log_event("skip", step=result.step, reason=result.skip_reason, blame=blamed, **scale)
-        return f"{result.skip_reason} ({'; '.join(blamed[:3])})" if blamed else result.skip_reason
+
+        if not blamed:
+            return result.skip_reason
+
+        return f"{result.skip_reason} ({'; '.join(blamed[:3])})"
 
     def check_something_learned(self, steps: int, applied: int) -> None:
         """Raise at the end of a run if no step was applied, so that untrained weights do not pass for a result."""
@@ -264,6 +277,7 @@ class Outcomes:
         )
 
     def state_dict(self) -> dict[str, Any]:
+        # The keys are part of the file format.
         return {
             "skips": {"skipped": self.skipped, "failures_in_a_row": self.skips_in_a_row},
             "spikes": {"recent": list(self.spikes.recent)},
@@ -298,6 +312,7 @@ class SpikeDetector:
 
         median = statistics.median(self.recent)
         deviation = statistics.median(abs(loss - median) for loss in self.recent)
+
         # 1.4826 turns the median absolute deviation of normally distributed losses into their standard deviation. For a
         # loss that hardly changes this is almost 0, so at least 1 % of the median is used.
         return median + self.config.factor * max(1.4826 * deviation, 0.01 * abs(median))
@@ -323,9 +338,11 @@ def _blame(outcome: Outcome, rank: int) -> list[str]:
 
 
 def _name_samples(batch: MicroBatch) -> str:
+    """Return the ids of the first samples of a micro-batch as text, "" if it has none."""
     if len(batch.ids) == 0:
         return ""
 
     names = ", ".join(str(int(i)) for i in batch.ids[:MAX_NAMED_IDS])
     more = len(batch.ids) - MAX_NAMED_IDS
-    return f", samples {names} and {more} more" if more > 0 else f", samples {names}"
+    rest = f" and {more} more" if more > 0 else ""
+    return f", samples {names}{rest}"

@@ -61,16 +61,19 @@ class OwnRun(BuiltRunView):
         the step). They are returned in the same order. A frozen model, such as a teacher, may be passed alone: it is
         moved to the device, and not wrapped.
         """
+
         parts = [model, *others]
         models = [part for part in parts if isinstance(part, nn.Module)]
         schedulers = [part for part in parts if is_scheduler(part)]
         optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
         _check_parts(parts)
 
+        # Without an optimizer there is nothing to train.
         if not optimizers:
             moved = self._setup_frozen(models)
             return moved[0] if len(moved) == 1 else moved
 
+        # A driver has one model. Several are put into one module, and each is called through it.
         several = SeveralModels(models) if len(models) > 1 else None
         if _are_trained_in_turn(models, optimizers):
             self._builder.expect_unused_parameters("each of several models has an optimizer of its own")
@@ -84,6 +87,7 @@ class OwnRun(BuiltRunView):
         # Return wrapped models in place of the plain ones. The setting `optimizer` may also have replaced optimizers.
         module = setup.driver.module
         wrapped_models = several.called_by(module) if several else iter([module])
+
         replaced = {id(model): wrapped for model, wrapped in zip(models, wrapped_models, strict=True)}
         replaced |= {id(own): new for own, new in zip(optimizers, setup.optimizers.all, strict=True)}
         return tuple(replaced.get(id(part), part) for part in parts)
@@ -116,6 +120,7 @@ class OwnRun(BuiltRunView):
                     "model, optimizer = run.setup(model, optimizer); or freeze it with model.requires_grad_(False)",
                 )
 
+        # With `init=meta` a model has no data yet, and no driver will fill it.
         for model in models:
             check_init(model, self._builder.config, trained=False)
             if any(p.is_meta for p in model.parameters()):
@@ -162,6 +167,7 @@ class OwnRun(BuiltRunView):
         """Call the hooks of `callback` during the run, see `lockstep.callbacks`. Call it before `run.steps`."""
         if self._run is not None:
             raise UserError("run.add_callback was called after run.steps(...)", "", "call it before run.steps(...)")
+
         self._builder.callbacks.append(callback)
 
     def steps(
@@ -175,10 +181,12 @@ class OwnRun(BuiltRunView):
         self._check_passes(passes)
         self._check_first_call()
 
+        # Hooks before the run: what they follow decides about the step.
         self._builder.use_hooks(Hooks(self, callbacks=self._builder.callbacks))
         self._run = run = self._builder.setup_run(dataset, collate)
         run.hooks.before_training()
         run.check_start()
+
         gradients = GradientGuard(run.model_setup.optimizers)
 
         # `close` finds it True if the user's code left the loop with `break`.
@@ -235,6 +243,7 @@ class OwnRun(BuiltRunView):
         # After a `break` on this rank only, the other ranks would wait forever in a collective. A barrier through the
         # store detects this, and heartbeats detect it before the timeout.
         steps_done = run.stepper.counters.steps_done
+
         beats = run.runtime.heartbeat
 
         # Inside the loop the other ranks may still be training: wait for them, or name the rank that left.
@@ -257,6 +266,7 @@ class OwnRun(BuiltRunView):
         close(run)
 
     def _left_alone(self, step: int, left_by: str) -> UserError:
+        """Return the error for a rank that has left the loop while others are still in it."""
         return UserError(
             f"rank {self.rank} of {self.world_size} left `for step in run.steps(...)` at step {step}, and not all "
             "of the others did",
@@ -276,6 +286,7 @@ class OwnRun(BuiltRunView):
     def _check_passes(self, passes: int) -> None:
         if passes < 1:
             raise UserError(f"run.steps(passes={passes}) must have at least one pass", "", "pass 1 or more")
+
         if passes > 1 and self._builder.config.load_balance == "auto":
             raise UserError(
                 f"run.steps(passes={passes}) cannot be used with load_balance=auto",
@@ -311,6 +322,7 @@ def _are_trained_in_turn(models: list[nn.Module], optimizers: list[torch.optim.O
         own = {id(p) for p in model.parameters() if p.requires_grad}
         owners.append({i for i, optimizer in enumerate(optimizers) if own & _parameter_ids(optimizer)})
 
+    # One model with two optimizers, or one optimizer for all: then every step gives all of them gradients.
     return all(len(found) <= 1 for found in owners) and len(set[int]().union(*owners)) > 1
 
 

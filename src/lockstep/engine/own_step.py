@@ -60,8 +60,10 @@ class OwnStep:
         if self._progress.pass_index != self.passes_done:
             self._begin_pass()
 
-        for micro in self._batches if self.passes_done == 0 else self._saved_batches:
-            if self.passes_done == 0 and self._passes > 1:
+        first_pass = self.passes_done == 0
+        for micro in self._batches if first_pass else self._saved_batches:
+            # The source yields each batch once, so it is kept for later passes.
+            if first_pass and self._passes > 1:
                 self._saved_batches.append(micro)
 
             self._yielded += 1
@@ -73,6 +75,7 @@ class OwnStep:
             with self._watched, self._progress.autocast():
                 yield micro.data
 
+            # The body is over. Without its backward, the ranks would not be in the same micro-batch.
             if self._progress.backwards_done != self._yielded:
                 raise self._backward_count_error("0 times")
 
@@ -91,6 +94,7 @@ class OwnStep:
 
         self._gradients.check("step.backward")
 
+        # Once in a run: the first forward must have left the state as it was.
         if self._snapshot:
             check_own_loop(self._run, self._snapshot)
             self._snapshot = None
@@ -171,14 +175,17 @@ class OwnStep:
         return self._driver.collect_reduced()
 
     def _begin_pass(self) -> None:
+        """Begin a pass: its sums start at 0, and all gradients are cleared."""
         self._yielded = 0
         self._progress = self._run.stepper.begin(self._batches, self.passes_done, self._passes)
         self._gradients.forget()
         self._driver.begin()
 
     def _end_pass(self) -> None:
+        """Count a pass. The last one ends the step."""
         self.passes_done += 1
         if self.passes_done < self._passes:
+            # Each pass has its own control word, and its requests must not be lost.
             self._run.requests.accept(self.result)
         else:
             # End the step here, not after the body of the loop, so that the rest of the body sees the new step count.
@@ -189,6 +196,7 @@ class OwnStep:
         self._run.runtime.heartbeat.beat("user code")
 
     def _check_pass(self, call: str) -> None:
+        """Raise unless every batch of the current pass has had its backward."""
         if self.ended or self._progress is not self._run.stepper.progress:
             raise UserError(
                 f"{call} was called on step {self.index}, which has ended",
@@ -221,9 +229,9 @@ class OwnStep:
                 "step.apply(optimizer) steps one of them and drops the gradients of the others; or pass all of them",
             )
 
-        indices = [
-            next((i for i, candidate in enumerate(known) if candidate is optimizer), None) for optimizer in optimizers
-        ]
+        # By identity: these must be the objects that `run.setup` returned.
+        index_of = {id(optimizer): index for index, optimizer in enumerate(known)}
+        indices = [index_of.get(id(optimizer)) for optimizer in optimizers]
         if None in indices:
             raise UserError(
                 "step.apply(optimizer) got something other than the optimizers of run.setup",

@@ -123,6 +123,7 @@ class StepProgress:
         """Record the loss and return the `grad_output` for its backward: the loss scale, or 0 for padding."""
         context, micro = self._context, self.micro
         assert micro is not None
+
         _check_total(loss)
         weight = _checked_weight(loss.weight)
 
@@ -157,11 +158,19 @@ class StepProgress:
 
         # Padding and stages without a loss would distort the mean, so they contribute 0. With `exact`, only the first
         # micro-batch of the global step counts, so that the result does not depend on the number of ranks.
-        contributes_nothing = micro.padding or not context.reports_loss or (context.config.exact and micro.index > 0)
-        counts = [0.0, 0.0] if contributes_nothing else [float(_checked_weight(weight)), float(micro.samples)]
+        is_later = context.config.exact and micro.index > 0
+        contributes_nothing = micro.padding or not context.reports_loss or is_later
+        if contributes_nothing:
+            counts = [0.0, 0.0]
+        else:
+            counts = [float(_checked_weight(weight)), float(micro.samples)]
+
+        # The host waits for the sums, shape [2]. This happens once, in the first step.
         sums = torch.tensor(counts, dtype=torch.float64, device=context.runtime.device)
         total, samples = context.runtime.collectives.all_reduce_(sums).tolist()
 
+        # The weight of a sample times the samples of a step. A power of two only shifts exponents, so it rounds
+        # nothing.
         per_step = total / max(1.0, samples) * context.global_batch
         context.scaler.reference_weight = 2.0 ** round(math.log2(max(1.0, per_step)))
 
@@ -172,6 +181,8 @@ class StepProgress:
         """
         context = self._context
         context.runtime.heartbeat.beat("exchange")
+
+        # The last moment of this rank's own work. From here on it waits for the others.
         if context.before_all_reduce is not None:
             context.before_all_reduce()
 

@@ -110,6 +110,7 @@ class Requests:
         if not stop["done"]:
             self.request_stop(stop["reason"] or None, by_user=True)
         elif not {"steps", "epochs"} & {change.key for change in resumed.changed_settings}:
+            # The reason is "" if the user gave none.
             self.stop_reason = stop["reason"] or None
             self.stop_requested = stop["reason"]
             self.stop_agreed = True

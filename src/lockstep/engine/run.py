@@ -133,9 +133,11 @@ class Run:
             if self.driver.compiler:
                 self.driver.compiler.begin_step(self.plan.steps - self.stepper.counters.steps_done)
 
-            # `source` is read in every step: a benchmark replaces it between two of them.
+            # Only the first step of this process compares what ranks and workers have read. `source` is read in every
+            # step: a benchmark replaces it between two of them.
             batches = self._take_first() if is_first else self.source.take()
             is_first = False
+
             batches.step = self.stepper.counters.steps_done
             batches.micro_batches = self._feed(batches.micro_batches, batches.count)
             yield batches
@@ -159,6 +161,7 @@ class Run:
             if self.load_balancer:
                 self.load_balancer.mark()
 
+            # The forward is no part of the wait: it runs at the yield.
             began = time.perf_counter()
             micro = next(iterator, None)
             if micro is None:
@@ -191,6 +194,7 @@ class Run:
         steps_done = self.stepper.counters.steps_done
         if self.tracer:
             self.tracer.end_step()
+
         if self.driver.compiler:
             self.driver.compiler.end_step()  # it times the first steps, and decides by them
 
@@ -198,6 +202,7 @@ class Run:
         self.source.commit(batches, result)
         if self.log.samples:
             self.log.samples.write(batches.step, self.stepper.progress.trained)
+
         if self.load_balancer:
             self.load_balancer.end_step(steps_done)
 
@@ -295,9 +300,10 @@ class Run:
         if save_due or steps_done % self.config.checks.every == 0:
             self.check_replicas()
 
+        steps_at_start = self.resumed.steps_done if self.resumed else 0
         if save_due:
             self._save_now(evaluation_due)
-        elif steps_done == (self.resumed.steps_done if self.resumed else 0) + 1:
+        elif steps_done == steps_at_start + 1:
             # Allocate the snapshot after the first step of this process, which makes the first save shorter. By now
             # the optimizers have their state, so the size is known. If the forward adds parameters, it has done so.
             self.model_setup.guard.check_structure()
@@ -311,6 +317,8 @@ class Run:
         # The log interval also returns to its state in the checkpoint.
         self.log.restore(resumed.loop.interval)
         self.recorder.start_clock()
+
+        # Evaluations that came after the checkpoint no longer count.
         if resumed.loop.early_stop:
             self.evaluations.early_stop.load_state_dict(resumed.loop.early_stop)
 
@@ -325,8 +333,11 @@ class Run:
         """Save a checkpoint that is due or was requested, and mark the request as carried out."""
         began = time.perf_counter()
         self.save_checkpoint(evaluation_due)
+
+        # Only now: a save that raises has not carried out the request.
         self.requests.saved()
         self.runtime.notice.saved()
+
         self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
 
     def save_if_best(self) -> None:
@@ -394,6 +405,8 @@ class Run:
     def _evaluate_all(self, sets: Sequence[EvaluationSet], may_preempt: bool) -> list[Evaluation] | None:
         """Return the evaluations of all sets, or None if a preemption interrupted one of them."""
         setup = self.model_setup
+
+        # Not the micro-batch of the plan: the results must not depend on the number of ranks.
         batch = evaluation_batch(self.config, self.plan.global_batch)
         steps_done = self.stepper.counters.steps_done
 

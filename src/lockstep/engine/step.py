@@ -120,9 +120,13 @@ class Stepper:
         if self._trained_parameters is not None:
             reduced = self._trained_parameters.drop_others(reduced, progress.step)
 
+        # The schedule follows the applied steps, so a skipped one does not move it.
         self.lr = self.learning_rate.set(self.counters.applied)
+
+        # Only the last pass over the batches ends the step.
         self.counters.steps_done += progress.ends_step
 
+        # The norm of the parameters' norms is that of the whole gradient: shape (), of a sum that is not divided yet.
         norm = torch.linalg.vector_norm(reduced.norms)
         if self.reads_outcome_late:
             return self._apply_late(progress, reduced, norm)
@@ -138,13 +142,19 @@ class Stepper:
         word, weight = self._wait_for_word(reduced)
         to_mean = self._to_mean(reduced, weight)
         grad_norm = float(torch.linalg.vector_norm(reduced.norms)) * to_mean
+
+        # In place, because the user reads `p.grad` until the next pass.
         self.update.multiply(reduced.parameters, to_mean)
+
+        # No limit: a pass that applies nothing cannot be skipped as a spike.
         return self.outcomes.conclude_measured(Outcome(progress, reduced, math.inf, word, grad_norm))
 
     def _apply_now(self, progress: StepProgress, reduced: Reduced, norm: Tensor) -> StepResult:
         """Wait for the control word and the norm, then apply the step or skip it."""
         word, weight = self._wait_for_word(reduced)
         grad_norm, factor = self._norm_and_factor(reduced, float(norm), weight)
+
+        # All ranks have the same numbers here, so they agree without another collective.
         outcome = Outcome(progress, reduced, self.outcomes.spikes.limit(), word, grad_norm)
         if outcome.accepted:
             self.update.step(reduced.parameters, factor, progress.update_count, progress.optimizer_indices)
@@ -156,14 +166,18 @@ class Stepper:
         """Let the device decide whether the fused optimizers skip. Return the result of the previous step."""
         # With weight 0 the norm is 0 x inf = nan, so the device skips.
         grad_norm, factor = self._norm_and_factor(reduced, norm, reduced.codec.weight(reduced.packed_word))
+
         loss_limit = self.outcomes.spikes.limit()
         skip = skip_on_device(reduced, grad_norm, loss_limit)
+
+        # `factor` and `skip` are tensors of shape (): the host only launches kernels, and knows neither value.
         self.update.step_on_device(factor, skip, progress.update_count, progress.optimizer_indices)
         self._count_update(progress)  # optimistic: `wait_for_outcome` takes it back if the device skipped
 
         # Read the previous outcome only now, while the device is busy with this step.
         previous = self.wait_for_outcome()
 
+        # Copy the numbers behind the kernels of this step. The event tells when they have arrived.
         row = torch.cat([grad_norm.reshape(1), reduced.packed_word.double()]).to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
@@ -179,6 +193,8 @@ class Stepper:
         pending.arrived.synchronize()  # the host waits for the device: one step late, or at the very end
         grad_norm, *values = pending.row.tolist()
         word = pending.reduced.codec.unpack(values)
+
+        # Judge by the limit of that step, not by today's.
         outcome = Outcome(pending.progress, pending.reduced, pending.loss_limit, word, grad_norm)
         if not outcome.accepted:
             self._uncount_update(pending.progress)
@@ -194,16 +210,20 @@ class Stepper:
         return word, float(word.weight) or math.nan
 
     def _count_update(self, progress: StepProgress) -> None:
+        """Count the update, for the schedule and for the schedulers of the optimizers that were stepped."""
         self.counters.applied += progress.ends_step
         self.learning_rate.count_step(progress.optimizer_indices)
 
     def _uncount_update(self, progress: StepProgress) -> None:
+        """Take back `_count_update`: the device has skipped the update."""
         self.counters.applied -= progress.ends_step
         self.learning_rate.uncount_step(progress.optimizer_indices)
 
     def _conclude(self, outcome: Outcome) -> StepResult:
+        """Add the losses of an accepted step to those of the next log line. Count the step, and react to a skip."""
         if outcome.accepted:
             self.sums.add(outcome.progress.losses, outcome.progress.metrics)
+
         return self.outcomes.conclude(outcome)
 
     def _norm_and_factor(self, reduced: Reduced, norm: Any, weight: Any) -> tuple[Any, Any]:
@@ -220,6 +240,7 @@ class Stepper:
         # Without a scaler, skip the multiplication by 1: on a GPU it would launch a kernel in every step.
         if self.scaler:
             weight = weight * self.scaler.factor_on_sums
+
         return reduced.to_sum / weight
 
     def state_dict(self) -> dict[str, Any]:

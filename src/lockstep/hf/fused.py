@@ -81,6 +81,7 @@ def _check_nothing_else(model: Any, head: nn.Linear) -> None:
     # The head may get a view of the hidden states, cut by `logits_to_keep`.
     if len(seen) != 3 or not _same(seen["input"], seen["hidden"]):
         raise _refusal(model, "its head does not get the last hidden state of the model below it")
+
     if not _same(logits, seen["logits"]):
         raise _refusal(model, "it changes the logits after its head, by a cap or a scale")
 

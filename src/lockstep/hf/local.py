@@ -63,6 +63,7 @@ def load_config(path: Any, **changes: Any) -> Any:
     if not isinstance(path, str | Path):
         for key, value in changes.items():
             setattr(path, key, value)
+
         return path
 
     folder = local_folder(path)
@@ -79,6 +80,7 @@ def load_model(auto: str, path: Any, **changes: Any) -> nn.Module:
     kind = getattr(transformers, auto)
     if auto.startswith("Auto"):
         architecture(auto, load_config(path))
+
     if starts_random(path):
         config = load_config(path, **changes)
         return kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
@@ -152,6 +154,7 @@ def _explained(folder: Path) -> Iterator[None]:
         # transformers lists the tensors in its log.
         if "ignore_mismatched_sizes" not in str(error):
             raise
+
         raise UserError(
             f"the weights in {folder} have other shapes than the model",
             "the lines above list them; a head with another number of labels is one reason",

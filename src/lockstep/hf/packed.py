@@ -36,6 +36,7 @@ def attend_within_documents(model: Any) -> Any:
     # A model without weights yet cannot be tried.
     if not any(parameter.is_meta for parameter in model.parameters()):
         _check_apart(model)
+
     return model
 
 

@@ -73,6 +73,7 @@ def _read(path: Path) -> Any:
             rows = json.loads(path.read_text())
             if not isinstance(rows, list):
                 raise ValueError(f"it holds a {type(rows).__name__}, not a list of objects")
+
             return rows
         case ".csv" | ".parquet":
             return _arrow(path)
@@ -90,6 +91,7 @@ def _arrow(path: Path) -> Any:
     datasets = package("datasets")
     if path.suffix == ".csv":
         return datasets.Dataset(package("pyarrow.csv").read_csv(path))
+
     return datasets.Dataset(package("pyarrow.parquet").read_table(path, memory_map=True))
 
 
@@ -110,6 +112,7 @@ class Lines(Dataset):
             for line in file:
                 if line.strip():
                     self._starts.append(offset)
+
                 offset += len(line)
 
         if not self._starts:

@@ -149,13 +149,16 @@ class HuggingFaceTask(Task):
         given = self.tokenizer_path
         if given is not None and not isinstance(given, str | Path):
             return given
+
         if given is None and not isinstance(self.path, str | Path):
             return None
+
         return local.load_tokenizer(self.path if given is None else given)
 
     def data(self) -> Any:
         if self.rows is None:
             raise UserError("task.data is not set: there is nothing to train on", "", "set task.data=FILE.jsonl")
+
         return self.encoded(self.rows, training=True)
 
     def eval_data(self) -> Any:
@@ -169,6 +172,7 @@ class HuggingFaceTask(Task):
         """Return the features of one row. Rows that have tokens already are taken as they are."""
         if "input_ids" in row:
             return {name: _plain(row[name]) for name in FEATURES if name in row}
+
         return self.tokens(row, self.text)
 
     def tokens(self, row: Row, name: str, **options: Any) -> dict[str, Any]:
@@ -182,9 +186,11 @@ class HuggingFaceTask(Task):
                 f"its names are {', '.join(map(str, row))}",
                 f"set task.text={next(iter(row), 'text')}",
             )
+
         if not isinstance(row[name], str):
             # A list of words would become a list of token lists.
             raise UserError(f"{name!r} of a row of the data is not a text", f"{row!r:.200}", "leave such rows out")
+
         return row[name]
 
     def _limit(self) -> dict[str, Any]:
@@ -197,11 +203,13 @@ class HuggingFaceTask(Task):
                 f"{self.path} has none",
                 "set task.tokenizer=FOLDER, or give rows with input_ids",
             )
+
         return self.tokenizer
 
     def collate(self, samples: list[Any]) -> Any:
         if self.collator is None:
             return pad(samples, {"input_ids": self._pad_token(), "labels": IGNORED})
+
         return dict(self.collator(samples))
 
     def _pad_token(self) -> int:
@@ -219,6 +227,7 @@ def _labels_of_tokens(features: dict[str, Any]) -> dict[str, Any]:
             f"{len(features['labels'])} labels, {len(features['input_ids'])} input_ids",
             f"give each token a label, {IGNORED} if it does not count",
         )
+
     return features
 
 
@@ -232,6 +241,7 @@ def output(model: nn.Module, batch: Mapping[str, Any], leave_out: Sequence[str] 
     inputs = {name: value for name, value in batch.items() if name not in leave_out}
     if getattr(getattr(model, "config", None), "use_cache", None):
         inputs["use_cache"] = False
+
     return model(**inputs)
 
 
@@ -248,6 +258,7 @@ def labels_of(batch: Mapping[str, Any]) -> Tensor:
             f"its names are {', '.join(map(str, batch))}",
             "give rows with labels, and leave the collator out or use one that makes labels",
         )
+
     return batch["labels"]
 
 
@@ -298,6 +309,7 @@ class CausalLM(HuggingFaceTask):
     def changed(self, model: nn.Module) -> nn.Module:
         if self.row_length:
             model = attend_within_documents(model)
+
         return fuse_loss(model) if self.fused_loss else model
 
     def encoded(self, rows: Any, training: bool) -> Any:
@@ -305,13 +317,16 @@ class CausalLM(HuggingFaceTask):
         if self.row_length:
             # Every text is encoded once, now, for its length.
             return PackedDataset(encoded, self.row_length)
+
         return Packed(encoded, self.pack) if self.pack else encoded
 
     def encode(self, row: Row) -> dict[str, Any]:
         if "prompt" in row and "completion" in row:
             return self._completed(row)
+
         if "messages" in row and "input_ids" not in row:
             return self._chat(row["messages"])
+
         return _labels_of_tokens(super().encode(row))
 
     def _chat(self, messages: Any) -> dict[str, Any]:
@@ -322,6 +337,7 @@ class CausalLM(HuggingFaceTask):
                 "",
                 "set task.tokenizer to the folder of one that has; or write the chat as one text in each row",
             )
+
         try:
             return {
                 "input_ids": tokenizer.apply_chat_template(messages, return_dict=True, **self._limit())["input_ids"]
@@ -351,6 +367,7 @@ class CausalLM(HuggingFaceTask):
         # Without labels of its own, a row predicts each of its tokens. Padding has none.
         if self.collator is None:
             samples = [{**sample, "labels": sample.get("labels", sample["input_ids"])} for sample in samples]
+
         return super().collate(samples)
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
@@ -358,6 +375,7 @@ class CausalLM(HuggingFaceTask):
         labels = labels_of(batch)
         if self.fused_loss:
             return Loss(output(model, batch, leave_out=()).loss, (labels[:, 1:] != IGNORED).sum())
+
         return sum_over_labels(call(model, batch)[:, :-1], labels[:, 1:])
 
 
@@ -433,6 +451,7 @@ class Seq2SeqLM(HuggingFaceTask):
             limit = self._limit()
             target = self._text(row, self.target)
             features["labels"] = self._needed_tokenizer()(text_target=target, **limit)["input_ids"]
+
         return features
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
@@ -475,7 +494,9 @@ class SequenceClassification(HuggingFaceTask):
             if self.label not in row:
                 names = ", ".join(map(str, row))
                 raise UserError(f"a row of the data has no {self.label!r}", f"its names are {names}", "set task.label")
+
             features["labels"] = self._label(_plain(row[self.label]))
+
         return features
 
     def _label(self, label: Any) -> Any:
@@ -484,12 +505,14 @@ class SequenceClassification(HuggingFaceTask):
         numbers = label if isinstance(label, list) else [label]
         if not all(isinstance(number, int | float) for number in numbers):
             raise UserError(f"the label {label!r} of a row is not a number", "", "give classes as numbers, from 0 on")
+
         if isinstance(label, int) and classes > 1 and label != IGNORED and not 0 <= label < classes:
             raise UserError(
                 f"the label {label} of a row is no class of the model",
                 f"it has {classes} classes, from 0 on",
                 f"set task.num_labels={max(label, 0) + 1} or more",
             )
+
         return label
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
@@ -507,6 +530,7 @@ class SequenceClassification(HuggingFaceTask):
             _check_shape(targets, logits.shape, labels, problem)
             if problem == "regression":
                 return Loss(((logits.float() - targets) ** 2).sum(), targets.numel())
+
             return Loss(F.binary_cross_entropy_with_logits(logits.float(), targets, reduction="sum"), targets.numel())
 
         _check_shape(labels, logits.shape[:-1], labels, problem)

@@ -98,8 +98,12 @@ class Agent:
                 raise ValueError(f"{type(message).__name__} is not an order")
 
     def _start(self, start: Start) -> None:
+        """Start the ranks of an attempt. Those of an earlier one are gone, or are killed here."""
         self._close_attempt()
+
         self._prepare(start.count)
+
+        # The zygote for this number of ranks may have been importing while the last attempt was still saving.
         if self._next_zygote is not None:
             self._zygote.close()
             self._zygote, self._next_zygote = self._next_zygote, None
@@ -111,6 +115,7 @@ class Agent:
         except OSError as error:
             raise not_writable(self._job.run_dir, error) from None
 
+        # The environment that all ranks share, and then what is different for each.
         self._current = current = LocalAttempt(start, self.name, logs)
         shared = current.environment(self._zygote.env, self.secret)
         for local_rank, (number, rank) in enumerate(current.ranks.items()):
@@ -122,6 +127,7 @@ class Agent:
 
             self._zygote.fork(number, env, self._job.spec, rank.log, current.lifeline)
 
+        # The coordinator learns from the next heartbeat that the ranks were requested.
         self._started = start.attempt
         self.nproc = replace(self._job.nproc, preferred=start.count)
 
@@ -186,6 +192,7 @@ class Agent:
 
     def poll(self) -> list[Message]:
         """Return the messages about what has happened since the last call."""
+        # What happened to ranks comes first: a zygote that died may have reported their ends before.
         changes = self._zygote.poll()
         if self._current is not None:
             self._note_changes(self._current, changes)
@@ -247,17 +254,21 @@ class Agent:
             self._zygote = self._new_zygote(self._zygote.env)
 
     def node_beat(self) -> NodeBeat:
+        """Return the heartbeat of this node, with those of its ranks."""
         return self._current.beat() if self._current else NodeBeat(attempt=self._started)
 
     def sockets(self) -> list[ZygoteClient]:
+        """Return what to wait for: reports of the zygote."""
         return [self._zygote] if self._zygote.alive else []
 
     def _close_attempt(self) -> None:
+        """Kill what is left of the current attempt, and remove its folder."""
         if self._current is not None:
             self._current.close()
             self._current = None
 
     def close(self) -> None:
+        """End the zygotes and, with them, all ranks."""
         self._close_attempt()
         self._zygote.close()
         if self._next_zygote is not None:

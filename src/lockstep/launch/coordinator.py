@@ -113,16 +113,19 @@ class Coordinator:
             if self._held_term and not self._superseded:
                 self._held_term.end()
 
-        if counts := self._hub.rejected():
+        counts = self._hub.rejected()
+        if counts:
             append_event(self._job.run_dir, {"event": "unknown_peers", "counts": counts})
 
         return self._ending
 
     def took_over(self, failure: Failure) -> None:
+        """Tell the state machine that this node has taken over from a lost coordinator."""
         self._state_machine.took_over(failure, time.monotonic())
 
     @property
     def state(self) -> CoordinatorState:
+        """The state from which a successor of this coordinator would start."""
         return self._state_machine.coordinator_state(time.monotonic())
 
     # ---- the loop ----
@@ -138,13 +141,17 @@ class Coordinator:
         self._superseded = self._watch.superseded
         if now - self._last_iteration > SUSPENDED_S:
             self._look_for_successor()
+
         if self._superseded:
             return
 
         self._last_iteration = now
+
+        # What happened goes in first, so that the deadlines below are judged with all that is known.
         self._receive_all(now)
         self._serve_store(now)
         self._poll_folder(now)
+
         if now >= self._next_beat:
             self._next_beat = now + BEAT_S
             self._every_second(now)
@@ -254,7 +261,8 @@ class Coordinator:
         full = state_machine.state.cluster.full and not returns
 
         # A refused node prints the reason and ends, which closes the connection.
-        if refused := refusal_of(hello, self._job, full):
+        refused = refusal_of(hello, self._job, full)
+        if refused:
             if returns:
                 state_machine.node_lost(hello.number, "has lost its connection and made a new one", now)
 
@@ -272,6 +280,7 @@ class Coordinator:
         self._newcomers.append(node)
 
     def _handle(self, node: int, message: Message, now: float) -> None:
+        """Hand a message of a node, or of this node's agent, to the state machine."""
         match message:
             case RankExited():
                 self._state_machine.rank_exited(message, now)
@@ -326,6 +335,7 @@ class Coordinator:
 
         world_size = sum(command.counts.values())
         rendezvous = self._open_rendezvous(len(command.counts), world_size)
+
         first_rank = 0
         for group_rank, (node, count) in enumerate(command.counts.items()):
             self._send(node, Start(command.attempt, first_rank, count, world_size, group_rank, rendezvous))
@@ -342,17 +352,21 @@ class Coordinator:
             return Rendezvous("127.0.0.1", _unused_port("127.0.0.1"))
 
         assert self._agent.secret is not None
+
+        # A key for this attempt only: ranks of an earlier attempt cannot reach the new store.
         nonce = secrets.token_hex(16)
         listener = listen_at(self._address, 0)
         self._store = StoreServer(listener, store_secret(self._agent.secret, nonce), world_size)
         return Rendezvous(self._address, _unused_port(self._address), listener.getsockname()[1], nonce)
 
     def _close_store(self) -> None:
+        """Close the store of the last attempt, if it had one."""
         if self._store is not None:
             self._store.close()
             self._store = None
 
     def _send(self, node: int, message: Message) -> None:
+        """Send a message to a node; this node's agent carries it out at once."""
         if node == COORDINATOR:
             self._agent.carry_out(message)
         else:

@@ -102,11 +102,13 @@ class Failure:
 
     @property
     def _raised_by_torch(self) -> bool:
+        """Whether the exception is one of torch: by its class, or by its text, for gloo's."""
         gloo_raised = self.kind == "RuntimeError" and bool(_RAISED_BY_GLOO.search(self.message))
         return self.origin == "exception" and (self.kind in _TORCH_ERRORS or gloo_raised)
 
     @property
     def headline(self) -> str:
+        """The first line of the failure: which rank, where, when, and the error."""
         when = time.strftime("%H:%M:%S", time.localtime(self.time))
         if self.noticed_as(Kind.NODE, Kind.ZYGOTE) or self.raised_as(OutOfStep):
             return f"lockstep: {self.message} ({when})"
@@ -116,6 +118,7 @@ class Failure:
         return f"lockstep: rank {self.rank} on {self.host} failed at {where}{when}: {self.kind}: {self.message}"
 
     def text(self) -> str:
+        """Return the failure as the screens show it: the headline, and what helps to find the cause."""
         if self.for_user:
             return f"lockstep: {self.message}"
 
@@ -130,7 +133,8 @@ class Failure:
         if detail and last_lines and self.origin == "signal":
             detail += ["its last lines:", *(f"  {line}" for line in last_lines)]
 
-        return "\n".join([self.headline, *(f"  {line}" for line in detail or last_lines)])
+        shown = detail or last_lines
+        return "\n".join([self.headline, *(f"  {line}" for line in shown)])
 
 
 # ---- how ranks ended, and which of them is to blame ----
@@ -146,6 +150,7 @@ class RankExit:
 
     @property
     def clean(self) -> bool:
+        """Whether the rank finished, or saved and exited as it was asked to."""
         return self.code in CLEAN and self.failure is None
 
     @property
@@ -156,7 +161,8 @@ class RankExit:
         or if it exited without an exception, or never started.
         """
         killed = self.code < 0 and self.code != -signal.SIGABRT
-        return not killed and not (self.failure is not None and self.failure.noticed_as(Kind.EXIT, Kind.FORK))
+        never_raised = self.failure is not None and self.failure.noticed_as(Kind.EXIT, Kind.FORK)
+        return not killed and not never_raised
 
     @property
     def reports_lost_peer(self) -> bool:
@@ -171,13 +177,15 @@ def pick_root(exits: dict[int, RankExit]) -> Failure | None:
     own, then a rank that only reports a lost peer; among equals, the earliest. A process that dies leaves no record,
     and its peers record within milliseconds that they lost it, so that time alone would blame one of the peers.
     """
-    failures = [
-        (rank_exit.may_be_a_consequence, rank_exit.reports_lost_peer, rank_exit.failure.time, rank, rank_exit.failure)
-        for rank, rank_exit in exits.items()
-        if rank_exit.failure is not None
-    ]
+    # False sorts before True. The rank breaks ties, so that failures are never compared.
+    failures = []
+    for rank, rank_exit in exits.items():
+        failure = rank_exit.failure
+        if failure is not None:
+            order = (rank_exit.may_be_a_consequence, rank_exit.reports_lost_peer, failure.time, rank)
+            failures.append((order, failure))
 
-    return min(failures)[-1] if failures else None
+    return min(failures, key=lambda pair: pair[0])[1] if failures else None
 
 
 def left_early(rank: int, host: str, report: Failure, exit_line: str) -> Failure:
@@ -186,6 +194,7 @@ def left_early(rank: int, host: str, report: Failure, exit_line: str) -> Failure
     `report`: the failure of a rank that lost it.
     """
     found = f"ended with code 0 while other ranks were training: rank {report.rank} then lost its connection"
+
     shorter = "look for a loop that is shorter there"
     by_exit = f"sys.exit at {exit_line}; if that is the end of its script, {shorter}"
     why = by_exit if exit_line else f"its script came to its end: {shorter}"

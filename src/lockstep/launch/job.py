@@ -104,6 +104,7 @@ class Job:
         """The part of the command that must be equal on all nodes."""
         # Nodes may have Python's modules in different folders, and the coordinator chooses the run folder.
         shared = {key: value for key, value in self.spec.items() if key not in ("path", "resume_command")}
+
         layers = [layer for layer in self.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
         return _plain({**shared, "layers": layers, "nnodes": str(self.nnodes)})
 
@@ -144,10 +145,12 @@ def parse_nproc(asked: str | int | None) -> Bounds:
         return bounds
 
     # A range begins with one process per GPU or core of this machine, within its bounds.
-    return replace(bounds, preferred=max(bounds.least, min(bounds.most, visible_gpus() or available_cores())))
+    here = visible_gpus() or available_cores()
+    return replace(bounds, preferred=max(bounds.least, min(bounds.most, here)))
 
 
 def parse_nnodes(asked: str | int | None) -> Bounds:
+    """Parse `--nnodes`: a count, or a range like 1:4."""
     return _parse_range(
         asked,
         UserError(

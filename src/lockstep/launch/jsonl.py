@@ -99,6 +99,7 @@ def read_jsonl(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _plain(value: object) -> object:
+    """Return what JSON can hold of an object that it does not know: a number, or its text."""
     item = getattr(value, "item", None)
     return item() if callable(item) else str(value)
 
@@ -107,6 +108,7 @@ _strict = json.JSONEncoder(allow_nan=False, separators=(", ", ": "), default=_pl
 
 
 def _encode(record: Mapping[str, Any]) -> str:
+    """Return a record as one line of JSON."""
     # Only a record with a non-finite number pays for the search for it.
     try:
         return _strict.encode(record)
@@ -117,6 +119,7 @@ def _encode(record: Mapping[str, Any]) -> str:
             # A numpy scalar may be non-finite as well.
             if value is not None and not isinstance(value, str | int | float):
                 value = _plain(value)
+
             if isinstance(value, float) and not math.isfinite(value):
                 marks[path] = repr(float(value))
                 return None
@@ -130,8 +133,10 @@ def _mapped(value: Any, change: Callable[[str, Any], Any], path: str = "") -> An
     """Return a copy of nested dicts and lists, with every value replaced by `change(dotted path, value)`."""
     if isinstance(value, dict):
         return {key: _mapped(item, change, f"{path}.{key}") for key, item in value.items()}
+
     if isinstance(value, list | tuple):
         return [_mapped(item, change, f"{path}.{index}") for index, item in enumerate(value)]
+
     return change(path.removeprefix("."), value)
 
 
@@ -164,6 +169,7 @@ def _truncate_partial_line(fd: int) -> None:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
+    """Return the record in a line, None if it is not a JSON object."""
     try:
         record = load_json(line)
     except ValueError:
@@ -177,4 +183,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
     if not isinstance(marks, dict):
         return record
 
-    return _mapped(record, lambda path, value: float(marks[path]) if value is None and path in marks else value)
+    def put_back(path: str, value: Any) -> Any:
+        return float(marks[path]) if value is None and path in marks else value
+
+    return _mapped(record, put_back)

@@ -46,6 +46,7 @@ def replacing(path: Path, suffix: str = "tmp") -> Iterator[Path]:
 
 
 def write(path: Path, text: str) -> None:
+    """Write a text file that appears complete or not at all."""
     # Several ranks may write at once.
     with replacing(path, f"{secrets.token_hex(4)}.tmp") as draft:
         draft.write_text(text)
@@ -96,10 +97,17 @@ def load_json(text: str | bytes) -> Any:
 
 def not_too_deep(value: Any) -> Any:
     """Return the value. Raises ValueError if its dicts and lists are nested deeper than DEEPEST."""
+    # Level by level, without recursion, which deep nesting would exhaust.
     level = [value]
     for _ in range(DEEPEST):
-        nested = [item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list)]
-        level = [item for items in nested for item in items]
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inner += item.values()
+            elif isinstance(item, list):
+                inner += item
+
+        level = inner
         if not level:
             return value
 
@@ -119,6 +127,7 @@ def parse(kind: Any, value: Any) -> Any:
 
         return value
 
+    # `kind | None`: the only kind of union.
     if base is UnionType:
         return None if value is None else parse(arguments[0], value)
 

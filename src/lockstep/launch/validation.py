@@ -32,10 +32,12 @@ def refusal_of(hello: Hello, job: Job, full: bool) -> Refused | None:
     same = "run the same command on every node"
     nproc = hello.nproc
 
-    if different := difference(hello, job.identity):
+    different = difference(hello, job.identity)
+    if different:
         return Refused(f"{join}: the commands of two nodes differ", different, same)
 
-    if different := different_program(hello, job.identity):
+    different = different_program(hello, job.identity)
+    if different:
         fix = "install the same versions and copy the same files to every node, then run the same command there"
         return Refused(f"{join}: two nodes would run different programs", different, fix)
 
@@ -55,25 +57,33 @@ def problem_with(message: Message, node: int, attempt: Attempt) -> str | None:
     match message:
         case RanksGone() | ZygoteLost():
             pass
+
         case SignalReceived():
             if message.signal not in [number.name for number in PREEMPT_SIGNALS]:
                 return f"{message.signal} is no signal that preempts a job"
+
         case RankExited():
             ranks = [message.rank]
             if message.exit.failure is None and not message.exit.clean:
                 return f"rank {message.rank} failed without a failure"
+
         case Stacks():
             ranks = message.stack_of.keys() | message.collectives_of.keys()
+
         case NodeBeat():
             ranks = [view.rank for view in message.views]
             try:
                 Settings(**message.settings)
             except (TypeError, ValueError) as error:
                 return f"its settings are not valid: {error}"
+
         case _:
             return f"{type(message).__name__} is not for the coordinator"
 
     # A message about an earlier attempt is ignored anyway.
     strange = set(ranks) - set(attempt.ranks_on(node))
     of_this_attempt = getattr(message, "attempt", None) == attempt.number
-    return f"ranks {sorted(strange)} are not its ranks" if strange and of_this_attempt else None
+    if strange and of_this_attempt:
+        return f"ranks {sorted(strange)} are not its ranks"
+
+    return None

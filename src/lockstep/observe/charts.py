@@ -48,6 +48,7 @@ def _representable(value: float) -> float:
     # An axis that reached further would overflow.
     if abs(value) > 1e290:
         return math.inf
+
     return 0.0 if abs(value) < 1e-290 else value
 
 
@@ -67,6 +68,7 @@ class Axis:
         low, high = self.low, self.high
         if self.log:
             low, high, value = math.log(low), math.log(high), math.log(value)
+
         return self.start + (value - low) / (high - low) * (self.end - self.start)
 
 
@@ -272,6 +274,7 @@ def _linear_axis(ys: Sequence[float], start: float, end: float, zero: bool) -> A
     # A curve that goes well beyond the outermost tick gets one more, so that it lies between labelled lines.
     if high - ticks[-1] > 0.4 * gap:
         ticks = [*ticks, ticks[-1] + gap]
+
     if ticks[0] - low > 0.4 * gap:
         ticks = [ticks[0] - gap, *ticks]
 

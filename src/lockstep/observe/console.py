@@ -80,8 +80,10 @@ def _why_not_live(stream: TextIO) -> str | None:
     # The live display moves the cursor and draws with characters that ASCII does not have.
     if not is_terminal:
         return "the output is not a terminal"
+
     if os.environ.get("TERM", "") in ("", "dumb"):
         return "this terminal cannot move its cursor"
+
     if "utf" not in (stream.encoding or "").lower():
         return f"this terminal takes {stream.encoding}, not UTF-8"
 
@@ -179,6 +181,7 @@ class PlainDisplay(Display):
         # The last line of a run says where its folder is.
         if record.get("event") == "end":
             record = {"run_dir": self.start_event.get("run_dir"), **record}
+
         # `start` already showed the start event.
         if record.get("event") != "start":
             self.message(event_line(record))
@@ -245,6 +248,7 @@ def _best_words(best: Any) -> str | None:
     """Return `eval_loss 0.2034 at step 30` for the best checkpoint, if the run kept one."""
     if not isinstance(best, Mapping):
         return None
+
     return f"{best.get('metric')} {figures(best.get('value'), 4)} at step {best.get('step')}"
 
 
@@ -282,4 +286,5 @@ def metric_parts(record: Record) -> list[tuple[str, str]]:
     metrics = record.get("metrics")
     if not isinstance(metrics, Mapping):
         return []
+
     return [(one_line(name), figures(value, 3)) for name, value in list(metrics.items())[:MAX_METRICS]]

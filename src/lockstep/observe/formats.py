@@ -52,6 +52,7 @@ def figures(value: Any, digits: int) -> str:
     finite = number(value)
     if finite is None:
         return str(value) if isinstance(value, float) else "-"
+
     if finite == 0:
         return f"{0:.{digits - 1}f}"
 
@@ -150,6 +151,7 @@ def finite(value: Any) -> Any:
     """Return a copy with None for NaN and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
+
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -161,6 +161,7 @@ def _labelled(parts: Iterable[tuple[str, str]]) -> Text:
     for label, value in parts:
         line.append("   " if line else "").append(f"{label} " if label else "", "dim")
         line.append(value, STYLES.get(label, ""))
+
     return line
 
 

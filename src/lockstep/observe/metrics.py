@@ -125,6 +125,7 @@ class ExactSums(Sums):
         totals = self.take_global(names, self._collectives)
         if self._collectives.world.rank:
             return torch.zeros(len(totals), dtype=torch.float64, device=device)
+
         return torch.tensor(
             [from_exact(exact_from_text(total)) for total in totals], dtype=torch.float64, device=device
         )
@@ -226,6 +227,7 @@ def from_exact(value: Exact) -> float:
     """Return the nearest float."""
     if isinstance(value, float):
         return value
+
     try:
         return value / (1 << SMALLEST_POWER)
     except OverflowError:
@@ -237,6 +239,7 @@ def add_exact(a: Exact, b: Exact) -> Exact:
     # A finite number does not change one that is nan or infinite.
     if isinstance(a, int) != isinstance(b, int):
         return b if isinstance(a, int) else a
+
     return a + b
 
 
@@ -249,4 +252,5 @@ def exact_from_text(text: str | float) -> Exact:
     """Return the number that `exact_to_text` wrote; a plain float is accepted as well."""
     if not isinstance(text, str):
         return to_exact(float(text))
+
     return float(text) if text in ("nan", "inf", "-inf") else int(text, 16)

@@ -246,6 +246,7 @@ class Recorder:
         """Close the terminal display: the process that started this one shows the error."""
         for display in self._displays[1:]:
             display.close()
+
         self._displays = self._displays[:1]
 
     def close(self) -> None:

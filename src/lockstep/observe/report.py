@@ -96,6 +96,7 @@ class RunRecord:
         about: Record = {}
         for record in (self.plan, self.last_event("start"), self.last_event("end"), self.summary):
             about |= {key: value for key, value in record.items() if value is not None}
+
         return about
 
     @property
@@ -207,8 +208,10 @@ def _plain(value: Any) -> str:
     """Return a value as a user would type it in a configuration."""
     if value is None:
         return "-"
+
     if isinstance(value, bool):
         return str(value).lower()
+
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
@@ -243,6 +246,7 @@ def outcome(run: RunRecord) -> tuple[str, str, str]:
     last = next((event for event in reversed(run.events) if event.get("event") in ("start", "end", "error")), {})
     if last.get("event") == "error":
         return "bad", "failed", str(last.get("message") or last.get("error") or "No reason was recorded.")
+
     # Without readable events the summary decides: it is only written at the end.
     if last.get("event") == "end" or (run.summary and not run.events):
         return "good", "finished", ""
@@ -293,6 +297,7 @@ def _best_checkpoint(best: Any) -> list[tuple[str, str, str]]:
     """Return the card of the best checkpoint, if the run kept one."""
     if not isinstance(best, Mapping):
         return []
+
     return [
         ("Best checkpoint", f"step {_plain(best.get('step'))}", f"{best.get('metric')} {figures(best.get('value'), 4)}")
     ]
@@ -324,6 +329,7 @@ def wall_seconds(run: RunRecord) -> float | None:
     """Return how long the run took, or the time that its records span so far."""
     if "seconds" in run.about:
         return number(run.about["seconds"])
+
     times = amounts([*run.events, *run.metrics], "time")
     return max(times) - min(times) if len(times) > 1 else None
 
@@ -429,6 +435,7 @@ def source_of(key: str, sources: Record) -> str:
     """Return the source of a key, or of the nearest section around it that has one."""
     while key and key not in sources:
         key = key.rpartition(".")[0]
+
     return str(sources.get(key, "-"))
 
 

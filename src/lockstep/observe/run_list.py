@@ -179,6 +179,7 @@ def _settings(run: Path) -> dict[str, Any]:
     sources = _mapping(run / "config.sources.json")
     if all(sources.get(key) == "default" for key in ("checkpoint.best", "stop.patience")):
         return {}
+
     return _mapping(run / "config.yaml")
 
 

@@ -260,6 +260,7 @@ def _about_splits(trials: TrialCache, first: TrialRecord) -> list[str]:
     """Return a note for models with dropout, whose masks depend on the micro-batch."""
     if not trials.reference.drawn or first.facts["micro_batch_asked"]:
         return []
+
     return [
         "the loss draws random numbers (dropout) per micro-batch: set micro_batch to draw the same ones at any number "
         "of processes; other splits of the batch are compared in eval mode"
@@ -346,6 +347,7 @@ def _line(row: TrialRow, width: int) -> str:
     if row.comparison:
         errors = row.comparison.errors
         cells = ["identical" if row.comparison.identical[name] else f"{errors[name]:.1e}" for name in COLUMNS]
+
     return f"{row.trial.text:{width}}" + "".join(f"{cell:>12}" for cell in cells) + f"  {row.verdict}"
 
 

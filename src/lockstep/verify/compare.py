@@ -167,6 +167,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
     """Return whether two arrays have the same bits; 0 and -0 differ, all nan are equal."""
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
+
     if a.dtype.kind != "f":
         return np.array_equal(a, b)
 

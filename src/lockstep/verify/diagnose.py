@@ -40,6 +40,7 @@ class TrialCache:
         missing = [trial for trial in dict.fromkeys(trials) if trial not in self.records]
         if missing:
             self.records |= self.run(missing)
+
         return [self.records[trial] for trial in trials]
 
     def record(self, trial: Trial) -> TrialRecord:
@@ -136,6 +137,7 @@ def _first_changed_sample(record: TrialRecord, reference: TrialRecord) -> Micro 
         for micro, other in _matched(record, reference, step):
             if micro.ids == other.ids and micro.rows != other.rows:
                 return micro
+
     return None
 
 
@@ -190,6 +192,7 @@ def _of_coupling(trials: TrialCache, trial: Trial, first: Divergence) -> Cause:
     gathers = trials.reference.facts["gathers"] or first.kind == "gradient"
     if gathers:
         return named("gathered", f"{first.text} ({trial.text})")
+
     return named("batch-coupled", f"{first.text} ({trial.text}); micro_batch is not set, so it follows the ranks")
 
 
@@ -306,6 +309,7 @@ def _of_loss(trials: TrialCache, comparison: Comparison, step: int) -> Cause:
     factor = next(iter(ratios), 0.0)
     if factor and not _close(factor, 1.0) and all(_close(ratio, factor) for ratio in ratios):
         return named("rank-in-loss", f"every loss of step {step} is {factor:.3g} times that of one process")
+
     if own := reference.drawn & {"numpy", "random"}:
         return named("randomness", f"loss() draws from the global generator of {' and '.join(sorted(own))}: {where}")
 
@@ -318,6 +322,7 @@ def _of_loss(trials: TrialCache, comparison: Comparison, step: int) -> Cause:
         alone = trials.probe(replace(trials.matrix.reference, part=(rank, record.trial.world)))
         if alone and not _same_totals(alone, record):
             return named("rank-in-loss", f"{where}: other than in a process that has no rank and the same samples")
+
         if _equal_in_eval_mode(trials, record.trial, 0):
             return named("randomness", only_training)
 
@@ -332,6 +337,7 @@ def _equal_in_eval_mode(trials: TrialCache, trial: Trial, step: int) -> bool:
     # Either run may have ended before this step.
     if record is None or reference is None or step >= min(record.steps, reference.steps):
         return False
+
     return not _differing_losses(record, reference, step)
 
 
@@ -403,8 +409,10 @@ def _of_split(trials: TrialCache, trial: Trial, first: Divergence) -> Cause:
 
     if cause := _batchnorm_alone(trials, trial):
         return cause
+
     if first.kind == "metric":
         return named("metric", first.text)
+
     if cause := _settings_differ(record, reference, step):
         return cause
 
@@ -455,6 +463,7 @@ def _batchnorm_alone(trials: TrialCache, trial: Trial) -> Cause | None:
     without = trials.compare(replace(trial, eval_mode=True)).first
     if without is None or without.step > 0 or without.kind == "metric":
         return named("batchnorm", f"{trial.text}: equal in eval mode, where no statistics are taken")
+
     return None
 
 

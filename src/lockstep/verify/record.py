@@ -114,6 +114,7 @@ class TrialRecord:
             for name, (value, weight) in micro.metrics.items():
                 sums[name][0] += value
                 sums[name][1] += weight
+
         return {name: total / weight for name, (total, weight) in sums.items() if weight}
 
     @property

@@ -318,6 +318,7 @@ def _storable(tensor: Tensor) -> Tensor:
     wide = tensor.detach().cpu()
     if wide.is_floating_point() and wide.element_size() < 4:
         wide = wide.float()
+
     return wide.clone(memory_format=torch.contiguous_format)
 
 
@@ -336,6 +337,7 @@ def _tied(model: nn.Module) -> list[list[str]]:
     groups: dict[int, list[str]] = {}
     for name, p in model.named_parameters(remove_duplicate=False):
         groups.setdefault(id(p), []).append(name)
+
     return sorted(names for names in groups.values() if len(names) > 1)
 
 
@@ -359,6 +361,7 @@ def _rows(data: Any, samples: int) -> list[str]:
     tensors = [leaf for leaf in tree_leaves(data) if isinstance(leaf, Tensor)]
     if tensors and all(t.dim() and len(t) == samples for t in tensors):
         return [digest([t[i] for t in tensors])[:SHORT] for i in range(samples)]
+
     return [digest(data)[:SHORT]]
 
 

@@ -129,6 +129,7 @@ def choose(options: VerifyOptions, facts: dict[str, Any]) -> TrialMatrix:
     if one_each:
         sizes = {world: -(-facts["global_batch"] // world) for world in sizes}
         notes.append(one_each)
+
     reference = Trial(1, sizes[1], facts["strategy"])
 
     # Replica groups of equal size need an even number of ranks.

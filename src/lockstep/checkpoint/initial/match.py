@@ -36,6 +36,7 @@ def match(state: Mapping[str, Tensor], source: WeightSource, settings: WeightsCo
     """Match names and shapes. Raise one UserError that lists everything that does not fit."""
     tensors = {name: tensor for name, tensor in state.items() if not is_extra(name)}
     renamed = _renamed(source, settings)
+
     taken, tied = _match_names(tensors, renamed)
 
     unused = [original for name, original in renamed.items() if name not in tensors]
@@ -48,9 +49,11 @@ def match(state: Mapping[str, Tensor], source: WeightSource, settings: WeightsCo
             reshaped.remove(name)
             unused.append(taken.pop(name))
 
+    # Another name of a tied tensor is not missing: the tensor was found under its first name.
     other_names = tied_names(tensors)
     missing = [name for name in tensors if name not in taken and name not in other_names]
     _check_kinds(tensors, taken, source)
+
     problems = {
         "allow_missing": [name for name in missing if not _any_match(name, settings.allow_missing)],
         "allow_extra": extra,
@@ -115,6 +118,7 @@ def _renamed(source: WeightSource, settings: WeightsConfig) -> dict[str, str]:
                     str(error),
                     "write a backslash before characters that stand for themselves; see Python's re.sub",
                 ) from None
+
             used |= {pattern} if count else set()
 
         if name in renamed:
@@ -139,6 +143,7 @@ def _renamed(source: WeightSource, settings: WeightsConfig) -> dict[str, str]:
 
 
 def _any_match(name: str, patterns: Sequence[str]) -> bool:
+    """Return whether a name matches one of the shell-like patterns."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -158,14 +163,18 @@ def _mismatch(
 
     # If names differ only by what comes first, a renaming is the better answer.
     rename = _prefix(problems["allow_missing"], problems["allow_extra"])
+
+    # Patterns must not match the names that fit.
     others = {
         "allow_missing": tensors.keys() - set(problems["allow_missing"]),
         "allow_extra": set(source.names()) - set(problems["allow_extra"]),
         "allow_reshape": tensors.keys() - set(problems["allow_reshape"]),
     }
+
     allowed = [
         f"'weights.{key}={json.dumps(_patterns(names, others[key]))}'" for key, names in problems.items() if names
     ]
+
     fixes = [f"'weights.rename={json.dumps(rename)}'"] if rename else allowed
     about = "the names differ only in their beginning" if rename else "if that is right"
     return UserError(
@@ -179,6 +188,7 @@ def _prefix(missing: Sequence[str], extra: Sequence[str]) -> dict[str, str] | No
         for name in extra:
             if name.endswith(f".{wanted}"):
                 return {f"^{re.escape(name.removesuffix(wanted))}": ""}
+
             if wanted.endswith(f".{name}"):
                 return {"^": wanted.removesuffix(name)}
 
@@ -192,6 +202,7 @@ def _patterns(names: Sequence[str], others: Collection[str]) -> list[str]:
 
     found: set[str] = set()
     for name in names:
+        # The shortest prefix, up to a point, that no other name has.
         prefixes = [f"{name[:place]}." for place, letter in enumerate(name) if letter == "."]
         alone = (prefix for prefix in prefixes if not any(other.startswith(prefix) for other in others))
         prefix = next(alone, None)
@@ -201,5 +212,6 @@ def _patterns(names: Sequence[str], others: Collection[str]) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
+    """Return the first names of a list, and how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more

@@ -46,13 +46,21 @@ class WeightSource(Protocol):
 
     location: str  # for messages
 
-    def names(self) -> Sequence[str]: ...
+    def names(self) -> Sequence[str]:
+        """Return the names of all tensors."""
+        ...
 
-    def shape(self, name: str) -> tuple[int, ...]: ...
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the full tensor."""
+        ...
 
-    def is_floating_point(self, name: str) -> bool: ...
+    def is_floating_point(self, name: str) -> bool:
+        """Return whether its numbers are floating-point numbers."""
+        ...
 
-    def read_slice(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor: ...
+    def read_slice(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
+        """Return the part of this shape that begins at `offset` in the full tensor, on the CPU."""
+        ...
 
     def digest(self, rank: int, world_size: int, gather: Callable[[Any], list[Any]]) -> str:
         """Return a digest of all files. Collective: each rank reads its share of them."""
@@ -71,6 +79,7 @@ def open_source(path: Path, runtime: Runtime) -> WeightSource:
     except UserError as problem:
         error = problem
 
+    # All ranks must go on together, so all of them learn of the first error.
     errors = runtime.collectives.gather_json(list(error.args) if error else None)
     for arguments in errors:
         if arguments:
@@ -90,7 +99,9 @@ def _newest_is_meant(path: Path) -> bool:
 def _open_checkpoint(path: Path, runtime: Runtime) -> CheckpointSource:
     """Open one checkpoint, or the newest valid one of a run. Collective."""
     checkpoint = Checkpoint.at(path) if is_checkpoint(path) else None
+
     storage = checkpoint.storage if checkpoint else open_storage(path / "checkpoints")
+
     world = runtime.world
     only = checkpoint.name if checkpoint else None
     reader = newest_valid(storage, world.rank, world.size, runtime.collectives.gather_json, only)
@@ -147,11 +158,14 @@ def _files_of_index(path: Path) -> list[Path]:
 
     missing = [file.name for file in files if not file.is_file()]
     if missing or not files:
-        raise _unreadable(path, f"it lists {missing[0]}, which is not there" if missing else "it lists no files")
+        why = f"it lists {missing[0]}, which is not there" if missing else "it lists no files"
+        raise _unreadable(path, why)
+
     return files
 
 
 def _unreadable(path: Path, why: str) -> UserError:
+    """Return the error for a file that is damaged, or not what its name says."""
     return UserError(f"init_from={path} cannot be read", why, "download or copy it again")
 
 
@@ -201,6 +215,7 @@ class _Files:
         digests = {name: digest for part in gather(mine) for name, digest in part.items()}
         if len(digests) == 1:
             return next(iter(digests.values()))
+
         return xxhash.xxh3_128(json.dumps(digests, sort_keys=True).encode()).hexdigest()
 
 
@@ -239,10 +254,13 @@ class SafetensorsSource(_Files):
         """Return a part of a tensor, without reading the rest of it."""
         name = self._aliases.get(name, name)
         if not shape:
-            return self._file_of[name].get_tensor(name)
-        return self._slice(name)[tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))]
+            return self._file_of[name].get_tensor(name)  # a scalar has no slices
+
+        region = tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))
+        return self._slice(name)[region]
 
     def _slice(self, name: str) -> Any:
+        """Return safetensors' handle of a tensor, which reads nothing yet."""
         name = self._aliases.get(name, name)
         return self._file_of[name].get_slice(name)
 
@@ -269,16 +287,21 @@ class TorchSource(_Files):
         return self._tensors[name].is_floating_point()
 
     def read_slice(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        return self._tensors[name][tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))]
+        region = tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))
+        return self._tensors[name][region]
 
 
 def _tensors_in(loaded: Any, file: Path) -> dict[str, Tensor]:
     """Return the state dict in a torch file: the file itself, or one of its entries."""
-    candidates = [loaded, *(loaded[key] for key in NESTED if isinstance(loaded, Mapping) and key in loaded)]
+    candidates = [loaded]
+    if isinstance(loaded, Mapping):
+        candidates += [loaded[key] for key in NESTED if key in loaded]
+
     for candidate in candidates:
         if isinstance(candidate, Mapping) and candidate and all(isinstance(v, Tensor) for v in candidate.values()):
             return dict(candidate)
 
+    # Name what the file holds instead.
     keys = ", ".join(map(str, loaded))[:300] if isinstance(loaded, Mapping) else ""
     raise UserError(
         f"init_from={file} holds no state dict",

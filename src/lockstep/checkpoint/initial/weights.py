@@ -40,10 +40,15 @@ class InitialWeights:
             return f"{self.record['path']} (digest {digest}) at the start of this run; not read again"
 
         text = f"{plural(self.record['tensors'], 'tensor')} of {self.record['path']} (digest {digest})"
+
         kept, unused = len(self.record["kept"]), len(self.record["unused"])
         if kept:
             text += f"; {plural(kept, 'tensor')} of the model not in it"
-        return text + (f"; {plural(unused, 'tensor')} left out" if unused else "")
+
+        if unused:
+            text += f"; {plural(unused, 'tensor')} left out"
+
+        return text
 
 
 def load_initial_weights(
@@ -60,18 +65,22 @@ def load_initial_weights(
     path = config.init_from
     assert path is not None
     runtime.heartbeat.beat("load")
+
     source = open_source(Path(path), runtime)
     matched = match(state, source, config.weights)
 
     # Other files on another machine would give the ranks different weights.
     world, gather = runtime.world, runtime.collectives.gather_json
     digest = source.digest(world.rank, world.size, gather)
-    _check_same(gather([sorted(matched.taken.items()), [source.shape(name) for name in matched.taken.values()]]), path)
+    found = [sorted(matched.taken.items()), [source.shape(name) for name in matched.taken.values()]]
+    _check_same(gather(found), path)
 
+    # One tensor at a time, and of a sharded one only this rank's part.
     for name, original in matched.taken.items():
         if name not in held_elsewhere and (only is None or name in only):
             _copy(state[name], source, original)
 
+    # What was read may be wrong in a tied tensor: its names must agree.
     if only is None:
         _check_ties(state, source, matched, held_elsewhere)
 
@@ -103,6 +112,7 @@ def _copy(target: Tensor, source: WeightSource, name: str) -> None:
     """Copy a tensor of the source, or this rank's shard of it, in the dtype of the model."""
     shard = shard_of(target)
     full_shape = source.shape(name)
+
     with torch.no_grad():
         if full_shape == shard.full_shape:
             shard.local.copy_(source.read_slice(name, shard.offset, shard.local.shape))
@@ -131,6 +141,7 @@ def _copy_overlap(local: Tensor, offset: tuple[int, ...], full: Tensor, name: st
     # A shard may lie outside the smaller tensor: its slice is then empty.
     ends = [min(start + n, size) for start, n, size in zip(offset, local.shape, full.shape, strict=True)]
     lengths = [max(end - start, 0) for start, end in zip(offset, ends, strict=True)]
+
     if all(lengths):
         theirs = tuple(slice(start, start + n) for start, n in zip(offset, lengths, strict=True))
         local[tuple(slice(0, n) for n in lengths)] = full[theirs].to(local.device, local.dtype)
@@ -145,6 +156,7 @@ def _check_ties(
             continue
 
         shard = shard_of(state[name])
+        # Values of another shape were reshaped, and are not compared.
         if source.shape(original) != shard.full_shape:
             continue
 

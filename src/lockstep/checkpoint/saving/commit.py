@@ -45,7 +45,8 @@ class Commit:
 
     def run(self, aliases: dict[str, str], values: dict[str, Any]) -> Committed:
         """Commit the checkpoint, or raise SaveError, InvalidCheckpoint or OSError."""
-        manifest = self._manifest(self._wait_for_confirmations(), aliases, values)
+        confirmations = self._wait_for_confirmations()
+        manifest = self._manifest(confirmations, aliases, values)
         encoded = encode(manifest)
 
         # Check that the manifest can be loaded.
@@ -54,14 +55,18 @@ class Commit:
         # Only then are the confirmations not needed any more: the launcher sees by them, or by the manifest, that this
         # rank is about to commit (`run_dir.commit_is_near`).
         self.storage.write(self.draft.manifest, [memoryview(encoded)])
+
         self.draft.delete_confirmations()
         faults.fire("rename", self.step)
 
+        # As late as possible: nothing that another attempt has written may be renamed.
         self._check_owner()
         warning = self._rename()
-        return Committed(Checkpoint(self.storage, folder_name(self.step)), len(encoded) + manifest.bytes, warning)
+        checkpoint = Checkpoint(self.storage, folder_name(self.step))
+        return Committed(checkpoint, len(encoded) + manifest.bytes, warning)
 
     def _check_owner(self) -> None:
+        """Raise SaveError unless this attempt still owns the checkpoints."""
         # If this process was suspended for a while, its run may already continue elsewhere.
         owner = self.storage.owner()
         if owner != self.context.token:
@@ -106,6 +111,7 @@ class Commit:
             missing = sorted(ranks - confirmations.keys())
             if not missing:
                 return [confirmations[rank] for rank in sorted(ranks)]
+
             if time.monotonic() > deadline:
                 files = "its file" if len(missing) == 1 else "their files"
                 limit = f"{self.context.timeout_s:.0f} s"
@@ -115,6 +121,7 @@ class Commit:
             pause = min(pause * 1.5, 0.25)
 
     def _check_confirmation(self, rank: int, confirmation: Confirmation) -> None:
+        """Raise SaveError if a rank has failed, or if its file has another size than it wrote."""
         if confirmation.file is None:
             raise SaveError(f"rank {rank}: {confirmation.error}", caused_elsewhere=True)
 
@@ -128,6 +135,7 @@ class Commit:
             raise SaveError(f"rank {rank} wrote {written:,} bytes, but its file has {size:,}")
 
     def _manifest(self, confirmations: list[Confirmation], aliases: dict[str, str], values: dict[str, Any]) -> Manifest:
+        """Put together what the ranks say about their files."""
         # The dtype and shape of each tensor, as the first rank has them, and the pieces of all ranks.
         tensors: dict[str, TensorEntry] = {}
         pieces: dict[str, list[Piece]] = {}

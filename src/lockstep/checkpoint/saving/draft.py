@@ -53,10 +53,12 @@ class Confirmation:
         """Undo `encode`. A rank of this attempt has written it, so its fields are not checked here."""
         fields = json.loads(data)
         file = File(**fields["file"]) if fields["file"] else None
-        tensors = {
-            name: TensorEntry(entry["dtype"], tuple(entry["shape"]), tuple(Piece(**p) for p in entry["pieces"]))
-            for name, entry in fields["tensors"].items()
-        }
+
+        tensors = {}
+        for name, entry in fields["tensors"].items():
+            pieces = tuple(Piece(**piece) for piece in entry["pieces"])
+            tensors[name] = TensorEntry(entry["dtype"], tuple(entry["shape"]), pieces)
+
         return cls(file, tensors, fields["error"])
 
 
@@ -94,6 +96,7 @@ class Draft:
         # A confirmation that exists is complete, since `replace` is atomic.
         with suppress(FileNotFoundError), self.storage.open(self.confirmation(rank)) as file:
             return Confirmation.decode(file.read())
+
         return None
 
     def delete_confirmations(self) -> None:

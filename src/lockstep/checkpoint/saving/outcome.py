@@ -49,6 +49,7 @@ class AbortRequest:
         self._requested = threading.Event()
 
     def request(self, why: str) -> None:
+        """Ask the writing thread to end the save. `why` becomes the reason of its failure."""
         self.reason = why
         self._requested.set()
 

@@ -85,9 +85,12 @@ class PendingSave:
 
         Training continues: a full disk costs a checkpoint, but not the run.
         """
+        # What this rank knows: why the save failed here, and whether another rank was the cause.
         failed = self._saver.failure
+
         report = [failed.reason, failed.caused_elsewhere] if failed else [None, False]
         reports = self._runtime.collectives.gather_json(report)
+
         failures = [(rank, why, elsewhere) for rank, (why, elsewhere) in enumerate(reports) if why]
         if not failures:
             # `settle` may already have handled it: the control word is one step late.

@@ -76,6 +76,7 @@ class Saver:
         # Only this rank's own file counts: the others may be on other disks, and may write much less or much more.
         if save.check_room():
             self._copying = self._snapshot.take(shards, copy_later if self._asynchronous else ())
+            # Everything that the thread needs is fixed now: training changes the rest while it writes.
             run = partial(save.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), dict(values))
             if self._asynchronous:
                 # A daemon thread, which does not keep the process alive at its end.
@@ -115,6 +116,7 @@ class Saver:
     def abort(self, why: str) -> None:
         """End the save without a commit, because it failed on some rank, and delete this rank's uncommitted files."""
         if self._last is not None:
+            # The thread must have ended before the files are deleted.
             self._last.request_abort(why)
             self._join()
             self._last.finish_abort()
@@ -122,6 +124,7 @@ class Saver:
     def take_ended(self, timeout: float | None = None) -> list[Save]:
         """Wait until the save has ended, or for `timeout` seconds. Return the saves that ended since the last call."""
         self._join(timeout)
+
         ended = self._unreported
         self._unreported = []
         return ended
@@ -130,9 +133,11 @@ class Saver:
         """Abort a save that has not ended (call `take_ended` first to keep it) and free the buffer."""
         if self._thread is not None:
             self.abort("the run ended before this checkpoint was written")
+
         self._snapshot = Snapshot(file_name(self._context.rank))
 
     def _join(self, timeout: float | None = None) -> None:
+        """Wait for the thread of the last save. If it has ended, the save waits for `take_ended`."""
         if self._thread is not None and self._last is not None:
             self._thread.join(timeout)
             if not self._thread.is_alive():

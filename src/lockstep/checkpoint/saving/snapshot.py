@@ -58,10 +58,9 @@ class Snapshot:
             self._buffer = _allocate(self.layout.size, pinned)
 
         if not self._views:
-            self._views = {
-                name: self._buffer[self.layout.byte_ranges[name]].view(shard.local.dtype).view(shard.local.shape)
-                for name, shard in shards.items()
-            }
+            for name, shard in shards.items():
+                part = self._buffer[self.layout.byte_ranges[name]]
+                self._views[name] = part.view(shard.local.dtype).view(shard.local.shape)
 
         return self.layout
 
@@ -70,12 +69,17 @@ class Snapshot:
 
         The returned `BackgroundCopy` copies those. They must not change before its `wait` returns.
         """
-        _copy([(self._views[name], shard.local) for name, shard in shards.items() if name not in copy_later])
+        now: Pairs = []
+        later: Pairs = []
+        for name, shard in shards.items():
+            pairs = later if name in copy_later else now
+            pairs.append((self._views[name], shard.local))
 
-        rest = [(self._views[name], shard.local) for name, shard in shards.items() if name in copy_later]
-        return BackgroundCopy(rest)
+        _copy(now)
+        return BackgroundCopy(later)
 
     def data(self) -> memoryview:
+        """Return the data section of the file: bytes, without a copy."""
         return self._buffer[: self.layout.size].numpy().data
 
 
@@ -104,6 +108,7 @@ class BackgroundCopy:
         """Complete the copy, or raise. Called in the writing thread."""
         try:
             _copy([(view, source) for view, source in self._pairs if not source.is_cuda])
+
             for event in self._gpu_copies:
                 event.synchronize()
         finally:
@@ -123,6 +128,7 @@ class BackgroundCopy:
         with self._lock:
             if self._done.is_set():
                 return
+
             self._torn = self._versions_now() != self._versions
 
         # The device's current stream waits for the copies; the host does not.
@@ -138,9 +144,11 @@ class BackgroundCopy:
         return [source._version for _, source in self._pairs]
 
     def _enqueue(self, device: torch.device) -> torch.Event:
+        """Queue the copies from one GPU in a stream of their own. Return an event that comes after the last of them."""
         # Wait for work that is already queued, since it may still write to the tensors.
         stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
+
         pairs = [(view, source) for view, source in self._pairs if source.device == device]
         with torch.cuda.stream(stream), torch.no_grad():
             torch._foreach_copy_([view for view, _ in pairs], [source for _, source in pairs], non_blocking=True)
@@ -156,16 +164,19 @@ def _entry(name: str, shard: LocalShard, file: str) -> TensorEntry:
 
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:
+    """Return the name of a tensor's dtype in a file, or raise if checkpoints cannot hold the tensor."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.dtype not in _DTYPE_NAMES:
         raise UserError(
             f"the tensor {name!r} cannot be saved in a checkpoint",
             f"{tensor.dtype}, {tensor.layout}, on {tensor.device}",
             "keep it as a dense tensor of bool, integers or floats (a complex one with torch.view_as_real)",
         )
+
     return _DTYPE_NAMES[tensor.dtype]
 
 
 def _allocate(size: int, pinned: bool) -> torch.Tensor:
+    """Return `size` bytes of host memory that begin at a page."""
     memory = torch.empty(size + PAGE, dtype=torch.uint8, pin_memory=pinned)
 
     # Touch the pages now, so that the first save need not allocate them.

@@ -26,6 +26,7 @@ def check_space(
             f"free {size_text(known + estimate - free)}, or set run_dir=FOLDER on another disk",
         )
 
+    # The old checkpoint is deleted only when the new one is committed.
     needed = 2 * (known + estimate)
     if free < needed:
         log_event(

@@ -63,8 +63,10 @@ class Save:
         """
         self._began = time.perf_counter()
         try:
+            # The copy of the optimizers' state may still be under way.
             finish_copy()
             self._write_file(layout, data)
+
             self.write_s = time.perf_counter() - self._began
             self.file_ended.set()
 
@@ -79,12 +81,14 @@ class Save:
             self.fail(error)
 
     def _write_file(self, layout: FileLayout, data: memoryview) -> None:
+        """Write this rank's file, and confirm it for rank 0. The digest is computed while it is written."""
         digest = xxhash.xxh3_128()
         rank = self.context.rank
         self.context.storage.write(self.draft.file(rank), self._chunks(layout, data, digest))
 
         # Rank 0 builds the manifest from the confirmations of all ranks.
-        self.draft.confirm(Confirmation(File(file_name(rank), self.file_size, digest.hexdigest()), layout.tensors))
+        file = File(file_name(rank), self.file_size, digest.hexdigest())
+        self.draft.confirm(Confirmation(file, layout.tensors))
 
     def _chunks(self, layout: FileLayout, data: memoryview, digest: xxhash.xxh3_128) -> Iterator[memoryview]:
         """Yield the file chunk by chunk, and update the digest. An aborted save ends between two chunks."""
@@ -92,6 +96,7 @@ class Save:
         for number, chunk in enumerate(chunks):
             self._abort.check()
 
+            # In the middle of the file, where tests let the process die.
             if number == (len(chunks) + 1) // 2:
                 faults.fire("write", self.step)
 
@@ -159,28 +164,35 @@ class Save:
             self.file_ended.set()
 
     def _explain(self, error: BaseException) -> SaveFailed:
+        """Return the failure with its reason in words, and whether this rank is to blame."""
         if self.abort_requested:
             return SaveFailed(self._abort.reason)
 
         match error:
             case SaveError():
                 return SaveFailed(str(error), error.caused_elsewhere)
+
             case InvalidCheckpoint():
                 return SaveFailed(str(error))
+
             case FileNotFoundError() | FileExistsError() if self.draft.is_gone():
                 # Rank 0 deletes the folder of a failed save, and a new attempt deletes the folders of all others.
                 # (`mkdir` may raise FileExistsError if a folder is deleted at that moment.)
                 why = "rank 0 has aborted the save, or another attempt has taken over: the uncommitted folder is gone"
                 return SaveFailed(why, caused_elsewhere=True)
+
             case OSError(errno=errno.ENOSPC | errno.EDQUOT):
                 # The disk is full, or the user's quota is exhausted.
                 return SaveFailed(f"{self._no_room()} while writing {size_text(self.file_size)}")
+
             case _:
                 return SaveFailed(_as_text(error))
 
     def _no_room(self) -> str:
+        """Return the beginning of a message about a full disk."""
         return f"no space left on the disk of {self.context.storage.address}"
 
 
 def _as_text(error: BaseException) -> str:
+    """Return an error with its type, which many messages need to make sense."""
     return f"{type(error).__name__}: {error}"

@@ -138,6 +138,7 @@ class ModelState:
         parameter = self._trained.get(name)
         if masters is None or not masters.persistent or parameter is None:
             return value
+
         return masters.master_of(parameter)
 
 

@@ -75,6 +75,7 @@ def _belongs_to(name: str, parameter: str) -> bool:
     """Whether a tensor is this parameter, its average, or in its optimizer state ("optimizer.NUMBER.NAME.KEY")."""
     if name in (f"model.{parameter}", f"ema.{parameter}"):
         return True
+
     return bool(re.match(rf"optimizer\.\d+\.{re.escape(parameter)}\.", name))
 
 

@@ -226,6 +226,7 @@ class RunState:
         self.average.restart(missing)
         if not missing:
             return []
+
         return [f"ema: {plural(len(missing), 'average')} not in the checkpoint, starting from the weights"]
 
     def _check_callbacks(self, saved: JsonDict) -> None:

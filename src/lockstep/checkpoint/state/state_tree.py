@@ -161,6 +161,7 @@ def identity(tensor: Tensor) -> Any:
     # An empty shard has no data pointer, but it has a storage object.
     if tensor.numel() == 0:
         return tensor.untyped_storage()._cdata
+
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 

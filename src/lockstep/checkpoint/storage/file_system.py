@@ -40,6 +40,7 @@ class FileSystemStorage:
         # One scandir, because a stat call for each of 200,000 entries would take a second.
         if not self.root.is_dir():
             return []
+
         with os.scandir(self.root) as entries:
             return [entry.name for entry in entries if entry.is_dir()]
 
@@ -83,12 +84,14 @@ class FileSystemStorage:
         # Delete temporary files of `replace` whose writer was killed. After a claim, no other writer needs them.
         for draft in (*self.root.glob(f".{LATEST}.*"), *self.root.glob(f".{OWNER}.*")):
             draft.unlink(missing_ok=True)
+
         self.replace(OWNER, token.encode())
 
     def owner(self) -> str | None:
         # Before the first claim there is no such file. Any other error must not look as if there were no owner.
         with suppress(FileNotFoundError):
             return read_bytes(self.root / OWNER, most=1000).decode(errors="replace").strip()
+
         return None
 
     def free_bytes(self) -> int:
@@ -161,6 +164,7 @@ def _write_directly(handle: int, data: memoryview, position: int) -> bool:
         # These errors mean that direct writes are not supported. Others, such as a full disk, are real failures.
         if error.errno not in (errno.EINVAL, errno.EFAULT, errno.EOPNOTSUPP):
             raise
+
         return False
     finally:
         fcntl.fcntl(handle, fcntl.F_SETFL, flags)

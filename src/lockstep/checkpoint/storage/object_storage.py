@@ -164,6 +164,7 @@ def _create_object(address: str) -> Iterator[Any]:
         file_system, path = _locate(address)
         with suppress(PermissionError):
             file_system.makedirs(file_system._parent(path), exist_ok=True)
+
         file = file_system.open(path, "wb")
 
     # Closing completes the object, even after an error: then it is deleted with its folder.

@@ -59,6 +59,7 @@ def launch_distributed_training(
     count = processes(world_size)
     if isinstance(train_fn, lockstep.Task):
         return lockstep.fit(train_fn, *args, nproc=processes_to_start(count), **kwargs)
+
     if launched() or count == 1:
         return train_fn(current_world().rank, count, *args, **kwargs)
 
@@ -202,8 +203,10 @@ def estimate_training_speedup(num_gpus: int = -1) -> Speedup:
     """Estimate the speed-up on `num_gpus` GPUs (-1: those here): every doubling loses 5 % of the efficiency."""
     if num_gpus == -1:
         num_gpus = max(1, torch.cuda.device_count())
+
     if num_gpus < 1:
         raise UserError(f"num_gpus={num_gpus} is not a number of GPUs", "", "use -1 for all GPUs here, or 1 or more")
+
     return Speedup(num_gpus, 1 - LOST_PER_DOUBLING * math.log2(num_gpus))
 
 
@@ -218,6 +221,7 @@ def price_per_hour(name: str) -> float | None:
     for kind, price in json.loads(PRICES.read_text())["per_hour"].items():
         if kind in name:
             return price
+
     return None
 
 
@@ -262,6 +266,7 @@ def print_training_speedup_estimates(
 def duration(hours: float) -> str:
     if hours * 60 < 0.1:
         return f"{hours * 3600:.1f} s"
+
     return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
 
 

@@ -50,10 +50,12 @@ def cuda() -> SetupFinding:
     """Return whether torch can use a GPU here, and why not."""
     if torch.cuda.is_available():
         return SetupFinding("CUDA", "ok", f"{torch.cuda.device_count()} GPUs, CUDA {torch.version.cuda}")
+
     # A torch that was built for GPUs, on a machine where none is visible.
     if torch.version.cuda or torch.version.hip:
         text = f"no GPU is visible, though torch {torch.__version__} could use one"
         return SetupFinding("CUDA", "note", text, "look at nvidia-smi and CUDA_VISIBLE_DEVICES")
+
     advice = "install a torch with CUDA to train on GPUs; the preset cpu needs none"
     return SetupFinding("CUDA", "note", f"torch {torch.__version__} is for CPUs only", advice)
 
@@ -62,9 +64,11 @@ def nccl() -> SetupFinding:
     """Return whether GPUs can exchange gradients."""
     if not torch.cuda.is_available():
         return SetupFinding("NCCL", "note", "not needed: processes on CPUs talk over gloo")
+
     if torch.distributed.is_nccl_available():
         version = ".".join(str(part) for part in torch.cuda.nccl.version())
         return SetupFinding("NCCL", "ok", f"version {version}")
+
     return SetupFinding("NCCL", "fail", "this torch has none", "install a torch with NCCL, or train on one GPU")
 
 
@@ -129,6 +133,7 @@ def distributed() -> SetupFinding:
         _short_run(trainer, SMOKE_STEPS, nproc=2)
     except Exception as error:  # any failure at all is what this check is to find
         return SetupFinding("distributed training", "fail", f"two processes: {error}", "look at the message above")
+
     return SetupFinding("distributed training", "ok", f"two processes trained {SMOKE_STEPS} steps together")
 
 

@@ -200,4 +200,5 @@ def resume_command(parser: argparse.ArgumentParser, options: argparse.Namespace,
     for name, value in (vars(options) | {"run_dir": run_dir, "resume": "auto"}).items():
         if value != parser.get_default(name):
             words += [f"--{name}", str(value)]
+
     return shlex.join(words)

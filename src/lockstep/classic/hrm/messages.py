@@ -48,6 +48,7 @@ def translate(message: str, own_keys: Collection[str] = ()) -> str:
     message = message.replace("set another run_dir", "set another run_name")
     if own_keys:
         message = re.sub(rf"\btask\.({'|'.join(own_keys)})=", r"\1=", message)
+
     return message
 
 

@@ -126,6 +126,7 @@ def process_aggregated_metrics(sums: Mapping[str, tuple[Any, Any]]) -> dict[str,
     means = {}
     for name, (total, weight) in sums.items():
         means[name] = float(total) / float(weight) if float(weight) else math.nan
+
     return means
 
 
@@ -151,6 +152,7 @@ def _add(sums: Sums, more: Mapping[str, Any], factor: int) -> Sums:
     for name, (total, weight) in more.items():
         old_total, old_weight = sums.get(name, (0, 0))
         added[name] = (old_total + factor * total, old_weight + factor * weight)
+
     return added
 
 
@@ -163,6 +165,7 @@ def _means_on_rank_0(sums: Sums, device: torch.device, rank: int, world_size: in
     # Not `reduce`: gloo, which ranks that share a GPU use, cannot do that on a GPU.
     if world_size > 1:
         dist.all_reduce(stacked)
+
     if rank != 0:
         return None
 

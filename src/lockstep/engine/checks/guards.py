@@ -27,6 +27,8 @@ class LateHooks:
         """`parameters_before` are the parameters from before the model was wrapped."""
         self._parameters = dict(model.named_parameters())
         self._known = {name: hook_ids(p) for name, p in self._parameters.items()}  # hooks that Lockstep carried over
+
+        # Originals of parameters that sharding has replaced. They are not kept alive for this.
         self._replaced = {
             name: weakref.ref(p) for name, p in parameters_before.items() if self._parameters.get(name) is not p
         }
@@ -106,6 +108,7 @@ class GradientGuard:
     def __init__(self, optimizers: Optimizers):
         self._watched: list[list[Tensor]] = []  # for each optimizer
         for groups in optimizers.groups:
+            # The first, the middle and the last are enough to see zero_grad() or clipping.
             parameters = [p for group in groups for p in group if p.requires_grad]
             if parameters:
                 some = (parameters[0], parameters[len(parameters) // 2], parameters[-1])
@@ -118,6 +121,7 @@ class GradientGuard:
     def note(self) -> None:
         """Record the current gradients as the expected ones, and watch them until `check` or `forget`."""
         self.forget()
+
         for watched in self._watched:
             # Loops, because this runs for every micro-batch.
             noted = []
@@ -127,6 +131,8 @@ class GradientGuard:
                     noted.append((p, gradient, gradient._version))
                 elif gradient is not None:
                     noted.append((p, gradient, _changes(gradient)))
+
+                    # See `_WatchedShard`: torch does not count all changes of a shard.
                     if type(gradient) is DTensor:
                         gradient.__class__ = _WatchedShard
                         self._shards.append(gradient)
@@ -138,11 +144,14 @@ class GradientGuard:
         """Stop watching, and expect nothing: a step or a pass over its batches begins or ends."""
         if self._shards:
             self._release()
+
         self._noted = []
 
     def _release(self) -> None:
+        """Give the watched shards their own class back."""
         for gradient in self._shards:
             gradient.__class__ = DTensor  # pyrefly: ignore[bad-argument-type]
+
         self._shards = []
 
     def check(self, call: str) -> None:
@@ -178,6 +187,7 @@ class _WatchedShard(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Only functions that change their arguments in place, by torch's naming, and that get several tensors at once.
         if func.__name__.endswith("_") and args and isinstance(args[0], list | tuple):
             for tensor in args[0]:
                 if type(tensor) is cls:
@@ -188,6 +198,7 @@ class _WatchedShard(DTensor):
 
 
 def _changes_in_lists(gradient: Tensor) -> int:
+    """Return the changes that `_WatchedShard` has counted, 0 for a tensor that was never watched."""
     return getattr(gradient, "_changes_in_lists", 0)
 
 
@@ -195,16 +206,22 @@ def _changes(gradient: Tensor) -> int:
     """Return how often a gradient was changed in place: torch counts each change in the DTensor or in its shard."""
     if type(gradient) is Tensor:
         return gradient._version
+
     return gradient._version + local(gradient)._version + _changes_in_lists(gradient)
 
 
 def check_replicas(model: nn.Module, runtime: Runtime, only_frozen: bool = False) -> None:
     """Check that all ranks hold the same bits, with a checksum per parameter. Collective."""
     # Parameters on the meta device have no data yet.
-    named = {name: p for name, p in model.named_parameters() if not (p.is_meta or (only_frozen and p.requires_grad))}
+    named = {}
+    for name, p in model.named_parameters():
+        if not p.is_meta and not (only_frozen and p.requires_grad):
+            named[name] = p
+
     if runtime.world.alone or not named:
         return
 
+    # A few bytes for each parameter are sent, not the parameters.
     first, *others = runtime.collectives.gather_json(checksums(named.values()))
     for rank, other in enumerate(others, start=1):
         for name, expected, actual in zip(named, first, other, strict=True):

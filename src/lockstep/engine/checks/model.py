@@ -36,6 +36,7 @@ def check_not_wrapped(model: Any) -> None:
             f"model() must return an nn.Module; it returned a {type(model).__name__}", "", "return the module itself"
         )
 
+    # Optimizers and buckets need the sizes of all parameters before the first forward.
     lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
         raise UserError(
@@ -46,6 +47,7 @@ def check_not_wrapped(model: Any) -> None:
 
     for name, module in model.named_modules():
         settings = [setting for wrapper, setting in WRAPPERS.items() if isinstance(module, wrapper)]
+
         # torch.compile(model) puts the model into a module of a private class.
         if hasattr(module, "_orig_mod"):
             settings.append("compile=true")
@@ -126,9 +128,12 @@ def refuse_single_samples(model: nn.Module, plan: Plan, tail: str) -> None:
 
         def check_input(module: nn.Module, args: Any, name: str = name) -> None:
             if not module.training:
+                # An evaluation may come first. It uses running statistics, so its batches may have one sample.
                 return
 
             handles[name].remove()
+
+            # Input (N, C) or (N, C, 1, ...): each of the N samples gives a channel one value.
             if args and args[0].numel() == args[0].shape[0] * args[0].shape[1]:
                 raise UserError(
                     f"{name!r} is a {type(module).__name__} that gets one value of each sample and channel, and "
@@ -142,8 +147,10 @@ def refuse_single_samples(model: nn.Module, plan: Plan, tail: str) -> None:
 
 def _step_sizes(plan: Plan, tail: str) -> list[int]:
     """Return the samples of a full step and, if the run reaches one, of the short last step of an epoch."""
+    # The last step of an epoch is short only if the data does not divide evenly, and tail=drop would leave it out.
     short = (plan.samples or 0) % plan.global_batch if tail == "short" else 0
     reached = short and plan.steps >= (plan.steps_per_epoch or 0)
+
     return [plan.global_batch, short] if reached else [plan.global_batch]
 
 
@@ -151,15 +158,19 @@ def _single_samples(plan: Plan, tail: str) -> str | None:
     """Return text about the micro-batches that will have one sample, or None if there are none."""
     if plan.micro_batch == 1:
         return "every micro-batch has one sample"
+
     for when, size in zip(("every step", "every epoch"), _step_sizes(plan, tail), strict=False):
         if size % plan.micro_batch == 1:
             return f"the last micro-batch of {when} has one sample"
+
     return None
 
 
 def _without_single_samples(plan: Plan, tail: str) -> str:
     """Return what to type so that no micro-batch has one sample."""
     sizes = _step_sizes(plan, tail)
+
+    # A micro-batch is good if neither a full step nor the short one leaves a rest of one sample.
     max_micro_batch = plan.global_batch // plan.data_size
     possible = [micro for micro in range(2, max_micro_batch + 1) if all(size % micro != 1 for size in sizes)]
 

@@ -26,10 +26,12 @@ REGISTRIES: dict[str, Collection[str]] = {
 
 def check_names(layers: Sequence[Layer]) -> None:
     """Refuse names that are in no registry, all of them at once. The layers must be valid otherwise."""
+    # Later layers win, as when the settings are resolved.
     settings: dict[str, Any] = {}
     for _, values in layers:
         settings |= flatten(values)
 
+    # A setting is one name or a list of names.
     problems = []
     for key, known in REGISTRIES.items():
         value = settings.get(key) or []
@@ -39,6 +41,7 @@ def check_names(layers: Sequence[Layer]) -> None:
     if problems:
         raise ConfigError(problems)
 
+    # Beyond the names: packages that a sink needs, and the parts of a URL.
     check_sinks(settings.get("log.sinks") or [])
     if url := settings.get("checkpoint.storage"):
         check_url(url)

@@ -27,6 +27,8 @@ def check_same_config(config: RunConfig, runtime: Runtime) -> None:
     # The default run_dir contains a time, which differs between ranks. Rank 0 chooses it for all of them.
     values = {key: repr(value) for key, value in flatten(config).items() if key != "run_dir"}
     sources = {} if runtime.world.alone else digests_of_sources()
+
+    # One message for both, at the very start of a run.
     everyone = runtime.collectives.gather_json({"config": values, "sources": sources})
     _check_same_sources([local["sources"] for local in everyone])
 
@@ -52,7 +54,7 @@ def digests_of_sources() -> dict[str, str]:
 
     # The modules of an installed package, thousands with torch, are not looked at: a rank is often a fork, which would
     # copy the memory of every module that it touches.
-    installed: dict[str, bool] = {}
+    installed: dict[str, bool] = {}  # by the name of the top-level package
     digests = {}
     for name in list(sys.modules):
         package = name.partition(".")[0]
@@ -88,7 +90,8 @@ def _check_same_sources(everyone: list[dict[str, str]]) -> None:
     for rank, theirs in enumerate(everyone[1:], start=1):
         # A rank may have imported more than another: only what both have is compared.
         common = sorted(everyone[0].keys() & theirs.keys())
-        if different := [name for name in common if everyone[0][name] != theirs[name]]:
+        different = [name for name in common if everyone[0][name] != theirs[name]]
+        if different:
             raise UserError(
                 f"the ranks run different code: the file of module {different[0]} is not the same on rank 0 and rank "
                 f"{rank}",

@@ -7,7 +7,7 @@ an error that holds nothing, and no tensor on the GPU can be read any more: the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ class Lookup:
     def fix(self) -> str:
         if self.what == "label":
             return BY_CLASSES
+
         return NOT_FOR_MODEL if self.value < 0 else BY_TOKENIZER
 
 
@@ -62,6 +63,7 @@ def explain_index(error: Exception, builder: RunBuilder) -> UserError | None:
     run = builder.run
     if run is None:
         return None
+
     if not on_cpu:
         return _on_gpu(error, run)
 
@@ -70,6 +72,7 @@ def explain_index(error: Exception, builder: RunBuilder) -> UserError | None:
 
 
 def _named(kind: type[UserError], lookup: Lookup, sample: str, error: Exception) -> UserError:
+    """Return the error for a lookup, of the class `kind`. `sample` says which sample has the value."""
     last = lookup.count - 1
     return kind(
         f"{lookup.what} {lookup.value} is out of range: {lookup.where}, from 0 to {last}",
@@ -85,6 +88,8 @@ def _lookups(error: Exception, model: nn.Module) -> Iterator[Lookup]:
     """Yield what torch's functions in the traceback looked up, and did not find."""
     names = {id(p): name for name, p in model.named_parameters()}
     trace = error.__traceback__
+
+    # From the outermost frame inwards. The arguments of torch's functions are the locals of their frames.
     while trace is not None:
         code, values = trace.tb_frame.f_code, trace.tb_frame.f_locals
         trace = trace.tb_next
@@ -95,13 +100,16 @@ def _lookups(error: Exception, model: nn.Module) -> Iterator[Lookup]:
             weight = values["weight"]
             rows = f"{names.get(id(weight), 'the embedding')} has {len(weight)} rows"
             yield from _outside(values["input"], len(weight), "token id", rows)
+
         elif code.co_name == "cross_entropy":
+            # The input is (C,), (N, C) or (N, C, ...).
             classes = values["input"].shape[min(1, values["input"].dim() - 1)]
             labels = values["target"][values["target"] != values["ignore_index"]]
             yield from _outside(labels, classes, "label", f"the loss has {classes} classes")
 
 
 def _outside(values: Tensor, count: int, what: str, where: str) -> Iterator[Lookup]:
+    """Yield the first of `values`, a tensor of any shape, that is below 0 or not below `count`."""
     outside = values[(values < 0) | (values >= count)]
     if outside.numel():
         yield Lookup(int(outside.flatten()[0]), count, what, where)
@@ -109,7 +117,8 @@ def _outside(values: Tensor, count: int, what: str, where: str) -> Iterator[Look
 
 def _sample_with(run: Run, value: int) -> str:
     """Return text about the sample of the current micro-batch that has this id."""
-    micro = getattr(getattr(run.stepper, "progress", None), "micro", None)
+    progress = getattr(run.stepper, "progress", None)  # None before the first step
+    micro = getattr(progress, "micro", None)
     if micro is None or not len(micro.ids):
         return "the number of its sample is not known here"
 
@@ -127,12 +136,18 @@ def _sample_with(run: Run, value: int) -> str:
 
 def _on_gpu(error: Exception, run: Run) -> UserError:
     """Look for ids beyond the largest embedding in the last samples, which are read again on the CPU."""
+    # Kernels of different embeddings fail alike. Ids beyond the largest one are wrong for each of them.
     modules = run.driver.model.named_modules()
     tables = [(module.num_embeddings, name) for name, module in modules if isinstance(module, nn.Embedding)]
     rows, name = max(tables, default=(0, ""))
-    source = run.source
-    for request in source.recent_requests(LATE_STEPS * run.plan.global_batch) if isinstance(source, MapSource) else ():
-        for index, numbers in _numbers(run, request) if rows else ():
+
+    # Without an embedding there is nothing to look for, and only a MapSource can read samples again.
+    requests: Iterable[Request] = ()
+    if rows and isinstance(run.source, MapSource):
+        requests = run.source.recent_requests(LATE_STEPS * run.plan.global_batch)
+
+    for request in requests:
+        for index, numbers in _numbers(run, request):
             outside = numbers[(numbers >= rows) | ((numbers < 0) & (numbers != IGNORED))]
             if len(outside):
                 lookup = Lookup(int(outside[0]), rows, "token id", f"{name}.weight has {rows} rows")
@@ -157,14 +172,18 @@ def _numbers(run: Run, request: Request) -> Iterator[tuple[int, np.ndarray]]:
     except Exception:
         return
 
+    # An empty array first, because np.concatenate refuses an empty list.
     for index, sample in zip(request.ids, samples, strict=True):
         arrays = [np.asarray(leaf).ravel() for leaf in tree_leaves(sample) if _is_whole(leaf)]
         yield int(index), np.concatenate([np.empty(0, dtype=np.int64), *arrays])
 
 
 def _is_whole(leaf: Any) -> bool:
+    """Return whether a part of a sample may hold ids: whole numbers on the CPU, and no booleans."""
     if isinstance(leaf, Tensor):
         return leaf.dtype in (torch.int64, torch.int32, torch.int16) and leaf.device.type == "cpu"
+
     if isinstance(leaf, np.ndarray):
         return leaf.dtype.kind == "i"
+
     return isinstance(leaf, int) and not isinstance(leaf, bool)

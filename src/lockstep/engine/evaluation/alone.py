@@ -58,6 +58,7 @@ def evaluate(task: Task, builder: RunBuilder, global_batch: int | None) -> list[
     if evaluations is None:
         raise Preempted(step, runtime.notice.signal or "SIGTERM", None)
 
+    # The ranks end together, and the folder is free for another command.
     builder.recorder.close()
     runtime.collectives.final_barrier()
     builder.folder.release_lock()

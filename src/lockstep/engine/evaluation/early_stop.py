@@ -43,6 +43,7 @@ class EarlyStop:
         patience = self.config.patience
         if patience is None or self.evaluations_since < patience:
             return None
+
         best = f"the best was {self.best:.6g} at step {self.best_step}" if self.best is not None else "none was finite"
         return f"{self.config.metric} has not improved in {plural(self.evaluations_since, 'evaluation')}: {best}"
 
@@ -53,8 +54,10 @@ class EarlyStop:
     def _improves(self, value: float) -> bool:
         if not math.isfinite(value):
             return False
+
         if self.best is None:
             return True
+
         gain = self.best - value if self.config.mode == "min" else value - self.best
         return gain > self.config.min_delta
 
@@ -70,6 +73,7 @@ class EarlyStop:
 def check_metric(key: str, metric: str, results: Collection[str]) -> None:
     """Check that the setting `key` names a result of the evaluation."""
     if metric not in results:
+        # With a cutoff of 0 there is always a nearest name.
         nearest = get_close_matches(metric, list(results), n=1, cutoff=0.0)[0]
         raise UserError(
             f"{key}={metric} is not a result of the evaluation",

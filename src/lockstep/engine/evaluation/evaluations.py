@@ -61,11 +61,14 @@ class Evaluations:
         self._requests.evaluated()
         self.schedule.seconds = seconds
         self.by_set |= {evaluation.name: evaluation for evaluation in evaluations if evaluation.name}
+
+        # Early stopping, the best checkpoint and the rate follow one set, so that two do not contradict each other.
         for chosen, evaluation in zip(sets, evaluations, strict=True):
             if chosen.monitored:
                 self._decide(evaluation)
 
     def _decide(self, evaluation: Evaluation) -> None:
+        """Let early stopping, the best checkpoint and the learning rate follow a new evaluation."""
         self.newest = evaluation
         results = self.results()
         self.early_stop.observe(results, evaluation.step)
@@ -76,6 +79,7 @@ class Evaluations:
             check_metric("checkpoint.best", self._best_metric, results)
             self._requests.save_agreed |= self._checkpoints.schedule.is_new_best(results)
 
+        # Unlike the others, ReduceLROnPlateau counts calls: a second evaluation at one step would be a bad step for it.
         if not self._learning_rate.observe(evaluation.loss, evaluation.step):
             self._warn_of_second(evaluation.step)
 
@@ -85,6 +89,7 @@ class Evaluations:
             self._requests.stop_now(self.early_stop.reason)
 
     def _warn_of_second(self, step: int) -> None:
+        """Warn once that a second evaluation of one step did not move the learning rate."""
         if self._warned_of_second:
             return
 

@@ -86,6 +86,7 @@ def evaluation_sets(task: Task, monitor: str | None) -> list[EvaluationSet]:
                 "",
                 "leave evaluate.monitor out, or return {name: dataset} from eval_data()",
             )
+
         return [] if data is None else [_make_set(task, data, _metrics_of(task))]
 
     if monitor is not None and monitor not in data:
@@ -100,9 +101,16 @@ def evaluation_sets(task: Task, monitor: str | None) -> list[EvaluationSet]:
                 "use letters, digits, points, _ and - only",
             )
 
+    # Without the setting, the first set of the mapping is followed.
     monitored = next(iter(data), None) if monitor is None else monitor
     metrics = _metrics_of(task)
-    return [replace(_make_set(task, data[name], metrics), name=name, monitored=name == monitored) for name in data]
+
+    sets = []
+    for name in data:
+        made = _make_set(task, data[name], metrics)
+        sets.append(replace(made, name=name, monitored=name == monitored))
+
+    return sets
 
 
 def _make_set(task: Task, given: Any, metrics: Mapping[str, Any]) -> EvaluationSet:
@@ -118,6 +126,7 @@ def _make_set(task: Task, given: Any, metrics: Mapping[str, Any]) -> EvaluationS
 
 
 def _metrics_of(task: Task) -> Mapping[str, Any]:
+    """Return the torchmetrics of a task, by name; there may be none."""
     # A task need not subclass Task.
     made = task.eval_metrics() if hasattr(task, "eval_metrics") else None
     return _by_name(made or {}, "eval_metrics()")
@@ -198,6 +207,7 @@ class Evaluator:
 
     def measure(self, chosen: EvaluationSet, batch: int, step: int, may_preempt: bool = False) -> Evaluation | None:
         """Do what `evaluate` does, without a record."""
+        # A set may have a batch size of its own, such as one of long samples.
         batch = chosen.batch or batch
 
         # The launcher allows an evaluation more time than a step.
@@ -220,16 +230,20 @@ class Evaluator:
         if any(preempted for _, _, preempted in gathered):
             return None
 
+        # Sums of batches, not of ranks: the rows are then the same ones on any number of ranks.
         all_rows = [row for rows, _, _ in gathered for row in rows]
-        evaluation = _combine(all_rows, sum(samples for _, samples, _ in gathered), step, chosen.name)
+        total_samples = sum(samples for _, samples, _ in gathered)
+        evaluation = _combine(all_rows, total_samples, step, chosen.name)
         _add_metrics(evaluation, metrics.compute(self.runtime.collectives))
         return evaluation
 
     def first_names(self, chosen: EvaluationSet, batch: int) -> list[str]:
         """Return the names of the metrics of the first batch, which every rank runs for itself."""
         batch = chosen.batch or batch
+
         reader = SampleReader(chosen.dataset, chosen.collate, self.config.seed, self.config.data.seed_samples)
         data = reader(Request(0, range(min(batch, len(chosen.dataset)))))
+
         with restore_modes(self.placed.model.modules()), torch.no_grad():
             self.placed.model.eval()
             loss = self.placed.evaluate(chosen.loss_fn, to_device(data, self.runtime.device), self.precision.autocast)
@@ -264,6 +278,7 @@ class Evaluator:
         """Return the samples of each of this rank's batches, and those of batches that it only repeats."""
         # Batches depend only on the length and the batch size. The rank determines only which of them it runs.
         role = self.placed.role
+
         count = math.ceil(length / batch)
         local_batches = rank_range(count, role.data_rank, role.data_size)
         ranges = [range(i * batch, min((i + 1) * batch, length)) for i in local_batches]
@@ -300,11 +315,14 @@ class Evaluator:
                 continue
 
             data = reader.nonempty_batch(batch) if no_samples else data
+
+            # None on the ranks of a pipeline that do not compute the loss.
             loss = self.placed.evaluate(loss_fn, to_device(data, self.runtime.device), self.precision.autocast)
             if no_samples:
                 results.append([])
             elif loss is not None:
                 results.append([("loss", loss.total.detach(), loss.weight), *metric_terms(loss)])
+
                 # A repeated batch does not count, and another rank of the same tp group counts this one.
                 if role.reports_loss and len(results) <= len(ranges):
                     metrics.update(loss.outputs)
@@ -329,10 +347,12 @@ def _add_metrics(evaluation: Evaluation, results: Mapping[str, float]) -> None:
 
 
 def _on_host(result: list[Term]) -> Row:
+    """Return the sums of a batch as numbers. The host waits for the device."""
     return {name: [float(total), float(weight)] for name, total, weight in result}
 
 
 def _combine(rows: list[Row], samples: int, step: int, set_name: str | None) -> Evaluation:
+    """Return the means over all batches: each sum of a name, divided by the sum of its weights."""
     names = sorted({"loss", *(name for row in rows for name in row)})
 
     # fsum is exactly rounded, so the order of the rows does not matter. A metric may be missing in some batches.
@@ -342,6 +362,7 @@ def _combine(rows: list[Row], samples: int, step: int, set_name: str | None) -> 
         sums.append(math.fsum(total for total, _ in terms))
         sums.append(math.fsum(weight for _, weight in terms))
 
+    # The mean of a name whose weight is 0 stays nan.
     means = dict.fromkeys(names, math.nan) | quotients(names, sums)
     loss = means.pop("loss")
     loss_weight = sums[2 * names.index("loss") + 1]

@@ -27,6 +27,8 @@ class MetricStates:
         for name, metric in self.metrics.items():
             _check_kind(name, metric)
             metric.to(device)
+
+            # Before the reset, which sets the states to the new defaults.
             for part in _parts(metric):
                 _prepare(part)
 
@@ -35,6 +37,7 @@ class MetricStates:
     def update(self, outputs: Any) -> None:
         """Update each metric with the outputs of a batch: its arguments, the same for all or by the metric's name."""
         for name, metric in self.metrics.items():
+            # All metrics take the same outputs, unless the loss returns some by name.
             arguments = outputs.get(name) if isinstance(outputs, Mapping) else outputs
             if not isinstance(arguments, tuple):
                 raise UserError(
@@ -67,12 +70,17 @@ class MetricStates:
         # Lists of tensors, such as scores to sort, have different lengths on each rank. One tensor is a list of one.
         states = [(part, name) for part in parts for name in part._defaults]
         lists = [_as_list(getattr(part, name)) for part, name in states]
-        counts = collectives.gather_json([[part._update_count for part in parts], [len(tensors) for tensors in lists]])
+        lengths = [len(tensors) for tensors in lists]
+        updates_here = [part._update_count for part in parts]
+
+        # Two messages: the counts, by which the others can split, and then all tensors at once.
+        counts = collectives.gather_json([updates_here, lengths])
         gathered = collectives.gather_tensors([tensor for tensors in lists for tensor in tensors])
 
         # By rank, then by state. Ranks are in the order of their batches, so lists are in the order of the samples.
         by_rank = [list(_split(tensors, lengths)) for tensors, (_, lengths) in zip(gathered, counts, strict=True)]
         updates = {id(part): [ranks[number] for ranks, _ in counts] for number, part in enumerate(parts)}
+
         for number, (part, name) in enumerate(states):
             # A rank without a batch has only defaults, which some metrics could not combine with anything.
             counted = [rank for rank, count in enumerate(updates[id(part)]) if count]
@@ -81,12 +89,14 @@ class MetricStates:
                 weights = [updates[id(part)][rank] for rank in counted]
                 setattr(part, name, _reduced(part, name, found, weights))
 
+        # torchmetrics would return a result that it has cached, and warn of a metric that was never updated.
         for part in parts:
             part._update_count = sum(updates[id(part)])
             part._computed = None
 
 
 def _check_kind(name: str, metric: Any) -> None:
+    """Raise unless this looks like a torchmetrics.Metric, which Lockstep does not import to ask."""
     if not all(hasattr(metric, member) for member in ("update", "compute", "reset", "_reductions", "_defaults")):
         raise UserError(
             f"the metric {name!r} is a {type(metric).__name__}, not a torchmetrics.Metric",
@@ -111,14 +121,17 @@ def _prepare(part: Any) -> None:
 
 
 def _never() -> bool:
+    """Tell torchmetrics that there is no process group to synchronize over."""
     return False
 
 
 def _as_list(state: Any) -> list[Tensor]:
+    """Return a state as a list of tensors: one tensor is a list of one."""
     return [state] if isinstance(state, Tensor) else list(state)
 
 
 def _split(tensors: list[Tensor], lengths: list[int]) -> Iterator[list[Tensor]]:
+    """Yield lists of these lengths, one after the other."""
     rest = iter(tensors)
     for length in lengths:
         yield [next(rest) for _ in range(length)]
@@ -127,13 +140,18 @@ def _split(tensors: list[Tensor], lengths: list[int]) -> Iterator[list[Tensor]]:
 def _reduced(part: Any, name: str, found: list[list[Tensor]], weights: list[int]) -> Any:
     """Return one state of all ranks that have counted something, as torchmetrics would reduce it."""
     reduction: Callable[[Tensor], Tensor] | None = part._reductions[name]
+
+    # Lists, such as scores to sort, are joined in the order of the ranks.
     if isinstance(part._defaults[name], list):
         return [tensor for tensors in found for tensor in tensors]
 
+    # One rank has counted everything, so there is nothing to reduce.
     if len(found) == 1:
         return found[0][0]
 
+    # [ranks, ...]
     stacked = torch.stack([tensor for (tensor,) in found])
+
     if getattr(reduction, "__name__", "") == MEAN:
         # A mean over batches: ranks may have had different numbers of them.
         shares = torch.tensor(weights, dtype=torch.float64, device=stacked.device)
@@ -155,4 +173,5 @@ def _numbers(name: str, result: Any) -> dict[str, float]:
         )
 
     # Sums in another order differ in the last bits of a float64. Those of a float32 are left.
-    return {name: float(result.to(torch.float32) if isinstance(result, Tensor) else result)}
+    number = result.to(torch.float32) if isinstance(result, Tensor) else result
+    return {name: float(number)}

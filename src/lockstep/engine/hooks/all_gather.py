@@ -25,6 +25,7 @@ def gather_rows(rows: Tensor, collectives: Collectives) -> Tensor:
         raise UserError(f"run.all_gather takes a tensor with a row for each sample; it got {found}", "", "pass rows")
 
     # The numbers of rows differ at the end of an epoch. Reading them makes the host wait for the device.
+    # A header is [n, checksum of the dtype, sizes of the other dimensions, -1, ...].
     header = [len(rows), zlib.crc32(str(rows.dtype).encode()), *rows.shape[1:]]
     header += [-1] * (HEADER - len(header))
     headers = collectives.gather(torch.tensor(header, device=rows.device)).tolist()
@@ -42,6 +43,8 @@ def gather_rows(rows: Tensor, collectives: Collectives) -> Tensor:
 
 
 class _GatherRows(torch.autograd.Function):
+    """Concatenates the rows of all ranks. Its backward adds the gradients of all ranks."""
+
     @staticmethod
     def forward(ctx: Any, rows: Tensor, collectives: Collectives, counts: list[int]) -> Tensor:
         ctx.collectives = collectives
@@ -50,14 +53,17 @@ class _GatherRows(torch.autograd.Function):
         # All ranks must send the same shape: pad to the largest.
         padded = rows.new_zeros(max(counts), *rows.shape[1:])
         padded[: len(rows)] = rows
+
         gathered = collectives.gather(padded)
         return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        # Added in float32, because 16 bits would lose much of the other ranks' shares.
+        # Each rank's loss depends on the rows of all ranks, so the gradients (N, ...) of all ranks are added, and this
+        # rank keeps those of its own rows (n, ...). In float32, because 16 bits would lose much of the others' shares.
         (gradient,) = gradients
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total = ctx.collectives.all_reduce_(gradient.to(wide, copy=True).contiguous())
+
         own = total.split(ctx.counts)[ctx.collectives.world.rank]
         return own.to(gradient.dtype), None, None

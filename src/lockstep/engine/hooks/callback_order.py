@@ -25,6 +25,8 @@ class CallbackOrder:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         for name, before in state.items():
             now = self._made.get(name, [])
+            # The same attributes in another order: two callbacks have changed places. Other differences are intended
+            # changes.
             if before != now and sorted(before) == sorted(now):
                 raise UserError(
                     f"the callbacks {name} are in another order than in the checkpoint",
@@ -35,13 +37,17 @@ class CallbackOrder:
 
 
 def _plain_attributes(callback: Any) -> str:
+    """Return the plain attributes as text, sorted by name."""
     attributes = sorted(vars(callback).items()) if hasattr(callback, "__dict__") else []
     return ", ".join(f"{name}={value!r}" for name, value in attributes if _is_plain(value))
 
 
 def _is_plain(value: Any) -> bool:
+    """Return whether a value has a text that says how it was made: no tensors, no objects."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
+
     if isinstance(value, dict):
         return all(map(_is_plain, [*value, *value.values()]))
+
     return value is None or isinstance(value, bool | int | float | str)

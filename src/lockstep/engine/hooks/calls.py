@@ -27,6 +27,8 @@ HOOKS = {
 
 
 class Hook(NamedTuple):
+    """A method of a task or a callback that the run calls."""
+
     name: str  # `MyTask.after_step`
     call: Callable[..., Any]
     owner: Any  # the task or the callback
@@ -38,10 +40,14 @@ class Hooks:
     def __init__(self, view: RunView, task: Any = None, callbacks: Sequence[Any] = ()):
         self._view = view
         self.callbacks = list(callbacks)
-        owners = [owner for owner in (task, *self.callbacks) if owner is not None]
         _check_callbacks(self.callbacks)
 
-        self._found = {name: [hook for owner in owners if (hook := find(owner, name))] for name in HOOKS}
+        # The task's hooks come first.
+        owners = [owner for owner in (task, *self.callbacks) if owner is not None]
+        self._found: dict[str, list[Hook]] = {}
+        for name in HOOKS:
+            found = [find(owner, name) for owner in owners]
+            self._found[name] = [hook for hook in found if hook is not None]
 
         # Read in every step.
         self.follow_batches = bool(self._found["before_batch"])
@@ -61,13 +67,16 @@ class Hooks:
         sharing: dict[str, list[Any]] = {}
         for callback in self.callbacks:
             if hasattr(callback, "state_dict"):
-                sharing.setdefault(_own_name(callback) or type(callback).__name__, []).append(callback)
+                name = _own_name(callback) or type(callback).__name__
+                sharing.setdefault(name, []).append(callback)
 
         for name, callbacks in sharing.items():
             _check_shared_name(name, callbacks)
             for number, callback in enumerate(callbacks, start=1):
-                yield f"{CALLBACK}{name}" + (f" {number}" if number > 1 else ""), callback
+                suffix = f" {number}" if number > 1 else ""
+                yield f"{CALLBACK}{name}{suffix}", callback
 
+        # Numbers follow the order of the list, so the order must be the same after a resume.
         numbered = {name: callbacks for name, callbacks in sharing.items() if len(callbacks) > 1}
         if numbered:
             yield "order of callbacks", CallbackOrder(numbered)
@@ -85,6 +94,7 @@ class Hooks:
         """Return a loss function that ends with the calls of `before_backward`, or `loss_fn` if there are none."""
         if not self.follow_losses:
             return loss_fn
+
         return lambda model, batch: self.before_backward(loss_fn(model, batch))
 
     def before_backward(self, loss: Loss) -> Loss:
@@ -99,7 +109,9 @@ class Hooks:
                     "",
                     "return lockstep.Loss(total, loss.weight, loss.metrics)",
                 )
+
             loss = loss if changed is None else changed
+
         return loss
 
     def after_step(self, result: StepResult | None) -> None:
@@ -149,7 +161,8 @@ def _check_function(full_name: str, method: Any) -> None:
         raise UserError(f"{full_name} is a {type(method).__name__}, and a hook is a function", "", "rename it")
 
     if inspect.iscoroutinefunction(method) or inspect.isgeneratorfunction(method):
-        kind, word = ("an async function", "async") if inspect.iscoroutinefunction(method) else ("a generator", "yield")
+        is_async = inspect.iscoroutinefunction(method)
+        kind, word = ("an async function", "async") if is_async else ("a generator", "yield")
         raise UserError(f"{full_name} is {kind}, whose body a call does not run", "", f"write it without {word}")
 
 
@@ -172,6 +185,7 @@ def _check_arguments(full_name: str, method: Callable[..., Any], name: str) -> N
 
 
 def _own_name(callback: Any) -> str | None:
+    """Return the `name` of a callback, or None if it has none, or one that is no text."""
     name = getattr(callback, "name", None)
     return name if isinstance(name, str) else None
 
@@ -188,6 +202,7 @@ def _check_shared_name(name: str, callbacks: Sequence[Any]) -> None:
 
 
 def _check_callbacks(callbacks: Sequence[Any]) -> None:
+    """Refuse classes in place of objects, and objects without any hook."""
     for callback in callbacks:
         if isinstance(callback, type):
             raise UserError(

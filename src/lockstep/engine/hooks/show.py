@@ -32,12 +32,14 @@ def call_show(task: Task, run: Run) -> str | None:
         return None
 
     run.driver.model.eval()
+
     run.runtime.heartbeat.beat("user code")  # the watchdog allows more time in this phase
     try:
         # Generated text grows with every token: compiling or capturing every new shape would cost more than it saves.
         with torch.no_grad(), run_eagerly(run.driver.model), run.driver.many_forwards() as warning:
             if warning:
                 run.recorder.event("warning", reason=f"show(): {warning}")
+
             text = show(run.driver.model)
     except Exception as error:
         reason = f"show() failed: {type(error).__name__}: {error} ({_location(error, task)})"
@@ -54,6 +56,7 @@ def _location(error: BaseException, task: Task) -> str:
     # `error` may have been raised while another error, from the task's own code, was handled.
     earlier = traceback.extract_tb(error.__context__.__traceback__) if error.__context__ else []
 
+    # The file of the task, which may be wrapped by a decorator.
     code = getattr(inspect.unwrap(task.show), "__code__", None)
     own_frames = [frame for frame in (*frames, *earlier) if code and frame.filename == code.co_filename]
     frame = (own_frames or frames)[-1]

@@ -25,16 +25,21 @@ class TrainedParameters:
             )
 
         asked = [_ask(hook, driver.names) for hook in hooks]
+
+        # By identity: the step knows parameters and not their names.
         self._first_steps = {
             id(p): max(steps.get(name, 0) for steps in asked)
             for name, p in zip(driver.names, driver.parameters, strict=True)
         }
+
+        # From this step on nothing is dropped, and the step pays for one comparison.
         self._all_from = max(self._first_steps.values())
 
     def drop_others(self, reduced: Reduced, step: int) -> Reduced:
         """Drop the gradients of parameters that `step` does not train yet."""
         if step >= self._all_from:
             return reduced
+
         return reduced.drop_others({key for key, first in self._first_steps.items() if first <= step})
 
 

@@ -67,11 +67,13 @@ class BuiltRunView:
             raise UserError(
                 f"run.log({name!r}, ...): the name of a metric is a text", "", f"run.log({str(name)!r}, ...)"
             )
+
         if name == "loss":
             raise UserError(
                 "run.log('loss', ...) would overwrite the loss of the run", "", "give the metric another name"
             )
 
+        # Tensors of one element may stay on the GPU: the host does not wait for them here.
         for number in (value, weight):
             is_one = isinstance(number, Tensor) and number.numel() == 1 and not number.is_complex()
             if not isinstance(number, Real) and not is_one:
@@ -114,8 +116,9 @@ class BuiltRunView:
             run.gathers_rows = True
             _check_global_batch(run)
 
-        # Padding repeats rows of another rank.
-        return gather_rows(rows[:0] if micro and micro.padding else rows, run.runtime.collectives)
+        # Padding repeats rows of another rank, so it contributes none.
+        own_rows = rows[:0] if micro and micro.padding else rows
+        return gather_rows(own_rows, run.runtime.collectives)
 
     def _micro_batch(self) -> MicroBatch | None:
         """Return the micro-batch whose forward is running in a step, if any."""
@@ -128,6 +131,7 @@ class BuiltRunView:
         return progress.micro if progress else None
 
     def _started(self, name: str) -> Run:
+        """Return the Run, or raise if it does not exist yet. `name` is what the user's code has asked for."""
         run = self._builder.run
         if run is None:
             raise UserError(
@@ -135,6 +139,7 @@ class BuiltRunView:
                 "",
                 "call it inside `for step in run.steps(...)`",
             )
+
         return run
 
 
@@ -149,6 +154,7 @@ def _check_global_batch(run: Run) -> None:
         )
 
     if run.plan.micro_batches > role.data_size:
+        # Rounded up: with one micro-batch of this size for each rank, the batch is whole.
         size = -(-run.plan.global_batch // role.data_size)
         raise UserError(
             f"run.all_gather sees one micro-batch of each rank, and the global batch has {run.plan.micro_batches} on "

@@ -49,6 +49,8 @@ def describe_run(
     """Return the lines of the banner, by name. Collective: every rank must call it."""
     mesh = plan_mesh(config, runtime.world)
     several = not runtime.world.alone
+
+    # A line that is None is left out.
     facts = {
         "world": _world(runtime),
         "pids": _pids(runtime) if several else None,
@@ -72,6 +74,7 @@ def describe_run(
         "optimizer": describe_optimizer(config.optimizer) if config.optimizer != "task" else None,
         "exchange": HOOKS[config.ddp.hook].about(config.ddp) if several and config.ddp.hook != "none" else None,
     }
+
     return {name: text for name, text in facts.items() if text}
 
 
@@ -83,9 +86,11 @@ def _world(runtime: Runtime) -> str:
     launcher = runtime.world.launcher
     source = f" from {launcher}" if launcher not in ("", "lockstep") else ""
     where = f"this one on {runtime.device} with {runtime.threads}"
-    if runtime.device.type == "cuda" and runtime.world.local_size > torch.cuda.device_count():
-        # Either ranks share a GPU, which NCCL refuses, or each rank sees only its own.
-        where += ", with more ranks than GPUs here" if runtime.backend == "gloo" else ""
+
+    # Either ranks share a GPU, which NCCL refuses, or each rank sees only its own.
+    more_ranks = runtime.device.type == "cuda" and runtime.world.local_size > torch.cuda.device_count()
+    if more_ranks and runtime.backend == "gloo":
+        where += ", with more ranks than GPUs here"
 
     return f"{runtime.world.size} processes{source} over {runtime.backend}, {where}"
 
@@ -93,12 +98,14 @@ def _world(runtime: Runtime) -> str:
 def _pids(runtime: Runtime) -> str:
     """List the process ids of all ranks, for attaching to one or killing it. Collective: every rank must call it."""
     processes = runtime.collectives.gather_json([socket.gethostname(), os.getpid()])
+
     # With several hosts a process id needs its host.
     several_hosts = len({host for host, _ in processes}) > 1
     entries = [
         f"rank {rank} {pid} on {host}" if several_hosts else f"rank {rank} {pid}"
         for rank, (host, pid) in enumerate(processes[:MAX_PIDS])
     ]
+
     if len(processes) > MAX_PIDS:
         entries.append(f"and {len(processes) - MAX_PIDS} more")
 
@@ -106,13 +113,16 @@ def _pids(runtime: Runtime) -> str:
 
 
 def _parameters(model: nn.Module) -> str:
+    """`1,234 trainable, 567 frozen and not exchanged`"""
     # numel() of a sharded parameter (a DTensor) is that of the full tensor.
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
+
     return f"{trained:,} trainable" + (f", {frozen:,} frozen and not exchanged" if frozen else "")
 
 
 def _batch(plan: Plan) -> str:
+    """`global 64 (set) = 8 micro-batches of 8 (derived), at most 4 per rank`"""
     return (
         f"global {plan.global_batch} ({plan.reasons['global_batch']}) = "
         f"{plural(plan.micro_batches, 'micro-batch', 'micro-batches')} of {plan.micro_batch} "
@@ -121,6 +131,7 @@ def _batch(plan: Plan) -> str:
 
 
 def _data(plan: Plan, config: RunConfig) -> str:
+    """`1,000 samples, 16 steps an epoch; 100 steps = 6.25 epochs`"""
     # The length of a stream is unknown: it has no number of steps per epoch. This one has no position either.
     if plan.steps_per_epoch is None or plan.samples is None:
         return f"a stream, {plan.steps} steps; without a state_dict, a resumed run repeats its epoch"
@@ -128,6 +139,7 @@ def _data(plan: Plan, config: RunConfig) -> str:
     # Samples at the end of an epoch that do not fill a step.
     rest = plan.samples % plan.global_batch
     tail = f", last one {config.tail}" if rest else ""
+
     if rest and config.tail == "drop":
         tail = f", the last {rest} samples of an epoch dropped"
 
@@ -138,9 +150,11 @@ def _data(plan: Plan, config: RunConfig) -> str:
 
 
 def _learning_rate(rate: LearningRate | SchedulerRate, config: RunConfig, plan: Plan) -> str:
+    """Return the rates at the landmarks of the schedule, and the rule by which they were scaled."""
     landmarks = rate.describe()
     if config.lr.scaling == "none":
         return landmarks
+
     # The landmarks are scaled rates, which differ from lr.peak, so name the rule.
     return f"{landmarks} ({config.lr.scaling} rule: batch {plan.global_batch} against {config.lr.reference_batch})"
 
@@ -159,6 +173,7 @@ def _dropout(model: nn.Module, config: RunConfig, mesh: Mesh) -> str | None:
     """Return a line if the dropout masks depend on the number of ranks, else None."""
     if not any(isinstance(module, _DropoutNd) and module.p > 0 for module in model.modules()):
         return None
+
     # Each stage is seeded differently: only the first one draws the same numbers as a single process would.
     if mesh.sizes["pp"] > 1:
         return "from the second stage on, its masks differ from those without a pipeline (mesh.pp)"
@@ -174,6 +189,7 @@ def describe_resume(resumed: Resumed, folder: RunFolder) -> str:
     """`at step 40 from runs/first/checkpoints/step-00000040, written by 2 ranks; changed since: ...`"""
     ranks = plural(resumed.world_size, "rank")
     text = f"at step {resumed.steps_done} from {folder.as_shown(resumed.location)}, written by {ranks}"
+
     # Settings, versions and the world size may change between two attempts of a run. Report all such changes.
     return f"{text}; changed since: {', '.join(resumed.changes)}" if resumed.changes else text
 
@@ -186,6 +202,7 @@ def _strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: World) -> 
     strategy = config.strategy_record
     if not strategy.shards_optimizer and strategy.axis is None and mesh.is_data_parallel_only:
         return None
+
     if world.alone:
         return f"{strategy.name}: one process, so nothing is sharded"
 
@@ -203,6 +220,7 @@ def _strategy(model: nn.Module, config: RunConfig, mesh: Mesh, world: World) -> 
 
 
 def _model_axes(model: nn.Module, config: RunConfig, mesh: Mesh) -> list[str]:
+    """Return the parts of the line about pipeline and tensor parallelism, in this order; [] without them."""
     parts = []
     pp_size, tp_size = mesh.sizes["pp"], mesh.sizes["tp"]
     if pp_size > 1:
@@ -222,12 +240,14 @@ def _model_axes(model: nn.Module, config: RunConfig, mesh: Mesh) -> list[str]:
 
 
 def _fsdp_shards(model: nn.Module, config: RunConfig, strategy: Strategy, mesh: Mesh, world: World) -> str:
+    """Return the part of the line about parameters that are sharded over data-parallel ranks."""
     replicas = count_replicas(config.fsdp, world) if strategy.replica_groups else 1
     ranks = mesh.data_size // replicas
 
     # One rank per shard group is legal but saves no memory: say so, and what to type.
     if ranks == 1 and replicas > 1:
         return f"{replicas} replicas on one rank each, so nothing is sharded (set strategy=ddp, or strategy=fsdp)"
+
     if ranks == 1:
         return "one group of ranks with samples of its own, so nothing more is sharded (mesh.dp is 1)"
 
@@ -247,6 +267,7 @@ def _remat(model: nn.Module, config: RunConfig) -> str:
     """`full: 4 blocks of Layer`"""
     blocks = find_blocks(model, config.blocks)
     recomputed_blocks = blocks_to_recompute(blocks, config.remat)
+
     # remat=every-2 recomputes only some of the blocks.
     of_all = f" (of {len(blocks)})" if len(recomputed_blocks) < len(blocks) else ""
     return f"{config.remat}: {_count_blocks(recomputed_blocks)}{of_all}"
@@ -255,4 +276,5 @@ def _remat(model: nn.Module, config: RunConfig) -> str:
 def _count_blocks(blocks: list[nn.Module]) -> str:
     """`4 blocks of Layer, 2 of Encoder`"""
     (first, number), *rest = Counter(class_name(block) for block in blocks).items()
-    return ", ".join([f"{plural(number, 'block')} of {first}", *(f"{count} of {name}" for name, count in rest)])
+    others = [f"{count} of {name}" for name, count in rest]
+    return ", ".join([f"{plural(number, 'block')} of {first}", *others])

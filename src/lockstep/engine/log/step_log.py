@@ -25,6 +25,7 @@ class SampleLog:
 
     def write(self, step: int, trained: Sequence[MicroBatch]) -> None:
         """Write the line of a step. A step that is repeated has one line per attempt, of which the last counts."""
+        # The epoch comes first: an id alone does not name a sample whose dataset changes between epochs.
         ids = [[batch.epoch, *map(int, batch.ids)] for batch in trained]
         self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
 
@@ -67,6 +68,7 @@ class StepLog:
         self._steps += 1
         self._samples += samples
         self._newest = result
+
         if is_last or self._stepper.counters.steps_done % self._every == 0:
             self.line_due = True
         else:
@@ -83,6 +85,7 @@ class StepLog:
             self._write(last or self._newest)
 
     def _write(self, result: StepResult | None) -> None:
+        """Write the line of the interval, and begin the next one. Collective."""
         self.line_due = False
         stepper, outcomes = self._stepper, self._stepper.outcomes
         steps_done = stepper.counters.steps_done
@@ -91,9 +94,11 @@ class StepLog:
         # Numbers that not every run has.
         if result is not None:
             numbers["grad_norm"] = result.grad_norm
+
         epoch = self._plan.epochs_after(steps_done)
         if epoch is not None:
             numbers["epoch"] = epoch
+
         if stepper.scaler:
             numbers["scale"] = stepper.scaler.value
 
@@ -105,6 +110,7 @@ class StepLog:
         # The sums stay on the device. The recorder reduces them over the ranks and reads them later, without waiting.
         self._recorder.end_interval(stepper.sums, self._steps, self._samples, outcomes.skipped_since_log, numbers)
         self._begin_interval()
+
         outcomes.skipped_since_log = 0
 
     def _begin_interval(self) -> None:

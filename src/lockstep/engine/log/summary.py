@@ -39,10 +39,13 @@ def summary_of(run: Run, best: Mapping[str, Any] | None) -> dict[str, Any]:
     # Keys that not every summary has.
     if evaluations.by_set:
         summary["evaluations"] = {name: other.named() for name, other in evaluations.by_set.items()}
+
     if best:
         summary["best"] = best
+
     if run.requests.stop_reason:
         summary["stopped"] = run.requests.stop_reason
+
     if run.config.init_from:
         summary["init_from"] = run.checkpoints.state.parts["init_from"].state_dict()
 
@@ -63,4 +66,5 @@ def judge(goals: Sequence[str], values: Mapping[str, float | None]) -> list[dict
         value = values.get(name)
         reached = value is not None and not math.isnan(value) and COMPARE[sign](value, float(bound))
         verdicts.append({"target": goal, "value": value, "pass": reached})
+
     return verdicts

@@ -30,15 +30,18 @@ class StepFlops:
 
     def watch(self) -> None:
         """Keep the arguments of every call of the loss from now on."""
+
         call_loss = self._driver.call_loss
 
         def watched(loss_fn: Any, module: Any, data: Any) -> Any:
             self._last_call = (loss_fn, data)
             return call_loss(loss_fn, module, data)
 
+        # On the driver itself, where it hides the method of the class until `unwatch` deletes it.
         self._driver.call_loss = watched
 
     def unwatch(self) -> None:
+        """Call the loss as before."""
         del self._driver.call_loss
 
     def of_step(self, micro_batches: int) -> float | None:
@@ -61,6 +64,7 @@ class StepFlops:
         return forward * (1 + BACKWARD) * micro_batches
 
     def _count(self, loss_fn: Callable[[Any, Any], Any], data: Any) -> float:
+        """Return the operations of one forward. It changes no weight, no statistics and no gradient."""
         model = self._driver.model
         with restore_modes(model.modules()), torch.no_grad(), run_eagerly(model):
             model.eval()  # no statistics change
@@ -74,6 +78,8 @@ def matmul_rate(device: torch.device) -> float:
     """Return the floating-point operations per second of a large matrix product: bf16 on a GPU, fp32 on a CPU."""
     size = MATRIX["cuda" if device.type == "cuda" else "cpu"]
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+
+    # The best of several: the first ones load the library, and other processes may disturb some.
     a = torch.ones(size, size, device=device, dtype=dtype)
     best = float("inf")
     for _ in range(REPEATS):
@@ -83,9 +89,11 @@ def matmul_rate(device: torch.device) -> float:
         _wait(device)
         best = min(best, time.perf_counter() - began)
 
+    # Each of the size^2 results needs `size` multiplications and as many additions.
     return 2 * size**3 / best
 
 
 def _wait(device: torch.device) -> None:
+    """Wait until the device has done what was launched. A CPU has by the time a call returns."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -51,9 +51,11 @@ class ProfiledSteps:
         folder = run.folder.path / "profile"
         folder.mkdir(exist_ok=True)
 
+        # Each rank has traced itself; rank 0 puts the timelines together.
         ranks = run.runtime.collectives.gather_json(self._stop(folder))
         if run.runtime.is_main:
             self._write(folder, ranks)
+
         self._report(ranks)
         run.recorder.exclude(time.perf_counter() - began)
 
@@ -61,7 +63,7 @@ class ProfiledSteps:
         """End this rank's trace, write it, and return its breakdown with the operations of a step."""
         run = self._run
         mine = stop_tracer(run, folder / f"rank-{run.runtime.world.rank}.json")
-        self._steps = None
+        self._steps = None  # one trace in a run
 
         # After the trace, of which the counted forward is no part.
         self._flops.unwatch()
@@ -89,8 +91,11 @@ class ProfiledSteps:
         run = self._run
         kinds = {kind: round(1e3 * seconds, 3) for kind, seconds in mean_kinds(ranks).items() if seconds > 0}
         facts: dict[str, Any] = {"ms_per_step": kinds, "overlap_fraction": round(_mean(ranks, "overlap_fraction"), 3)}
+
+        # Numbers that not every run has: the operations may be unknown, and a CPU has no kernels to be busy with.
         if all(rank.get("mfu") for rank in ranks):
             facts["mfu"] = round(_mean(ranks, "mfu"), 4)
+
         if ranks[0]["busy"] is not None:
             facts["gpu_busy"] = round(_mean(ranks, "busy"), 3)
 
@@ -101,6 +106,8 @@ class ProfiledSteps:
 
 def start_tracer(run: Run) -> None:
     """Trace the run's steps from now on."""
+
+    # A hook that compresses gradients sends half the bytes of float32.
     sent_in_half = run.config.ddp.hook in ("fp16", "bf16")
     run.tracer = StepTracer(run.runtime, run.driver, element_bytes=2 if sent_in_half else 4)
     run.tracer.start()

@@ -105,6 +105,7 @@ class RunBuilder:
                 "may be passed alone: teacher = run.setup(teacher)",
             )
 
+        # Before anything is done to the model: a refused one is still the user's own.
         check_not_wrapped(model)
         self.precision = for_model(self.precision, self.config.precision, model)
         check_model(model, self.precision, self.runtime)
@@ -148,6 +149,7 @@ class RunBuilder:
         self.on_failure(release_captures, driver.model)
         if driver.compiler:
             self.on_failure(driver.compiler.release)
+
         self.on_failure(stop_watching)  # a custom loop may fail while it is watched
         return driver
 
@@ -162,6 +164,8 @@ class RunBuilder:
             return
 
         key = "ddp.find_unused_parameters"
+
+        # Where other settings exclude it, the error comes later, from the place that knows them.
         with contextlib.suppress(ConfigError):
             self.resolved = self.resolved.fill_in("run.setup", {key: True})
 
@@ -177,13 +181,18 @@ class RunBuilder:
     ) -> tuple[Optimizers, Any]:
         """Return the wrapped optimizers, and the user's schedulers or None."""
         assert self.driver is not None
+
+        # The task makes its optimizers with the model as the driver has it. Those of a custom loop exist already.
         user_optimizers = optimizers(self.driver.model)
         rebind(user_optimizers, parameters_before, dict(model.named_parameters()))
+
         wrapped = wrap_optimizers(user_optimizers, model, self.config, self.precision, self.runtime)
         if not self.driver.role.runs_whole_model:
             wrapped.refuse_coupled("a stage of a pipeline")
 
         self.on_failure(wrapped.release)
+
+        # The user's function gets what it would get from torch: one optimizer, or a list.
         user_schedulers = schedulers(wrapped.all[0] if len(wrapped.all) == 1 else wrapped.all)
         check_schedulers_passed(user_optimizers, user_schedulers)
         return wrapped, user_schedulers
@@ -191,6 +200,7 @@ class RunBuilder:
     def use_hooks(self, hooks: Hooks) -> None:
         """Call these hooks during the run, and save the state of the callbacks that have one."""
         self.hooks = hooks
+        # A hook that follows steps gets their results, and these include the loss.
         self.reads_loss |= hooks.follow_steps
         for name, callback in hooks.parts():
             self.parts.add(name, callback)

@@ -38,8 +38,10 @@ def plan_data(data: Any, driver: Driver, config: RunConfig, runtime: Runtime, fo
     length = _known_length(data)
     max_micro_batch = recorded_micro_batch(folder.path, runtime) if config.micro_batch == "auto" else None
 
+    # Fixed speeds need more accumulation on fast ranks, which the checks below must see.
     plan = make_plan(config, role.data_size, length, max_micro_batch, role.pipeline_depth)
     plan = plan_by_speed(plan, config.load_balance)
+
     check_equal_work(driver.model, plan, config.tail)
     refuse_single_samples(driver.model, plan, config.tail)
     if not role.runs_whole_model:
@@ -108,6 +110,7 @@ def largest_input(source: BatchSource) -> Tensor | None:
     if source.options.config.workers and not isinstance(source.reader.innermost, TensorDataset | list | tuple):
         return None
 
+    # The same reader that training uses, so that the sample is transformed as it will be.
     try:
         leaves = tree_leaves(source.reader.samples(Request(0, [0])))
         tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
@@ -126,4 +129,5 @@ def _known_length(data: Any) -> int | None:
 
 
 def _check_stream_state(state: Any) -> None:
+    """Raise if checkpoints cannot hold the state of a stream."""
     pack(state, "the state of the stream", {})

@@ -54,12 +54,15 @@ def initial_weights(driver: Driver, config: RunConfig, runtime: Runtime, folder:
             case _:
                 return True
 
+    # None reads all weights. The checkpoint that a run resumes from replaces them, except frozen ones that it leaves
+    # out.
     only = None
     if runtime.collectives.run_on_rank0(will_resume):
         only = set() if config.checkpoint.frozen else frozen_names(driver.model)
         if not only:
             return InitialWeights(config.init_from)
 
+    # In a pipeline a rank holds only the parameters of its stages.
     elsewhere = {name for name, ranks in driver.role.holders.items() if runtime.world.rank not in ranks}
     return load_initial_weights(driver.model.state_dict(), config, runtime, elsewhere, only)
 

@@ -23,9 +23,12 @@ def continue_plan(resumed: Resumed, plan: Plan, source: BatchSource, stepper: St
         return plan
 
     plan = plan.resumed(config, stepper.counters.steps_done, source.order.steps_counted)
+
+    # The schedule ends with the plan, whose number of steps may just have changed.
     if isinstance(stepper.learning_rate, LearningRate):
         stepper.learning_rate.total_steps = plan.steps
         stepper.lr = stepper.learning_rate.at(stepper.counters.applied)
+
     return plan
 
 

@@ -71,6 +71,7 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
     facts = _describe(builder, setup, plan, source, stepper) | loader_lines
     if resumed:
         facts["resumed"] = _continue_records(builder, resumed, log, stepper, plan)
+
     facts |= _describe_weights(builder, setup, plan, source, resumed)
     _write_start(builder, facts, plan, driver)
 
@@ -95,6 +96,7 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
         hooks=builder.hooks or Hooks(BuiltRunView(builder)),
         _keep_alive=builder,
     )
+
     _begin(run)
     return run
 
@@ -108,7 +110,9 @@ def _begin(run: Run) -> None:
         # A custom loop may have loaded weights since `run.setup`.
         average.restart(average.averages)
 
+    # `rewind` needs a checkpoint to return to, even before the first one is due.
     run.checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
+
     if run.config.profile.count:
         run.profiled = ProfiledSteps(run)
 
@@ -124,9 +128,11 @@ def _take_loader(builder: RunBuilder, data: Any, collate: Collate) -> tuple[Any,
     if not isinstance(data, DataLoader) or is_stateful_stream(data):
         return data, collate, {}
 
+    # What the user set elsewhere wins over the loader. The settings of the ranks may differ again after this.
     taken = take_loader(data, collate)
     builder.resolved = builder.resolved.fill_in("DataLoader", taken.settings)
     check_same_config(builder.config, builder.runtime)
+
     used = {key for key in taken.settings if builder.resolved.sources[key] == "DataLoader"}
     return taken.data, taken.collate, {"DataLoader": taken.describe(used)}
 
@@ -134,10 +140,12 @@ def _take_loader(builder: RunBuilder, data: Any, collate: Collate) -> tuple[Any,
 def _open_data(builder: RunBuilder, driver: Driver, data: Any, collate: Collate) -> tuple[Plan, BatchSource]:
     """Return the plan and the source, which knows the model if it makes its batches with it."""
     config, runtime = builder.config, builder.runtime
+
     data = bind_sampler(data, config.seed)
     plan = plan_data(data, driver, config, runtime, builder.folder)
     options = source_options(plan, driver.role, config, runtime, builder.recorder.event)
     source = open_source(data, collate, options)
+    # Workers must end if a later part of the set-up fails.
     builder.on_failure(source.close)
 
     # A user-defined source may compute its batches on the GPU, so the time in it does not count as data wait.
@@ -156,6 +164,7 @@ def _open_data(builder: RunBuilder, driver: Driver, data: Any, collate: Collate)
 
 
 def _make_stepper(builder: RunBuilder, setup: ModelSetup, plan: Plan, load_balancer: LoadBalancer | None) -> Stepper:
+    """Make the learning rate and the step. `load_balancer` measures the steps."""
     rate = make_learning_rate(
         builder.config.lr,
         builder.resolved.sources,
@@ -179,6 +188,8 @@ def _make_stepper(builder: RunBuilder, setup: ModelSetup, plan: Plan, load_balan
         # Load balancing measures the time of a rank up to the start of its gradient all-reduce.
         before_all_reduce=load_balancer.mark if load_balancer else None,
     )
+
+    # Only a hook that delays parameters makes the step ask which ones it trains.
     delaying = builder.hooks.named("first_steps") if builder.hooks else []
     trained = TrainedParameters(setup.driver, delaying) if delaying else None
     return Stepper(context, setup.driver, setup.optimizers, rate, trained)
@@ -187,6 +198,7 @@ def _make_stepper(builder: RunBuilder, setup: ModelSetup, plan: Plan, load_balan
 def _make_evaluations(
     builder: RunBuilder, plan: Plan, stepper: Stepper, requests: Requests, resumed: Resumed | None
 ) -> Evaluations:
+    """Make the part that decides what follows from evaluations. Its clock continues that of the resumed run."""
     seconds_before = resumed.loop.seconds if resumed else 0.0
     return Evaluations(
         config=builder.config,
@@ -202,6 +214,7 @@ def _make_evaluations(
 def _open_checkpoints(
     builder: RunBuilder, setup: ModelSetup, stepper: Stepper, source: BatchSource, plan: Plan
 ) -> CheckpointManager:
+    """Return the checkpoint manager, after deleting leftovers and checking the free space. Collective."""
     builder.parts.is_open = False
     state = RunState(
         model=setup.driver.model,
@@ -216,6 +229,7 @@ def _open_checkpoints(
         average=setup.average,
         on_any_rank=lambda value: any(builder.runtime.collectives.gather_json(value)),
     )
+
     checkpoints = CheckpointManager(
         folder=builder.folder,
         storage=open_storage(builder.folder.path / "checkpoints", builder.config.checkpoint.storage),
@@ -234,6 +248,7 @@ def _open_checkpoints(
     if builder.runtime.is_main:
         delete_leftovers(checkpoints.storage, builder.folder.token)
 
+    # Only if something will be saved.
     settings = builder.config.checkpoint
     if settings.every is not None or settings.minutes is not None or settings.at_end:
         check_space(checkpoints.storage, state.bytes_at_start(), builder.runtime.collectives, builder.recorder.event)
@@ -289,6 +304,7 @@ def _continue_records(builder: RunBuilder, resumed: Resumed, log: StepLog, stepp
     """Continue the clock and the log of a resumed run. Return a line for the banner."""
     steps_done = stepper.counters.steps_done
     check_steps_left(plan.steps, steps_done)
+
     builder.started -= resumed.loop.seconds
     log.restore(resumed.loop.interval)
 
@@ -303,6 +319,7 @@ def _continue_records(builder: RunBuilder, resumed: Resumed, log: StepLog, stepp
 
 
 def _write_start(builder: RunBuilder, facts: dict[str, str], plan: Plan, driver: Driver) -> None:
+    """Write the head of the run folder on rank 0, and open the records with the event `start`."""
     if builder.runtime.is_main:
         sharding = {name: facts[name] for name in ("strategy", "remat") if name in facts}
         write_head(builder.folder.path, builder.resolved, plan.as_record() | sharding)
@@ -319,4 +336,5 @@ def _write_start(builder: RunBuilder, facts: dict[str, str], plan: Plan, driver:
         "run_dir": builder.folder.shown,
         "facts": facts,
     }
+
     builder.recorder.open(builder.config.log.progress, plan.steps, builder.unit, start)

@@ -48,6 +48,7 @@ def as_one_rank() -> Iterator[None]:
     No collective may reach another rank: there the loss believes to be rank 0 as well, and both would wait.
     """
     answers = {name: _alone(getattr(dist, name)) for name in (*IN_PLACE, *COPIES, *IMPOSSIBLE)}
+
     answers |= {"get_world_size": lambda *_, **__: 1, "get_rank": lambda *_, **__: 0}
 
     # Everything is restored when the context ends, in the opposite order.
@@ -77,13 +78,16 @@ class _Done:
 
 def _alone(collective: Callable[..., Any]) -> Callable[..., Any]:
     """Return what takes the place of a function of torch.distributed."""
-    name, parameters = collective.__name__, inspect.signature(collective)
+    name = collective.__name__
+    parameters = inspect.signature(collective)
 
     def answer(*args: Any, **kwargs: Any) -> _Done | None:
         if name in IMPOSSIBLE:
             raise RuntimeError(f"torch.distributed.{name} needs another rank")
 
         given = parameters.bind(*args, **kwargs).arguments
+
+        # The result of one rank is its own argument.
         if name in COPIES:
             source, target = (given.get(argument) for argument in COPIES[name])
             _copy(source, target)
@@ -95,13 +99,14 @@ def _alone(collective: Callable[..., Any]) -> Callable[..., Any]:
 
 def _copy(source: Any, target: Any) -> None:
     """Copy what one rank has to where it gets what all ranks have. Lists have one element for each rank."""
-    if target is None:  # of a rank that receives nothing
+    if target is None:  # this rank receives nothing
         return
 
     for values in (source, target):
         if isinstance(values, list) and len(values) != 1:
             raise RuntimeError(f"a list for {len(values)} ranks where there is one")
 
+    # A tensor is filled in place. An object in a list is replaced.
     one = source[0] if isinstance(source, list) else source
     place = target[0] if isinstance(target, list) else target
     if isinstance(place, Tensor):

@@ -77,6 +77,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
         # Never more than a micro-batch: with micro_batch=1 the loss may not support two samples.
         micro_batch = run.plan.micro_batch
         count = min(micro_batch, max(MIN_SAMPLES, micro_batch // 4), MAX_SAMPLES)
+
         samples = None
 
         # All ranks must see the same dataset.
@@ -88,8 +89,10 @@ def find_cause(run: Run, task: Any) -> Cause | None:
             if cause:
                 return cause
 
+        # The rest calls the loss.
         if task is None or not _can_call(run, task):
             return None
+
         if isinstance(source, EpochSource):
             samples = read_stream_samples(source, count)
 
@@ -100,6 +103,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
             return None
 
         cause, measured, reason = _measure_and_judge(run, task, samples)
+
         # Ranks read different samples of a stream, so their losses cannot be compared.
         if isinstance(source, EpochSource):
             measured = None
@@ -111,14 +115,18 @@ def snapshot_for_own_loop(run: Run) -> StateSnapshot | None:
     """Return a snapshot of the state before the first forward of a custom loop, or None if nothing is checked."""
     if run.config.checks.loss == "off" or run.stepper.counters.steps_done > 0:
         return None
+
     return StateSnapshot(run.driver.model, None, (), copies_parameters=False)
 
 
 def check_own_loop(run: Run, snapshot: StateSnapshot) -> None:
     """Raise if the first forward of a custom loop changed state that it must not change. Call it before backward."""
     changes = snapshot.changes()
+
+    # Running statistics of a BatchNorm are meant to change, and Lockstep knows how to combine them.
     statistics = [name for name, module in run.driver.model.named_modules() if has_statistics(module)]
     changes.model = [name for name in changes.model if name.rpartition(".")[0] not in statistics]
+
     changes.averages = []
 
     cause = judge_changes(changes, set())
@@ -132,6 +140,7 @@ def error_for(cause: Cause, config: RunConfig) -> UserError:
         return UserError(cause.title, cause.evidence, cause.fix, cause.key)
 
     accepted = [*accepted_causes(config), cause.key]
+
     value = accepted[0] if len(accepted) == 1 else f"[{','.join(accepted)}]"
     fix = f"{cause.fix}. If you mean it, set checks.loss={value}"
     return UserError(cause.title, cause.evidence, fix, cause.key)
@@ -140,11 +149,13 @@ def error_for(cause: Cause, config: RunConfig) -> UserError:
 def accepted_causes(config: RunConfig) -> list[str]:
     """Return the causes that checks.loss accepts."""
     value = config.checks.loss
+
     keys = value if isinstance(value, list) else [value]
     return [key for key in keys if key not in ("all", "off")]
 
 
 def _note(run: Run, reason: str) -> None:
+    """Log why the loss is not checked."""
     run.recorder.event("note", reason=f"the loss is not checked before the first step: {reason}")
 
 
@@ -168,8 +179,10 @@ def _reason_to_skip(samples: Samples | None) -> str:
     """Return why the loss cannot be checked on these samples, or "" if it can."""
     if samples is None:
         return "a sample cannot be read"
+
     if samples.is_collated and not samples.can_be_split:
         return "the batches of the stream cannot be split into samples"
+
     return ""
 
 
@@ -226,11 +239,15 @@ def _judge(
     # and attributes that are derived from the model may change too.
     changes_model = bool(changes.model)
     changes.model = [name for name in changes.model if name not in changing_buffers]
-    changes.averages = [
-        name
-        for name in changes.averages
-        if not snapshot.settled(name) and not (changes_model and name.startswith("model."))
-    ]
+
+    # What has settled is no moving average, and what follows from the model may change with it.
+    averages = []
+    for name in changes.averages:
+        follows_model = changes_model and name.startswith("model.")
+        if not snapshot.settled(name) and not follows_model:
+            averages.append(name)
+
+    changes.averages = averages
 
     # `exact` seeds Python's and NumPy's generators as well.
     host_draws = draws & {"numpy", "random"}
@@ -246,11 +263,16 @@ def _judge(
         return cause, first
 
     snapshot.restore()
+
+    # Without a repeatable loss, or a second sample, there is nothing to compare.
     if samples.count < 2 or (cause and cause.key in NOT_REPEATABLE) or host_draws:
         return None, first
 
     cause = _check_halves(run, probe, snapshot, samples, tolerance)
-    return (None if cause and cause.key in accepted else cause), first
+    if cause and cause.key in accepted:
+        cause = None
+
+    return cause, first
 
 
 def _measure_first(run: Run, probe: Probe, make_batch: Callable[[], Any]) -> Measurement:
@@ -305,9 +327,11 @@ def _measure_again(
 def _check_halves(
     run: Run, probe: Probe, snapshot: StateSnapshot, samples: Samples, tolerance: Tolerance
 ) -> Cause | None:
+    """Return the cause if the loss of the samples is not the sum of the losses of their halves, else None."""
     if not samples.can_be_split:
         raise Inconclusive("the dataset makes batches that cannot be split into samples")
 
+    # Every measurement starts from the same state.
     def measure(positions: list[int], gradients: bool) -> Measurement:
         try:
             return probe.measure_with_constant_draws(lambda: samples.batch(positions), gradients)
@@ -317,11 +341,13 @@ def _check_halves(
     # First split by length, short samples against long ones, because equal halves would hide a wrong weight. Then take
     # every other sample: a loss that selects samples (the hardest half) may by chance agree with the first split.
     ordered = samples.by_size()
+
     middle = len(ordered) // 2
     whole = measure(ordered, gradients=True)
     splits = [(ordered[:middle], ordered[middle:]), (ordered[::2], ordered[1::2])]
 
     for number, (one, other) in enumerate(splits if len(ordered) > 2 else splits[:1]):
+        # Gradients are compared for the first split only.
         with_gradients = number == 0
         halves = [measure(one, with_gradients), measure(other, with_gradients)]
         mismatched = mismatched_gradients(whole, halves, probe.names, tolerance, run.driver.norms)
@@ -340,6 +366,7 @@ def _eps(precision: Precision, stored: torch.dtype) -> float:
     """Return the relative rounding error of one operation in the dtype that the model computes in."""
     if precision.name == "tf32":
         return 2.0**-10
+
     computed = precision.compute if precision.casts else stored
     return torch.finfo(computed).eps
 
@@ -350,7 +377,10 @@ def _eps(precision: Precision, stored: torch.dtype) -> float:
 def _combine_ranks(run: Run, cause: Cause | None, measured: Measurement | None, reason: str) -> Cause | None:
     """Return one cause for all ranks. Collective: every rank must call it."""
     local = [cause and [cause.key, cause.evidence], measured and [measured.total, measured.weight], reason]
+
     gathered = run.runtime.collectives.gather_json(local)
+
+    # Causes with the ranks that found them, and their keys.
     causes = [(rank, *found) for rank, (found, _, _) in enumerate(gathered) if found]
     keys = {key for _, key, _ in causes}
 
@@ -380,6 +410,7 @@ def _ranks_differ(run: Run, pairs: list[list[float] | None]) -> Cause | None:
     for rank, pair in enumerate(pairs):
         if first is None or pair is None or not all(map(math.isfinite, (*first, *pair))):
             return None
+
         if pair[1] != first[1] or not tolerance.same(pair[0], first[0], 1e-2 * first[1]):
             return named(
                 "rank-in-loss",

@@ -33,6 +33,7 @@ def find_difference(run: Run, source: MapSource, request: Request, samples: Samp
     local_digests = samples.digests() if samples else []
     first, *others = run.runtime.collectives.gather_json([source.order.epoch_length, local_digests])
 
+    # The length of an epoch decides about all positions.
     for rank, (length, _) in enumerate(others, start=1):
         if length != first[0]:
             return named("data", f"an epoch of data() has {first[0]} samples on rank 0 and {length} on rank {rank}")
@@ -53,8 +54,10 @@ def _sample_differs(run: Run, source: MapSource, request: Request, digests: list
     """Return the cause: read the samples once more, to distinguish random samples from different datasets."""
     repeated = read_samples(source, request)
     again = repeated.digests() if repeated else []
+
     if not all(run.runtime.collectives.gather_json(again == digests)):
         return named("augmentation", f"sample {index} was read twice by one rank, and differed")
+
     return named("data", f"sample {index} of data() is not the same on rank 0 and on rank {rank}")
 
 
@@ -67,7 +70,8 @@ def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> S
     If two ranks read the same samples, these count twice, and nothing else would reveal it. Ranks with the same
     `data_rank` (one tp or pp group) must read the same samples.
     """
-    batches, local_digest, beginning, problem = None, None, None, None
+    batches, local_digest, beginning = None, None, None
+    problem: UserError | None = None
     try:
         batches, local_digest, beginning = _take_and_digest(source)
     except UserError as error:
@@ -83,6 +87,7 @@ def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> S
     assert batches is not None
     _check_one_stream([beginning for _, _, beginning, _ in gathered])
 
+    # Ranks of one group read the same samples, and so have one digest.
     digests: dict[int, str | None] = {}  # by data rank
     for rank, (group, value, *_) in enumerate(gathered):
         if digests.setdefault(group, value) != value:
@@ -108,6 +113,7 @@ def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> S
 
 def _spread_samples(source: MapSource) -> list[Any]:
     """Return a few samples, evenly spread over the dataset, each as a batch of one."""
+    # A set, because a small dataset has some of these indices twice.
     ids = {index * source.order.dataset_length // SOME for index in range(SOME)}
     with source.reading_here():
         return [source.reader(Request(0, [index])) for index in sorted(ids)]

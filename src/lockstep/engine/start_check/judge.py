@@ -46,7 +46,8 @@ class Tolerance:
         # Kernels add in a different order for a different batch size. Mistakes are usually far larger than this.
         # float64 gets the same tolerance, because many float64 models compute their loss in float32.
         total = max(8 * eps, 1e-4)
-        return Tolerance(total, 10 * total, min(total, 32 * max(eps, FLOAT32)))
+        repeated = min(total, 32 * max(eps, FLOAT32))
+        return Tolerance(total, 10 * total, repeated)
 
     def same(self, a: float, b: float, *terms: float) -> bool:
         """Return whether two sums are equal up to rounding. `terms`: the sizes of the numbers that were added."""
@@ -58,6 +59,7 @@ class Tolerance:
 
 
 def _within(tolerance: float, a: float, b: float, *terms: float) -> bool:
+    """Return whether two numbers are equal up to `tolerance`, relative to the largest of them and of `terms`."""
     return a == b or abs(a - b) <= tolerance * max(abs(a), abs(b), *map(abs, terms), 0.0)
 
 
@@ -77,12 +79,16 @@ def judge_changes(changes: Changes, host_draws: set[str], inner: InnerGradient |
 
     if changes.settings:
         return named("schedule", f"the loss changes {_some(changes.settings)} of the optimizer")
+
     if changes.generators:
         return named("randomness", f"the loss draws from a generator of its own: {_some(changes.generators)}")
+
     if host_draws:
         return named("randomness", f"the loss draws from the global generator of {' and '.join(sorted(host_draws))}")
+
     if changes.model:
         return named("changed-in-forward", f"one forward changes {_some(changes.model)}")
+
     if changes.averages:
         return named("average", f"the loss changes {_some(changes.averages)}, which has the shape of a weight")
 
@@ -132,10 +138,14 @@ def mismatched_gradients(
         whole.gradients[number] = whole.gradients[number] - a - b
 
     errors = [float(norm) for norm in norms(whole.gradients)]
+
+    # Relative to the gradients of the halves: those of the whole batch are overwritten.
     sizes = [float(a) + float(b) for a, b in zip(norms(first), norms(second), strict=True)]
 
     # A gradient that is zero up to rounding is compared with the size of all gradients together.
     floor = 1e-2 * math.hypot(*sizes)
+
+    # `not <=` also catches nan.
     return [
         name
         for name, error, size in zip(names, errors, sizes, strict=True)
@@ -166,10 +176,12 @@ def judge_halves(
 
     # Terms of size 1 may cancel in the sum and leave only their rounding errors.
     same_total = tolerance.same(whole.total, totals, first.total, second.total, 1e-2 * whole.weight)
+
     is_mean = _is_mean(whole, halves, tolerance)
     if not math.isclose(whole.weight, weights, rel_tol=WEIGHT_TOLERANCE):
         if same_total:
             return named("loss-weight", evidence)
+
         # Neither adds up. If the weight varies with the batch, the loss selects terms from it, such as the hardest.
         same_weight = whole.weight == first.weight == second.weight
         return named("mean-of-means" if same_weight else "batch-coupled", evidence)
@@ -190,6 +202,7 @@ def judge_halves(
     constant = totals - whole.total
     if tolerance.explains(2 * first.total - twice.total - constant, constant, *numbers):
         return named("penalty", f"{evidence}; every call adds {constant:.4g}, whatever its samples")
+
     if _is_reweighted(whole, halves, measure_doubled(True), tolerance):
         return named("loss-weight", f"{evidence}; each total is a mean over something else, times the weight")
 
@@ -214,6 +227,7 @@ def _is_reweighted(
     if not (uneven.weight and all(half.weight for half in halves)):
         return False
 
+    # Means of the halves and of the whole batch, by the weights that the loss returned.
     first, second = (half.total / half.weight for half in halves)
     mean = whole.total / whole.weight
     if tolerance.same(first, mean) or not min(first, second) <= mean <= max(first, second):
@@ -225,6 +239,8 @@ def _is_reweighted(
     if math.isclose(ratio, halves[0].weight / halves[1].weight, rel_tol=SAME_RATIO):
         return False
 
+    # The counts are in this ratio, so this is the mean of the first half twice and the second once, by count and by
+    # weight.
     expected = (2 * ratio * first + second) / (2 * ratio + 1)
     by_weight = (2 * first * halves[0].weight + second * halves[1].weight) / uneven.weight
     remainder = uneven.total / uneven.weight - expected
@@ -237,6 +253,7 @@ def judge_ranks(
     """Return the cause of a loss that differs as if on a single rank (`alone`), unless it is not repeatable at all."""
     if not same_loss(first, again, tolerance):
         return None
+
     return named("rank-in-loss", f"the same samples: {_pair(first)} on {ranks} ranks; as on one rank: {_pair(alone)}")
 
 
@@ -244,6 +261,7 @@ def same_loss(a: Measurement, b: Measurement, tolerance: Tolerance) -> bool:
     """Return whether two calls with the same samples returned the same loss. Infinite losses cannot be compared."""
     if not all(map(math.isfinite, (a.total, b.total, a.weight, b.weight))):
         return True
+
     return a.weight == b.weight and tolerance.same(a.total, b.total, 1e-2 * a.weight)
 
 
@@ -251,9 +269,11 @@ def same_loss(a: Measurement, b: Measurement, tolerance: Tolerance) -> bool:
 
 
 def _pair(measured: Measurement) -> str:
+    """`total 12.5, weight 8`"""
     return f"total {measured.total:.5g}, weight {measured.weight:.5g}"
 
 
 def _some(names: Sequence[str]) -> str:
+    """`first, second and 3 more`"""
     rest = f" and {len(names) - 2} more" if len(names) > 2 else ""
     return ", ".join(names[:2]) + rest

@@ -25,14 +25,17 @@ def check_metrics(run: Run, task: Any, sets: Sequence[EvaluationSet]) -> None:
     # The losses are always there.
     losses = _names((chosen, ()) for chosen in sets)
     wanted = {"checkpoint.best": run.config.checkpoint.best}
+
     if run.config.stop.patience is not None:
         wanted["stop.metric"] = run.config.stop.metric
+
     wanted = {key: metric for key, metric in wanted.items() if metric and metric not in losses}
 
     # The ranks of a pipeline see different parts of an evaluation.
     if not wanted or not sets or not run.driver.role.runs_whole_model:
         return
 
+    # Every rank has the same names in both cases, so all of them take the same branch.
     with _without_a_trace(run, task):
         names = _names_of_first_batches(run, sets)
         if names is not None and not set(wanted.values()) <= names.keys():
@@ -74,8 +77,10 @@ def _names_of_first_batches(run: Run, sets: Sequence[EvaluationSet]) -> dict[str
 
 
 def _names_of_all(run: Run, sets: Sequence[EvaluationSet]) -> dict[str, None]:
+    """Return the names of the results of whole evaluations. Collective."""
     evaluator = run.model_setup.evaluator
     batch = evaluation_batch(run.config, run.plan.global_batch)
+
     evaluations = [evaluator.measure(chosen, batch, step=0) for chosen in sets]
     found = [evaluation.metrics if evaluation else () for evaluation in evaluations]
     return _names(zip(sets, found, strict=True))
@@ -85,7 +90,10 @@ def _names(found: Iterable[tuple[EvaluationSet, Iterable[str]]]) -> dict[str, No
     """Return the names of results as settings use them (see `Evaluations.results`), in their order."""
     names = ["eval_loss"]
     for chosen, metrics in found:
-        names += metrics if chosen.monitored else []
-        names += [f"{chosen.name}/{name}" for name in ("loss", *metrics)] if chosen.name else []
+        if chosen.monitored:
+            names += metrics
+
+        if chosen.name:
+            names += [f"{chosen.name}/{name}" for name in ("loss", *metrics)]
 
     return dict.fromkeys(names)

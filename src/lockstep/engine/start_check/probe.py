@@ -58,6 +58,7 @@ class Probe:
             # A loss may change its batch in place, so each call gets a new one. Seed after collate, which may draw too.
             batch = to_device(make_batch(), run.runtime.device)
             self.seed()
+
             # With grad mode on, FSDP would keep the blocks gathered until a backward.
             forward_only = torch.no_grad() if self._sharded and not gradients else nullcontext()
             with forward_only, run.stepper.context.precision.autocast():
@@ -81,9 +82,12 @@ class Probe:
         if any(gradient is not None and gradient.is_sparse for gradient in computed):
             raise Inconclusive("it has sparse gradients")
 
-        return [
-            torch.zeros_like(p) if g is None else g.detach() for g, p in zip(computed, self.parameters, strict=True)
-        ]
+        # A parameter that the loss does not reach has a gradient of 0, whole or in halves.
+        gradients = []
+        for p, gradient in zip(self.parameters, computed, strict=True):
+            gradients.append(torch.zeros_like(p) if gradient is None else gradient.detach())
+
+        return gradients
 
     def _note(self, inner: InnerGradient) -> None:
         self.inner = inner
@@ -137,6 +141,7 @@ class Probe:
 def agree(run: Run, action: str) -> None:
     """Raise on all ranks unless all of them do the same `action` next. Call it inside `many_forwards`."""
     actions = run.runtime.collectives.gather_json(action)
+
     if len(set(actions)) > 1:
         raise RanksDiffer("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(actions)))
 
@@ -146,6 +151,7 @@ def agree(run: Run, action: str) -> None:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Return a context in which all modules are in eval mode."""
     with _in_eval_mode(list(model.modules())):
         yield
 
@@ -178,6 +184,7 @@ def without_batch_statistics(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _in_eval_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Return a context in which these modules are in eval mode."""
     with restore_modes(modules):
         # Set the attribute instead of calling eval(): a module may override train().
         for module in modules:

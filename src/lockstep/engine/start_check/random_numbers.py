@@ -32,6 +32,7 @@ def used_generators(before: dict[str, Any], after: dict[str, Any]) -> set[str]:
 
 
 def seed_all(value: int, device: torch.device) -> None:
+    """Seed all generators: torch's, Python's and NumPy's."""
     seed_torch(value, device)
     seed_host(value)
 
@@ -71,8 +72,10 @@ class ConstantDraws(TorchDispatchMode):
 def _by_name(func: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return all arguments of a call by name, including defaults."""
     schema = func._schema.arguments
+
     defaults = {argument.name: argument.default_value for argument in schema if argument.has_default_value()}
-    return defaults | {argument.name: value for argument, value in zip(schema, args, strict=False)} | kwargs
+    given = {argument.name: value for argument, value in zip(schema, args, strict=False)}
+    return defaults | given | kwargs
 
 
 def _filled(value: Callable[[Arguments], Any]) -> Callable[[Tensor, Arguments], Tensor]:
@@ -86,25 +89,31 @@ def _filled(value: Callable[[Arguments], Any]) -> Callable[[Tensor, Arguments], 
 
 
 def _middle(arguments: Arguments) -> Any:
-    low, high = arguments.get("low", arguments.get("from", 0)), arguments.get("high", arguments.get("to", 0))
+    """Return the middle of the range of random integers. Operators call its ends by two names."""
+    low = arguments.get("low", arguments.get("from", 0))
+    high = arguments.get("high", arguments.get("to", 0))
     return ((low or 0) + (high or 0)) // 2
 
 
 def _probability(arguments: Arguments) -> Any:
+    """Return the mean of a Bernoulli distribution: a number, or a tensor of the result's shape."""
     # `bernoulli(probabilities)` has no argument p: its input holds the probabilities.
     probability = arguments.get("p")
     return arguments["self"] if probability is None else probability
 
 
 def _keep_all(result: tuple[Tensor, Tensor], arguments: Arguments) -> tuple[Tensor, Tensor]:
+    """Return what dropout with probability 0 returns: the input, and a mask (of its shape) of ones."""
     return arguments["input"].clone(), torch.ones_like(result[1])
 
 
 def _largest(result: Tensor, arguments: Arguments) -> Tensor:
+    """Return the indices (..., num_samples) of the most likely classes."""
     return arguments["self"].topk(arguments["num_samples"], dim=-1).indices
 
 
 def _reversed(result: Tensor, arguments: Arguments) -> Tensor:
+    """Return the indices n - 1, ..., 0, in place of a permutation (n,)."""
     return result.copy_(torch.arange(len(result) - 1, -1, -1, dtype=result.dtype))
 
 

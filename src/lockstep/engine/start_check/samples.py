@@ -117,6 +117,7 @@ def _has_one_row_per_sample(batch: Any, count: int) -> bool:
 
 
 def _rows(positions: list[int]) -> Callable[[Any], Any]:
+    """Return a function that takes these rows of an array, and returns other leaves as they are."""
     return lambda leaf: leaf[positions] if isinstance(leaf, Array) else leaf
 
 

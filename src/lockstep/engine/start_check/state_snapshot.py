@@ -52,6 +52,7 @@ class StateSnapshot:
         self._parameters = dict(model.named_parameters())
         self._buffers = {name: (buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()}
 
+        # Parameters are compared by checksums, which need no memory. Copies are made only if they must be restored.
         self._checksums = checksums(self._parameters.values())
         self._copies: dict[str, Tensor] = {}
         if copies_parameters:
@@ -98,6 +99,7 @@ class StateSnapshot:
             changes.settings += [key for key, value in _plain_settings(group).items() if old.get(key) != value]
 
         # The attributes of the task and of every module.
+        # New attributes count as well: they were None before.
         for (owner, attributes), copies in zip(self._owners, self._attributes, strict=True):
             for name in sorted({*copies, *_own_names(attributes)}):
                 old = copies[name][1] if name in copies else None
@@ -118,7 +120,10 @@ class StateSnapshot:
         """
         attributes, key, after = self._changed[name]
         value = attributes.get(key)
-        return _same(value, after) and not any(checksums([t])[0] in self._checksums for t in _tensors(value))
+        if not _same(value, after):
+            return False
+
+        return not any(checksums([tensor])[0] in self._checksums for tensor in _tensors(value))
 
     def restore(self) -> None:
         """Restore everything, in place where other code may hold a reference to the same object."""
@@ -190,6 +195,8 @@ def _copy_attributes(attributes: dict[str, Any], model: nn.Module, max_bytes: in
     for name in _own_names(attributes):
         value = attributes[name]
         copies[name] = (value, _NOT_COPIED)
+
+        # A task may keep its model as an attribute. The model is in the snapshot already.
         if value is not model and sum(t.nbytes for t in _tensors(value)) <= max_bytes:
             copies[name] = (value, _copied(value))
 
@@ -197,10 +204,12 @@ def _copy_attributes(attributes: dict[str, Any], model: nn.Module, max_bytes: in
 
 
 def _plain_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the plain settings of a parameter group, without its parameters."""
     return {key: value for key, value in group.items() if isinstance(value, int | float | tuple)}
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in a value: in a module, and in nested lists and dictionaries of moderate size."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, nn.Module):
@@ -269,8 +278,10 @@ def _same(value: Any, old: Any) -> bool:
 
 
 def _same_generator(state: Any, old: Any) -> bool:
+    """Compare states of generators. Those of Python and NumPy are nested tuples and dictionaries, with arrays."""
     if isinstance(state, Tensor):
         return isinstance(old, Tensor) and torch.equal(state, old)
+
     return repr(state) == repr(old)
 
 
@@ -300,13 +311,18 @@ def _restored(value: Any, old: Any) -> Any:
         case dict():
             for key in value.keys() - old.keys():
                 del value[key]
+
             for key, inner in old.items():
                 value[key] = _restored(value.get(key), inner)
 
         case list():
-            value[:] = [_restored(a, b) for a, b in zip([*value, *old[len(value) :]], old, strict=False)]
+            # Elements that are missing now come from the copy.
+            longer = [*value, *old[len(value) :]]
+            value[:] = [_restored(a, b) for a, b in zip(longer, old, strict=False)]
 
         case _:
-            return value if old is _NOT_COPIED or isinstance(value, tuple) else old
+            # A tuple cannot be changed in place, and what was not copied cannot be restored.
+            keeps = old is _NOT_COPIED or isinstance(value, tuple)
+            return value if keeps else old
 
     return value

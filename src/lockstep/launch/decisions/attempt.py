@@ -38,6 +38,7 @@ class Attempt:
         # Rank -> its node and its local rank there, and the ranks of each node.
         ranks = [(node, local_rank) for node, count in counts.items() for local_rank in range(count)]
         self.ranks: dict[int, tuple[int, int]] = dict(enumerate(ranks))
+
         self._ranks_on: dict[int, list[int]] = {}
         for rank, (node, _) in self.ranks.items():
             self._ranks_on.setdefault(node, []).append(rank)
@@ -58,10 +59,12 @@ class Attempt:
 
     @property
     def next_number(self) -> int:
+        """The number of the attempt after this one."""
         return 0 if self.number is None else self.number + 1
 
     @property
     def running(self) -> set[int]:
+        """The ranks that have not ended yet."""
         return self.ranks.keys() - self.exits.keys()
 
     @property
@@ -69,6 +72,7 @@ class Attempt:
         return len(self.exits) == len(self.ranks)
 
     def ranks_on(self, node: int) -> list[int]:
+        """Return the ranks of a node, in order; [] for a node that has none."""
         return self._ranks_on.get(node, [])
 
     @property
@@ -82,6 +86,7 @@ class Attempt:
 
     @property
     def any_preempted(self) -> bool:
+        """Whether some rank has saved and exited, as it was asked to."""
         return any(rank_exit.code == PREEMPTED for rank_exit in self.exits.values())
 
     def has_saved(self, step: int) -> bool:
@@ -117,6 +122,8 @@ class Attempt:
             return replace(failure, host="", step=None, phase=None)
 
         located = replace(failure, host=self._host_of(failure.rank), step=None, phase=None)
+
+        # The last view of that rank says what it was doing.
         for node_views in self.watchdog.views.values():
             for view in node_views:
                 if view.rank == failure.rank:
@@ -137,6 +144,7 @@ class Attempt:
             return Failure.noticed(Kind.OVERDUE, text, first, self._host_of(first))
 
         # Ranks that do not move: the one to name is one that waits for no other.
+        # Of several such ranks, it is the one that has stood still for longest.
         longest = max(stuck, key=lambda view: (not view.traits.waits, view.age))
         count = plural(len(stuck), "rank stood still and was killed", "ranks stood still and were killed")
         text = f"{count}, this one after {longest.age:.0f} s in its phase"
@@ -145,14 +153,17 @@ class Attempt:
 
     def count_ended_by(self, failure: Failure) -> int:
         """Return how many ranks end because of a failure of others: they are killed, or have failed as well."""
-        # A node, or the process that forked a node's ranks, takes all ranks of that node with it.
         failed = {failure.rank}
+
+        # A node, or the process that forked a node's ranks, takes all ranks of that node with it.
         if failure.noticed_as(Kind.NODE, Kind.ZYGOTE) and failure.rank in self.ranks:
-            failed = set(self.ranks_on(self.ranks[failure.rank][0]))
+            node, _ = self.ranks[failure.rank]
+            failed = set(self.ranks_on(node))
 
         finished = {rank for rank, rank_exit in self.exits.items() if rank_exit.clean}
         return len(self.ranks.keys() - failed - finished)
 
     def _host_of(self, rank: int) -> str:
+        """Return the host of a rank, even if its node has left."""
         node, _ = self.ranks[rank]
         return self.hosts[node]

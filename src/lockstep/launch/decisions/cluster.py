@@ -39,11 +39,13 @@ class Cluster:
         self._changed = now
 
     def add(self, node: Node, now: float) -> None:
+        """Add a node. It runs as many ranks as its command says, until a resize."""
         self.nodes[node.number] = node
         self.wanted[node.number] = node.nproc.initial
         self._changed = now
 
     def remove(self, number: int, now: float) -> None:
+        """Remove a node that has left, or was lost."""
         del self.nodes[number]
         del self.wanted[number]
         self.last_beats.pop(number, None)
@@ -51,10 +53,12 @@ class Cluster:
 
     @property
     def world_size(self) -> int:
+        """How many ranks the next attempt has."""
         return sum(self.wanted.values())
 
     @property
     def full(self) -> bool:
+        """Whether no other node may join."""
         return len(self.nodes) >= self.bounds.most
 
     @property
@@ -79,13 +83,16 @@ class Cluster:
 
     @property
     def rank_bounds(self) -> Bounds:
+        """How many ranks the nodes that are here can run in all."""
         nodes = self.nodes.values()
         return Bounds(sum(node.nproc.least for node in nodes), sum(node.nproc.most for node in nodes))
 
     def resize(self, ranks: int) -> None:
+        """Divide this many ranks over the nodes, for the next attempt."""
         self.wanted = divide(ranks, {number: node.nproc for number, node in sorted(self.nodes.items())})
 
     def shrink(self, number: int) -> None:
+        """Let a node run one rank fewer in the next attempt, if its bounds allow it."""
         if number in self.nodes and self.wanted[number] > self.nodes[number].nproc.least:
             self.wanted[number] -= 1
 
@@ -94,12 +101,15 @@ def divide(ranks: int, bounds: dict[int, Bounds]) -> dict[int, int]:
     """Divide this many ranks over the nodes, as evenly as their bounds allow; of equal nodes the first gets more."""
     shares = {number: allowed.least for number, allowed in bounds.items()}
 
-    # The nodes that have room, the one with the fewest ranks first.
-    room = [
-        (shares[number], place, number) for place, number in enumerate(bounds) if bounds[number].most > shares[number]
-    ]
+    # The nodes that have room, the one with the fewest ranks first; of equal ones the first in `bounds`.
+    room = []
+    for place, number in enumerate(bounds):
+        if bounds[number].most > shares[number]:
+            room.append((shares[number], place, number))
+
     heapq.heapify(room)
 
+    # One rank at a time, to the node with the fewest.
     for _ in range(ranks - sum(shares.values())):
         share, place, number = heapq.heappop(room)
         shares[number] = share + 1

@@ -71,6 +71,7 @@ class Outbox:
         self._unsaid: dict[str, list[str]] = {}
 
     def take(self) -> list[Command]:
+        """Return all commands so far, oldest first, and begin with an empty queue."""
         commands, self._commands = self._commands, []
         return commands
 
@@ -78,13 +79,16 @@ class Outbox:
         self._commands.append(command)
 
     def send(self, nodes: Iterable[int], message: Message) -> None:
+        """Send a message to several nodes, in the order of their numbers."""
         self._commands += [Send(node, message) for node in sorted(nodes)]
 
     def say(self, text: str) -> None:
+        """Show a line on the screens of all nodes."""
         self.put(Announce(f"lockstep: {text}"))
 
     def say_about_node(self, what: str, host: str, text: str, now: float) -> None:
         """Say that a node has joined or was lost; if many do within a second, `sum_up` says the rest in one line."""
+        # A new second begins only when everything that was left out before has been said.
         if now - self._second_began >= 1.0 and not self._unsaid:
             self._second_began = now
             self._lines = 0
@@ -133,6 +137,7 @@ class Outbox:
 
             if facts:
                 lines.append(f"  {' '.join(facts)}")
+
             if what_follows:
                 lines.append(f"  {what_follows}")
 

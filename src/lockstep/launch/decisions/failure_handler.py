@@ -33,9 +33,11 @@ class FailureHandler:
     def decide(self, failure: Failure, now: float, nothing_to_save: bool) -> Decision:
         """Decide what follows when all ranks are gone, take note of it and announce it with the failure."""
         state, recovery = self._state, self._state.recovery
+
         saved = state.latest_step()
         signal = self._preemption.signal
         situation = Situation(state.attempt, saved, state.settings, signal, nothing_to_save, now)
+
         decision = recovery.decide(failure, situation)
 
         match decision:
@@ -69,13 +71,16 @@ class FailureHandler:
             self.order_kill(now)
 
     def _plan_end(self, failure: Failure, code: ExitCode, reason: str) -> None:
+        """End the job as failed once its ranks are gone, and announce why it is not restarted."""
         self._next_attempt.planned_end = JobEnd(code, failure)
         self._announce(failure, f"not restarted: {reason}")
 
     def _undo_resize(self) -> None:
+        """Return to the size before the last resize, and say so."""
         state = self._state
         failed = state.cluster.world_size
         state.recovery.undo_resize()
+
         ranks = state.cluster.world_size
         state.outbox.say(f"not resized to {plural(failed, 'rank')}: continuing with {plural(ranks, 'rank')}")
         state.outbox.log_resize(failed, ranks)
@@ -83,6 +88,7 @@ class FailureHandler:
     def _announce(self, failure: Failure, what_follows: str = "") -> None:
         """Announce a failure of the current attempt."""
         attempt = self._state.attempt
+        # Outside these phases no rank runs that the failure could end.
         others = attempt.count_ended_by(failure) if self._state.phase in ACTIVE else 0
         self._state.outbox.announce_failure(failure, attempt.number, others, what_follows)
 

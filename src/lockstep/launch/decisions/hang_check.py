@@ -28,6 +28,7 @@ class HangCheck:
                 self._kill_ranks_that_will_not_save(now)
 
     def _collect_stacks_on_suspicion(self, now: float) -> None:
+        """Collect the stacks of all ranks if the job seems to stand still."""
         state = self._state
         if state.attempt.watchdog.look(state.attempt.running, now) is not None:
             state.enter(JobPhase.COLLECT_STACKS, now + NODES_STACKS_S, state.nodes_of_attempt)
@@ -36,20 +37,26 @@ class HangCheck:
     def _kill_ranks_that_will_not_save(self, now: float) -> None:
         """Handle ranks that were asked to save and do not move: they will not save either."""
         attempt = self._state.attempt
-        if stuck := attempt.ranks_standing_still(now):
-            # Before the first step there is nothing to save.
-            trained = any(view.steps_done for view in stuck)
-            self._failure_handler.handle(attempt.overdue(stuck), now, nothing_to_save=not trained)
+        stuck = attempt.ranks_standing_still(now)
+        if not stuck:
+            return
+
+        # Before the first step there is nothing to save.
+        trained = any(view.steps_done for view in stuck)
+        self._failure_handler.handle(attempt.overdue(stuck), now, nothing_to_save=not trained)
 
     def add_stacks(self, node: int, message: Stacks, now: float) -> None:
         """Take the stacks of a node's ranks. When all nodes have answered, the hang can be judged."""
         state = self._state
-        if message.attempt == state.attempt.number and state.phase is JobPhase.COLLECT_STACKS:
-            state.attempt.watchdog.stacks |= message.stack_of
-            state.attempt.watchdog.collectives |= message.collectives_of
-            state.unanswered.discard(node)
-            if not state.unanswered:
-                self.judge(now)
+        # Stacks may arrive after the deadline, when the hang is judged, or even in the next attempt.
+        if message.attempt != state.attempt.number or state.phase is not JobPhase.COLLECT_STACKS:
+            return
+
+        state.attempt.watchdog.stacks |= message.stack_of
+        state.attempt.watchdog.collectives |= message.collectives_of
+        state.unanswered.discard(node)
+        if not state.unanswered:
+            self.judge(now)
 
     def judge(self, now: float) -> None:
         """Act on the verdict, with the stacks that have arrived."""

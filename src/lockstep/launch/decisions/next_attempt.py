@@ -54,6 +54,7 @@ class NextAttempt:
 
     def tick(self, now: float) -> None:
         """Let time pass in JOIN."""
+        # Until then the ranks of a lost coordinator may still be alive, and write to the run folder.
         if now >= self._not_before:
             self._end_or_start(now)
 
@@ -67,6 +68,7 @@ class NextAttempt:
         cluster = self._state.cluster
         self._said_missing = cluster.missing
         self._say_missing_at = now + SAY_MISSING_S
+
         if cluster.missing:
             left = self._state.deadline - now
             time_left = f"{left / 60:.0f} minutes" if left >= 90 else f"{left:.0f} s"
@@ -78,7 +80,8 @@ class NextAttempt:
 
     def end_if_too_few(self) -> None:
         """End the job if nodes are missing after an attempt. A restart may have been announced before they left."""
-        if shortage := self._state.cluster.shortage:
+        shortage = self._state.cluster.shortage
+        if shortage:
             self._end_without_nodes(f"not restarted: {shortage}.", shortage)
 
     def give_up(self) -> None:
@@ -88,6 +91,7 @@ class NextAttempt:
         self._end_without_nodes(f"{problem}; {cluster.bounds.least} are needed.", problem)
 
     def _end_without_nodes(self, text: str, problem: str) -> None:
+        """End the job with a line on the screens: `text`, and how to continue. `problem` goes into the failure."""
         state = self._state
         state.outbox.say(f"{text} {state.how_to_continue(state.latest_step())}")
         state.end(JobEnd(state.settings.code_if_nodes_are_missing, Failure.noticed(Kind.NODE, problem)))
@@ -96,6 +100,7 @@ class NextAttempt:
 
     def _end_or_start(self, now: float) -> None:
         """End the job if that is decided already; otherwise start the next attempt if the nodes are there."""
+        # In this order: a planned end has an exit code of its own, which a signal must not change.
         if self.planned_end is not None:
             self._state.end(self.planned_end)
         elif self._preemption.signal is not None:
@@ -104,10 +109,14 @@ class NextAttempt:
             self._start(now)
 
     def _start(self, now: float) -> None:
+        """Start an attempt with the nodes that are there, in the order of their numbers."""
         state, cluster = self._state, self._state.cluster
         counts = dict(sorted(cluster.wanted.items()))
         hosts = {node: cluster.nodes[node].host for node in counts}
+
+        # A place where earlier attempts seemed to hang gets more time.
         watchdog = Watchdog(state.settings.hang, state.recovery.restarts.hang_places)
+
         number = state.attempt.next_number
 
         # The first attempt may go back to an earlier checkpoint. When it has, that one is the newest, and it must not

@@ -22,6 +22,8 @@ from enum import Enum
 
 
 class JobPhase(Enum):
+    """What the job is doing, or waiting for."""
+
     JOIN = "waiting for nodes"
     RUN = "running"
     COLLECT_STACKS = "waiting for stacks"

@@ -44,6 +44,7 @@ class Preemption:
             return False
 
         is_second = node in self._sigint_nodes or now - self._sigint_at >= SAME_SIGINT_S
+
         self._sigint_nodes.add(node)
         self._sigint_at = min(self._sigint_at, now)
         return is_second
@@ -100,6 +101,7 @@ class Preemption:
 
     @property
     def exit_code(self) -> int:
+        """The exit code of a job that this signal has ended."""
         return Preempted.code_of(self.signal)
 
     def end_job(self) -> None:

@@ -32,6 +32,7 @@ class Situation:
 
     @property
     def can_be_resumed(self) -> bool:
+        """Whether the job can be resumed later without losing training: something was saved, or nothing has to be."""
         return self.nothing_to_save or self.saved is not None or self.attempt.any_preempted
 
 
@@ -96,14 +97,17 @@ class Recovery:
             asked = f"the job was asked to save and exit ({situation.preempt_signal})"
             return EndPreempted() if situation.can_be_resumed else End(ExitCode.FAILED, asked)
 
-        # After a takeover the other nodes have yet to join.
-        if situation.attempt.started_here and (shortage := self._cluster.shortage):
+        # After a takeover the other nodes have yet to join, so that a shortage means nothing.
+        shortage = self._cluster.shortage if situation.attempt.started_here else None
+        if shortage:
             return End(situation.settings.code_if_nodes_are_missing, shortage)
 
-        if reason := self.restarts.reason_to_end(failure, situation.progress, situation.settings, situation.now):
+        reason = self.restarts.reason_to_end(failure, situation.progress, situation.settings, situation.now)
+        if reason:
             return End(ExitCode.FAILED, reason)
 
-        return Restart(raise_limit=failure.noticed_as(Kind.HANG) and situation.attempt.watchdog.reached_a_limit)
+        reached_limit = failure.noticed_as(Kind.HANG) and situation.attempt.watchdog.reached_a_limit
+        return Restart(raise_limit=reached_limit)
 
     # ---- a restart ----
 
@@ -112,6 +116,7 @@ class Recovery:
         if restart.raise_limit:
             self.restarts.hang_places[failure.step, failure.phase] += 1
 
+        # Not every failure is that of a rank: a lost node may have had none.
         ranks = situation.attempt.ranks
         if failure.rank is None or failure.rank not in ranks:
             self.restarts.count(failure, None, situation.saved, situation.now)
@@ -119,6 +124,8 @@ class Recovery:
 
         node, local_rank = ranks[failure.rank]
         self.restarts.count(failure, (failure.host, local_rank), situation.saved, situation.now)
+
+        # A device may be broken: the job goes on without it, and the slots start a new count.
         if self.restarts.keeps_failing(failure):
             self._cluster.shrink(node)
             self.restarts.end_streak()
@@ -128,8 +135,10 @@ class Recovery:
         # After a takeover the other nodes have yet to join, so the number of ranks is not known.
         started_here = situation.attempt.started_here
         what = plural(self._cluster.world_size, "rank") if started_here else "the nodes that are left"
+
         source = "the beginning" if situation.saved is None else f"the checkpoint of step {situation.saved}"
         budget = self.restarts.budget(failure, situation.settings, situation.now)
+
         limit = f"; with a higher limit for step {failure.step}, phase {failure.phase}" if restart.raise_limit else ""
 
         return f"restarting {what} from {source} ({budget}){limit}"
@@ -146,11 +155,13 @@ class Recovery:
 
     def _resize_may_be_at_fault(self, failure: Failure, situation: Situation) -> bool:
         """Return whether this is the first attempt after a resize, ended by its own error before it saved anything."""
+        # A signal, or a lost machine, may end any attempt. Only an error that repeats can come from the new size.
         repeats = failure.for_user or failure.likely_to_repeat
         if self._before_resize is None or situation.preempt_signal or not repeats:
             return False
 
         last, counts = self._before_resize
+
         same_nodes = counts.keys() == self._cluster.wanted.keys()
         return situation.attempt.number == last.next_number and same_nodes and not situation.progress
 

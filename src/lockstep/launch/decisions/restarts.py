@@ -24,6 +24,7 @@ Slot = tuple[str, int]
 
 
 def within_last_hour(times: list[float], now: float) -> list[float]:
+    """Return the times that are at most an hour ago."""
     return [moment for moment in times if now - moment <= HOUR_S]
 
 
@@ -55,10 +56,12 @@ class Restarts:
 
     @classmethod
     def inherited(cls, state: CoordinatorState, now: float) -> Restarts:
+        """Continue the count of a lost coordinator. Its ages become times of this machine's clock."""
         restarts = cls()
         restarts.total = state.restarts
         restarts._times = [now - age for age in state.recent]
         restarts._culprits = [((slot[0], slot[1]) if slot else None, saved) for slot, saved in state.culprits]
+
         restarts.hang_places.update({(step, phase): count for step, phase, count in state.hang_places})
         return restarts
 
@@ -70,11 +73,15 @@ class Restarts:
 
         if failure.noticed_as(Kind.HANG) and settings.hang.action == "stop":
             return "hang.action is stop"
+
         if failure.likely_to_repeat and not progress:
             return "no checkpoint has been saved since the last start, so the same error would most likely recur"
+
         if settings.restart.per_hour == 0:
             return "restart.per_hour is 0"
-        if (count := len(within_last_hour(self._times, now))) >= settings.restart.per_hour:
+
+        count = len(within_last_hour(self._times, now))
+        if count >= settings.restart.per_hour:
             return f"{count} restarts within the last hour, which is the limit"
 
         return None
@@ -82,6 +89,7 @@ class Restarts:
     def count(self, failure: Failure, slot: Slot | None, saved: int | None, now: float) -> None:
         """Count the restart after a failure of this slot; `saved` is the newest checkpoint."""
         self.total += 1
+
         if not failure.asks_for_smaller_micro_batch:
             self._times.append(now)
 
@@ -94,7 +102,8 @@ class Restarts:
         if failure.asks_for_smaller_micro_batch:
             return "not counted as a restart"
 
-        return f"restart {len(within_last_hour(self._times, now))} of {settings.restart.per_hour} in an hour"
+        count = len(within_last_hour(self._times, now))
+        return f"restart {count} of {settings.restart.per_hour} in an hour"
 
     def keeps_failing(self, failure: Failure) -> bool:
         """Return whether the last three restarts blame the same slot, with no new checkpoint between them."""

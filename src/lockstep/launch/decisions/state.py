@@ -52,11 +52,13 @@ class JobState:
         self.unanswered: set[int] = set()
 
     def enter(self, phase: JobPhase, deadline: float = math.inf, unanswered: Iterable[int] = ()) -> None:
+        """Enter a phase. `unanswered` are the nodes from which it waits for an answer, until `deadline`."""
         self.phase = phase
         self.deadline = deadline
         self.unanswered = set(unanswered)
 
     def end(self, ending: JobEnd) -> None:
+        """End the job. `ending` need not count the restarts."""
         self.enter(JobPhase.OVER)
         self.outbox.put(replace(ending, restarts=self.recovery.restarts.total))
 

@@ -71,6 +71,7 @@ class JobStateMachine:
         now: float,
         inherited: CoordinatorState | None = None,
     ):
+        # A job without a predecessor starts from an empty state, at once.
         last = inherited or CoordinatorState([])
         not_before = now if inherited is None else now + FENCE_S
 
@@ -81,6 +82,7 @@ class JobStateMachine:
         self._hang_check = HangCheck(self.state, self._failure_handler)
 
     def take(self) -> list[Command]:
+        """Return the commands that were issued since the last call, oldest first."""
         return self.state.outbox.take()
 
     def coordinator_state(self, now: float) -> CoordinatorState:
@@ -108,6 +110,7 @@ class JobStateMachine:
         self._preemption.include_new_node(now)
 
     def _add_node(self, node: Node, now: float) -> None:
+        """Add a node to the cluster. All screens say so, except for the coordinating node itself."""
         self.state.cluster.add(node, now)
         if node.number != COORDINATOR:
             text = f"node {node.number} ({node.host}) joined; {plural(len(self.state.cluster.nodes), 'node')}"
@@ -121,6 +124,7 @@ class JobStateMachine:
 
         host = state.cluster.nodes[node].host
         state.cluster.remove(node, now)
+        # Nothing is expected of it any more: neither stacks, nor the end of its ranks, nor that it starts them.
         state.unanswered.discard(node)
         attempt.unconfirmed.discard(node)
         state.outbox.put(DropNode(node))
@@ -175,10 +179,12 @@ class JobStateMachine:
             self._all_exited(now)
 
     def _concerns_running_ranks(self, attempt: int | None) -> bool:
+        """Return whether a message is about the current attempt, while its ranks run."""
         return attempt == self.state.attempt.number and self.state.phase in ACTIVE
 
     def _wait_for_earlier_failure(self, reports_lost_peer: bool, now: float) -> None:
         """Wait a moment before a rank's error is announced: the exit of a rank that failed first may still arrive."""
+        # The rank that raised explains why the others stand still: their stacks are no longer needed.
         if self.state.phase is JobPhase.COLLECT_STACKS:
             self.state.enter(JobPhase.RUN)
 
@@ -199,6 +205,7 @@ class JobStateMachine:
     def _all_exited(self, now: float) -> None:
         """End the job, or begin the next attempt: after a resize, or with a new node."""
         attempt = self.state.attempt
+        # The exits of ranks that failed came first: they explain the rest.
         if attempt.has_failed:
             self._failure_handler.handle(attempt.root_failure(), now)
         elif not attempt.any_preempted:
@@ -216,8 +223,10 @@ class JobStateMachine:
 
     def zygote_lost(self, node: int, message: ZygoteLost, now: float) -> None:
         """The process that forks a node's ranks has died. Between two attempts that is not a failure."""
+        # The failure names the node's first rank, from which `Attempt.count_ended_by` finds the others.
         first = min(self.state.attempt.ranks_on(node), default=None)
         failure = Failure.noticed(Kind.ZYGOTE, message.why, first, self.state.cluster.nodes[node].host)
+
         if message.cannot_import and self.state.phase is not JobPhase.OVER:
             self._failure_handler.zygote_cannot_import(failure, now)
         elif self._concerns_running_ranks(message.attempt):
@@ -226,6 +235,7 @@ class JobStateMachine:
     # ---- heartbeats and hangs ----
 
     def beat_received(self, node: int, beat: NodeBeat, now: float) -> None:
+        """A node has sent its heartbeat: the views of its ranks and, from the node of rank 0, the settings."""
         self.state.cluster.last_beats[node] = now
 
         # A late beat of the previous attempt shows ranks that are dead.
@@ -240,9 +250,11 @@ class JobStateMachine:
             attempt.watchdog.limits = self.state.settings.hang
 
     def check_for_hangs(self, now: float) -> None:
+        """Look for ranks that stand still; called about once a second."""
         self._hang_check.look(now)
 
     def stacks_received(self, node: int, message: Stacks, now: float) -> None:
+        """A node has sent the stacks of its ranks, for the watchdog to judge."""
         self._hang_check.add_stacks(node, message, now)
 
     # ---- requests to save and exit ----
@@ -264,6 +276,7 @@ class JobStateMachine:
                 pass  # `NextAttempt` ends the job: in JOIN, or once the ranks are gone
 
     def resize_requested(self, ranks: int, now: float) -> None:
+        """`lockstep resize` asks for another number of ranks."""
         self._preemption.resize(ranks, now)
 
     # ---- time ----
@@ -275,10 +288,12 @@ class JobStateMachine:
         their ranks in time; act on the deadline of the current phase.
         """
         state = self.state
+
         state.outbox.sum_up(now, len(state.cluster.nodes))
         if state.phase is JobPhase.JOIN:
             self._next_attempt.tick(now)
 
+        # A node that does not even start its ranks would hold up the others, which wait for them in the rendezvous.
         if now > state.attempt.confirm_by and state.phase in ACTIVE:
             for node in sorted(state.attempt.unconfirmed & state.cluster.nodes.keys()):
                 self.node_lost(node, f"was dropped: it has not started its ranks within {START_S:.0f} s", now)

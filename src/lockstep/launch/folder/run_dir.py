@@ -172,6 +172,7 @@ def _refuse_detours(run: Path) -> None:
                 # Files and folders are fine, and so are names that the run never writes to.
                 if entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False):
                     continue
+
                 if not re.fullmatch(names, entry.name):
                     continue
 

@@ -33,6 +33,7 @@ def gil_holders(stacks: dict[int, str], collectives: Collection[int]) -> list[in
     """
     answered = [rank for rank, text in stacks.items() if text]
     holders = [rank for rank in answered if rank not in collectives]
+
     return holders if len(holders) < len(answered) else []
 
 
@@ -47,6 +48,8 @@ def ranks_ahead(suspicion: Suspicion, findings: flight_recorder.Findings) -> lis
     if not entered or entered.keys() != steps.keys():
         return []
 
+    # Compare with the ranks of the newest step: a rank of an older step has normally entered fewer collectives. In a
+    # deadlock an equal number is suspicious already, because the ranks wait in different ones.
     newest = max(steps.values())
     fewest = min(entered[rank] for rank in steps if steps[rank] == newest)
     least = fewest if findings.deadlock else fewest + 1
@@ -58,7 +61,10 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
     groups = group(evidence.stacks)
     ahead = ranks_ahead(suspicion, evidence.findings)
     awaited = ahead or _awaited(suspicion, evidence, groups)
-    culprit = suspicion.views[awaited[0]] if awaited else max(suspicion.views.values(), key=lambda view: view.age)
+    if awaited:
+        culprit = suspicion.views[awaited[0]]
+    else:
+        culprit = max(suspicion.views.values(), key=lambda view: view.age)
 
     # The most telling lines come first.
     detail = _stacks_of(awaited, suspicion, evidence.stacks)
@@ -70,9 +76,10 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
     if suspicion.remedy:
         detail.append(suspicion.remedy)
 
+    who = _who_is_ahead(ahead, suspicion, evidence) or _who(suspicion, awaited)
     return Failure.noticed(
         Kind.HANG,
-        f"{suspicion.reason}; {_who_is_ahead(ahead, suspicion, evidence) or _who(suspicion, awaited)}",
+        f"{suspicion.reason}; {who}",
         culprit.rank,
         culprit.host,
         traceback="\n".join(detail),
@@ -84,7 +91,8 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
 def _awaited(suspicion: Suspicion, evidence: Evidence, groups: list[tuple[tuple[Frame, ...], list[int]]]) -> list[int]:
     """Return the ranks that the others wait for, by the best evidence available."""
     # Of several ranks that do not wait, a rank that holds the GIL certainly does not.
-    if awaited := suspicion.awaited:
+    awaited = suspicion.awaited
+    if awaited:
         holders = set(evidence.holders)
         return [rank for rank in awaited if rank in holders] or awaited
 
@@ -101,11 +109,14 @@ def _awaited(suspicion: Suspicion, evidence: Evidence, groups: list[tuple[tuple[
 
 
 def _who_is_ahead(ahead: list[int], suspicion: Suspicion, evidence: Evidence) -> str:
+    """Return text about the ranks that are ahead in collectives, with an example; "" if there are none."""
     if not ahead:
         return ""
 
     entered = evidence.findings.entered
     behind = suspicion.views.keys() - ahead
+
+    # The example is a rank in the newest step.
     others = max((suspicion.views[rank] for rank in sorted(behind)), key=lambda view: view.step)
     first = suspicion.views[ahead[0]]
 
@@ -118,6 +129,7 @@ def _who_is_ahead(ahead: list[int], suspicion: Suspicion, evidence: Evidence) ->
 
 
 def _who(suspicion: Suspicion, awaited: list[int]) -> str:
+    """Return text about the ranks that the others wait for."""
     if len(awaited) == 1:
         view = suspicion.views[awaited[0]]
         return f"the others are waiting for rank {view.rank} on {view.host} ({_describe(view)})"
@@ -136,14 +148,17 @@ def _who(suspicion: Suspicion, awaited: list[int]) -> str:
 
 
 def _describe(view: RankView) -> str:
+    """`step 12, phase data, process sleeping`"""
     detail = f" ({view.detail})" if view.detail else ""
     return f"step {view.step}, phase {view.phase}{detail}, process {STATES.get(view.state, view.state)}"
 
 
 def _stacks_of(awaited: list[int], suspicion: Suspicion, stacks: dict[int, str]) -> list[str]:
+    """Return the stacks of the first ranks that the others wait for."""
     lines = []
     for rank in awaited[:MAX_RANKS_NAMED]:
-        if frames := main_thread(stacks.get(rank, "")):
+        frames = main_thread(stacks.get(rank, ""))
+        if frames:
             lines += describe(frames, f"rank {rank} is ")
             lines += _workers_of(rank, suspicion, stacks)
         elif suspicion.views[rank].state == "T":
@@ -161,19 +176,27 @@ def _workers_of(rank: int, suspicion: Suspicion, stacks: dict[int, str]) -> list
     if suspicion.views[rank].phase != "data" and not reads:
         return []
 
-    return [line for pid, frames in workers(stacks[rank]).items() for line in describe(frames, f"worker {pid} is ")]
+    lines = []
+    for pid, frames in workers(stacks[rank]).items():
+        lines += describe(frames, f"worker {pid} is ")
+
+    return lines
 
 
 def _groups_of(
     groups: list[tuple[tuple[Frame, ...], list[int]]], awaited: list[int], suspicion: Suspicion
 ) -> list[str]:
+    """Return a line for each place at which other ranks wait, the rarest place first."""
     lines = []
     named = set(awaited)
 
     for frames, members in groups:
-        if ranks := [rank for rank in members if rank not in named]:
-            phases = sorted({suspicion.views[rank].phase for rank in ranks})
-            where = f"{line_of(frames)} ({listed_ranks(ranks)}), phase {', '.join(phases)}"
-            lines.append(f"{plural(len(ranks), 'rank waits', 'ranks wait')} at: {where}")
+        ranks = [rank for rank in members if rank not in named]
+        if not ranks:
+            continue
+
+        phases = sorted({suspicion.views[rank].phase for rank in ranks})
+        where = f"{line_of(frames)} ({listed_ranks(ranks)}), phase {', '.join(phases)}"
+        lines.append(f"{plural(len(ranks), 'rank waits', 'ranks wait')} at: {where}")
 
     return lines

@@ -55,16 +55,19 @@ def environment(logs: Path) -> dict[str, str]:
 
 
 def serve(folder: Path, rank: int) -> None:
+    """Answer the launcher's requests from now on, in a thread of this rank."""
     threading.Thread(target=_answer_requests, args=(folder, rank), daemon=True, name="lockstep-flight").start()
 
 
 def _answer_requests(folder: Path, rank: int) -> None:
+    """Write this rank's collectives to its file whenever there is a new request, until the attempt's folder is gone."""
     answered = ""
     while folder.exists():
         request = records.read(folder / REQUEST)
         if request and request != answered:
             answered = request
-            records.write(folder / f"flight-{rank}.json", json.dumps({"request": request, "entries": recorded()}))
+            answer = {"request": request, "entries": recorded()}
+            records.write(folder / f"flight-{rank}.json", json.dumps(answer))
 
         time.sleep(REQUEST_POLL_S)
 
@@ -75,7 +78,11 @@ def recorded() -> list[dict[str, Any]]:
     module = sys.modules.get("torch._C._distributed_c10d")
     dumps = [getattr(module, name) for name in RECORDERS if hasattr(module, name)]
 
-    return [entry for dump in dumps for entry in json.loads(dump()).get("entries", [])]
+    entries = []
+    for dump in dumps:
+        entries += json.loads(dump()).get("entries", [])
+
+    return entries
 
 
 def collect(folder: Path, ranks: list[int], timeout: float = 2.0) -> dict[int, list[dict[str, Any]]]:
@@ -88,6 +95,8 @@ def collect(folder: Path, ranks: list[int], timeout: float = 2.0) -> dict[int, l
     deadline = time.monotonic() + timeout
     while len(answers) < len(ranks) and time.monotonic() < deadline:
         time.sleep(REQUEST_POLL_S / 10)
+
+        # A rank renames its answer into place, so it is complete.
         for rank in ranks:
             answer = json.loads(records.read(folder / f"flight-{rank}.json") or "{}")
             if answer.get("request") == request:
@@ -103,6 +112,8 @@ def comparable(entries: list[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class Collective:
+    """One collective that a rank has entered."""
+
     op: str
     sizes: str
     dtypes: str
@@ -110,6 +121,7 @@ class Collective:
 
     @staticmethod
     def from_entry(entry: dict[str, Any]) -> Collective:
+        """Return the collective of an entry. It has finished if torch has retired it, or says so."""
         return Collective(
             op=entry["profiling_name"].rpartition(":")[2],
             sizes=" ".join(map(str, entry.get("input_sizes", []))),
@@ -120,6 +132,7 @@ class Collective:
     @property
     def signature(self) -> tuple[str, ...]:
         """The fields that must be equal on all ranks."""
+        # Other collectives, such as an all-gather of lists, may have different sizes.
         return (self.op, self.sizes, self.dtypes) if self.op in EQUAL_SIZES else (self.op,)
 
     def __str__(self) -> str:
@@ -139,8 +152,16 @@ class Findings:
 def analyse(dumps: dict[int, list[dict[str, Any]]]) -> Findings:
     """Compare the collectives of the ranks. There are no lines if no collective is under way."""
     groups = sorted(_by_group(dumps).items())
-    mismatches = {name: text for name, history in groups if (text := _mismatch(history))}
-    waits = {name: _Wait(history) for name, history in groups if name not in mismatches}
+
+    # Of each group: the first collective that differs, or the first one in which ranks wait.
+    mismatches = {}
+    waits = {}
+    for name, history in groups:
+        text = _mismatch(history)
+        if text:
+            mismatches[name] = text
+        else:
+            waits[name] = _Wait(history)
 
     # A mismatch explains more than the wait that follows from it.
     texts = {name: mismatches.get(name) or waits[name].text() for name, _ in groups}
@@ -148,6 +169,7 @@ def analyse(dumps: dict[int, list[dict[str, Any]]]) -> Findings:
     # A rank that is late in one group because it waits in another group is not at fault.
     inside = {rank for wait in waits.values() for rank in wait.inside}
     late = {rank for wait in waits.values() if wait.inside for rank in wait.late}
+
     default = dict(groups).get(DEFAULT_GROUP, {})
 
     return Findings(
@@ -167,6 +189,8 @@ def _by_group(dumps: dict[int, list[dict[str, Any]]]) -> dict[str, History]:
     """Return the collectives of each process group. Ranks that share a list of entries share what is made of it."""
     groups: dict[str, History] = {}
     made: dict[int, dict[str, dict[int, Collective]]] = {}
+
+    # Ranks in the order of their numbers, so that the first one of a group stands for it.
     for rank, entries in sorted(dumps.items()):
         if id(entries) not in made:
             made[id(entries)] = _entered(entries)
@@ -220,6 +244,8 @@ class _Wait:
 
     def __init__(self, history: History):
         self.history = history
+
+        # Collectives of a group end in order, so the first one that does not is the one that hangs.
         unfinished = [number for entered in history.values() for number in entered if not entered[number].finished]
         self.first = min(unfinished, default=0)
 
@@ -229,6 +255,7 @@ class _Wait:
         self.late = [rank for rank, entered in history.items() if max(entered, default=0) < self.first]
 
     def text(self) -> str | None:
+        """Return who waits in which collective and who never entered it, or None if no rank waits."""
         if not self.inside:
             return None
 
@@ -248,8 +275,10 @@ class _Wait:
 
 
 def _last_ones(history: History) -> list[Collective]:
+    """Return the newest collective of each rank that has entered one."""
     return [entered[max(entered)] for entered in history.values() if entered]
 
 
 def _last(entered: dict[int, Collective]) -> str:
+    """Return text about the newest collective of a rank."""
     return f"its last was {max(entered)}, {entered[max(entered)]}" if entered else "it entered none"

@@ -57,6 +57,8 @@ def register(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Frame:
+    """One line of a stack."""
+
     file: str
     line: str  # text, because faulthandler writes ??? for a line that it does not know
     function: str
@@ -68,6 +70,7 @@ class Frame:
 
     @property
     def in_user_code(self) -> bool:
+        """Whether the frame is in neither a library, nor Python's own modules, nor this package."""
         library = "-packages/" in self.file or self.file.startswith((_PACKAGE, sysconfig.get_path("stdlib")))
         return not (library or self.internal)
 
@@ -112,6 +115,7 @@ def worker_pids(pid: int) -> list[int]:
 
 
 def _collect(folder: Path, pids: dict[int, int], deadline: float) -> dict[int, str]:
+    """Ask each process for its stacks and return what it has written by the deadline, "" if nothing."""
     files = {rank: folder / f"stacks-{rank}" for rank in pids}
 
     # Answers are appended: the new answer begins where the file ends now.
@@ -145,7 +149,9 @@ def group(stacks: dict[int, str]) -> list[tuple[tuple[Frame, ...], list[int]]]:
     for rank, text in sorted(stacks.items()):
         if text not in parsed:
             parsed[text] = main_thread(text)
-        if frames := parsed[text]:
+
+        frames = parsed[text]
+        if frames:
             groups.setdefault(frames, []).append(rank)
 
     return sorted(groups.items(), key=lambda item: (len(item[1]), item[1]))
@@ -163,7 +169,10 @@ def main_thread(text: str) -> tuple[Frame, ...]:
         # faulthandler writes the main thread last, so each new thread replaces the thread before it.
         if _THREAD.match(line):
             frames = []
-        elif parts := _FRAME.match(line):
+            continue
+
+        parts = _FRAME.match(line)
+        if parts:
             frames.append(Frame(*parts.groups()))
 
     return tuple(frame for frame in frames if not frame.internal) or tuple(frames)
@@ -178,7 +187,10 @@ def line_of(frames: tuple[Frame, ...]) -> str:
 
 def describe(frames: tuple[Frame, ...], prefix: str = "") -> list[str]:
     """Return `prefix` with the line to look at, then all frames, most recent first; nothing if there are none."""
-    return [f"{prefix}at: {line_of(frames)}", *(f"  {frame}" for frame in frames)] if frames else []
+    if not frames:
+        return []
+
+    return [f"{prefix}at: {line_of(frames)}", *(f"  {frame}" for frame in frames)]
 
 
 def fold(traceback: str) -> list[str]:
@@ -186,15 +198,21 @@ def fold(traceback: str) -> list[str]:
 
     The last frame of each traceback always stays, because the exception was raised there.
     """
-    blocks = list(_frame_blocks(traceback.rstrip().splitlines()))
+    all_lines = traceback.rstrip().splitlines()
+    blocks = list(_frame_blocks(all_lines))
+
+    # Lines that are no frames stay, and so does the last frame before such a line, or before the end.
     shown = [
         frame is None or frame.in_user_code or following is None
         for (frame, _), (following, _) in pairwise([*blocks, (None, [])])
     ]
-    lines = [line for (_, text), show in zip(blocks, shown, strict=True) if show for line in text]
-    if not any(frame is not None and frame.in_user_code for frame, _ in blocks) or all(shown):
-        return traceback.rstrip().splitlines()
 
+    # Without a frame of the user, the other frames are all there is to see.
+    has_user_code = any(frame is not None and frame.in_user_code for frame, _ in blocks)
+    if not has_user_code or all(shown):
+        return all_lines
+
+    lines = [line for (_, text), show in zip(blocks, shown, strict=True) if show for line in text]
     return [*lines, f"(without {plural(shown.count(False), 'frame')} of Lockstep and of libraries: see events.jsonl)"]
 
 
@@ -225,6 +243,7 @@ def _ask(pid: int) -> bool:
     status = records.read(Path(f"/proc/{pid}/status"))
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
 
+    # Bit n - 1 of the mask is signal n.
     # The signal would kill a rank that has not registered yet, and a suspended rank cannot answer.
     registered = caught is not None and int(caught.group(1), 16) >> (SIGNAL - 1) & 1
     if registered and "\nState:\tT" not in status:

@@ -62,10 +62,12 @@ class RankView(heartbeat.HeartbeatView):
 
     @property
     def finished(self) -> bool:
+        """Whether the rank has done its work: its process may be gone."""
         return self.state in ("Z", "") and self.phase == "end"
 
     @property
     def traits(self) -> heartbeat.Phase:
+        """What is known about the rank's phase."""
         # Another node may send anything.
         return heartbeat.PHASES.get(self.phase, heartbeat.Phase())
 
@@ -102,6 +104,7 @@ class Suspicion:
 
     @property
     def halted(self) -> bool:
+        """Whether a rank that the others wait for is suspended, dead or gone."""
         return any(self.views[rank].halted for rank in self.awaited)
 
 
@@ -118,7 +121,8 @@ def suspect(views: list[RankView], limits: HangConfig, places: Places = MappingP
         return None
 
     # A halted process is the reason by itself, whatever the others do.
-    if halted := [view for view in working if view.halted and view.halted_s > HALTED_S]:
+    halted = [view for view in working if view.halted and view.halted_s > HALTED_S]
+    if halted:
         what = "suspended by a signal" if halted[0].state == "T" else "gone"
         verb = "is" if len(halted) == 1 else "are"
         reason = f"{len(halted)} of {len(working)} ranks {verb} {what}"
@@ -133,7 +137,10 @@ def suspect(views: list[RankView], limits: HangConfig, places: Places = MappingP
     youngest = min(view.age for view in working)
     longest, setting = max(rank_limits.values())
     reason = f"no rank has advanced for {youngest:.1f} s (limit {longest:.1f} s, by {setting})"
-    remedy = f"if this is slow work and no hang: {setting}={2 * getattr(limits, setting.removeprefix('hang.')):g}"
+
+    # The setting as a number, doubled: that is what to type.
+    value = getattr(limits, setting.removeprefix("hang."))
+    remedy = f"if this is slow work and no hang: {setting}={2 * value:g}"
 
     return Suspicion(reason, awaited_ranks(working), by_rank, remedy)
 
@@ -166,22 +173,27 @@ def raised_limit(view: RankView, peers: Peers, limits: HangConfig, places: Place
     ended as a hang at this step and phase.
     """
     seconds, setting = limit_of(view, peers, limits)
+
     busy = BUSY_FACTOR * limits.least
+
+    # Work that can be seen, or that all ranks do at once, gets more time.
     if (_is_busy(view) or peers.none_waits) and busy > seconds:
         seconds, setting = busy, "hang.least"
 
+    # For each earlier attempt, but never more than a phase without a history gets.
     times = places.get((view.step, view.phase), 0)
     return Limit(max(seconds, min(seconds * RAISE_FACTOR**times, limits.first)), setting)
 
 
 def _is_busy(view: RankView) -> bool:
+    """Return whether the process of a rank runs or waits for a disk, in a phase in which it waits for no other rank."""
     return not view.traits.waits and view.state in ("R", "D")
 
 
 def preempt_limit(view: RankView, peers: Peers, limits: HangConfig) -> float:
     """Return how many seconds this rank may stand still after it was asked to save and exit; then it is killed."""
     if view.traits.saves:
-        return math.inf
+        return math.inf  # it is killed when `restart.grace` is over
 
     # Before its first step ends, a rank has nothing to save.
     limit = PREEMPT_FACTOR * limits.least
@@ -194,7 +206,10 @@ def preempt_limit(view: RankView, peers: Peers, limits: HangConfig) -> float:
     else:
         limit = max(limit, limits.factor * view.longest.get(view.phase, 0.0))
 
-    return max(limit, BUSY_FACTOR * limits.least) if _is_busy(view) else limit
+    if _is_busy(view):
+        limit = max(limit, BUSY_FACTOR * limits.least)
+
+    return limit
 
 
 def _has_history(view: RankView) -> bool:
@@ -214,14 +229,18 @@ def limit_of(view: RankView, peers: Peers, limits: HangConfig) -> Limit:
 
     least = limits.least * (1.0 if steady else IO_FACTOR)
     learnt = limits.factor * longest
-    return Limit(learnt, "hang.factor") if learnt > least else Limit(least, "hang.least")
+    if learnt > least:
+        return Limit(learnt, "hang.factor")
+
+    return Limit(least, "hang.least")
 
 
 def awaited_ranks(views: list[RankView]) -> list[int]:
     """Return the ranks for which the others wait: ranks that do not wait themselves, or are at an earlier step."""
     # Usually the culprit is not in a collective, or in one of an earlier step.
     newest = max(view.step for view in views)
-    if awaited := [view.rank for view in views if not view.traits.waits or view.step < newest]:
+    awaited = [view.rank for view in views if not view.traits.waits or view.step < newest]
+    if awaited:
         return awaited
 
     # All of them wait: blame the smallest group in a different collective, if there is exactly one.

@@ -76,6 +76,7 @@ class Watchdog:
 
     @property
     def _all_views(self) -> list[RankView]:
+        """The views of all ranks, on all nodes."""
         return [view for views in self.views.values() for view in views]
 
     def look(self, running: Collection[int], now: float) -> Suspicion | None:
@@ -96,10 +97,13 @@ class Watchdog:
 
         self._last_look = now
         self._halted = {view.rank: self._halted.get(view.rank, now) for view in views if view.halted}
+
+        # No rank can have stood still for longer than it was watched.
         watched = now - self._watched_since
-        seen = [
-            replace(view, age=min(view.age, watched), halted_s=now - self._halted.get(view.rank, now)) for view in views
-        ]
+        seen = []
+        for view in views:
+            halted_s = now - self._halted.get(view.rank, now)
+            seen.append(replace(view, age=min(view.age, watched), halted_s=halted_s))
 
         # Stacks and collectives of an earlier suspicion do not explain this one.
         self._suspicion = None
@@ -113,6 +117,7 @@ class Watchdog:
 
     def _inquiry(self, views: list[RankView]) -> Suspicion | None:
         """Return a reason to ask where the ranks are, long before a limit is reached; once for each standstill."""
+        # The same beats as at the last inquiry: this standstill is known.
         beats = {view.rank: view.beats for view in views}
         working = [view for view in views if not view.finished]
         youngest = min((view.age for view in working), default=0.0)
@@ -125,6 +130,7 @@ class Watchdog:
         # The rank to name is one that does not wait for others, if there is one.
         named = min(working, key=lambda view: (view.traits.waits, view.rank))
         peers = Peers(working)
+
         limit, setting = max(raised_limit(view, peers, self.limits, self._places) for view in working)
         where = f"rank {named.rank} has been in phase {named.phase} of step {named.step} for {named.age:.0f} s"
         reason = f"no rank has advanced for {youngest:.0f} s: {where}; the limit is {limit:.0f} s, by {setting}"
@@ -144,14 +150,18 @@ class Watchdog:
     def ranks_standing_still(self, running: Collection[int], preempted_at: float, now: float) -> list[RankView]:
         """Return all ranks if none has moved since they were asked to save and exit, and time is up; otherwise none."""
         views = [view for view in self._all_views if view.rank in running]
+
+        # Without a view of every rank nothing is certain.
         patient = now - preempted_at <= self.limits.least or len(views) < len(running)
         if patient:
             return []
 
         peers = Peers(views)
-        return [] if any(view.age <= preempt_limit(view, peers, self.limits) for view in views) else views
+        moves = any(view.age <= preempt_limit(view, peers, self.limits) for view in views)
+        return [] if moves else views
 
     def _moved(self, suspicion: Suspicion) -> bool:
+        """Return whether a rank has sent another heartbeat since the suspicion."""
         beats = {view.rank: view.beats for view in self._all_views}
         return any(beats.get(view.rank, view.beats) != view.beats for view in suspicion.views.values())
 
@@ -186,6 +196,7 @@ class Watchdog:
         return explain(replace(suspicion, reason=reason), evidence)
 
     def _evidence(self, suspicion: Suspicion) -> Evidence:
+        """Return the stacks, and what follows from the collectives if all ranks have sent theirs."""
         # If torch has changed its format, only the stacks are used. A rank that did not answer cannot be compared.
         findings = flight_recorder.Findings()
         if len(self.collectives) >= len(suspicion.views):
@@ -200,6 +211,7 @@ class Watchdog:
         Torch compiles again in the middle of training, for example for a batch of a new shape, and that takes far
         longer than a step. `hang.first` then applies.
         """
+        # Beyond that limit even compiling counts as a hang.
         young = [view.rank for view in suspicion.views.values() if view.age <= self.limits.first]
         compiling = any(_COMPILING.search(stacks.get(rank, "")) for rank in young)
         return compiling and not suspicion.halted

@@ -58,9 +58,11 @@ def newest(run: Path) -> Term | None:
 
 
 def _newest_listed(run: Path) -> Term | None:
+    """Return the newest term. Raises FileNotFoundError if its file is removed while this looks."""
     for number in sorted(_term_numbers(run), reverse=True):
+        path = _term_path(run, number)
         try:
-            values = json.loads(records.read_bytes(_term_path(run, number), most=4096)[_DIGITS:])
+            values = json.loads(records.read_bytes(path, most=4096)[_DIGITS:])
             return records.parse(Term, {"number": number, **values})
         except (ValueError, TypeError):
             continue  # no launcher wrote this file
@@ -81,7 +83,8 @@ def read_counter(run: Path, term: int) -> str:
 def _term_numbers(run: Path) -> list[int]:
     """Return the numbers of the terms that have a file. Raises OSError if the folder exists and cannot be read."""
     with suppress(FileNotFoundError):
-        return [int(match[1]) for name in os.listdir(run) if (match := _TERM_NAME.fullmatch(name))]
+        matches = [_TERM_NAME.fullmatch(name) for name in os.listdir(run)]
+        return [int(match[1]) for match in matches if match]
 
     return []
 
@@ -126,6 +129,9 @@ class HeldTerm(TermFile):
     def beat(self) -> None:
         """Increment the counter, which tells the other nodes that this coordinator is alive."""
         self._counter += 1
+
+        # In place, so that the rest of the file stays as it is. A beat that cannot be written is missed, and the next
+        # follows.
         with suppress(OSError):
             fd = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -172,6 +178,7 @@ def begin_term(run: Path, after: int | None, host: str, address: str) -> HeldTer
         path.unlink(missing_ok=True)
         return None
 
+    # The files of earlier terms tell their coordinators, by being gone, that they are superseded.
     for other in numbers:
         if other < number:
             _term_path(run, other).unlink(missing_ok=True)
@@ -185,11 +192,13 @@ def begin_term(run: Path, after: int | None, host: str, address: str) -> HeldTer
 def _remove_cut_off_files(run: Path, last: int) -> None:
     """Remove what nodes said about the coordinators of all terms up to `last`."""
     for name in os.listdir(run):
-        if (match := _CUT_OFF_NAME.fullmatch(name)) and int(match[1]) <= last:
+        match = _CUT_OFF_NAME.fullmatch(name)
+        if match and int(match[1]) <= last:
             (run / name).unlink(missing_ok=True)
 
 
 def _digits(counter: int) -> bytes:
+    """Return a counter as text of fixed length: it can be overwritten in place."""
     return b"%0*d" % (_DIGITS, counter)
 
 
@@ -203,6 +212,7 @@ def write_cut_off_file(run: Path, term: int, node: int) -> None:
 
 
 def remove_cut_off_file(run: Path, term: int, node: int) -> None:
+    """Take back what `write_cut_off_file` has said: this node has reached a coordinator."""
     with suppress(OSError):
         (run / f".cut-off-{term}-{node}").unlink(missing_ok=True)
 
@@ -229,16 +239,19 @@ class CounterWatch:
 
     def look(self, term: int, counter: str, now: float) -> None:
         """Note the counter of a term. An empty counter means the file was unreadable, which proves nothing."""
+        # What was seen of another term, or before a read that failed, says nothing about this one.
         if not counter or (self._seen and self._seen[0] != term):
             self.reset()
 
         if not counter:
             return
 
+        # A counter counts as standing still from the first look on.
         if self._seen is None:
             self._since = now
         elif self._seen[1] != counter:
-            self._since, self.has_grown = now, True
+            self._since = now
+            self.has_grown = True
 
         self._seen = (term, counter)
 
@@ -271,6 +284,7 @@ class TakeoverWatch(CounterWatch):
         self._majority_since: float | None = None
 
     def reset(self) -> None:
+        """Forget what was seen of the counter and of the other nodes."""
         super().reset()
         self._majority_since = None
 
@@ -283,6 +297,7 @@ class TakeoverWatch(CounterWatch):
         if self._seen is None:
             return None
 
+        # The coordinator's machine may be lost. Nodes with lower numbers go first.
         lower_members = sum(COORDINATOR < number < self._number for number in self._members)
         if self.still_for(now) >= self._patience + self._longer_than(lower_members):
             return f"no sign of life in the run folder for {self.still_for(now):.0f} s"
@@ -294,11 +309,13 @@ class TakeoverWatch(CounterWatch):
             self._majority_since = None
             return None
 
+        # The same order among the nodes that are cut off.
         if self._majority_since is None:
             self._majority_since = now
 
         lower_cut_off = sum(number < self._number for number in cut_off)
-        return "most nodes cannot reach it" if now - self._majority_since >= self._longer_than(lower_cut_off) else None
+        waited = now - self._majority_since
+        return "most nodes cannot reach it" if waited >= self._longer_than(lower_cut_off) else None
 
     def _longer_than(self, lower_nodes: int) -> float:
         """Return how many seconds this node waits, so that this many nodes with lower numbers may go first."""

@@ -63,6 +63,7 @@ class NodeLauncher:
         self.ended_job = False
 
     def run(self) -> JobEnd:
+        """Coordinate the job or follow its coordinator, in turns if nodes are lost, until the job ends."""
         try:
             next_step = self._search().find_coordinator()
             while not isinstance(next_step, JobEnd):
@@ -77,6 +78,7 @@ class NodeLauncher:
                 self._agent.close()
 
     def _search(self) -> Search:
+        """Return a new search. The job is what this node knows of it by now."""
         return Search(self._job, self._name, self._signals, self._secret, self._reconnects)
 
     def _coordinate(self, role: CoordinatorRole) -> NextStep:
@@ -85,6 +87,7 @@ class NodeLauncher:
         if self._agent is None:
             self._agent = Agent(self._job, self._name, self._secret)
 
+        # Rank 0 watches this file: it ends if another node takes over.
         self._agent.term_file = role.held_term.path
         address = local_address(role.listener)
         hub = Hub(Acceptor.for_nodes(role.listener, self._secret, self._job.nnodes.most))
@@ -99,7 +102,8 @@ class NodeLauncher:
                 append_event(self._job.run_dir, {**event, "from": role.failure.host})
                 coordinator.took_over(role.failure)
 
-            if ending := coordinator.run():
+            ending = coordinator.run()
+            if ending:
                 self.ended_job = True
                 return ending
 
@@ -119,6 +123,7 @@ class NodeLauncher:
                 assert self._agent is not None
                 return self._carry_out_orders(self._agent, connection, orders)
             except ConnectionLost as lost:
+                # Ranks without a coordinator would train on while another attempt starts elsewhere.
                 if self._agent is not None:
                     self._agent.kill_and_wait()
 
@@ -139,7 +144,9 @@ class NodeLauncher:
         """Join the job and adopt the coordinator's choices. Return the first orders."""
         nproc = self._agent.nproc if self._agent else self._job.nproc
         hello = Hello(self._name, nproc, self._job.identity)
-        if last := self._membership:
+        # A node that returns says who it was, so that the coordinator drops its old connection.
+        last = self._membership
+        if last:
             hello = replace(hello, term=last.term.number, number=last.number)
 
         connection.send(hello)
@@ -165,11 +172,13 @@ class NodeLauncher:
         return orders
 
     def _adopt(self, welcome: Welcome, state: CoordinatorState, local_address: str) -> None:
+        """Adopt the job as the coordinator describes it, and remember the term in which this node belongs to it."""
         # The file has the node's old number; a node gets a new number each time that it joins.
         last = self._membership
         if last is not None:
             election.remove_cut_off_file(self._job.run_dir, last.term.number, last.number)
 
+        # An agent belongs to a job as it was: one for another run folder starts anew.
         job = adopt(self._job, welcome)
         if self._agent is not None and job != self._job:
             self._agent.close()
@@ -178,6 +187,7 @@ class NodeLauncher:
         self._job = job
         self._agent = self._agent or Agent(job, self._name, self._secret)
 
+        # Reconnects count for one coordinator.
         if last is not None and last.term != welcome.term:
             self._reconnects.clear()
 
@@ -209,6 +219,7 @@ class NodeLauncher:
             for message in agent.poll():
                 connection.send(message)
 
+            # The coordinator drops a node that is silent for too long.
             if time.monotonic() >= next_beat:
                 next_beat = time.monotonic() + BEAT_S
                 connection.send(agent.node_beat())

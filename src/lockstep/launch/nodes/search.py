@@ -116,13 +116,16 @@ class Search:
         watch = CounterWatch()
         self._last_not_taken = began
 
+        # A node may be started minutes before the others, so one that gets no answer tries again for a while.
         while now - began < CONNECT_S:
             if self._signals:
                 return self._end_on_signal()
 
-            if next_step := self._try_once(watch, now):
+            next_step = self._try_once(watch, now)
+            if next_step:
                 return next_step
 
+            # Most nodes connect at once, and say nothing.
             if not announced and now - began > 1.0:
                 announced = True
                 term, _ = self._newest_term()
@@ -149,7 +152,8 @@ class Search:
                 resources.callback(listener.close)
 
             term, readable = self._newest_term()
-            if connection := self._reach(*self._other_addresses(listener, term)):
+            connection = self._reach(*self._other_addresses(listener, term))
+            if connection:
                 return connection
 
             # A term file whose counter stands still was left by a job that has died.
@@ -160,7 +164,8 @@ class Search:
 
             # This node may coordinate if no other node does.
             free = readable and (term is None or watch.still_for(now) >= STALE_S)
-            if listener and free and (role := self._start_job(listener)):
+            role = self._start_job(listener) if listener and free else None
+            if role:
                 resources.pop_all()  # the role closes the listener
                 return role
 
@@ -175,6 +180,7 @@ class Search:
     def _other_addresses(self, listener: socket.socket | None, term: Term | None) -> list[str]:
         """Return where a coordinator may listen, without the address that this node has bound itself."""
         addresses = self._addresses[1:] if listener else list(self._addresses)
+
         is_own = term and listener and term.address == address_of(listener)
         if term and not is_own:
             addresses.append(term.address)
@@ -182,6 +188,7 @@ class Search:
         return addresses
 
     def _port_is_taken(self) -> PeersMissing:
+        """Return the error for a port that another program has."""
         # What listens there may be a node of an earlier job that ends slowly: another try makes sense.
         return PeersMissing(
             f"--join {self._job.join}: another program on this machine listens at {self._addresses[0]}",
@@ -215,6 +222,7 @@ class Search:
             return None, False
 
     def _reach(self, *addresses: str) -> Connection | None:
+        """Connect to the first of these addresses that answers. Return None if none does."""
         for address in dict.fromkeys(addresses):
             try:
                 return reach(address, self._job.host, self._secret)
@@ -232,9 +240,11 @@ class Search:
             resources.enter_context(hold(self._job.run_dir))
             remove_old_requests(self._job.run_dir)
             held_term = self._try_term(None, listener)
+
             return CoordinatorRole(resources.pop_all(), listener, held_term) if held_term else None
 
     def _try_term(self, after: int | None, listener: socket.socket) -> HeldTerm | None:
+        """Begin a term. Return None if another node was faster, or if the run folder cannot be written."""
         try:
             return election.begin_term(self._job.run_dir, after, self._name, address_of(listener))
         except OSError as error:
@@ -258,10 +268,14 @@ class Search:
         while now - began < CONNECT_S:
             term, readable = self._newest_term()
 
+            # There is a term: its coordinator may be alive, or replaced, or lost.
             if term is not None:
                 last_seen = now
-                if next_step := self._look_at_term(term, last, watch, now, why):
+                next_step = self._look_at_term(term, last, watch, now, why)
+                if next_step:
                     return next_step
+
+            # Its coordinator has ended the job, and removed the file.
             elif readable and now - last_seen >= GONE_S:
                 return self._job_has_ended()
             else:
@@ -297,7 +311,8 @@ class Search:
             often = f"{why}; this node has returned to it {MAX_RECONNECTS} times within an hour"
             return self.end_alone(often, last.term.address, ExitCode.FAILED)
 
-        if connection := self._reconnect(term, last, alive):
+        connection = self._reconnect(term, last, alive)
+        if connection:
             return connection
 
         # The coordinator is alive, but this node cannot reach it; if most nodes say so, one of them takes over.
@@ -306,7 +321,10 @@ class Search:
 
         # Seconds spent on connecting do not count, because the counter was not watched meanwhile.
         reason = watch.reason(election.cut_off_nodes(run_dir, term.number), now)
-        return self._take_over(term, last, f"{why}, and {reason}") if reason and not self._signals else None
+        if reason is None or self._signals:
+            return None
+
+        return self._take_over(term, last, f"{why}, and {reason}")
 
     def _reconnect(self, term: Term, last: Membership, alive: bool) -> Connection | None:
         """Try to connect to a successor, or, if its counter grows, to the coordinator that this node followed."""
@@ -340,6 +358,7 @@ class Search:
             # The locks are those of the lost coordinator.
             break_locks(run_dir)
             resources.enter_context(hold(run_dir))
+
             text = f"{self._name} takes over from {term.host} ({term.address}): {why}"
             failure = Failure.noticed(Kind.NODE, text, host=term.host)
             return CoordinatorRole(resources.pop_all(), listener, held_term, last.state, failure)
@@ -366,6 +385,7 @@ class Search:
     def end_alone(self, why: str, where: str = "", code: ExitCode = ExitCode.RESTART) -> JobEnd:
         """End this launcher, because it has no coordinator and does not take over."""
         text = f"the coordinating node ({where or self._job.join}) is gone: {why}; the ranks here were killed"
+
         everywhere = "" if shares_log() else ", on every node"
         say(f"lockstep: {text}. To resume{everywhere}: {self._job.resume_command}")
         return JobEnd(code, Failure.noticed(Kind.NODE, text, host=self._name))

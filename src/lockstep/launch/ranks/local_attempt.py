@@ -79,6 +79,7 @@ class LocalAttempt:
         self.killed_at: float | None = None
 
     def _local_rank(self, number: int, oom_kills: int | None) -> post_mortem.LocalRank:
+        """Return a rank whose process does not exist yet."""
         # Rank 0 writes to the terminal. All attempts append to the same logs, so note where this attempt begins.
         log = self._logs / f"rank-{number}.log" if number else None
         began = log.stat().st_size if log and log.exists() else 0
@@ -88,6 +89,9 @@ class LocalAttempt:
 
     def environment(self, user: Mapping[str, str], secret: Secret | None) -> dict[str, str]:
         """Return the environment that all ranks share; `user` is the user's, `secret` the job's."""
+        rendezvous = self._start.rendezvous
+        store = self._store_server(user, secret) if rendezvous.store_nonce else self._store_file(user)
+
         # The user's own variables take precedence over the flight recorder's.
         return {
             **flight_recorder.environment(self._logs),
@@ -95,11 +99,11 @@ class LocalAttempt:
             "WORLD_SIZE": str(self._start.world_size),
             "LOCAL_WORLD_SIZE": str(self._start.count),
             "GROUP_RANK": str(self._start.group_rank),
-            "MASTER_ADDR": self._start.rendezvous.address,
-            "MASTER_PORT": str(self._start.rendezvous.port),
+            "MASTER_ADDR": rendezvous.address,
+            "MASTER_PORT": str(rendezvous.port),
             ATTEMPT_FOLDER: str(self.folder),
             ATTEMPT: str(self.number),
-            **(self._store_server(user, secret) if self._start.rendezvous.store_nonce else self._store_file(user)),
+            **store,
         }
 
     def _store_file(self, user: Mapping[str, str]) -> dict[str, str]:
@@ -108,6 +112,7 @@ class LocalAttempt:
 
         # Gloo listens where no other machine can connect.
         loopback = loopback_interface()
+
         gloo = {GLOO_INTERFACE: loopback} if loopback and GLOO_INTERFACE not in user else {}
         return {STORE_FILE: str(self.folder / "store"), **gloo}
 
@@ -118,6 +123,7 @@ class LocalAttempt:
         key_file = self.folder / "store.key"
         key_file.touch(mode=0o600)
         key_file.write_bytes(store_secret(secret, self._start.rendezvous.store_nonce).key)
+
         store = {STORE_KEY_FILE: str(key_file), STORE_PORT: str(self._start.rendezvous.store_port)}
         return {**self._interfaces(user), **store}
 
@@ -129,20 +135,25 @@ class LocalAttempt:
         of settings for NCCL takes precedence: its author knows the machine.
         """
         interface = interface_towards(self._start.rendezvous.address)
+
+        # What the user has set stays, in the environment or in a file of NCCL.
         chosen = {GLOO_INTERFACE: interface, NCCL_INTERFACE: f"={interface}"} if interface else {}
         given = {*user, *([NCCL_INTERFACE] if nccl_file_names_interface(user) else [])}
+
         return {name: value for name, value in chosen.items() if name not in given}
 
     # ---- while they run ----
 
     @property
     def pids(self) -> dict[int, int]:
+        """The processes of the ranks that exist, by rank."""
         return {number: rank.pid for number, rank in self.ranks.items() if rank.pid}
 
     def _touch_files(self) -> None:
         """Touch all files now and then, because some systems remove files from /tmp that were not touched for days."""
         if time.monotonic() - self._touched > TOUCH_S:
             self._touched = time.monotonic()
+
             # If the folder is gone, the ranks' own errors say so.
             with suppress(OSError):
                 for path in (self.folder, *self.folder.iterdir()):
@@ -190,9 +201,11 @@ class LocalAttempt:
         The ranks always get SIGTERM. Their worker processes get no signal: ranks need them until the save.
         """
         self.preempted = True
+
         # Without this file, the ranks name SIGTERM as the signal that ended them.
         with suppress(OSError):
             records.write(self.folder / PREEMPT_FILE, signal or "")
+
         for pid in self.pids.values():
             _preempt_rank(pid)
 
@@ -211,12 +224,14 @@ class LocalAttempt:
             _preempt_rank(pid)
 
     def close(self) -> None:
+        """Kill the ranks that are left, and remove what they shared with their launcher."""
         self.kill_all()
         os.close(self.lifeline)
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 def _preempt_rank(pid: int) -> None:
+    """Ask one process to save and exit, if it still exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
 

@@ -47,10 +47,12 @@ class LocalRank:
 
 def examine(rank: LocalRank, code: int, when: float) -> RankExit:
     """Return how a rank ended with this exit code. `when`: the time at which its end was noticed."""
+    # An exit with code 0 is an end as planned only if the rank has said so.
     end_note = rank_record.end_note(rank.folder, rank.number)
     if code == PREEMPTED or (code == 0 and end_note.exists()):
         return RankExit(code, exit_line=records.read(end_note))
 
+    # A rank that was killed has left no record.
     log = records.read(rank.log, rank.log_began, most=LOG_SIZE) if rank.log else ""
     try:
         failure = rank_record.read(rank.folder, rank.number)
@@ -72,6 +74,7 @@ def examine(rank: LocalRank, code: int, when: float) -> RankExit:
 
 
 def _without_record(rank: LocalRank, code: int, when: float, log: str) -> Failure:
+    """Return the failure of a rank that left no record, by its exit code: a negative one is a signal."""
     if code == 0:
         text = "ended with code 0 before its work was done (os._exit, in the program or in a library)"
         return Failure.noticed(Kind.EXIT, text, rank.number, rank.host, when=when)
@@ -100,6 +103,7 @@ def _explain_signal(name: str, oom_kills_before: int | None, log: str) -> str:
             after = oom_kills()
             if oom_kills_before is None or after is None:
                 return "killed; cannot tell whether by the kernel's OOM killer"
+
             if after > oom_kills_before:
                 return f"out of host memory (cgroup oom_kill went from {oom_kills_before} to {after})"
 
@@ -129,6 +133,7 @@ def _explain_signal(name: str, oom_kills_before: int | None, log: str) -> str:
 
 def oom_kills() -> int | None:
     """Return how many processes of this cgroup the kernel has killed for lack of memory; None if that is not known."""
+    # In the order of the files, the first that has a count.
     counts = (re.search(r"\boom_kill (\d+)", records.read(path)) for path in _memory_files())
     return next((int(count[1]) for count in counts if count), None)
 

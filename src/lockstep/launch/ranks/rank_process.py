@@ -48,6 +48,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
     """Run `work(spec)` as a rank and exit. `lifeline` is a pipe that closes when the launcher dies."""
     threading.Thread(target=_die_when_abandoned, args=[lifeline], daemon=True, name="lockstep-lifeline").start()
 
+    # From here on the launcher can ask this rank where it is.
     rank = int(os.environ["RANK"])
     folder = Path(os.environ[ATTEMPT_FOLDER])
     stacks.register(folder / f"stacks-{rank}")
@@ -84,6 +85,7 @@ def _keep_sockets_in(folder: Path) -> None:
 
 
 def _die_when_abandoned(lifeline: int) -> None:
+    """Kill this rank when its launcher ends, or when another node has taken over the job. Runs in a thread."""
     # The pipe carries no data: it becomes readable when the launcher ends, whatever killed it. But the launcher may be
     # suspended, or cut off from the other nodes, so rank 0 on several machines checks whether another node took over.
     term_file = TermFile(Path(os.environ[TERM_FILE])) if TERM_FILE in os.environ else None

@@ -69,10 +69,12 @@ def first_failure(folder: Path) -> Failure | None:
 
 
 def _parse(path: Path) -> Failure:
+    """Read a failure record. Raises ValueError if it is not valid."""
     return records.parse(Failure, json.loads(records.read(path)))
 
 
 def _record_path(folder: Path, rank: int | str) -> Path:
+    """Return the path of a rank's failure record. The rank may be a pattern."""
     return folder / f"rank-{rank}.json"
 
 
@@ -89,6 +91,7 @@ def note_end(folder: Path, rank: int, exit_line: str = "") -> None:
 
 
 def end_note(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's note that it has ended as planned."""
     return folder / f"ended-{rank}"
 
 

@@ -144,6 +144,7 @@ class ForkServer:
     def _answer(self, request: dict[str, Any], fds: list[int]) -> None:
         """Fork the rank of a request, which gets its file descriptors, and report its process."""
         rank, folder = request["rank"], Path(request["env"][ATTEMPT_FOLDER])
+
         self._folders.add(folder)
         try:
             pid = self._fork(folder)
@@ -197,10 +198,12 @@ class ForkServer:
             self._report(RankChange(self._children.pop(pid), pid, os.waitstatus_to_exitcode(status)))
 
     def _report(self, change: RankChange) -> None:
+        """Send a report to the launcher, as one line."""
         self._control.sendall(json.dumps(asdict(change)).encode() + b"\n")
 
     def clean_up(self) -> None:
         """Kill the ranks and remove the folders of their attempts."""
+        # A rank is reaped only after its process group is killed: until then no other process gets its number.
         for pid in self._children:
             kill_process_group(pid)
             os.waitpid(pid, 0)
@@ -220,6 +223,7 @@ def _record_refusal(folder: Path, rank: int, error: OSError) -> None:
 
 
 def _next_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Read a request and the file descriptors that come with it. Raises ConnectionError if the launcher is gone."""
     # The files come with the first byte; the rest of the request is plain data.
     head, fds, _, _ = socket.recv_fds(control, LENGTH_BYTES, 1)
     head += _read_exactly(control, LENGTH_BYTES - len(head))
@@ -228,6 +232,7 @@ def _next_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _read_exactly(control: socket.socket, size: int) -> bytes:
+    """Read so many bytes. Raises ConnectionError if the launcher is gone."""
     data = b""
     while len(data) < size:
         received = control.recv(size - len(data))
@@ -256,6 +261,7 @@ def close_all(fds: Iterable[int]) -> None:
 
 
 def _become_rank(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
+    """Turn a forked copy of the zygote into a rank, and run it. `fds` holds the lifeline."""
     try:
         # A separate process group: a signal to it reaches the rank's worker processes and no other rank.
         os.setsid()
@@ -279,6 +285,7 @@ def _become_rank(request: dict[str, Any], fds: list[int], work: Work) -> NoRetur
 
         # Signals that were sent in the meantime are delivered now.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED_SIGNALS)
+
         rank_process.main(request["spec"], work, lifeline=fds[0])
     except BaseException:
         # Whatever it is: a rank must not return into `ForkServer.serve`.
@@ -288,6 +295,7 @@ def _become_rank(request: dict[str, Any], fds: list[int], work: Work) -> NoRetur
 
 
 def _write_to(log: str) -> None:
+    """Write this process's output to a log, after what is there."""
     fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(fd, 1)
     os.dup2(fd, 2)

@@ -60,7 +60,10 @@ class ZygoteClient:
     def fork(self, rank: int, env: Mapping[str, str], spec: dict[str, Any], log: Path | None, lifeline: int) -> None:
         """Ask for a rank. Its `lifeline` closes when the launcher dies."""
         request = json.dumps({"rank": rank, "env": dict(env), "spec": spec, "log": str(log) if log else None})
+
         self._unsent.append((request.encode(), [os.dup(lifeline)]))
+
+        # The limit for an answer begins with the first request that has none.
         if not self._unanswered:
             self._since = time.monotonic()
 
@@ -68,6 +71,7 @@ class ZygoteClient:
         self._send()
 
     def _send(self) -> None:
+        """Send the requests that wait, if the zygote can take them."""
         while self.ready and self.alive and self._unsent:
             request, fds = self._unsent.pop(0)
             try:

@@ -93,40 +93,48 @@ class Handshake:
             data = self.connection.recv(self.ANSWER - len(self._answer))
             ended = not data
         except BlockingIOError:
-            data, ended = b"", False
+            data, ended = b"", False  # nothing has arrived yet
         except OSError:
-            data, ended = b"", True
+            data, ended = b"", True  # the peer has reset the connection
 
         self._answer += data
         if len(self._answer) == self.ANSWER:
             return self._judge(secret)
+
         if ended:
             raise HandshakeFailed(HUNG_UP if self._answer else "")
 
         # Other bytes are refused at once, before they have the length of an answer.
         if not all(byte in b"0123456789abcdef " for byte in self._answer):
             raise HandshakeFailed(NOT_AN_ANSWER)
+
         if now - self.since > HANDSHAKE_S:
             raise HandshakeFailed(SILENT)
 
         return None
 
     def _judge(self, secret: Secret) -> LineSigner:
-        ours, space, proof = self._answer[:DIGITS], self._answer[DIGITS : DIGITS + 1], self._answer[DIGITS + 1 :]
+        """Return a signer if the complete answer proves that the peer knows the secret. Raises HandshakeFailed."""
+        ours = self._answer[:DIGITS]
+        space = self._answer[DIGITS : DIGITS + 1]
+        proof = self._answer[DIGITS + 1 :]
         if space != b" " or not is_line_of_digits(ours + b"\n") or not is_line_of_digits(proof):
             raise HandshakeFailed(NOT_AN_ANSWER)
 
+        # Both challenges are part of the proof, so that neither side can replay an old one.
         challenges = self.challenge + b"." + ours
         if not hmac.compare_digest(proof[:-1], sign(secret.key, NODE_SIDE, challenges)):
             # This line takes the place of a proof, so that a node with another secret does not try again.
             _send_now(self.connection, NO_PROOF)
             raise HandshakeFailed(WRONG_SECRET)
 
+        # The coordinator proves itself only to a peer that has done so.
         _send_now(self.connection, sign(secret.key, COORDINATOR_SIDE, challenges) + b"\n")
         return LineSigner(secret, challenges, COORDINATOR_SIDE, NODE_SIDE)
 
 
 def _send_now(connection: socket.socket, line: bytes) -> None:
+    """Send a line of the handshake without waiting."""
     # The buffer of a new socket has room for both lines. An error here shows when the answer is read.
     with suppress(OSError):
         connection.send(line)
@@ -157,9 +165,11 @@ class Acceptor:
 
     def sockets(self, now: float) -> list[socket.socket | Handshake]:
         """Return the sockets to wait for. During a pause, new connections must not end the wait."""
-        return [*([] if now < self._paused_until else [self._listener]), *self._pending]
+        listening = [] if now < self._paused_until else [self._listener]
+        return [*listening, *self._pending]
 
     def take_rejections(self) -> list[Rejection]:
+        """Return the first peer that was rejected for each reason, unless an earlier call has returned it."""
         rejections, self._rejections = self._rejections, []
         return rejections
 
@@ -184,6 +194,7 @@ class Acceptor:
         return admitted
 
     def _accept(self, now: float) -> None:
+        """Accept the connections that wait, a limited number in one turn: messages of nodes must not wait for them."""
         for _ in range(MOST_PER_TURN):
             try:
                 connection, address = self._listener.accept()
@@ -208,35 +219,44 @@ class Acceptor:
         """Reject the oldest peer of the address with the most connections. A node would have answered at once."""
         counts = Counter(handshake.address for handshake in self._pending)
         most = max(counts.values())
-        self._reject(next(handshake for handshake in self._pending if counts[handshake.address] == most), TOO_MANY)
+        oldest = next(handshake for handshake in self._pending if counts[handshake.address] == most)
+        self._reject(oldest, TOO_MANY)
 
     def _pause(self, now: float) -> None:
         """Reject all pending peers, and accept no connection for a moment."""
         self._paused_until = now + PAUSE_S
+
         self._note(FEW_DESCRIPTORS, self._pending[-1].address if self._pending else "")
         for handshake in list(self._pending):
             self._reject(handshake, FEW_DESCRIPTORS)
 
     def _reject(self, handshake: Handshake, reason: str) -> None:
+        """Close a connection, and note why. A peer that has sent nothing has no reason."""
         self._pending.remove(handshake)
         handshake.connection.close()
+
         if reason:
             self._note(reason, handshake.address)
 
     def _note(self, reason: str, address: str) -> None:
+        """Count a rejection. The first of each kind is reported."""
         if reason not in self.rejected:
             self._rejections.append(Rejection(reason, address))
+
         self.rejected[reason] += 1
 
     def close(self) -> None:
+        """Close the listening socket and all connections whose handshake is not over."""
         self._listener.close()
         for handshake in self._pending:
             handshake.connection.close()
+
         self._pending.clear()
 
 
 def allow_files(needed: int) -> None:
     """Let this process open that many files, as far as the system allows it to raise its own limit."""
+    # The system's own limit stays as it is.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)

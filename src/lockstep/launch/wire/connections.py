@@ -61,6 +61,8 @@ class Connection:
 
     def __init__(self, connection: socket.socket, now: float, signer: LineSigner):
         connection.setblocking(False)
+
+        # Messages are short, and must not wait for more bytes.
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._signer = signer
@@ -97,6 +99,7 @@ class Connection:
         return bool(self._unsent)
 
     def _flush(self) -> None:
+        """Send what the socket takes now. An error is reported by `receive`, after the messages that came before it."""
         try:
             while self._unsent:
                 sent = self._socket.send(self._unsent)
@@ -133,10 +136,12 @@ class Connection:
         return messages
 
     def close(self) -> None:
+        """Close the socket. What was not sent is lost."""
         self._socket.close()
 
 
 def _broken(error: OSError) -> ConnectionLost:
+    """Return the loss of a connection, with the system's words for it."""
     return ConnectionLost(f"the connection broke ({error.strerror})")
 
 
@@ -158,11 +163,14 @@ class Hub:
         self._last = COORDINATOR
 
     def sockets(self, now: float) -> list[Any]:
-        return [*(self._acceptor.sockets(now) if self._acceptor else []), self._ready]
+        """Return what to wait for: new connections and handshakes, and all connections as one."""
+        accepting = self._acceptor.sockets(now) if self._acceptor else []
+        return [*accepting, self._ready]
 
     def poll(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
         """Accept nodes that know the secret and return what has arrived from all of them."""
-        for connection, signer in self._acceptor.poll(now) if self._acceptor else []:
+        admitted = self._acceptor.poll(now) if self._acceptor else []
+        for connection, signer in admitted:
             self._last += 1
             self._connections[self._last] = Connection(connection, now, signer)
             self._numbers[connection.fileno()] = self._last
@@ -179,12 +187,15 @@ class Hub:
         return dict(self._acceptor.rejected) if self._acceptor else {}
 
     def _read_all(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
+        """Return the messages of all nodes, and the losses. Connections that are lost are dropped."""
         received: list[tuple[int, Message | ConnectionLost]] = []
 
         for number in self._to_read(now):
             connection = self._connections[number]
             try:
                 received += [(number, message) for message in connection.receive(now)]
+
+                # `receive` has tried to send the rest, too.
                 if not connection.blocked:
                     self._blocked.discard(number)
             except ConnectionLost as lost:
@@ -207,7 +218,7 @@ class Hub:
 
     def send_to_all(self, numbers: Iterable[int], message: Message) -> None:
         """Send a message. A node that cannot be reached is reported by a later poll."""
-        line = encode(message)
+        line = encode(message)  # once, for all nodes
 
         for number in numbers:
             if number in self._connections:
@@ -216,6 +227,7 @@ class Hub:
                     self._blocked.add(number)
 
     def drop(self, number: int) -> None:
+        """Close the connection to a node, if there is one."""
         if number in self._connections:
             connection = self._connections.pop(number)
             self._ready.remove(connection)
@@ -230,7 +242,11 @@ class Hub:
 
         # The messages that still arrive are read, and dropped.
         deadline = time.monotonic() + DRAIN_S
-        while self._connections and (left := deadline - time.monotonic()) > 0:
+        while self._connections:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+
             wait_readable([self._ready], left)
             self._read_all(time.monotonic())
 
@@ -294,6 +310,7 @@ def listen_at(host: str, port: int) -> socket.socket:
 
 
 def _listener(where: Any, family: int, dualstack_ipv6: bool = False) -> socket.socket:
+    """Return a listening socket that never blocks. Raises OSError."""
     listener = socket.create_server(where, family=family, backlog=BACKLOG, dualstack_ipv6=dualstack_ipv6)
     listener.setblocking(False)
 
@@ -317,7 +334,8 @@ def reach(address: str, source: str | None, secret: Secret) -> Connection:
     """
     host, port = parse_address(address)
     try:
-        connection = socket.create_connection((as_others_reach_it(host), port), 2.0, (source, 0) if source else None)
+        local = (source, 0) if source else None
+        connection = socket.create_connection((as_others_reach_it(host), port), 2.0, local)
         return _authenticated(connection, secret)
     except OSError as error:
         raise NoAnswer(error.strerror or str(error)) from None
@@ -332,6 +350,7 @@ def reach(address: str, source: str | None, secret: Secret) -> Connection:
 
 
 def _authenticated(connection: socket.socket, secret: Secret) -> Connection:
+    """Return a connection whose two sides have proven that they know the secret; close the socket otherwise."""
     try:
         return Connection(connection, time.monotonic(), authenticate(connection, secret))
     except BaseException:  # Ctrl-C as well: the socket must not stay open

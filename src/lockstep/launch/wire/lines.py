@@ -53,6 +53,7 @@ class ReadySockets:
         return [descriptor for descriptor, _ in self._epoll.poll(0, max(self._count, 1))]
 
     def close(self) -> None:
+        """Stop watching all sockets. They stay open."""
         self._epoll.close()
 
 
@@ -75,6 +76,8 @@ class LineReader:
         """Return the lines that have arrived, without newlines. Raises ValueError for a line that is too long."""
         # The socket may be a blocking one, because of what is sent on it.
         descriptor = self._file if isinstance(self._file, int) else self._file.fileno()
+
+        # Everything that has arrived is read, up to the limit: a peer that sends without end must not keep us here.
         while not self.ended and len(self._unread) <= self._longest and wait_readable([descriptor], 0.0):
             try:
                 data = os.read(descriptor, 65536)
@@ -84,6 +87,7 @@ class LineReader:
             self._unread += data
             self.ended = not data
 
+        # The last part has no newline yet.
         *lines, self._unread = self._unread.split(b"\n")
         if len(self._unread) > self._longest:
             raise ValueError("it sent a line that is too long")

@@ -24,6 +24,7 @@ class Message:
     """Base of all messages: a frozen dataclass whose fields `records.parse` can check."""
 
     def __init_subclass__(cls) -> None:
+        """Register the message under its name, by which `decode` finds it."""
         _KINDS[cls.__name__] = cls
 
 
@@ -103,6 +104,7 @@ class Stacks(AttemptMessage):
     @staticmethod
     def of(attempt: int, stacks: dict[int, str], collectives: dict[int, list]) -> Stacks:
         """Make the message from the stack of each rank, and from the entries of each rank that has answered."""
+        # As text: lists cannot be keys.
         entries = {rank: json.dumps(entries) for rank, entries in collectives.items()}
         return Stacks(
             attempt,
@@ -122,6 +124,7 @@ class Stacks(AttemptMessage):
 
 
 def _by_value(texts: dict[int, str]) -> dict[str, list[int]]:
+    """Return the ranks that have each text."""
     found: dict[str, list[int]] = {}
     for rank, text in texts.items():
         found.setdefault(text, []).append(rank)
@@ -184,6 +187,8 @@ class CoordinatorState(Message):
 def ranges(numbers: Iterable[int]) -> list[list[int]]:
     """Return sorted numbers as ranges, so that the state of a thousand nodes is no longer than that of two."""
     found: list[list[int]] = []
+
+    # [first, last] of each range so far. A number either extends the last one or begins another.
     for number in numbers:
         if found and number == found[-1][1] + 1:
             found[-1][1] = number
@@ -286,10 +291,16 @@ def difference(theirs: Hello, ours: dict[str, Any]) -> str | None:
 def different_program(theirs: Hello, ours: dict[str, Any]) -> str | None:
     """Return which versions and which files of two nodes differ, or None if they agree."""
     programs = theirs.identity.get(PROGRAM), ours.get(PROGRAM)
-    return _different_values(*(program if isinstance(program, dict) else {} for program in programs))
+    valid = [program if isinstance(program, dict) else {} for program in programs]
+    return _different_values(*valid)
 
 
 def _different_values(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
-    pairs = [(key, theirs.get(key), ours.get(key)) for key in sorted(theirs.keys() | ours.keys())]
-    parts = [f"{key}: {they!r} here, {we!r} on the coordinating node" for key, they, we in pairs if they != we]
+    """Return all keys whose values differ, with both values, as text; None if there are none."""
+    parts = []
+    for key in sorted(theirs.keys() | ours.keys()):
+        they, we = theirs.get(key), ours.get(key)
+        if they != we:
+            parts.append(f"{key}: {they!r} here, {we!r} on the coordinating node")
+
     return "; ".join(parts) or None

@@ -25,10 +25,12 @@ SHORTEST = 16
 
 def find_secret(path: Path) -> Secret:
     """Return the job's secret: from the environment, or from the file `path`, which the first node makes."""
-    if text := os.environ.get(SECRET):
+    text = os.environ.get(SECRET)
+    if text:
         return _checked(text, f"the environment variable {SECRET}")
 
-    if named := os.environ.get(SECRET_FILE):
+    named = os.environ.get(SECRET_FILE)
+    if named:
         return _read_secret(Path(named))
 
     try:
@@ -54,6 +56,7 @@ def _make_secret(path: Path) -> None:
     with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(f"{secrets.token_hex(32)}\n")
 
+    # Another node may have been faster: then its secret is read.
     try:
         with suppress(FileExistsError):
             os.link(draft, path)
@@ -62,6 +65,7 @@ def _make_secret(path: Path) -> None:
 
 
 def _read_secret(path: Path) -> Secret:
+    """Read the secret from a file that only this user can read. Raises a UserError for any other file."""
     # O_NONBLOCK: opening a pipe must not wait for a writer.
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -73,6 +77,7 @@ def _read_secret(path: Path) -> Secret:
             f"set {SECRET_FILE} to a file that you may read, or remove {path}",
         ) from None
 
+    # The open file is examined, not its path, which another user might exchange in between.
     with os.fdopen(fd, "rb") as file:
         status = os.fstat(fd)
         private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
@@ -87,6 +92,7 @@ def _read_secret(path: Path) -> Secret:
 
 
 def _checked(text: str, source: str) -> Secret:
+    """Return a secret, or raise if it is so short that it could be guessed. `source` says where it comes from."""
     text = text.strip()
     if len(text) < SHORTEST:
         raise UserError(

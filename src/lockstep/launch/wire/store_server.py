@@ -69,6 +69,7 @@ class Client:
         return [json.loads(self._signer.check(line)) for line in lines]
 
     def answer(self, answer: dict[str, Any]) -> None:
+        """Send an answer. Raises OSError if the rank does not take it in time."""
         self.connection.sendall(self._signer.sign(json.dumps(answer).encode()) + b"\n")
 
 
@@ -92,9 +93,11 @@ class StoreServer:
         allow_files(OTHER_FILES + 3 * PER_RANK * ranks)
 
     def sockets(self, now: float) -> list[Any]:
+        """Return what to wait for: new connections and handshakes, and all ranks as one."""
         return [*self._acceptor.sockets(now), self._ready]
 
     def take_rejections(self) -> list[Rejection]:
+        """Return the first peer that was rejected for each reason, unless an earlier call has returned it."""
         rejections, self._forged = [*self._acceptor.take_rejections(), *self._forged], []
         return rejections
 
@@ -107,22 +110,26 @@ class StoreServer:
             except OSError:
                 connection.close()  # the rank was killed just after its handshake
 
+        # Requests of a rank are served in their order. What a rank waits for is checked at the end of the turn.
         for descriptor in self._ready.descriptors():
             client = self._clients[descriptor]
             try:
                 for request in client.requests():
                     self._serve(client, request, now)
+            # The rank is gone.
             except OSError:
                 self._drop(client)
             except (ValueError, KeyError, TypeError):
                 self._drop(client)
                 self._note_forged(client)
 
+        # Deadlines are looked at now and then: ranks wait for seconds.
         if now >= self._next_look:
             self._next_look = now + LOOK_S
             late = [client for client in self._clients.values() if client.waiting and now >= client.waiting.deadline]
             self._to_check.update(dict.fromkeys(late))
 
+        # Waits that may be over: their key was set, or their deadline has come.
         to_check, self._to_check = self._to_check, {}
         for client in to_check:
             try:
@@ -131,6 +138,7 @@ class StoreServer:
                 self._drop(client)
 
     def _serve(self, client: Client, request: dict[str, Any], now: float) -> None:
+        """Answer a request now, or begin to wait for its keys."""
         what = request["what"]
         if what in ("wait", "get"):
             # Answered at the end of this poll, at the earliest.
@@ -139,7 +147,9 @@ class StoreServer:
         else:
             try:
                 answer = {"answer": self._carry_out(what, request)}
-                self._to_check.update(dict.fromkeys(self._waiting.pop(request.get("key", ""), ())))
+                # The key may be the one that other ranks wait for.
+                woken = self._waiting.pop(request.get("key", ""), ())
+                self._to_check.update(dict.fromkeys(woken))
             except (ValueError, KeyError, TypeError) as error:
                 # The signature is right, so this is a mistake of the rank, which gets to know it.
                 answer = {"refused": f"{what} of {request.get('key')!r}: {error}"}
@@ -147,6 +157,7 @@ class StoreServer:
             client.answer(answer)
 
     def _carry_out(self, what: str, request: dict[str, Any]) -> Any:
+        """Carry out a request that can be answered at once, and return the answer. Values travel in base64."""
         values = self._values
         match what:
             case "set":
@@ -181,9 +192,11 @@ class StoreServer:
         """Do as torch's stores do: a missing key equals an empty value; if it differs, `expected` is returned."""
         if self._values.get(key, b"") == expected:
             self._values[key] = b64decode(desired)
+
         return self._values.get(key, expected)
 
     def _end_wait(self, client: Client, now: float) -> None:
+        """Answer a client that waits, if its keys are there or its time is up."""
         waiting = client.waiting
         if waiting is None:
             return
@@ -203,6 +216,7 @@ class StoreServer:
             self._waiting.setdefault(missing, set()).add(client)
 
     def _drop(self, client: Client) -> None:
+        """Close the connection of a rank."""
         # A client may be dropped twice in a turn: it was checked although its request was not valid.
         if self._clients.pop(client.fileno(), None) is not None:
             self._ready.remove(client)
@@ -210,14 +224,18 @@ class StoreServer:
             client.connection.close()
 
     def _note_forged(self, client: Client) -> None:
+        """Report the first invalid request. Later ones are most likely of the same peer."""
         if not self._forged_noted:
             self._forged.append(Rejection(FORGED, client.address))
+
         self._forged_noted = True
 
     def close(self) -> None:
+        """Close all connections, and forget the clients."""
         self._acceptor.close()
         for client in self._clients.values():
             client.connection.close()
+
         self._clients.clear()
         self._ready.close()
 

@@ -97,6 +97,7 @@ class NotebookDisplay(Display):
         lines = ["  ".join(title_parts(self.start_event)), *self._lines]
         if self.last:
             lines.append(step_line(self))
+
         if self._curves["loss"]:
             lines.append(f"loss  {sparkline([y for _, y in self._curves['loss']])}")
 

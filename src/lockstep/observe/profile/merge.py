@@ -62,6 +62,7 @@ def mean_kinds(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
     found = {}
     for kind in KINDS:
         found[kind] = sum(rank["kinds"].get(kind, 0.0) / max(1, rank["steps"]) for rank in ranks) / len(ranks)
+
     return found
 
 

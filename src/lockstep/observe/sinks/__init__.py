@@ -56,6 +56,7 @@ def check_sinks(names: Iterable[str]) -> None:
     for name in names:
         if name not in SINKS:
             raise unknown_name("log.sinks", name, SINKS)
+
         if name in PACKAGES and importlib.util.find_spec(name) is None:
             raise UserError(
                 f"log.sinks=[{name}] needs the package {name}, which is not installed",
@@ -107,4 +108,5 @@ class SinkList:
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
+
         self._sinks = []

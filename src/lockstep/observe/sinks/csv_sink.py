@@ -42,6 +42,7 @@ class CsvSink:
     def _rows(self) -> list[list[str]]:
         if not self.path.exists():
             return []
+
         with self.path.open(newline="", encoding="utf-8") as file:
             return list(csv.reader(file))
 

@@ -20,4 +20,5 @@ def run_id(run_dir: Path) -> str:
     path = run_dir / ".sink-id"
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:16])
+
     return path.read_text()
