@@ -251,6 +251,9 @@ def test_an_address_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.Mon
     assert folder == draft
     assert synced[1][2] == []
 
+    # So are the contents of an object on this machine.
+    assert (objects(tmp_path)[0].name, "abc") in [(name, text) for name, text, _ in synced]
+
 
 def test_an_object_that_cannot_be_read_is_not_called_damaged(
     real_store: ObjectStorage, monkeypatch: pytest.MonkeyPatch
@@ -291,6 +294,7 @@ def test_a_run_is_preempted_and_resumes_from_objects(tmp_path: Path) -> None:
         ("bucket/folder", "is not the address of an object store"),
         ("s3://", "is not the address of an object store"),
         ("simplecache::s3://bucket", "is not the address of an object store"),
+        ("file://bucket", "is not the full path of a folder"),
         ("nowhere://bucket", "there is no kind of store nowhere://"),
         ("s3://bucket", "needs a package that is not installed(.|\n)*s3fs(.|\n)*lockstep-train\\[s3]"),
     ],

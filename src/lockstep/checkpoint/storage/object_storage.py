@@ -123,6 +123,11 @@ def check_url(url: str) -> None:
     if not rest or not _VALID.fullmatch(f"{url}/run/step-00000000/rank-00000-{'0' * 16}{_LARGE}"):
         raise UserError(f"checkpoint.storage={url} is not the address of an object store", "", example)
 
+    # The run may be resumed in another working folder.
+    if kind in ("file", "local") and not rest.startswith("/"):
+        fix = f"set checkpoint.storage={kind}:///FOLDER, which begins at the root"
+        raise UserError(f"checkpoint.storage={url} is not the full path of a folder", "", fix)
+
     import fsspec
 
     try:
@@ -170,6 +175,12 @@ def _create_object(address: str) -> Iterator[Any]:
     # Closing completes the object, even after an error: then it is deleted with its folder.
     try:
         yield file
+
+        # Only a file of this machine (file://) has a number, and needs this.
+        with suppress(AttributeError, io.UnsupportedOperation):
+            number = file.fileno()
+            file.flush()
+            os.fsync(number)
     finally:
         with _as_os_error(address):
             file.close()
