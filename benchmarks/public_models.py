@@ -29,7 +29,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.util import find_spec
@@ -49,6 +48,7 @@ from lockstep.config import resolve_for
 from lockstep.data.packing import packed_batch
 from lockstep.hf import CausalLM, packed_inputs
 from lockstep.observe.sinks import read_jsonl
+from lockstep.parallel.compiled.deadline import deadline
 from lockstep.precision import choose_precision
 from lockstep.runtime import context
 from lockstep.runtime.context import Runtime
@@ -334,22 +334,6 @@ def empty_cache(folder: str) -> Any:
     return fresh_cache(dir=folder, delete=False)
 
 
-@contextmanager
-def at_most(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError if the block takes longer: torch.compile may take hours."""
-
-    def end(*_: Any) -> None:
-        raise TimeoutError(f"not done after {seconds} s")
-
-    before = signal.signal(signal.SIGALRM, end)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def seconds_of(loop: Iterator[Any], steps: int) -> list[float]:
     """Take as many turns as `steps` need, and return when each of them ended."""
     ends = [0.0]
@@ -386,7 +370,8 @@ def measure_model(name: str, runtime: Runtime, folder: str, given: argparse.Name
         report(name, f"lockstep, steps={steps}", ours[steps])
 
     # A compiled loop on a CPU would only test the C++ compiler.
-    with empty_cache(folder), at_most(MOST_S):
+    # torch.compile may take hours.
+    with empty_cache(folder), deadline(MOST_S, lambda _: None):
         plain = by_hand(task, runtime.device, compiled=not given.tiny)
         plain_ends = seconds_of(plain, first)
     report(name, "by hand", plain_ends)

@@ -18,12 +18,14 @@ from torch._dynamo.utils import counters
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.bench.ranks.turns import by_lockstep
 from lockstep.config import resolve
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import open_run
 from lockstep.parallel import apply
-from lockstep.parallel.compiled import decision, history, targets
+from lockstep.parallel.compiled import compilation, decision, history, targets
+from lockstep.parallel.compiled.deadline import deadline
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -403,3 +405,59 @@ def test_a_function_before_the_model(tmp_path: Any) -> None:
         pytest.raises(lockstep.UserError, match="needs the one model that the function calls"),
     ):
         run.compile(lambda model, x: model(x))
+
+
+def limits(world: World, store: Any, folder: str) -> list[float]:
+    """Return how many seconds a rank was given for a compilation that does not end."""
+    given: list[float] = []
+
+    def noted(limit_s: float, progress: Any) -> Any:
+        given.append(limit_s)
+        return deadline(limit_s, progress)
+
+    with patch.object(compilation, "deadline", noted):
+        trained(world, store, folder, backend=endless, **{"hang.first": 4})
+    return given
+
+
+def test_ranks_that_wait_for_the_first_one_do_not_take_as_long_again(pool: Any, tmp_path: Any) -> None:
+    first, second = pool.run(limits, str(tmp_path / "run"), world=2)
+    assert first == [pytest.approx(3.2, abs=0.1)]
+    assert second == [1.0]
+
+
+class Noticing(Words):
+    """Notes in every loss whether cuDNN attention is on."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        self.seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return super().loss(model, batch)
+
+
+def test_runs_that_take_turns_leave_the_choice_of_kernels_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each watches its own first steps without cuDNN, whatever the other one has found out."""
+    monkeypatch.setattr(apply, "wants_compile", lambda *_: True)
+    monkeypatch.setattr(history, "history_path", lambda: tmp_path / "compile.json")
+    assert torch.backends.cuda.cudnn_sdp_enabled()
+    tag = torch.compiler.config.cache_key_tag
+    values = {**QUIET, "compile": "auto", "steps": 20, "global_batch": 4, "device": "cpu", "threads": 1}
+    values["checks.loss"] = "off"
+    settings = [resolve([("test", {**values, "run_dir": str(tmp_path / name)})]) for name in ("a", "b")]
+    tasks = [Noticing(), Noticing()]
+    with context.start(World(), settings[0].config) as runtime:
+        loops = [by_lockstep(task, given, runtime, 1) for task, given in zip(tasks, settings, strict=True)]
+        for _ in range(8):
+            for steps in loops:
+                next(steps)
+                assert torch.backends.cuda.cudnn_sdp_enabled()
+                assert torch.compiler.config.cache_key_tag == tag
+        for steps in loops:
+            steps.close()
+
+    # Two steps are not timed, three are. Then it is known that all batches have one size.
+    assert tasks[0].seen == tasks[1].seen == [False] * 5 + [True] * 3

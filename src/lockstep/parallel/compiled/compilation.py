@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,6 +24,7 @@ from lockstep.parallel.compiled.targets import Target, compiling
 from lockstep.parallel.cudagraph.checks import first_line
 from lockstep.parallel.driver import Driver
 
+LEAST_S = 1.0  # that a rank is given to compile, so that all of them try the same
 FIRST_RANK = timedelta(seconds=120)  # the other ranks of a machine wait at most so long for the first one's code
 
 
@@ -50,15 +52,17 @@ class Compilation:
         limit_s: compiling is given up after so long
         """
         runtime = self.driver.runtime
+        began = time.monotonic()
 
-        # The first rank of each machine compiles before the others, which find its code on disk.
+        # The first rank of each machine compiles before the others, which find its code on disk. Their wait counts: if
+        # it was given up there, it is hardly tried here.
         first = runtime.world.local_rank == 0
         if not first:
             self._wait("compiled first", FIRST_RANK)
 
         runtime.heartbeat.beat("compile")
         with StateSnapshot(self.driver.model, self._generator()) as snapshot, self.driver.no_exchange():
-            problem = self._try(name, snapshot, limit_s)
+            problem = self._try(name, snapshot, max(LEAST_S, limit_s - (time.monotonic() - began)))
 
         # Post without waiting: the other ranks of this machine may now look for this rank's code.
         if first:

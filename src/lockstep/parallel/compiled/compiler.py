@@ -87,10 +87,10 @@ class Compiler:
         self._timer: StepTimer | None = StepTimer(*STEPS) if judged else None
         self._candidates = Candidates()
         self._length = RunLength()
-        # Not cuDNN, until it is known that sizes do not vary: it would make a plan for each new size.
+        # Steps run without cuDNN attention until it is known that sizes do not vary: it would make a plan for each new
+        # size. The setting belongs to the process, so it is restored after each step: runs may take turns.
+        self._avoids_plans = judged
         self._settings = ExitStack()
-        if judged:
-            self._settings.enter_context(without_cudnn())
 
         CallChain.of(driver.model).install("compile", ModelCall(self))
 
@@ -170,11 +170,15 @@ class Compiler:
     def begin_step(self, steps_left: int) -> None:
         """Start the clock of a step."""
         self._length.steps_left = steps_left
+        if self._avoids_plans:
+            self._settings.close()
+            self._settings.enter_context(without_cudnn())
         if self._timer:
             self._timer.begin_step()
 
     def end_step(self) -> None:
         """End a step: all ranks come here together. They decide or measure, if it is time."""
+        self._settings.close()
         self._length.steps_done += 1
         if self.code:
             # This may take the code away again, and start another try.
@@ -193,14 +197,12 @@ class Compiler:
 
     def _decide(self, step_s: float) -> None:
         """Decide what to compile. Collective."""
+        self._watch.agree(self.driver.runtime.collectives)
+        self._avoids_plans = bool(self._watch.varying) or self._watch.sizes.irregular
+
         # torch cannot go through a compiled graph twice.
         if any(self.driver.runtime.collectives.gather_json(self.driver.keeps_graphs)):
             return self._stay_eager("the loss computes a gradient through the model and keeps its graph")
-
-        self._watch.agree(self.driver.runtime.collectives)
-        # Every batch has the same sizes, so cuDNN makes only one plan, and attention may use it again.
-        if not self._watch.varying and not self._watch.sizes.irregular:
-            self._settings.close()
 
         self._judge.eager_s = step_s
         decision = self._judge.decide(self._length.steps_left, 0.0, self.function, self._watch)

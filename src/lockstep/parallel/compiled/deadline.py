@@ -3,11 +3,15 @@
 torch.compile has no limit of its own. Here a thread raises an exception in the thread that compiles, which is another
 one than ours if autograd runs the backward. It arrives when that thread next runs Python: a compiler that waits for a
 process of its own is given up when that ends.
+
+An exception may not arrive just anywhere: some of torch's C++ calls Python where it cannot pass an exception on, and
+then the process aborts. So it is raised only when the thread is seen at a place where it continues in Python itself.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dis
 import sys
 import threading
 import time
@@ -19,7 +23,13 @@ from types import FrameType
 PARTS_OF_TORCH = ("/torch/_dynamo/", "/torch/_functorch/")
 PROGRESS_S = 5.0  # seconds between two calls of `progress`
 AGAIN_S = 3.0  # raise once more if it still compiles after so long: Python drops what is raised in some callbacks
-SOON_S = 0.1  # look again after so long, if no thread can be interrupted now
+SOON_S = 0.02  # look again after so long, if no thread can be interrupted now
+
+# Where Python lets other threads run, and looks for exceptions at once when it runs again.
+PAUSES = {dis.opmap[name] for name in ("RESUME", "JUMP_BACKWARD")}
+# Not in code that C++ or the garbage collector calls, nor where a `with` block begins or ends.
+UNSAFE_FILES = ("/torch/_library/", "/torch/fx/experimental/sym_node.py", "/weakref.py", "/contextlib.py")
+UNSAFE_NAMES = {"<lambda>", "__del__", "__enter__", "__exit__", "__torch_dispatch__", "__torch_function__"}
 
 
 class TookTooLong(Exception):
@@ -73,15 +83,18 @@ class _Watch(threading.Thread):
                 next_s = passed_s + (AGAIN_S if self._interrupt() else SOON_S)
 
     def _interrupt(self) -> bool:
-        """Raise in the threads that compile. Return whether there are any."""
+        """Raise in the threads that compile. Return whether there are any that can be interrupted now."""
         with self._lock:
-            # `stop` may have been called since this thread looked last.
-            threads = [] if self._stopped.is_set() else compiling_threads(self._caller)
-            for ident in threads:
+            raised = False
+            for ident in [] if self._stopped.is_set() else compiling_threads(self._caller):
+                # Looked at again, and nothing between the look and the exception: the thread stays where it is as long
+                # as this one runs.
                 self._interrupted.add(ident)
-                _raise_in(ident, _Interrupt)
+                if _is_safe(sys._current_frames().get(ident)):
+                    _raise_in(ident, _Interrupt)
+                    raised = True
 
-        return bool(threads)
+        return raised
 
     def stop(self) -> None:
         """End the thread, and take back the interrupts that have not arrived yet."""
@@ -104,14 +117,32 @@ def compiling_threads(caller: int) -> list[int]:
 
 def _is_compiling(frame: FrameType | None) -> bool:
     """Return whether the stack of a thread, given by its innermost frame, is inside torch's compiler."""
-    files = []
+    compiles = False
     while frame is not None:
-        files.append(frame.f_code.co_filename)
+        file, name = frame.f_code.co_filename, frame.f_code.co_name
+
+        # A module whose import is interrupted would stay incomplete. While a thread starts another one, Python may take
+        # the new one for it.
+        if file.startswith("<frozen importlib") or (name == "start" and file.endswith("/threading.py")):
+            return False
+
+        compiles |= any(part in file for part in PARTS_OF_TORCH)
         frame = frame.f_back
 
-    # A module whose import is interrupted would stay incomplete.
-    importing = any(file.startswith("<frozen importlib") for file in files)
-    return not importing and any(part in file for part in PARTS_OF_TORCH for file in files)
+    return compiles
+
+
+def _is_safe(frame: FrameType | None) -> bool:
+    """Return whether an exception that is raised in a thread now arrives in this frame, and harms nothing there."""
+    if frame is None or frame.f_code.co_name in UNSAFE_NAMES:
+        return False
+
+    file = frame.f_code.co_filename
+    if any(part in file for part in UNSAFE_FILES):
+        return False
+
+    # Code of torch may be inside C++, which may call other Python before it returns. Other code sleeps, waits or reads.
+    return "/torch/" not in file or frame.f_code.co_code[frame.f_lasti] in PAUSES
 
 
 def _raise_in(ident: int, error: type[BaseException] | None) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 Function = Callable[..., Any]  # (model, *args), such as a task's loss
 
@@ -74,7 +75,7 @@ def changed_objects() -> list[str]:
 VIEWS = {
     *("getitem", "getattr", "view", "reshape", "detach", "transpose", "t", "permute", "squeeze", "unsqueeze", "narrow"),
     *("select", "chunk", "split", "unbind", "expand", "flatten", "unflatten", "view_as", "expand_as", "movedim"),
-    *("swapaxes", "diagonal", "alias", "real", "data", "T", "mT"),
+    *("swapaxes", "diagonal", "alias", "real", "data", "_get_data_attr", "T", "mT"),
 }
 
 # What changes its first argument, besides functions whose names end in an underscore, and names that only look so.
@@ -93,30 +94,44 @@ IN_PLACE = {
     "ixor",
 }
 NOT_IN_PLACE = {"and_", "or_", "not_", "is_"}
+# What changes its second and third argument, running statistics, if the sixth says so; its name, and its default.
+NORMS = {F.batch_norm: ("training", False), F.instance_norm: ("use_input_stats", True)}
 
 
 def changed_inputs(graph: torch.fx.GraphModule, arguments: tuple[str, ...]) -> list[str]:
     """Return the tensors that a graph changes in place, besides those that it gets in `arguments`."""
     changed = set()
     for node in graph.graph.nodes:
-        if node.op not in ("call_function", "call_method") or not _is_in_place(node):
-            continue
+        # torch has run the graph on tensors without values, and counts the changes of each, also through views.
+        if node.op == "placeholder" and getattr(node.meta.get("example_value"), "_version", 0):
+            changed.add(_source(node))
 
-        # What is changed is `out`, or else the first argument.
-        first = node.args[0] if node.args else None
-        for argument in (node.kwargs.get("out"), first):
+        # It does not count those of some operations.
+        for argument in _changed_arguments(node):
             # Follow views back to the input of the graph that they look into, if they come from one.
             while isinstance(argument, torch.fx.Node) and argument.op != "placeholder":
                 argument = argument.args[0] if _operation(argument) in VIEWS and argument.args else None
 
             if isinstance(argument, torch.fx.Node):
-                # `batch` of `batch[0].mask`
-                name = _source(argument)
-                root = name.split(".")[0].split("[")[0]
-                if root not in arguments:
-                    changed.add(name)
+                changed.add(_source(argument))
 
-    return sorted(changed)
+    return sorted(name for name in changed if name.split(".")[0].split("[")[0] not in arguments)
+
+
+def _changed_arguments(node: torch.fx.Node) -> list[Any]:
+    """Return the arguments that an operation changes."""
+    if node.op not in ("call_function", "call_method"):
+        return []
+    if node.target in NORMS:
+        name, default = NORMS[node.target]
+        updates = node.args[5] if len(node.args) > 5 else node.kwargs.get(name, default)
+        return [*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")] if updates else []
+    if not _is_in_place(node):
+        return []
+
+    # Operations on lists (`torch._foreach_mul_`) change every element.
+    first = node.args[0] if node.args else None
+    return [node.kwargs.get("out"), *(first if isinstance(first, list | tuple) else [first])]
 
 
 def _is_in_place(node: torch.fx.Node) -> bool:

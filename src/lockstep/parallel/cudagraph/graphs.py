@@ -96,6 +96,7 @@ class GraphedCall(Link):
             return self.inner(*args, **kwargs)
 
         # Capture after the warm-up and compare in the call after that.
+        variant.all_calls += 1
         if not variant.ready:
             variant.calls += 1
             if variant.capture is not None:

@@ -50,6 +50,7 @@ class Variant:
     name: str  # for the log
     training: bool  # called with gradients; graph=true requires that such a variant is captured
     calls: int = 0
+    all_calls: int = 0  # replays, too
     forwards: list[Timing] = field(default_factory=list)
     backwards: list[Timing] = field(default_factory=list)
     patterns: list[Pattern] = field(default_factory=list)  # the patterns of its backwards so far, without duplicates
@@ -67,7 +68,7 @@ class Variant:
         steps: those in which it was called so far
         capture_s: seconds that another capture took; None: not known yet
         """
-        calls_to_come = self.calls * steps_left / max(1, steps)
+        calls_to_come = self.all_calls * steps_left / max(1, steps)
         call_s = sum(min(t.host_s for t in timings) for timings in (self.forwards, self.backwards) if timings)
         return calls_to_come * SAVED * call_s > (capture_s or CAPTURE_CALLS * call_s)
 

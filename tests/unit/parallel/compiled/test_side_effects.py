@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from lockstep.parallel.compiled.side_effects import changed_inputs
@@ -16,6 +17,14 @@ from lockstep.parallel.compiled.side_effects import changed_inputs
     [
         (lambda task, model, batch: task.center.mul_(0.9), ["self.center"]),
         (lambda task, model, batch: task.center[0].copy_(batch.sum()), ["self.center"]),
+        # What returns its argument, if nothing is to be done.
+        (lambda task, model, batch: task.center.to(batch.device).mul_(0.9), ["self.center"]),
+        (lambda task, model, batch: task.center.float().contiguous().mul_(0.9), ["self.center"]),
+        (lambda task, model, batch: task.center.data.mul_(0.9), ["self.center"]),
+        (lambda task, model, batch: torch._foreach_mul_([task.center], 0.9), ["self.center"]),
+        (lambda task, model, batch: F.batch_norm(batch, task.center, batch[0], training=True), ["self.center"]),
+        (lambda task, model, batch: F.batch_norm(batch, task.center, batch[0]), []),
+        (lambda task, model, batch: batch.float().add_(1), []),
         (lambda task, model, batch: batch.add_(1), []),
         (lambda task, model, batch: model.mean.add_(1), []),
         (lambda task, model, batch: (batch * 2).add_(1), []),
@@ -27,7 +36,7 @@ def test_tensors_that_a_graph_changes(change: Any, named: list[str]) -> None:
 
     class Task:
         def __init__(self) -> None:
-            self.center = torch.zeros(2)
+            self.center = torch.ones(2).mul_(2)  # changed before: only what the graph does counts
 
         def loss(self, model: Any, batch: torch.Tensor) -> torch.Tensor:
             change(self, model, batch)
@@ -39,5 +48,6 @@ def test_tensors_that_a_graph_changes(change: Any, named: list[str]) -> None:
 
     model = nn.Linear(2, 1)
     model.register_buffer("mean", torch.zeros(()))
+    torch._dynamo.reset()
     torch.compile(Task().loss, fullgraph=True, backend=backend)(model, torch.ones(3, 2))
     assert found == named
