@@ -77,8 +77,10 @@ def check(target: str) -> None:
     if is_script(target):
         _check_file(target, Path(target))
         _check_script(target)
+
     elif colon and _is_module(path):
         _check_module(target, path)
+
     elif colon:
         _check_file(target, Path(path))
         if not class_name.isidentifier():
@@ -142,18 +144,22 @@ def _check_class(path: str, class_name: str) -> None:
 
     # Crude, but it never refuses a class that the file has, however it got it: a name that is bound anywhere counts.
     bound: set[str] = set()
+
     for node in ast.walk(tree):
         match node:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
                 bound.add(name)
+
             case ast.alias(name=name, asname=other):
                 bound.add(other or name)
+            # What these functions bind is not known before the file runs.
             case ast.Call(func=ast.Name(id="globals" | "vars" | "setattr" | "exec")):
                 bound.add("*")
 
     if bound.isdisjoint({class_name, "*", "__getattr__"}):
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
         tasks = _task_names(Path(path).read_text())
+
         near = difflib.get_close_matches(class_name, tasks or classes, n=1)
         found = f"its tasks are {', '.join(tasks)}" if tasks else f"its classes are {', '.join(classes)}"
         raise UserError(
@@ -183,6 +189,8 @@ def _certainly_missing(tree: ast.Module, class_name: str) -> list[str]:
     while waiting:
         name = waiting.pop()
         first, _, rest = name.partition(".")
+
+        # Neither `object` nor torch's classes have anything of a task.
         if name == "object" or f"{imported.get(first, '')}.{rest}".startswith("torch."):
             continue
 
@@ -208,10 +216,13 @@ def _imports(tree: ast.Module) -> dict[str, str]:
     """Return the names that a file imports, with what they stand for: nn -> torch.nn."""
     names = {}
     for node in ast.walk(tree):
-        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
-            if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
                 names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-            else:
+
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                # `import torch.nn` binds torch, and `import torch.nn as nn` binds nn.
                 bound = alias.asname or alias.name.partition(".")[0]
                 names[bound] = alias.name if alias.asname else bound
 
@@ -227,6 +238,7 @@ def _task_names(source: str) -> list[str]:
 
     # Derived from Task, with or without a module before it, or from a class above that is.
     tasks = ["Task"]
+
     for node in body:
         if isinstance(node, ast.ClassDef):
             bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
@@ -319,6 +331,7 @@ def _load_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None
     assert spec.loader is not None
+
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
     spec.loader.exec_module(module)
@@ -354,6 +367,7 @@ def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
 
     problems = []
     values = {}
+
     for key, value in options.items():
         if key not in parameters:
             problems.append(_unknown_option(kind, key, list(parameters)))

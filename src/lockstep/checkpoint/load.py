@@ -240,9 +240,14 @@ class CheckpointReader:
         # Read into the tensor's own memory. `readinto` may read less than requested, and 0 bytes at the end.
         data = torch.empty((last - first) * row_bytes, dtype=torch.uint8)
         rest = data.numpy().data
+
         with open_file(self.checkpoint, piece.file) as file:
             file.seek(start + first * row_bytes)
-            while rest and (count := file.readinto(rest)):
+            while rest:
+                count = file.readinto(rest)
+                if not count:
+                    break
+
                 rest = rest[count:]
 
         # The header was valid, so the file was truncated after it was checked.

@@ -85,10 +85,13 @@ class AMPTrainer:
         # The learning rate of the caller's optimizer stays. A constant rate does not depend on how long training takes.
         more = {"lr.peak": None} if optimizer is not None else {}
         settings = self.config.run_config(**self.settings(), **more)
+
         rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
         rate.advice = "set learning_rate, lr_schedule and warmup_steps in AMPConfig, and step no scheduler yourself"
+
         precision = choose_precision(settings, self.runtime.device)
         context = StepContext(settings, self.runtime, precision, 1, reports_loss=self.driver.role.reports_loss)
+
         self.stepper = Stepper(context, self.driver, self.optimizers, rate)
 
         self._checkpoint_calls = CheckpointCalls(self.runtime.world, self.number)

@@ -136,6 +136,7 @@ def _save_here(state: RunState, step: int, calls: CheckpointCalls, folder: Path,
     with calls.reporting(key, interrupted, folder=str(folder.resolve())) as report:
         _wait_for_readers(calls, key, folder, limit)
         report["token"] = secrets.token_hex(4)
+
         try:
             report["checkpoint"] = _write(
                 state, step, open_storage(folder / "checkpoints"), report["token"], calls.world.size
@@ -197,10 +198,14 @@ def _wait_for_save(calls: CheckpointCalls, folder: Path, writer: int, limit: tim
     """Return the writer's report of its save to this folder."""
     deadline = time.monotonic() + limit.total_seconds()
     elsewhere: list[str] = []
+
+    # The writer may save to other folders first: their reports are passed over.
     while True:
         key = calls.next_save(writer)
+        # The writer waits for ranks that may still load. This one does not: it waits for the save.
         calls.leave(f"{key}/waits/{calls.world.rank}")
         rest = timedelta(seconds=max(0.01, deadline - time.monotonic()))
+
         if not wait_for(calls.store, [key], rest):
             others = f"; it has saved to {', '.join(elsewhere)}" if elsewhere else ""
             raise UserError(

@@ -70,8 +70,10 @@ class DistributedAMPTrainer(AMPTrainer):
         self.rank = distributed.rank
         self.world_size = distributed.world_size
         self.time_limit = time_limit(timeout_mins)
+
         self._membership = GroupMembership()
         super().__init__(model, config, optimizer=optimizer, loss_fn=loss_fn)
+
         self.log = RankLog(log_dir, self.rank, self.runtime.device) if log_dir is not None else None
 
     def setup(self) -> Runtime:

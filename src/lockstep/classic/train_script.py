@@ -64,6 +64,7 @@ def _parser(target: str, readers: int) -> argparse.ArgumentParser:
     )
 
     add = parser.add_argument
+    # The run and its batches.
     add("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
     add("--distributed", action="store_true", help="this process is a rank: RANK and WORLD_SIZE are set")
     add("--batch_size", type=int, help="samples per process and forward")
@@ -77,6 +78,7 @@ def _parser(target: str, readers: int) -> argparse.ArgumentParser:
     add("--elastic_target_util", type=float, default=0.75, help="how much of a GPU's memory to use (0.75)")
     add("--elastic_sample_gb", type=float, help="GiB that a sample takes; without it micro-batches are tried out")
     add("--elastic_trained_gb", type=float, default=0.5, help="GiB of what is trained, with its optimizer (0.5)")
+
     if readers:
         add("--elastic_reader_gb", type=float, nargs=readers, help="GiB of each frozen model (0.1)")
 
@@ -108,6 +110,8 @@ def check_processes(distributed: bool, takes_any: bool) -> None:
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the flags say as settings of a run."""
     settings: dict[str, Any] = {}
+
+    # The flag counts the samples of a forward, the setting those of an optimizer step.
     if options.batch_size is not None:
         settings["local_batch"] = options.batch_size * options.grad_accum_steps
         settings["micro_batch"] = options.batch_size

@@ -175,6 +175,7 @@ def _write_report(run: Run, summary: dict[str, Any]) -> None:
         report = write_report(run.folder.path, nested(run.config))
     except OSError as error:
         print(f"lockstep: the summary and the report cannot be written: {error}", file=sys.stderr)
+
     else:
         if run.config.log.progress != "off":
             print(f"report   {Path(run.folder.shown) / report.name}")
@@ -196,6 +197,7 @@ def end_preempted(run: Run) -> NoReturn:
     notice = run.runtime.notice
     received = run.runtime.collectives.gather_json([notice.signal, notice.original])
     signal, original = next((both for both in received if both[0]), ("SIGTERM", "SIGTERM"))
+
     run.recorder.event("leave", step=steps_done, signal=original, checkpoint=path)
     run.runtime.collectives.final_barrier()
     raise Preempted(steps_done, signal, path)

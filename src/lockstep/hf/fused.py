@@ -70,6 +70,7 @@ def _check_nothing_else(model: Any, head: nn.Linear) -> None:
     # With a mask of four dimensions, transformers makes none, for which it would read values that `meta` has not.
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     more = {"attention_mask": tokens.new_ones(1, 1, 2, 2, dtype=torch.bool)} if tokens.is_meta else {}
+
     try:
         logits = model(tokens, use_cache=False, **more).logits
     except Exception as error:  # a model may raise anything

@@ -79,9 +79,11 @@ class HuggingFaceTask(Task):
         self.eval_rows = eval_data
         self.text = text
         self.max_length = max_length
+
         self.lora = lora
         self.collator = collator
         self.tokenizer_path = tokenizer
+
         self.weight_decay = weight_decay
 
     # ---- the model ----
@@ -302,6 +304,7 @@ class CausalLM(HuggingFaceTask):
         self.pack = pack
         self.row_length = row_length
         self.fused_loss = fused_loss
+
         if row_length and (pack or self.collator):
             other = f"task.pack={pack}" if pack else "a collator"
             raise UserError(f"task.row_length={row_length} excludes {other}", "", "leave one of them out")

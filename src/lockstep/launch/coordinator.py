@@ -87,11 +87,14 @@ class Coordinator:
         )
         self._state_machine.node_joined(Node(COORDINATOR, agent.name, agent.nproc), now)
 
+        # What changes from turn to turn.
         self._newcomers: list[int] = []  # nodes that were welcomed in this turn, and have no state yet
         self._next_beat = now
         self._ending: JobEnd | None = None  # set by the last command
         self._superseded = False
         self._last_iteration = now
+
+        # A thread looks at the run folder, which may be on a disk that answers slowly.
         self._watch = FolderWatch(job.run_dir, held_term, self._is_stuck)
 
         # The signals that this launcher received. If another node takes over, its coordinator must get them.
@@ -241,12 +244,15 @@ class Coordinator:
         match message:
             case ConnectionLost():
                 self._state_machine.node_lost(node, f"vanished: {message}", now)
+
             case Hello():
                 self._admit(node, message, now)
+
             case _ if node not in self._state_machine.state.cluster.nodes:
                 pass  # from a node that was refused, or that is lost
             case _ if problem := problem_with(message, node, self._state_machine.state.attempt):
                 self._state_machine.node_lost(node, f"was dropped: it sent an invalid message ({problem})", now)
+
             case _:
                 self._handle(node, message, now)
 
@@ -271,6 +277,8 @@ class Coordinator:
 
         job = self._job
         self._hub.send(node, Welcome(str(job.run_dir), job.launcher_layers, job.resume_command, node, held_term.term))
+
+        # A node that returns replaces itself: it is not lost, and does not count twice.
         joining = Node(node, hello.host, hello.nproc)
         if returns:
             state_machine.node_returned(hello.number, joining, now)

@@ -171,6 +171,7 @@ def _path(points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> str:
     """Return one stroke per run of finite values. A lone value is a stroke of length 0, which is drawn as a dot."""
     strokes: list[str] = []
     pen_down = False
+
     for x, y in thinned(points, MAX_POINTS):
         if math.isfinite(y):
             at = f"{x_axis(x):.1f} {y_axis(y):.1f}"
@@ -217,11 +218,14 @@ def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
 
     # A bucket yields two points, or three if it has a gap.
     size = math.ceil(2 * len(points) / most)
+
     extremes: list[Point] = []
     for start in range(0, len(points), size):
         bucket = points[start : start + size]
+
         finite = sorted((y, x) for x, y in bucket if math.isfinite(y))
         gap = [point for point in bucket if not math.isfinite(point[1])][:1]
+
         extremes += sorted({*gap, *((x, y) for y, x in (*finite[:1], *finite[-1:]))})
 
     return extremes
@@ -291,6 +295,8 @@ def _log_axis(ys: Sequence[float], start: float, end: float, base: int) -> Axis:
     # At most seven labels.
     powers = range(low, high + 1, math.ceil((high - low) / 6))
     ticks = [float(base) ** power for power in powers]
+
+    # Powers of two are labelled as such; others as plain numbers.
     if base == 2:
         raised = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
         labels = ["2" + str(power).translate(raised) for power in powers]

@@ -111,10 +111,13 @@ class Display:
     def __init__(self, total_steps: int, unit: str, stream: TextIO):
         self.total_steps = total_steps
         self.unit = unit
+
+        # The newest records, and what follows from them.
         self.start_event: Record = {}
         self.last: Record = {}
         self.seconds_left: float | None = None
         self._step_s: deque[float] = deque(maxlen=RECENT_STEPS)
+
         self._stream = stream
 
     def track(self, record: Record) -> None:

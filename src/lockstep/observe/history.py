@@ -22,6 +22,7 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
             record = by_step.setdefault(event["step"], {"step": event["step"], "eval": None})
             results = {"loss": event["loss"], **event["metrics"]}
             found = {f"{prefix}{key}": value for key, value in results.items()}
+
             record["eval"] = {**(record["eval"] or {}), **found}
 
     return [by_step[step] for step in sorted(by_step)]

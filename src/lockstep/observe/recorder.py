@@ -50,6 +50,7 @@ class Recorder:
         self._log = (run_dir / "logs" / f"rank-{runtime.world.rank}.log").open("a")
         self._jsonl = RunJsonl(run_dir) if runtime.is_main else None
         self._sinks = SinkList(sinks, run_dir if runtime.is_main else None, self._warn)
+
         self._warned_of_disk = False
         self._displays: list[Display] = []
         self._early: list[dict[str, Any]] = []  # events from before there was a display

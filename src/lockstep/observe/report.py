@@ -315,9 +315,12 @@ def total(records: Sequence[Record], key: str) -> float | None:
 def mean_rate(records: Sequence[Record], key: str) -> float | None:
     """Return work / time, without the first record, which includes compilation and warm-up."""
     work = seconds = 0.0
+
+    # A record with a rate but no amount, or the other way round, says nothing about the mean.
     for record in records[1:] or records:
         amount = number(record.get(key))
         per_second = number(record.get(f"{key}_per_s"))
+
         if amount and per_second:
             work += amount
             seconds += amount / per_second
@@ -387,6 +390,7 @@ def profile_of(run: RunRecord) -> str:
     kinds = mean_kinds(ranks)
     step = sum(kinds.values()) or 1.0
     rows = []
+
     for kind, seconds in kinds.items():
         if seconds > 0:
             own = [1e3 * rank["kinds"].get(kind, 0.0) / max(1, rank["steps"]) for rank in ranks]

@@ -87,9 +87,11 @@ def is_run(folder: Path) -> bool:
 
 
 def facts_of(run: Path) -> RunFacts:
+    # The whole of the events, which are few, but only the end of the metrics.
     events = parse_lines(records.read(run / "events.jsonl"))
     lines = parse_lines(records.read(run / "metrics.jsonl", most=TAIL))
     newest = lines[-1] if lines else {}
+
     start = _last(events, "start")
     metric, best = best_evaluation(events, _settings(run))
     size, written = _size_and_time(run)

@@ -137,10 +137,13 @@ def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Ru
 
     # All other trials run in parallel. Then comes the verdict, which may run a few more probes.
     splits, notes = _splits(trials, first)
+
     worlds = _worlds(trials)
     trials.need([*worlds, *splits])
+
     causes = explain(trials, [*worlds, *splits]) or _inexact(trials, worlds, options)
     causes = _with_finding(causes, first.facts.get("found"))
+
     if trials.reference.facts["own_loop"]:
         causes = [in_own_loop(cause) for cause in causes]
 
@@ -248,6 +251,7 @@ def _row(trials: TrialCache, trial: Trial, role: str, options: VerifyOptions) ->
     # Other splits add in another order, so they need not have identical bits.
     inexact = options.exact and role != "split" and not comparison.bits
     verdict = "DIFFERS" if comparison.first or inexact else "ok"
+
     if role == "rounding":
         verdict = "yardstick"
     elif role != "again" and not trials.repeatable:

@@ -136,14 +136,19 @@ def _of(kind: str, step: int, record: TrialRecord) -> Tensors:
     match kind:
         case "initial weights":
             return record.tensors("parameters", 0)
+
         case "gradient":
             return record.tensors("gradients", step)
+
         case "parameter" | "buffer":
             return record.tensors(f"{kind}s", step + 1)
+
         case "state":
             return {name: t for name, t in record.tensors("extra", step + 1).items() if name.startswith("state.")}
+
         case "metric":
             return {name: np.array(value) for name, value in record.metrics(step).items()}
+
         case _:
             return {"": np.array(record.loss(step) if kind == "loss" else record.weight(step))}
 

@@ -168,8 +168,10 @@ class RecordedRun(Run):
 
             self._micros: list[dict[str, Any]] = []
             self._passes: Counter[int] = Counter()  # id of a note -> losses of its micro-batch so far
+
             batches.micro_batches = self._record_data(batches.micro_batches)
             yield batches
+
             if number + 1 == self.orders["steps"]:
                 break
 
@@ -240,6 +242,7 @@ class RecordedRun(Run):
         note = self._note
         note["total"] += float(loss.total.detach())
         note["weight"] += float(loss.weight)
+
         for name, total, weight in metric_terms(loss) if loss.metrics else ():
             before = note["metrics"].get(name, [0.0, 0.0])
             note["metrics"][name] = [before[0] + float(total), before[1] + float(weight)]
@@ -282,6 +285,7 @@ class RecordedRun(Run):
         tensors: dict[str, Tensor] = {}
         # More than this is a dataset in `self`, not state.
         most = 4 * sum(p.nbytes for p in trainable(self.driver.model)[1]) + 2**20
+
         for name, value in own.items():
             packed: dict[str, Tensor] = {}
             try:
@@ -299,6 +303,7 @@ class RecordedRun(Run):
         # The format of the compute may differ from the format of storage: tf32 keeps 10 bits of a float32.
         precision = self.stepper.context.precision
         size = 2.0**-10 if precision.name == "tf32" else torch.finfo(precision.compute).eps
+
         with torch.no_grad():
             for p in trainable(self.driver.model)[1]:
                 change = 2 * torch.rand(p.shape, generator=self._nudges, dtype=torch.float64) - 1
@@ -327,6 +332,7 @@ def _numbers(plain: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     plain = float_of(plain)
     if isinstance(plain, int | float):
         yield name, torch.tensor(float(plain), dtype=torch.float64)
+
     elif isinstance(plain, dict | list):
         for key, value in plain.items() if isinstance(plain, dict) else enumerate(plain):
             yield from _numbers(value, f"{name}.{key}")

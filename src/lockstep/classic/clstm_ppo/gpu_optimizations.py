@@ -243,6 +243,7 @@ def speedup_table(hours: float | None, price: float | None, rates: Mapping[int, 
         measured = gpus in rates and 1 in rates
         speedup = measured_speedup(gpus, rates) if measured else estimate_training_speedup(gpus)
         line = f"{gpus:4}  {speedup.actual:7.1f}x  {speedup.efficiency:10.0%}"
+
         if hours is not None:
             took = hours / speedup.actual
             cost = "" if price is None else f"${price * gpus * took:.2f}"

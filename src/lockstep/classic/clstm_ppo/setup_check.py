@@ -142,8 +142,11 @@ def time_estimate(trainer: DistributedCLSTMPPOTrainer, price: float | None) -> S
     # On one process; other numbers of GPUs are estimated from it.
     steps = MEASURED_UPDATES * trainer.task.source.options.steps
     rate = _short_run(trainer, steps)
+
+    # Steps per second, so hours are steps / rate / 3600.
     hours = trainer.num_episodes * trainer.task.shape.episode / rate / 3600
     text = f"{rate:,.0f} environment steps/s measured here: {trainer.num_episodes} episodes take {duration(hours)}"
+
     lines = []
     if torch.cuda.is_available():
         lines = speedup_table(hours, price_here() if price is None else price, {1: rate})
@@ -178,6 +181,7 @@ def _short_run(trainer: DistributedCLSTMPPOTrainer, steps: int, nproc: int | Non
         "log": {"progress": "off", "every": options.steps},
         "evaluate": {"every": None},
     }
+
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         lockstep.fit(trainer.task, values | {"run_dir": str(run_dir)}, nproc=nproc)
@@ -196,6 +200,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # The same arguments as the script: what is estimated is what it trains.
     typed = {name: getattr(options, name) for name in ("num_episodes", "batch_size", "preset", "precision")}
+
     try:
         trainer = DistributedCLSTMPPOTrainer(1, **{name: value for name, value in typed.items() if value is not None})
         trainer.initialize()
@@ -219,6 +224,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finding = check()
         findings.append(finding)
         print(f"[{finding.state:>4}] {finding.name}: {finding.text}", flush=True)
+
         if finding.advice:
             print(f"    {finding.advice}", flush=True)
 

@@ -69,6 +69,7 @@ class DistributedCLSTMPPOTrainer:
         self.preset = preset or ("gpu" if torch.cuda.is_available() else "cpu")
         self.precision = precision
         self.settings = settings
+
         self.result: lockstep.RunResult | None = None
 
     def initialize(self) -> None:

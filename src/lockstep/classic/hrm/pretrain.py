@@ -46,6 +46,7 @@ def main(arguments: Sequence[str]) -> None:
             config.rest.setdefault("compile", False)
 
         done = lockstep.fit(HRM, config.settings(), resume_command=_command_to_resume)
+
         if rank == 0:
             copy_source(done.run_dir)
     except UserError as error:

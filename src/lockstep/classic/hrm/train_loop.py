@@ -75,6 +75,7 @@ def create_model(
     # NCCL cannot send CPU tensors, and the model is still on the CPU.
     if world_size > 1:
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 on_device = tensor.to(device)
@@ -90,10 +91,13 @@ def train_batch(
     """Take one optimizer step with a step of `train_state.batches`. Rank 0 gets the means over all ranks."""
     task = train_state.task
     sums: Sums = {}
+
+    # The task's own hook and loss, as `fit` would call them.
     for micro in batch:
         place = MicroBatch(micro, 0, len(micro["inputs"]), padding=batch.padding, first=batch.first)
         task.before_batch(train_state.run, place)
         loss = task.loss(train_state.model, micro)
+
         batch.backward(loss.total, loss.weight, **loss.metrics)
         # A padding batch weighs nothing.
         factor = 0 if batch.padding else 1

@@ -149,6 +149,7 @@ def _on_gpu(error: Exception, run: Run) -> UserError:
     for request in requests:
         for index, numbers in _numbers(run, request):
             outside = numbers[(numbers >= rows) | ((numbers < 0) & (numbers != IGNORED))]
+
             if len(outside):
                 lookup = Lookup(int(outside[0]), rows, "token id", f"{name}.weight has {rows} rows")
                 return _named(DeviceLostError, lookup, f"sample {index} in epoch {request.epoch} has it", error)

@@ -82,9 +82,12 @@ def find_cause(run: Run, task: Any) -> Cause | None:
 
         # All ranks must see the same dataset.
         if isinstance(source, MapSource):
+            # Workers start before the first sample is read here: a dataset may open files for it, which a fork would
+            # share.
             source.start_workers()
             request = source.next_request(count)
             samples = read_samples(source, request)
+
             cause = None if alone else data.find_difference(run, source, request, samples)
             if cause:
                 return cause

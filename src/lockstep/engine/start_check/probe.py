@@ -175,6 +175,7 @@ def without_batch_statistics(model: nn.Module) -> Iterator[None]:
         for norm in norms:
             if norm.running_mean is None and norm.running_var is None:
                 like = norm.weight if norm.weight is not None else next(iter(model.parameters()))
+
                 norm._buffers["running_mean"] = torch.zeros(norm.num_features, device=like.device, dtype=like.dtype)
                 norm._buffers["running_var"] = torch.ones(norm.num_features, device=like.device, dtype=like.dtype)
                 stack.callback(norm._buffers.update, running_mean=None, running_var=None)

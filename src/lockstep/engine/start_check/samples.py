@@ -124,6 +124,8 @@ def _rows(positions: list[int]) -> Callable[[Any], Any]:
 def _size(sample: Any) -> int:
     """Return the number of nonzero elements and characters in a sample. Padding with zeros does not count."""
     size = 0
+
+    # Numbers and other leaves have no size.
     for leaf in tree_leaves(sample):
         if isinstance(leaf, Tensor):
             size += int(leaf.count_nonzero())

@@ -108,6 +108,8 @@ class Preemption:
         """End the job as preempted, because a signal asked for it and no rank runs any more."""
         state = self._state
         step = state.latest_step()
+
+        # The newest checkpoint need not be of this attempt.
         if step is None:
             saved = "ended before anything was saved"
         elif state.attempt.has_saved(step):

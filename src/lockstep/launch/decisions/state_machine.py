@@ -208,6 +208,7 @@ class JobStateMachine:
         # The exits of ranks that failed came first: they explain the rest.
         if attempt.has_failed:
             self._failure_handler.handle(attempt.root_failure(), now)
+
         elif not attempt.any_preempted:
             self.state.end(JobEnd(ExitCode.FINISHED))
         elif self._preemption.signal:
@@ -266,12 +267,15 @@ class JobStateMachine:
         match self.state.phase:
             case JobPhase.RUN | JobPhase.COLLECT_STACKS | JobPhase.PREEMPT if at_once:
                 self.state.outbox.say("second Ctrl-C: killing the ranks")
+                # The exit code is that of the first signal, and it is known before the ranks are gone.
                 self._next_attempt.planned_end = JobEnd(self._preemption.exit_code)
                 self._failure_handler.order_kill(now)
+
             case JobPhase.RUN | JobPhase.COLLECT_STACKS:
                 ranks = plural(len(self.state.attempt.ranks), "rank")
                 self.state.outbox.say(f"{signal}: asking {ranks} to save and exit")
                 self._preemption.ask_ranks(now)
+
             case _:
                 pass  # `NextAttempt` ends the job: in JOIN, or once the ranks are gone
 

@@ -101,6 +101,7 @@ def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[in
     worker_of = {rank: worker_pids(pid) for rank, pid in pids.items() if answers[rank]}
     for number in range(MAX_LOADERS):
         asked = {rank: found[number] for rank, found in worker_of.items() if len(found) > number}
+
         for rank, text in _collect(folder, asked, deadline).items():
             if text:
                 answers[rank] = f"Worker {asked[rank]}:\n{text}{_WORKER_END}\n{answers[rank]}"

@@ -61,6 +61,7 @@ def _newest_listed(run: Path) -> Term | None:
     """Return the newest term. Raises FileNotFoundError if its file is removed while this looks."""
     for number in sorted(_term_numbers(run), reverse=True):
         path = _term_path(run, number)
+
         try:
             values = json.loads(records.read_bytes(path, most=4096)[_DIGITS:])
             return records.parse(Term, {"number": number, **values})

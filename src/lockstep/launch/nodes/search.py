@@ -128,6 +128,7 @@ class Search:
             # Most nodes connect at once, and say nothing.
             if not announced and now - began > 1.0:
                 announced = True
+
                 term, _ = self._newest_term()
                 where = term.address if term else ", ".join(self._addresses)
                 problem = f"no answer from {where} yet ({self._last_problem})"
@@ -344,6 +345,7 @@ class Search:
         """Begin the term after `term`, whose coordinator is lost. Return None if another node was faster."""
         run_dir = self._job.run_dir
         with ExitStack() as resources:
+            # The term file says where the others find this node, so it must listen first.
             try:
                 listener = resources.enter_context(listen_at(*self._where_to_listen(last.local_address)))
             except OSError as error:
@@ -366,6 +368,8 @@ class Search:
     def _where_to_listen(self, local_address: str) -> tuple[str, int]:
         """Return where this node listens as a successor: at its entry in --join, or at the port of the first entry."""
         _, port = parse_address(self._addresses[0])
+
+        # This machine may have an entry of its own, by name or by address.
         for address in self._addresses:
             host, its_port = parse_address(address)
             with suppress(OSError):

@@ -168,6 +168,7 @@ class ForkServer:
         """Fork; try for a while if the system refuses, unless it has refused another rank of this attempt."""
         zygote = os.getpid()
         give_up = time.monotonic() + (0.0 if folder in self._refused else FORK_S)
+
         while True:
             try:
                 pid = os.fork()

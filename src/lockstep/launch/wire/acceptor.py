@@ -180,6 +180,7 @@ class Acceptor:
 
         # Each handshake succeeds, fails, or has time left.
         admitted = []
+
         for handshake in list(self._pending):
             try:
                 signer = handshake.poll(self._secret, now)

@@ -126,6 +126,7 @@ class Connection:
             self.last_received = now
         elif self._send_error is not None:
             raise self._send_error
+
         elif self._lines.ended:
             error = self._lines.error
             raise _broken(error) if error else ConnectionLost("the connection was closed")
@@ -231,6 +232,7 @@ class Hub:
         if number in self._connections:
             connection = self._connections.pop(number)
             self._ready.remove(connection)
+
             del self._numbers[connection.fileno()]
             self._blocked.discard(number)
             connection.close()
@@ -334,9 +336,12 @@ def reach(address: str, source: str | None, secret: Secret) -> Connection:
     """
     host, port = parse_address(address)
     try:
+        # `source` is this node's own address, where the system would choose another one.
         local = (source, 0) if source else None
         connection = socket.create_connection((as_others_reach_it(host), port), 2.0, local)
         return _authenticated(connection, secret)
+
+    # A later try may succeed.
     except OSError as error:
         raise NoAnswer(error.strerror or str(error)) from None
     except HandshakeUnanswered:

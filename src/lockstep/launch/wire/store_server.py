@@ -205,6 +205,7 @@ class StoreServer:
 
         # Answer if everything is there or time is up; otherwise wait for the first key that is missing.
         if missing is None:
+            # Forget the request first: the answer may fail, and the client is dropped then.
             values = [_text(self._values[key]) for key in waiting.keys] if waiting.with_values else None
             client.waiting = None
             client.answer({"answer": values})

@@ -162,13 +162,16 @@ def _on_gpu(
 
     # A kernel belongs to the phase in which the host launched it.
     launched = {_correlation(event): float(event["ts"]) for event in events if _is_launch(event)}
+
     starts = [span.start for span in spans]
     by_kind: dict[str, list[Interval]] = {}
+
     for event in own:
         moment = launched.get(_correlation(event), float(event["ts"]))
         kind = spans[max(0, bisect_right(starts, moment) - 1)].kind
         by_kind.setdefault(kind, []).append(_interval(event))
 
+    # Kernels of several streams may overlap. Each moment counts once, for the kind that comes first.
     kinds = dict.fromkeys(KINDS, 0.0)
     taken: list[Interval] = []
     for kind, intervals in by_kind.items():
@@ -185,8 +188,10 @@ def _on_gpu(
     active = union([*taken, *copies, *communication])
     idle = subtract([window], active)
     waiting = union((span.start, span.end) for span in spans if span.kind == "data wait")
+
     kinds["data wait"] += length(intersect(idle, waiting))
     kinds["framework"] += length(subtract(idle, waiting))
+
     made = _make(kinds, window, steps, communication, exposed, collectives_of(events, window, element_bytes))
     made.busy = length(clip(union([*computing, *communication]), window)) / max(1e-9, length([window]))
     return made

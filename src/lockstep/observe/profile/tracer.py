@@ -41,9 +41,11 @@ class StepTracer:
     def __init__(self, runtime: Runtime, driver: Any, element_bytes: int = 4):
         self.steps = 0  # traced so far
         self.active = False
+
         self._runtime = runtime
         self._driver = driver
         self._element_bytes = element_bytes  # of what DDP sends: 2 with a hook that compresses to 16 bits
+
         self._marks: list[tuple[int, str]] = []  # (when in ns, kind of time that begins)
         self._profile: profile | None = None
 
