@@ -45,9 +45,12 @@ def name_of(target: str) -> str:
 def program_of(target: str) -> dict[str, str]:
     """Return what must be equal on all machines of a job: versions, and digests of the sources, without an import."""
     versions = {"python": platform.python_version(), "torch": _version_of("torch")}
+
+    # Machines may have different checkouts of one version, so its sources count as well.
     package = Path(__file__).parent
     sources = sorted(package.rglob("*.py"))
     ours = _digest(*(str(path.relative_to(package)).encode() + path.read_bytes() for path in sources))
+
     program = {**versions, "lockstep": f"{lockstep.__version__} (sources {ours})"}
 
     # What the file imports is compared by the ranks, which know it (`engine/checks/settings.py`).
@@ -77,10 +80,8 @@ def check(target: str) -> None:
     if is_script(target):
         _check_file(target, Path(target))
         _check_script(target)
-
     elif colon and _is_module(path):
         _check_module(target, path)
-
     elif colon:
         _check_file(target, Path(path))
         if not class_name.isidentifier():
@@ -186,6 +187,7 @@ def _certainly_missing(tree: ast.Module, class_name: str) -> list[str]:
 
     found: set[str] = set()
     waiting = [class_name]
+
     while waiting:
         name = waiting.pop()
         first, _, rest = name.partition(".")
@@ -219,7 +221,6 @@ def _imports(tree: ast.Module) -> dict[str, str]:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 # `import torch.nn` binds torch, and `import torch.nn as nn` binds nn.

@@ -169,6 +169,8 @@ class AMPTrainer:
         while result is None or not result.exhausted:
             upcoming = next(batches, None)
             loss, result = self._micro_step(batch, padding, exhausted=upcoming is None)
+
+            # A rank that has run out of batches repeats its last one, which does not count.
             if not padding:
                 sums += torch.stack([loss.total.detach().double(), torch.as_tensor(loss.weight).to(sums)])
 
@@ -237,6 +239,7 @@ class AMPTrainer:
             self.stepper.context.global_batch = int(self.runtime.collectives.all_reduce_(total))
             self._sized = True
 
+        # The first micro-batch of an optimizer step begins the step.
         if self._open_step is None:
             self._open_step = StepBatches(count, [], samples * count)
             self.stepper.begin(self._open_step)

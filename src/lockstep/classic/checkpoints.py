@@ -181,6 +181,7 @@ def _wait_for_readers(calls: CheckpointCalls, save: str, folder: Path, limit: ti
     deadline = time.monotonic() + limit.total_seconds()
 
     for load in [load for load, source in calls.loads if source == target and not calls.world.alone]:
+        # By rank: the sign that it has loaded, and the sign that it waits for this save.
         signs = list(zip(calls.of_all_ranks(f"{load}/read"), saving, strict=True))
         while late := [rank for rank, keys in enumerate(signs) if not any(calls.store.check([key]) for key in keys)]:
             if time.monotonic() > deadline:
@@ -291,6 +292,7 @@ def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointR
     with calls.reporting(f"{key}/choice", _interrupted(path, 0)) as choice:
         storage, only = _at(path)
         reader = newest_valid(storage, 0, 1, lambda value: [value], only)
+
         if reader is None:
             raise UserError(
                 f"load_checkpoint({str(path)!r}) found no checkpoint there",

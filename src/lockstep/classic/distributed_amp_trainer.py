@@ -60,6 +60,7 @@ class DistributedAMPTrainer(AMPTrainer):
         """
         # In a DistributedConfig `device_ids` name the devices of all processes of this machine.
         self._ids_of_node = distributed is not None
+
         if distributed is not None:
             distributed.validate()
         else:

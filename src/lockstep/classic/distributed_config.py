@@ -213,11 +213,9 @@ class DistributedConfig:
             if field.name == "device_ids":
                 right = value is None or (isinstance(value, list | tuple) and all(type(one) is int for one in value))
                 what = "a list of whole numbers"
-
             elif field.name == "first_rank":
                 right = value is None or type(value) is int
                 what = "a whole number"
-
             else:
                 right = type(value) is kind
                 what = f"of type {kind.__name__}"

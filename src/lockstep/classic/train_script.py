@@ -43,6 +43,8 @@ def main(target: str, arguments: Sequence[str] | None = None, readers: int = 0, 
 
     try:
         check_processes(options.distributed, options.elastic_gpu or not ranks_need_flag)
+
+        # Flags of a plan that is not made.
         for name, value in vars(options).items():
             if name.startswith("elastic_") and value != parser.get_default(name) and not options.elastic_gpu:
                 raise UserError(f"--{name} has no effect without --elastic_gpu", "", "add --elastic_gpu")
@@ -69,6 +71,7 @@ def _parser(target: str, readers: int) -> argparse.ArgumentParser:
     add("--distributed", action="store_true", help="this process is a rank: RANK and WORLD_SIZE are set")
     add("--batch_size", type=int, help="samples per process and forward")
     add("--grad_accum_steps", type=int, default=1, help="forwards per optimizer step")
+
     add("--save_every", type=int, help="optimizer steps between checkpoints")
     add("--auto_resume", action="store_true", help="resume from the newest checkpoint in run_dir, if there is one")
     add(*LOCAL_RANK, type=int, help=argparse.SUPPRESS)

@@ -175,7 +175,6 @@ def _write_report(run: Run, summary: dict[str, Any]) -> None:
         report = write_report(run.folder.path, nested(run.config))
     except OSError as error:
         print(f"lockstep: the summary and the report cannot be written: {error}", file=sys.stderr)
-
     else:
         if run.config.log.progress != "off":
             print(f"report   {Path(run.folder.shown) / report.name}")

@@ -232,8 +232,10 @@ def _merged(weights: _Weights) -> Any:
     """Return the base model with the adapters added to its weights."""
     peft = package("peft")
     config = peft.PeftConfig.from_pretrained(str(weights.assets))
+
     base = load_model(_class_name(weights.assets), _base_folder(weights, config.base_model_name_or_path))
     model = peft.PeftModel(base, config, autocast_adapter_dtype=False)
+
     _check_digests(weights, model.state_dict())
 
     # The checkpoint holds the adapters alone; the rest is the base model, whose digests were checked.
@@ -266,7 +268,6 @@ def _replace_folder(out: Path, write: Callable[[Path], str]) -> str:
 
         draft.rename(out)
         _sync(out.parent)
-
     except BaseException:  # also Ctrl-C: no half of a folder stays
         shutil.rmtree(draft, ignore_errors=True)
         if old.exists() and not out.exists():

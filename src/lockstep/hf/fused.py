@@ -31,6 +31,7 @@ class FusedLoss:
         model: Any = self
         hidden = model.base_model(*args, **kwargs).last_hidden_state
         head = model.get_output_embeddings()
+
         if not isinstance(head, nn.Linear):  # since `fuse_loss`, an adapter may have been added to it
             raise _refusal(model, f"its head has become a {type(head).__name__}")
 

@@ -92,6 +92,7 @@ def _check_apart(model: Any) -> None:
     model.eval()
 
     try:
+        # The logits (1, 3, vocabulary) of the second document, with the first before it and alone.
         batch = {"input_ids": tokens, "position_ids": positions, "cu_seqlens": bounds}
         packed = model(**packed_inputs(batch), use_cache=False).logits[:, 3:]
         alone = model(tokens[:, 3:], use_cache=False).logits

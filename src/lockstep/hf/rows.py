@@ -110,8 +110,10 @@ class Lines(Dataset):
         self._starts = array("q")
 
         offset = 0
+
         with path.open("rb") as file:
             for line in file:
+                # Blank lines are no rows.
                 if line.strip():
                     self._starts.append(offset)
 

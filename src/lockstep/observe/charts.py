@@ -87,7 +87,10 @@ def line_chart(
     than two decades, `log=2` counts in powers of two.
     """
     width, height = WIDE if wide else NARROW
+
     ys = [y for curve in series for _, y in curve.points if math.isfinite(y)]
+
+    # Nothing finite to show: an empty chart with its title.
     if not ys:
         body = f'<text class="empty" x="{width / 2}" y="{height / 2}">no values</text>'
         return _frame(body, title, unit, width, height)
@@ -143,8 +146,10 @@ def _grid(x_axis: Axis, y_axis: Axis) -> str:
         parts.append(f'<line class="rule" x1="{left:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="y tick" x="{left - 7:.1f}" y="{y + 4:.1f}">{label}</text>')
 
+    # The axis of the steps.
     parts.append(f'<line class="axis" x1="{left:.1f}" x2="{right:.1f}" y1="{base:.1f}" y2="{base:.1f}"/>')
     parts.append(f'<text x="4" y="{base + 20:.1f}">step</text>')
+
     for tick, label in zip(x_axis.ticks, x_axis.labels, strict=True):
         x = x_axis(tick)
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base:.1f}" y2="{base + 4:.1f}"/>')
@@ -240,6 +245,7 @@ def moving_average(points: Sequence[Point], half: int) -> list[Point]:
     averages = []
     for index, (x, y) in enumerate(points):
         near = min(half, index)
+
         window = [value for _, value in points[index - near : index + near + 1] if math.isfinite(value)]
         averages.append((x, math.fsum(window) / len(window) if math.isfinite(y) else math.nan))
 
@@ -251,6 +257,7 @@ def moving_average(points: Sequence[Point], half: int) -> list[Point]:
 
 def _step_axis(xs: Sequence[float], start: float, end: float) -> Axis:
     low, high = min(xs), max(xs)
+    # A single step gets some room on both sides.
     if low == high:
         low, high = low - 1, high + 1
     elif 0 < low <= 0.05 * high:

@@ -275,6 +275,7 @@ def fact_lines(name: str, fact: str) -> str:
 def _wrapped(parts: list[str]) -> str:
     """Join the parts into lines of at most WIDTH columns, but never break a part."""
     lines = [parts[0]]
+
     for part in parts[1:]:
         if len(lines[-1]) + 2 + len(part) <= WIDTH:
             lines[-1] += f"  {part}"

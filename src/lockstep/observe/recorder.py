@@ -151,9 +151,11 @@ class Recorder:
             if wait and self.runtime.device.type == "cuda":
                 torch.cuda.synchronize(self.runtime.device)
 
+            # Lines are written in the order of their steps.
             _, make_line = self._pending.pop(0)
             self.last = make_line()
             self._write(self.last)
+
             for display in self._displays:
                 display.update(self.last)
 
@@ -210,6 +212,7 @@ class Recorder:
 
         # The heartbeat counts the seconds of every phase since the start.
         spent = dict(self.runtime.heartbeat.spent)
+
         figures = stragglers.pack(self._spent, spent, steps, self.micro_batches)
         slots[self.runtime.world.rank] = torch.tensor(figures, dtype=torch.float64)
         self._spent = spent

@@ -139,8 +139,10 @@ def read_run(folder: Path, config: Record | None = None) -> RunRecord:
 def without_undone(records: Iterable[Record]) -> list[Record]:
     """Return one record per step, the newest: a resumed run repeats the steps after its checkpoint."""
     newest: list[Record] = []
+
     for record in records:
         step = number(record.get("step"))
+
         if step is None:
             continue
 
@@ -197,6 +199,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], styles: Sequence[
     """Return a table; `styles` has a class for each row, or is empty."""
     head = "".join(f"<th>{escaped(name)}</th>" for name in heads)
     body = ""
+
     for row, style in zip_longest(rows, styles, fillvalue=""):
         cells = "".join(f"<td>{escaped(_plain(cell))}</td>" for cell in row)
         body += f'<tr class="{style}">{cells}</tr>'
@@ -396,8 +399,10 @@ def profile_of(run: RunRecord) -> str:
             own = [1e3 * rank["kinds"].get(kind, 0.0) / max(1, rank["steps"]) for rank in ranks]
             rows.append((kind, f"{1e3 * seconds:.3f}", f"{seconds / step:.1%}", f"{min(own):.3f} to {max(own):.3f}"))
 
+    # The numbers that need no table.
     facts = [f"{run.profile.get('steps')} traced steps of {1e3 * step:.3f} ms"]
     facts.append(f"{_average(ranks, 'overlap_fraction'):.0%} of the communication is hidden by computation")
+
     if all(rank.get("mfu") for rank in ranks):
         peak = _average(ranks, "peak_flops")
         facts.append(
@@ -446,6 +451,7 @@ def source_of(key: str, sources: Record) -> str:
 def plan_table(run: RunRecord) -> str:
     facts = run.last_event("start").get("facts")
     lead = table(("Fact", ""), flat(facts).items()) if isinstance(facts, dict) and facts else ""
+
     values = flat(run.plan)
     if not values:
         return lead + nothing_in(run, "plan.json")

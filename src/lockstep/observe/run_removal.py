@@ -73,9 +73,11 @@ def rm(
     If any of the paths is no run, or is running, nothing is deleted at all. `delete_objects(run)` deletes what the
     run's checkpoints have outside its folder.
     """
+    # Everything is checked before anything is deleted.
     planned = [_plan(run, only_checkpoints) for run in dict.fromkeys(runs)]
     what = "the checkpoints of " if only_checkpoints else ""
     total = size_text(sum(removal.bytes for removal in planned))
+
     if dry_run:
         return [f"would delete {what}{removal.run} ({size_text(removal.bytes)})" for removal in planned], 0
 

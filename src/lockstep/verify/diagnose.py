@@ -89,6 +89,7 @@ def explain(trials: TrialCache, rows: list[Trial]) -> list[Cause]:
     # Several ranks first: a mistake in the ranks often shows in another split as well, but not the other way round.
     causes: dict[str, Cause] = {}
     ordered = sorted(rows, key=lambda trial: trial.world == 1)
+
     for trial in (trials.matrix.again, *trials.matrix.nudged, *ordered):
         failure = trials.record(trial).failure
         first = trials.compare(trial).first if trial in rows and not failure else None
@@ -289,6 +290,7 @@ def _explain_rows(
 
     # A sample that another id has elsewhere was not changed: this rank holds the samples in another order.
     world = record.trial.world
+    # All contents of the reference, in any step.
     known = {row for number in range(len(reference.micros)) for row in _count_rows(reference, number)}
     if known & set(changed.rows):
         rank = f"rank {changed.rank} of {world}"

@@ -114,7 +114,9 @@ class RecordedRun(Run):
         """Collect the facts from which the trials are chosen and prepare to record the steps."""
         self.orders = orders
         self._folder = Path(orders["folder"])
+
         self._task = task
+        # What was recorded so far, by step.
         self._steps: list[dict[str, Any]] = []
         self._snapshots: list[dict[str, Any]] = []
 
@@ -332,7 +334,6 @@ def _numbers(plain: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     plain = float_of(plain)
     if isinstance(plain, int | float):
         yield name, torch.tensor(float(plain), dtype=torch.float64)
-
     elif isinstance(plain, dict | list):
         for key, value in plain.items() if isinstance(plain, dict) else enumerate(plain):
             yield from _numbers(value, f"{name}.{key}")

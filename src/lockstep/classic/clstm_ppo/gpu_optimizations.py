@@ -153,6 +153,7 @@ def get_gpu_info() -> list[dict[str, Any]]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
+
         gpus.append(
             {
                 "index": index,

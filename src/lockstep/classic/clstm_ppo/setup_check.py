@@ -101,8 +101,11 @@ def model_memory(trainer: DistributedCLSTMPPOTrainer) -> SetupFinding:
 
     # What every environment adds is in proportion; the weights stay.
     fixed = bytes_needed(trainer.task, 0, 0) / 2**30
+
     parts = batch_size // trainer.micro_batch
     fits = int(batch_size * (free - fixed) / (needed - fixed)) // parts * parts
+
+    # A multiple of the parts, because each of them has as many environments.
     advice = f"use --batch_size {fits}, or a smaller --preset" if fits > 0 else "use a smaller --preset"
     return SetupFinding("model memory", "fail", text, advice)
 
@@ -190,6 +193,7 @@ def _short_run(trainer: DistributedCLSTMPPOTrainer, steps: int, nproc: int | Non
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print all checks. Return 0 if this machine can train, on GPUs or without."""
+    # The names are those of the training script.
     parser = argparse.ArgumentParser(description=f"Check this machine for training the trading agent with {SCRIPT}.")
     parser.add_argument("--num_episodes", type=int, help="to estimate the time for (default: the script's, 5000)")
     parser.add_argument("--preset", choices=list(ClstmPpo.presets), help="size of the agent (default: by the machine)")

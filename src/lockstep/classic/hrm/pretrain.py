@@ -34,6 +34,7 @@ def main(arguments: Sequence[str]) -> None:
         check_announced()
         world = current_world()
         rank, world_size = world.rank, world.size
+
         values = overrides(arguments)
         # Checked before the other ranks wait for rank 0.
         if rank == 0:

@@ -71,6 +71,7 @@ class PuzzleDataset(IterableDataset):
         groups = PuzzleGroups(self.puzzles, most_steps=1, explore=0.0)
         seed = self.config.seed
         batch_size = self.config.global_batch_size
+
         epoch = self.epoch
         self.epoch += 1
 

@@ -54,6 +54,7 @@ def init_train_state(config: PretrainConfig) -> Iterator[TrainState]:
         # The same pieces as in `lockstep train`: the task is called step by step, not by the engine.
         task = HRM(**config.options())
         model = create_model(config, read_metadata(Path(config.data_path) / "train"), run.world_size)
+
         called, *optimizers = run.setup(model, *task.optimizer(model))
         run.register("task", task)
         yield TrainState(task, called, optimizers, run, run.steps(task.data(), task.collate))

@@ -100,7 +100,6 @@ def _lookups(error: Exception, model: nn.Module) -> Iterator[Lookup]:
             weight = values["weight"]
             rows = f"{names.get(id(weight), 'the embedding')} has {len(weight)} rows"
             yield from _outside(values["input"], len(weight), "token id", rows)
-
         elif code.co_name == "cross_entropy":
             # The input is (C,), (N, C) or (N, C, ...).
             classes = values["input"].shape[min(1, values["input"].dim() - 1)]

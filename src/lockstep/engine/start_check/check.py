@@ -245,6 +245,7 @@ def _judge(
 
     # What has settled is no moving average, and what follows from the model may change with it.
     averages = []
+
     for name in changes.averages:
         follows_model = changes_model and name.startswith("model.")
         if not snapshot.settled(name) and not follows_model:
@@ -389,6 +390,7 @@ def _combine_ranks(run: Run, cause: Cause | None, measured: Measurement | None, 
 
     # If the ranks disagree about the cause, different losses for the same samples may explain it.
     if not (len(causes) == len(gathered) and len(keys) == 1):
+        # None for a rank that could not measure.
         pairs = [pair for _, pair, _ in gathered]
         difference = _ranks_differ(run, pairs)
         if difference and difference.key not in accepted_causes(run.config):

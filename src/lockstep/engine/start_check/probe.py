@@ -74,7 +74,9 @@ class Probe:
         else:
             # This backward is collective. If a rank failed before it, the others must not wait there.
             agree(self.run, "a backward")
+
             total.backward()
+            # Taken off again, because the first step begins without gradients.
             computed = [p.grad for p in self.parameters]
             for p in self.parameters:
                 p.grad = None

@@ -40,6 +40,8 @@ class Samples:
     def batch(self, positions: Sequence[int] | None = None) -> Any:
         """Return a new collated batch of the samples at these positions, or of all samples."""
         chosen = self._samples
+
+        # A list of samples is collated anew. A batch that came whole is cut row by row.
         if self.is_list:
             chosen = [self._samples[position] for position in positions or range(self.count)]
         elif positions is not None:

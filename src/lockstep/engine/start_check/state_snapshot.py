@@ -103,6 +103,7 @@ class StateSnapshot:
         for (owner, attributes), copies in zip(self._owners, self._attributes, strict=True):
             for name in sorted({*copies, *_own_names(attributes)}):
                 old = copies[name][1] if name in copies else None
+
                 value = attributes.get(name)
                 full_name = f"{owner}.{name}"
                 is_changed = old is not _NOT_COPIED and not _same(value, old)
@@ -216,7 +217,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield value
     elif isinstance(value, nn.Module):
         yield from (t for t in value.state_dict().values() if isinstance(t, Tensor))
-
     elif isinstance(value, dict | list | tuple) and len(value) <= MAX_ELEMENTS:
         for inner in value.values() if isinstance(value, dict) else value:
             yield from _tensors(inner)

@@ -59,6 +59,8 @@ class Preemption:
         """Continue with another number of ranks, after a save."""
         cluster, outbox = self._state.cluster, self._state.outbox
         bounds = cluster.rank_bounds
+
+        # A number that the nodes cannot run is refused, and the job goes on as it is.
         if not bounds.least <= ranks <= bounds.most:
             outbox.say(f"not resized to {plural(ranks, 'rank')}: --nproc allows {bounds} in all")
             return

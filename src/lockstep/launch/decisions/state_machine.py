@@ -75,6 +75,7 @@ class JobStateMachine:
         last = inherited or CoordinatorState([])
         not_before = now if inherited is None else now + FENCE_S
 
+        # The parts, in the order in which they know each other: each gets those that it calls.
         self.state = JobState(job, latest_step, commit_is_near, now, last)
         self._preemption = Preemption(self.state, last.preempt_signal)
         self._next_attempt = NextAttempt(self.state, self._preemption, now, not_before)
@@ -208,7 +209,6 @@ class JobStateMachine:
         # The exits of ranks that failed came first: they explain the rest.
         if attempt.has_failed:
             self._failure_handler.handle(attempt.root_failure(), now)
-
         elif not attempt.any_preempted:
             self.state.end(JobEnd(ExitCode.FINISHED))
         elif self._preemption.signal:

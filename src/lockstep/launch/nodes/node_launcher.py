@@ -121,6 +121,7 @@ class NodeLauncher:
         """Carry out the orders of the coordinating node, until it ends the job or its connection is lost."""
         with closing(connection):
             try:
+                # A coordinator that is lost while this node joins is found by the next search.
                 orders = self._join(connection)
                 assert self._agent is not None
                 return self._carry_out_orders(self._agent, connection, orders)

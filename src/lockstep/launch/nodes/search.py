@@ -110,8 +110,10 @@ class Search:
 
     def find_coordinator(self) -> NextStep:
         """Connect to the coordinating node; coordinate if there is none and this node has the first address."""
+        # The watch learns over several tries whether a term file that is there belongs to a live coordinator.
         began = time.monotonic()
         now = began
+
         announced = False
         watch = CounterWatch()
         self._last_not_taken = began
@@ -165,6 +167,7 @@ class Search:
 
             # This node may coordinate if no other node does.
             free = readable and (term is None or watch.still_for(now) >= STALE_S)
+
             role = self._start_job(listener) if listener and free else None
             if role:
                 resources.pop_all()  # the role closes the listener
@@ -272,6 +275,7 @@ class Search:
             # There is a term: its coordinator may be alive, or replaced, or lost.
             if term is not None:
                 last_seen = now
+
                 next_step = self._look_at_term(term, last, watch, now, why)
                 if next_step:
                     return next_step

@@ -126,7 +126,6 @@ class Connection:
             self.last_received = now
         elif self._send_error is not None:
             raise self._send_error
-
         elif self._lines.ended:
             error = self._lines.error
             raise _broken(error) if error else ConnectionLost("the connection was closed")
@@ -221,6 +220,7 @@ class Hub:
         """Send a message. A node that cannot be reached is reported by a later poll."""
         line = encode(message)  # once, for all nodes
 
+        # What a socket does not take now is sent when it can be written.
         for number in numbers:
             if number in self._connections:
                 self._connections[number].send_line(line)
@@ -244,6 +244,7 @@ class Hub:
 
         # The messages that still arrive are read, and dropped.
         deadline = time.monotonic() + DRAIN_S
+
         while self._connections:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -273,6 +274,7 @@ def bind_join_address(address: str) -> socket.socket | None:
             "use an address that all nodes know",
         ) from None
     except OSError as error:
+        # The address belongs to another machine, or to a coordinator that is already here.
         if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
             return None
 

@@ -97,6 +97,7 @@ class StepTracer:
         trace = json.loads(file.read_text())
         spans = self._spans(trace.get("baseTimeNanoseconds", 0))
         trace["lockstep_spans"] = [(span.start, span.end, span.kind) for span in spans]
+
         file.write_text(json.dumps(trace))
         return breakdown(trace["traceEvents"], spans, self.steps, self.on_gpu, self._element_bytes)
 
@@ -117,6 +118,7 @@ class StepTracer:
                 self._hook(step, phase)
 
         def backward(*arguments: Any, **named: Any) -> Any:
+            # The phase begins with the call, and what follows belongs to the framework until the next mark.
             self.mark("backward")
             result = self._backward(*arguments, **named)
             self.mark("framework")

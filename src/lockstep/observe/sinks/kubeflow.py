@@ -60,6 +60,7 @@ class KubeflowSink:
         self._status: dict[str, Any] | None = None
         self._changed = threading.Condition()
         self._closing = threading.Event()
+
         self._thread = threading.Thread(target=self._send_all, name="kubeflow-status", daemon=True)
         self._thread.start()
 
