@@ -62,6 +62,7 @@ def newest_valid(
     for name in names:
         checkpoint = Checkpoint(storage, name)
         manifest, problems = _verify_together(checkpoint, rank, world_size, gather)
+        # All ranks have the same answer here, because `_verify_together` has gathered the problems.
         if manifest is not None and not problems:
             return CheckpointReader(checkpoint, manifest, skipped)
 

@@ -104,6 +104,7 @@ class Coordinator:
         """Return how the job ended; None if another node has taken it over."""
         with closing(self._hub):
             with closing(self._watch):
+                # Until the last command, or until another node has taken over. In both cases no rank may be left here.
                 self._watch.start()
                 while self._ending is None and not self._superseded:
                     self._iterate()
@@ -213,6 +214,7 @@ class Coordinator:
             raise watch.error
 
         folder = self._job.run_dir
+        # Said once: the folder may be moved back.
         if watch.removed:
             watch.removed = False
             what = f"run_dir={folder} was removed or replaced while the job runs: nothing can be saved there"
@@ -221,6 +223,7 @@ class Coordinator:
         # `lockstep resize` leaves a file, whose text the thread has read.
         while watch.resize_requests:
             text = watch.resize_requests.popleft()
+            # The file may hold anything: `echo` in a shell writes it as well.
             if text.isascii() and text.isdigit():
                 self._state_machine.resize_requested(int(text), now)
             else:

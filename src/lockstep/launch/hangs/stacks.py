@@ -147,6 +147,7 @@ def group(stacks: dict[int, str]) -> list[tuple[tuple[Frame, ...], list[int]]]:
     """Group ranks by the stacks of their main threads, the smallest group first. Ranks without a stack are left out."""
     groups: dict[tuple[Frame, ...], list[int]] = {}
     parsed: dict[str, tuple[Frame, ...]] = {}  # many ranks have the same text
+
     for rank, text in sorted(stacks.items()):
         if text not in parsed:
             parsed[text] = main_thread(text)

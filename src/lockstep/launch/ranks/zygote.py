@@ -236,6 +236,7 @@ def _read_exactly(control: socket.socket, size: int) -> bytes:
     """Read so many bytes. Raises ConnectionError if the launcher is gone."""
     data = b""
     while len(data) < size:
+        # A socket returns what has arrived, which may be less.
         received = control.recv(size - len(data))
         if not received:
             raise ConnectionResetError("the launcher is gone")
