@@ -16,6 +16,7 @@ _was_on = False  # before the first of them
 def paused() -> Iterator[None]:
     """Keep the collector from running, in all threads, until the last of several pauses ends."""
     global _pauses, _was_on
+
     with _lock:
         # The first pause remembers whether the collector was on, and the last one restores that.
         if not _pauses:
@@ -29,5 +30,6 @@ def paused() -> Iterator[None]:
     finally:
         with _lock:
             _pauses -= 1
+
             if _was_on and not _pauses:
                 gc.enable()

@@ -45,9 +45,12 @@ def name_of(target: str) -> str:
 def program_of(target: str) -> dict[str, str]:
     """Return what must be equal on all machines of a job: versions, and digests of the sources, without an import."""
     versions = {"python": platform.python_version(), "torch": _version_of("torch")}
+
+    # Machines may have different checkouts of one version, so its sources count as well.
     package = Path(__file__).parent
     sources = sorted(package.rglob("*.py"))
     ours = _digest(*(str(path.relative_to(package)).encode() + path.read_bytes() for path in sources))
+
     program = {**versions, "lockstep": f"{lockstep.__version__} (sources {ours})"}
 
     # What the file imports is compared by the ranks, which know it (`engine/checks/settings.py`).
@@ -142,18 +145,22 @@ def _check_class(path: str, class_name: str) -> None:
 
     # Crude, but it never refuses a class that the file has, however it got it: a name that is bound anywhere counts.
     bound: set[str] = set()
+
     for node in ast.walk(tree):
         match node:
             case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
                 bound.add(name)
+
             case ast.alias(name=name, asname=other):
                 bound.add(other or name)
+            # What these functions bind is not known before the file runs.
             case ast.Call(func=ast.Name(id="globals" | "vars" | "setattr" | "exec")):
                 bound.add("*")
 
     if bound.isdisjoint({class_name, "*", "__getattr__"}):
         classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
         tasks = _task_names(Path(path).read_text())
+
         near = difflib.get_close_matches(class_name, tasks or classes, n=1)
         found = f"its tasks are {', '.join(tasks)}" if tasks else f"its classes are {', '.join(classes)}"
         raise UserError(
@@ -180,9 +187,12 @@ def _certainly_missing(tree: ast.Module, class_name: str) -> list[str]:
 
     found: set[str] = set()
     waiting = [class_name]
+
     while waiting:
         name = waiting.pop()
         first, _, rest = name.partition(".")
+
+        # Neither `object` nor torch's classes have anything of a task.
         if name == "object" or f"{imported.get(first, '')}.{rest}".startswith("torch."):
             continue
 
@@ -208,10 +218,12 @@ def _imports(tree: ast.Module) -> dict[str, str]:
     """Return the names that a file imports, with what they stand for: nn -> torch.nn."""
     names = {}
     for node in ast.walk(tree):
-        for alias in node.names if isinstance(node, ast.Import | ast.ImportFrom) else ():
-            if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
                 names[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-            else:
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                # `import torch.nn` binds torch, and `import torch.nn as nn` binds nn.
                 bound = alias.asname or alias.name.partition(".")[0]
                 names[bound] = alias.name if alias.asname else bound
 
@@ -227,6 +239,7 @@ def _task_names(source: str) -> list[str]:
 
     # Derived from Task, with or without a module before it, or from a class above that is.
     tasks = ["Task"]
+
     for node in body:
         if isinstance(node, ast.ClassDef):
             bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
@@ -319,6 +332,7 @@ def _load_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(name, path.resolve())
     assert spec is not None
     assert spec.loader is not None
+
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickle look their module up by name
     spec.loader.exec_module(module)
@@ -354,6 +368,7 @@ def make_task(kind: type[Any], options: Mapping[str, Any]) -> Any:
 
     problems = []
     values = {}
+
     for key, value in options.items():
         if key not in parameters:
             problems.append(_unknown_option(kind, key, list(parameters)))

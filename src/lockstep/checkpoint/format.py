@@ -75,6 +75,7 @@ def arrange(tensors: dict[str, TensorEntry]) -> FileLayout:
     byte_ranges = {}
     position = 0
 
+    # `sorted` is stable: tensors of one dtype stay in their order.
     for name, entry in sorted(tensors.items(), key=lambda item: -DTYPES[item[1].dtype].bytes):
         [piece] = entry.pieces
         start = position

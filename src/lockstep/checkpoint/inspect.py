@@ -95,6 +95,7 @@ def verify(path: Path) -> tuple[str, int]:
     checkpoints = [Checkpoint.at(path)] if _names_a_checkpoint(path) else committed(_storage(path))
     for checkpoint in checkpoints:
         _, problems = verify_checkpoint(checkpoint)
+
         rows.append((checkpoint.name, problems[0].label if problems else "ok"))
         rows += [("", f"{problem.file}: {problem.why}") for problem in problems]
         exit_code |= bool(problems)
@@ -193,6 +194,7 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> tuple[dict[str, A
 
     tensors = {}
     aliases = {}
+
     try:
         manifest, problems = verify_checkpoint(checkpoint)
         if manifest is None or problems:
@@ -315,6 +317,7 @@ def _absolute(path: Path) -> Path:
 def _row(checkpoint: Checkpoint, best: BestCheckpoint | None) -> tuple[str, ...]:
     """Return the row of a checkpoint. Only sizes are checked here: digests would need to read everything."""
     step = str(checkpoint.step)
+
     try:
         manifest = read_manifest(checkpoint)
         for file in manifest.files:

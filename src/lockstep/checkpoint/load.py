@@ -62,6 +62,7 @@ def newest_valid(
     for name in names:
         checkpoint = Checkpoint(storage, name)
         manifest, problems = _verify_together(checkpoint, rank, world_size, gather)
+        # All ranks have the same answer here, because `_verify_together` has gathered the problems.
         if manifest is not None and not problems:
             return CheckpointReader(checkpoint, manifest, skipped)
 
@@ -240,9 +241,14 @@ class CheckpointReader:
         # Read into the tensor's own memory. `readinto` may read less than requested, and 0 bytes at the end.
         data = torch.empty((last - first) * row_bytes, dtype=torch.uint8)
         rest = data.numpy().data
+
         with open_file(self.checkpoint, piece.file) as file:
             file.seek(start + first * row_bytes)
-            while rest and (count := file.readinto(rest)):
+            while rest:
+                count = file.readinto(rest)
+                if not count:
+                    break
+
                 rest = rest[count:]
 
         # The header was valid, so the file was truncated after it was checked.

@@ -65,15 +65,18 @@ class CheckpointManager:
         `log_event(event, **fields)` logs an event. `before_next_update(callback)` runs `callback` once, just before the
         next update.
         """
+        # Parts of the run.
         self.folder = folder
         self.storage = storage
         self.state = state
         self.config = config
         self.plan = plan
+
         self.runtime = runtime
         self.log_event = log_event
         self.before_next_update = before_next_update
 
+        # The parts of this manager, each with one job.
         settings = config.checkpoint
         self.retention = Retention(settings.keep, settings.keep_every, settings.best, settings.best_mode)
         self.schedule = SaveSchedule(settings, self.retention, storage, runtime)
@@ -106,8 +109,10 @@ class CheckpointManager:
         match self.folder.start_from:
             case Beginning():
                 return None
+
             case Named(path) | GoBack(path):
                 return self.resumer.find_named(path)
+
             case Newest(otherwise):
                 reader = self.resumer.find_newest()
                 if reader is None and otherwise:
@@ -137,6 +142,7 @@ class CheckpointManager:
         # is not announced: it has not the name of a step.
         start = self.folder.start_from
         goes_back_to = start.path.resolve().name if isinstance(start, GoBack) else ""
+
         if step_in(goes_back_to) is not None:
             self.storage.replace(LATEST, f"{goes_back_to}\n".encode())
         elif self.folder.attempt == 0:
@@ -189,6 +195,7 @@ class CheckpointManager:
         source = self.state.source
         assert span is not None
         skipped_spans = [*source.skipped_spans, span]
+
         resumed = self._load(reader)
         for skipped_span in skipped_spans:
             source.skip(skipped_span)

@@ -387,9 +387,11 @@ def _check_floats(value: Any) -> None:
     match value:
         case {"$float": text}:
             require(isinstance(text, str) and text in FLOATS, f"$float = {str(text)[:40]!r} is not a number")
+
         case dict():
             for item in value.values():
                 _check_floats(item)
+
         case list():
             for item in value:
                 _check_floats(item)

@@ -85,10 +85,13 @@ class AMPTrainer:
         # The learning rate of the caller's optimizer stays. A constant rate does not depend on how long training takes.
         more = {"lr.peak": None} if optimizer is not None else {}
         settings = self.config.run_config(**self.settings(), **more)
+
         rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
         rate.advice = "set learning_rate, lr_schedule and warmup_steps in AMPConfig, and step no scheduler yourself"
+
         precision = choose_precision(settings, self.runtime.device)
         context = StepContext(settings, self.runtime, precision, 1, reports_loss=self.driver.role.reports_loss)
+
         self.stepper = Stepper(context, self.driver, self.optimizers, rate)
 
         self._checkpoint_calls = CheckpointCalls(self.runtime.world, self.number)
@@ -166,6 +169,8 @@ class AMPTrainer:
         while result is None or not result.exhausted:
             upcoming = next(batches, None)
             loss, result = self._micro_step(batch, padding, exhausted=upcoming is None)
+
+            # A rank that has run out of batches repeats its last one, which does not count.
             if not padding:
                 sums += torch.stack([loss.total.detach().double(), torch.as_tensor(loss.weight).to(sums)])
 
@@ -234,6 +239,7 @@ class AMPTrainer:
             self.stepper.context.global_batch = int(self.runtime.collectives.all_reduce_(total))
             self._sized = True
 
+        # The first micro-batch of an optimizer step begins the step.
         if self._open_step is None:
             self._open_step = StepBatches(count, [], samples * count)
             self.stepper.begin(self._open_step)

@@ -136,6 +136,7 @@ def _save_here(state: RunState, step: int, calls: CheckpointCalls, folder: Path,
     with calls.reporting(key, interrupted, folder=str(folder.resolve())) as report:
         _wait_for_readers(calls, key, folder, limit)
         report["token"] = secrets.token_hex(4)
+
         try:
             report["checkpoint"] = _write(
                 state, step, open_storage(folder / "checkpoints"), report["token"], calls.world.size
@@ -180,6 +181,7 @@ def _wait_for_readers(calls: CheckpointCalls, save: str, folder: Path, limit: ti
     deadline = time.monotonic() + limit.total_seconds()
 
     for load in [load for load, source in calls.loads if source == target and not calls.world.alone]:
+        # By rank: the sign that it has loaded, and the sign that it waits for this save.
         signs = list(zip(calls.of_all_ranks(f"{load}/read"), saving, strict=True))
         while late := [rank for rank, keys in enumerate(signs) if not any(calls.store.check([key]) for key in keys)]:
             if time.monotonic() > deadline:
@@ -197,10 +199,14 @@ def _wait_for_save(calls: CheckpointCalls, folder: Path, writer: int, limit: tim
     """Return the writer's report of its save to this folder."""
     deadline = time.monotonic() + limit.total_seconds()
     elsewhere: list[str] = []
+
+    # The writer may save to other folders first: their reports are passed over.
     while True:
         key = calls.next_save(writer)
+        # The writer waits for ranks that may still load. This one does not: it waits for the save.
         calls.leave(f"{key}/waits/{calls.world.rank}")
         rest = timedelta(seconds=max(0.01, deadline - time.monotonic()))
+
         if not wait_for(calls.store, [key], rest):
             others = f"; it has saved to {', '.join(elsewhere)}" if elsewhere else ""
             raise UserError(
@@ -286,6 +292,7 @@ def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointR
     with calls.reporting(f"{key}/choice", _interrupted(path, 0)) as choice:
         storage, only = _at(path)
         reader = newest_valid(storage, 0, 1, lambda value: [value], only)
+
         if reader is None:
             raise UserError(
                 f"load_checkpoint({str(path)!r}) found no checkpoint there",

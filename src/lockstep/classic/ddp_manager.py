@@ -164,8 +164,11 @@ class RankBatches(Sampler[list[int]]):
         self.order = make_sampler(length, seed, shuffle)
         self.length = length
         self.world = world
+
+        # Samples of all ranks in one step.
         self.batch = batch_size * world.size
         self.drop_last = drop_last
+
         self.epoch = 0
 
         rest = length % self.batch

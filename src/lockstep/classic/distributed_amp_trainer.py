@@ -60,6 +60,7 @@ class DistributedAMPTrainer(AMPTrainer):
         """
         # In a DistributedConfig `device_ids` name the devices of all processes of this machine.
         self._ids_of_node = distributed is not None
+
         if distributed is not None:
             distributed.validate()
         else:
@@ -70,8 +71,10 @@ class DistributedAMPTrainer(AMPTrainer):
         self.rank = distributed.rank
         self.world_size = distributed.world_size
         self.time_limit = time_limit(timeout_mins)
+
         self._membership = GroupMembership()
         super().__init__(model, config, optimizer=optimizer, loss_fn=loss_fn)
+
         self.log = RankLog(log_dir, self.rank, self.runtime.device) if log_dir is not None else None
 
     def setup(self) -> Runtime:

@@ -80,9 +80,12 @@ class DistributedConfig:
     def to_env_dict(self) -> dict[str, str]:
         """Return the environment of this rank's process, which `from_env` reads back."""
         values = asdict(self)
+
+        # Names that every launcher sets come first; the others are ours, as JSON.
         env = {name: str(values.pop(key)) for key, name in STANDARD.items()}
         env |= {f"DIST_{key.upper()}": json.dumps(value) for key, value in values.items()}
         env |= {"LOCAL_RANK": str(self.local_rank), "NODE_RANK": str(self.node_rank)}
+
         if self.device_ids is not None:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.device_ids))
 
@@ -93,6 +96,7 @@ class DistributedConfig:
         """Return the configuration of a process that a launcher started, or of a single process if none did."""
         check_announced(env)
         values: dict[str, Any] = {}
+
         for field in fields(cls):
             name = STANDARD.get(field.name, f"DIST_{field.name.upper()}")
             if name in env:
@@ -168,6 +172,8 @@ class DistributedConfig:
         problems = list(self._wrong_types())
         if not problems:
             problems = [*self._wrong_ranks(), *self._wrong_values(), *self._wrong_options()]
+
+            # Only a process that a launcher has started knows its world.
             world = started_world()
             if world is not None and (problem := self.contradiction(world)):
                 problems.append(problem)
@@ -199,9 +205,11 @@ class DistributedConfig:
         """Yield the fields whose values have another type than their defaults."""
         # The types of the defaults: annotations are only strings in this module.
         defaults = DistributedConfig()
+
         for field in fields(self):
             value = getattr(self, field.name)
             kind = type(getattr(defaults, field.name))
+
             if field.name == "device_ids":
                 right = value is None or (isinstance(value, list | tuple) and all(type(one) is int for one in value))
                 what = "a list of whole numbers"

@@ -55,6 +55,7 @@ class GroupMembership:
     def leave(self, world: World, device: torch.device) -> None:
         """Leave together with the other ranks. Collective, if this object joined."""
         if self._joined:
+            # No rank may leave while another is still in a collective; the pause is for gloo's threads.
             collectives = Collectives(world, device)
             collectives.final_barrier()
             collectives.pause()

@@ -26,6 +26,7 @@ class RankLog:
 
     def __init__(self, folder: str | Path, rank: int, device: torch.device):
         self.path = Path(folder) / f"rank-{rank:05}.jsonl"
+
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self.path.open("a")

@@ -43,6 +43,8 @@ def main(target: str, arguments: Sequence[str] | None = None, readers: int = 0, 
 
     try:
         check_processes(options.distributed, options.elastic_gpu or not ranks_need_flag)
+
+        # Flags of a plan that is not made.
         for name, value in vars(options).items():
             if name.startswith("elastic_") and value != parser.get_default(name) and not options.elastic_gpu:
                 raise UserError(f"--{name} has no effect without --elastic_gpu", "", "add --elastic_gpu")
@@ -64,10 +66,12 @@ def _parser(target: str, readers: int) -> argparse.ArgumentParser:
     )
 
     add = parser.add_argument
+    # The run and its batches.
     add("--config", action="append", default=[], metavar="F.yaml", help="a file of settings")
     add("--distributed", action="store_true", help="this process is a rank: RANK and WORLD_SIZE are set")
     add("--batch_size", type=int, help="samples per process and forward")
     add("--grad_accum_steps", type=int, default=1, help="forwards per optimizer step")
+
     add("--save_every", type=int, help="optimizer steps between checkpoints")
     add("--auto_resume", action="store_true", help="resume from the newest checkpoint in run_dir, if there is one")
     add(*LOCAL_RANK, type=int, help=argparse.SUPPRESS)
@@ -77,6 +81,7 @@ def _parser(target: str, readers: int) -> argparse.ArgumentParser:
     add("--elastic_target_util", type=float, default=0.75, help="how much of a GPU's memory to use (0.75)")
     add("--elastic_sample_gb", type=float, help="GiB that a sample takes; without it micro-batches are tried out")
     add("--elastic_trained_gb", type=float, default=0.5, help="GiB of what is trained, with its optimizer (0.5)")
+
     if readers:
         add("--elastic_reader_gb", type=float, nargs=readers, help="GiB of each frozen model (0.1)")
 
@@ -108,6 +113,8 @@ def check_processes(distributed: bool, takes_any: bool) -> None:
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     """Return what the flags say as settings of a run."""
     settings: dict[str, Any] = {}
+
+    # The flag counts the samples of a forward, the setting those of an optimizer step.
     if options.batch_size is not None:
         settings["local_batch"] = options.batch_size * options.grad_accum_steps
         settings["micro_batch"] = options.batch_size

@@ -172,6 +172,7 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
     # What was being computed, and what could be made smaller, depends on the phase of the run.
     run = builder.run
     advice: list[Option] = []
+
     if run is None:
         what = "the model"
         advice = options(footprint, config, world.size, micro_batch=1, blocks=1, on_host=on_host)
@@ -181,6 +182,7 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
         if batch > 1:
             first.append(Option(f"evaluate.batch={batch // 2}", None))
     else:
+        # With micro_batch=auto there is nothing to advise: the next attempt takes a smaller one.
         what = f"step {run.stepper.counters.steps_done} with micro-batches of {run.plan.micro_batch}"
         smaller = _record_smaller_micro_batch(run)
         if smaller:
@@ -209,6 +211,8 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
     # The optimizers' state, and the bytes that their first step will still allocate.
     state: list[Any] = []
     to_come = 0
+
+    # An error may come before there are optimizers.
     if builder.model_setup:
         optimizers = builder.model_setup.optimizers
         for optimizer in optimizers.all:

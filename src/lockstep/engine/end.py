@@ -196,6 +196,7 @@ def end_preempted(run: Run) -> NoReturn:
     notice = run.runtime.notice
     received = run.runtime.collectives.gather_json([notice.signal, notice.original])
     signal, original = next((both for both in received if both[0]), ("SIGTERM", "SIGTERM"))
+
     run.recorder.event("leave", step=steps_done, signal=original, checkpoint=path)
     run.runtime.collectives.final_barrier()
     raise Preempted(steps_done, signal, path)

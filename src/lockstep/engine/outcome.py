@@ -98,6 +98,7 @@ class Outcomes:
         self._runtime = context.runtime
         self._log_event = context.log_event
         self._knows_loss = context.sends_loss
+
         self.spikes = SpikeDetector(context.config.spike)
 
         # Counts so far.
@@ -105,6 +106,7 @@ class Outcomes:
         self.skipped_since_log = 0
         self.skips_in_a_row = 0  # not counting fp16 overflows that only lowered the loss scale
         self.empty_in_a_row = 0  # steps of weight 0
+
         self.rewind_after: SkippedStep | None = None  # the run must rewind to its last checkpoint
         self._scale_backoffs = 0  # skips that only lowered the loss scale of fp16
 
@@ -121,8 +123,10 @@ class Outcomes:
 
             return result
 
+        # The loss scale follows every step that has a gradient.
         self.empty_in_a_row = 0
         scale_lowered = self._update_scale(outcome)
+
         if result.applied:
             self.skips_in_a_row = 0
             self.spikes.add(outcome.mean_loss)

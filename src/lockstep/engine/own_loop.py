@@ -250,6 +250,7 @@ class OwnRun(BuiltRunView):
         if self._in_loop:
             beats.beat("collective")
             beats.set_detail("leaving the loop")
+
             waits_for_us = partial(heartbeat.waits_in_step, steps_done, self.world_size)
             if not run.runtime.store_barrier(f"left-at-{steps_done}", BREAK_TIMEOUT, waits_for_us):
                 raise self._left_alone(steps_done, left_by)

@@ -47,10 +47,13 @@ class Requests:
             return
 
         flags = result.flags
+
+        # Above 0: some rank has set the flag. What was agreed on before stays.
         self.stop_agreed |= flags.stop > 0
         self.preempt_agreed |= flags.preempt > 0
         self.save_agreed |= flags.save > 0
         self.evaluate_agreed |= flags.evaluate > 0
+
         self.stepper.context.metric_names.new |= flags.new_metrics > 0
 
         # All ranks abort the save in the same step, because they read the same control word.

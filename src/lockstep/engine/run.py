@@ -245,6 +245,7 @@ class Run:
 
     def _request_what_is_due(self) -> None:
         """Request what this rank finds due by its clock, and report a failed save, with the next control word."""
+        # Any rank may fail to write, or receive a signal that asks for a save. The clock of a save is rank 0's.
         save_failed = self.checkpoints.pending.poll()
         save = self.checkpoints.schedule.due_by_clock() or self.runtime.notice.asks_for_save()
         evaluate = False
@@ -256,6 +257,7 @@ class Run:
             if self.evaluations.early_stop.time_is_over(seconds):
                 self.requests.request_stop(f"stop.max_minutes={self.config.stop.max_minutes} is over")
 
+        # A request of the user's code stays until it is carried out.
         save |= self.requests.save_requested
         self.stepper.set_flags(save=save, save_failed=save_failed, evaluate=evaluate)
 

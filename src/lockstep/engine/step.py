@@ -70,8 +70,10 @@ class Stepper:
         self.context = context
         self.driver = driver
         self.learning_rate = learning_rate
+
         self.scaler = context.scaler
         self.outcomes = Outcomes(context)
+
         self.update = Update(
             optimizers, context.config.clip, driver.role.replicated, driver.norms, context.runtime.device
         )

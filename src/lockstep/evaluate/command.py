@@ -55,14 +55,17 @@ def main(request: EvaluateRequest, layers: list[Layer]) -> int:
     check_names(layers)
 
     copy = request.json_file
+
     if copy is not None and not copy.absolute().parent.is_dir():
         raise UserError(f"--json {copy} cannot be written: its folder does not exist", "", f"mkdir -p {copy.parent}")
 
+    # The weights, and the run that they belong to, if they do.
     weights = _weights(request)
     run = run_of(request.path) if _is_of_run(request.path) else None
 
     # Next to the run that is evaluated, and not among the runs.
     parent = (run or Path("runs")) / "evaluations"
+
     asked = api.strongest_value(layers, "run_dir")
     run_dir = Path(asked) if asked else new_run_dir(weights.stem, make=True, parent=parent)
 
@@ -77,12 +80,14 @@ def main(request: EvaluateRequest, layers: list[Layer]) -> int:
     global_batch = stored(run, "plan.json").get("global_batch") if run is not None else None
     spec = {"target": request.target, "layers": layers, "path": sys.path, "global_batch": global_batch}
 
+    # Without --nproc this process evaluates; otherwise it launches ranks, which call `work`.
     if request.nproc is None:
         work(spec)
     else:
         # As for every launch, what the ranks get has crossed JSON.
         plain = json.loads(json.dumps(spec, default=str))
         ending, _ = supervise(Job(plain, run_dir, parse_nproc(request.nproc), entry="lockstep.evaluate.command:work"))
+
         if ending.code:
             return ending.code
 
@@ -121,12 +126,14 @@ def work(spec: dict[str, Any]) -> None:
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     task_class = targets.load_class(spec["target"])
 
+    # The settings of the task's class are the weakest layer.
     layers = [(source, values) for source, values in spec["layers"]]
     resolved = resolve_for(task_class.defaults, task_class.presets, layers)
     task = targets.make_task(task_class, resolved.config.task)
 
     with api.running(resolved, targets.name_of(spec["target"]), task.unit) as builder:
         evaluations = evaluate(task, builder, spec["global_batch"])
+
         if builder.runtime.is_main:
             record = _record(evaluations, spec["target"], builder.config.init_from, builder.runtime.world.size)
             (builder.folder.path / RESULT).write_text(json.dumps(record, indent=2) + "\n")
@@ -153,6 +160,7 @@ def _show(run_dir: Path, copy: Path | None) -> None:
 
     # One row for each set, one column for each number that some set has.
     names = list(dict.fromkeys(name for results in record["sets"].values() for name in results))
+
     rows = [[name, *(_cell(results.get(key)) for key in names)] for name, results in record["sets"].items()]
 
     print(columns([["set", *names], *rows]))

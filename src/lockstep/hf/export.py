@@ -111,6 +111,7 @@ class _Weights:
 
 def _write_model(draft: Path, weights: _Weights, max_shard_size: str) -> str:
     """Write config, generation config, tokenizer, and the weights in shards with an index."""
+    # Adapters are merged into the model that they were trained on.
     if (weights.assets / adapters.CONFIG).exists():
         model = _merged(weights)
         state = model.state_dict()
@@ -159,6 +160,8 @@ def _check_names(model: nn.Module, state: Mapping[str, Tensor], location: str) -
     missing = sorted(expected.keys() - state.keys())
     extra = sorted(state.keys() - expected.keys())
     shapes = sorted(name for name in expected.keys() & state.keys() if expected[name].shape != state[name].shape)
+
+    # One kind of problem at a time: the first explains the others.
     for problem, names in (("lacks", missing), ("has in addition", extra), ("has in another shape", shapes)):
         if names:
             raise UserError(
@@ -229,8 +232,10 @@ def _merged(weights: _Weights) -> Any:
     """Return the base model with the adapters added to its weights."""
     peft = package("peft")
     config = peft.PeftConfig.from_pretrained(str(weights.assets))
+
     base = load_model(_class_name(weights.assets), _base_folder(weights, config.base_model_name_or_path))
     model = peft.PeftModel(base, config, autocast_adapter_dtype=False)
+
     _check_digests(weights, model.state_dict())
 
     # The checkpoint holds the adapters alone; the rest is the base model, whose digests were checked.
@@ -246,9 +251,12 @@ def _merged(weights: _Weights) -> Any:
 def _replace_folder(out: Path, write: Callable[[Path], str]) -> str:
     """Write a folder next to `out` and rename it, so that `out` is complete whenever it exists."""
     out.parent.mkdir(parents=True, exist_ok=True)
+
     token = secrets.token_hex(4)
     draft, old = (out.with_name(f".{out.name}.{token}.{end}") for end in ("tmp", "old"))
     draft.mkdir()
+
+    # Everything is on the disk before the folder gets its name.
     try:
         text = write(draft)
         for file in [*draft.iterdir(), draft]:

@@ -31,6 +31,7 @@ class FusedLoss:
         model: Any = self
         hidden = model.base_model(*args, **kwargs).last_hidden_state
         head = model.get_output_embeddings()
+
         if not isinstance(head, nn.Linear):  # since `fuse_loss`, an adapter may have been added to it
             raise _refusal(model, f"its head has become a {type(head).__name__}")
 
@@ -70,6 +71,7 @@ def _check_nothing_else(model: Any, head: nn.Linear) -> None:
     # With a mask of four dimensions, transformers makes none, for which it would read values that `meta` has not.
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     more = {"attention_mask": tokens.new_ones(1, 1, 2, 2, dtype=torch.bool)} if tokens.is_meta else {}
+
     try:
         logits = model(tokens, use_cache=False, **more).logits
     except Exception as error:  # a model may raise anything

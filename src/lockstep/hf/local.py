@@ -103,6 +103,7 @@ def no_progress_bars() -> Iterator[None]:
     logging = package("transformers").utils.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+
     try:
         yield
     finally:

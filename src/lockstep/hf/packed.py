@@ -82,13 +82,17 @@ def _attention(
 def _check_apart(model: Any) -> None:
     """Refuse a model in which a document's logits depend on the one before it: by a convolution or a recurrence."""
     device = model.device
+
+    # Two documents of three tokens in one row of shape (1, 6): the second must not see the first.
     tokens = torch.arange(6, device=device)[None] % model.config.vocab_size
     positions = torch.tensor([[0, 1, 2, 0, 1, 2]], device=device)
     bounds = torch.tensor([0, 3, 6], dtype=torch.int32, device=device)
+
     training = model.training
     model.eval()
 
     try:
+        # The logits (1, 3, vocabulary) of the second document, with the first before it and alone.
         batch = {"input_ids": tokens, "position_ids": positions, "cu_seqlens": bounds}
         packed = model(**packed_inputs(batch), use_cache=False).logits[:, 3:]
         alone = model(tokens[:, 3:], use_cache=False).logits

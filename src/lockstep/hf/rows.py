@@ -67,8 +67,10 @@ def _read(path: Path) -> Any:
     match path.suffix:
         case ".jsonl":
             return Lines(path, json.loads)
+
         case ".txt":
             return Lines(path, _as_text)
+
         case ".json":
             rows = json.loads(path.read_text())
             if not isinstance(rows, list):
@@ -108,8 +110,10 @@ class Lines(Dataset):
         self._starts = array("q")
 
         offset = 0
+
         with path.open("rb") as file:
             for line in file:
+                # Blank lines are no rows.
                 if line.strip():
                     self._starts.append(offset)
 
@@ -200,6 +204,8 @@ def pad(samples: Sequence[Mapping[str, Any]], fill: Mapping[str, Any]) -> dict[s
     import torch
 
     samples = _alike(samples)
+
+    # A key of numbers becomes one tensor; sequences are padded to the longest.
     batch = {}
     for name in samples[0]:
         values = [sample[name] for sample in samples]

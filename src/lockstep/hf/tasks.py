@@ -79,9 +79,11 @@ class HuggingFaceTask(Task):
         self.eval_rows = eval_data
         self.text = text
         self.max_length = max_length
+
         self.lora = lora
         self.collator = collator
         self.tokenizer_path = tokenizer
+
         self.weight_decay = weight_decay
 
     # ---- the model ----
@@ -112,13 +114,16 @@ class HuggingFaceTask(Task):
         return {}
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        # Matrices are decayed; biases, norms and other vectors are not.
         trainable = [p for p in model.parameters() if p.requires_grad]
         decayed = [p for p in trainable if p.dim() >= 2]
         others = [p for p in trainable if p.dim() < 2]
+
         groups = [
             {"params": decayed, "weight_decay": self.weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
+
         return torch.optim.AdamW([group for group in groups if group["params"]], lr=5e-5, fused=True)
 
     def write_assets(self, folder: Path) -> None:
@@ -126,6 +131,7 @@ class HuggingFaceTask(Task):
         config = local.load_config(self.path, **self.config_changes())
         config.architectures = [local.architecture(self.auto, config)]
         config.save_pretrained(folder)
+
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(folder)
 
@@ -302,6 +308,7 @@ class CausalLM(HuggingFaceTask):
         self.pack = pack
         self.row_length = row_length
         self.fused_loss = fused_loss
+
         if row_length and (pack or self.collator):
             other = f"task.pack={pack}" if pack else "a collator"
             raise UserError(f"task.row_length={row_length} excludes {other}", "", "leave one of them out")
@@ -353,6 +360,8 @@ class CausalLM(HuggingFaceTask):
         tokenizer = self._needed_tokenizer()
         prompt = tokenizer(self._text(row, "prompt"))["input_ids"]
         completion = tokenizer(self._text(row, "completion"), add_special_tokens=False)["input_ids"]
+
+        # The model must learn where to stop.
         if tokenizer.eos_token_id is not None:
             completion = [*completion, tokenizer.eos_token_id]
 
@@ -411,9 +420,12 @@ class MaskedLM(HuggingFaceTask):
         generator = None if training else torch.Generator().manual_seed(int(tokens.sum()))
         special = tokenizer.get_special_tokens_mask(features["input_ids"], already_has_special_tokens=True)
 
+        # Draws (3, tokens): which tokens are predicted, how each is replaced, and by which random one.
         draws = torch.rand(3, len(tokens), generator=generator)
         chosen = (draws[0] < self.share) & ~torch.tensor(special, dtype=torch.bool)
         random_tokens = (draws[2] * len(tokenizer)).long()
+
+        # Of those, 80 % become the mask, 10 % a random token, and 10 % stay.
         masked = torch.where(draws[1] < 0.8, torch.full_like(tokens, tokenizer.mask_token_id), tokens)
         masked = torch.where(draws[1] >= 0.9, random_tokens, masked)
 

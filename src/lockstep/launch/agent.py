@@ -218,6 +218,7 @@ class Agent:
             if rank is None:
                 continue
 
+            # Started, or ended. A process of an earlier rank of this number may end later.
             if change.code is None:
                 assert change.pid is not None, "a rank that has started has a process"
                 current.rank_started(rank, change.pid)

@@ -87,11 +87,14 @@ class Coordinator:
         )
         self._state_machine.node_joined(Node(COORDINATOR, agent.name, agent.nproc), now)
 
+        # What changes from turn to turn.
         self._newcomers: list[int] = []  # nodes that were welcomed in this turn, and have no state yet
         self._next_beat = now
         self._ending: JobEnd | None = None  # set by the last command
         self._superseded = False
         self._last_iteration = now
+
+        # A thread looks at the run folder, which may be on a disk that answers slowly.
         self._watch = FolderWatch(job.run_dir, held_term, self._is_stuck)
 
         # The signals that this launcher received. If another node takes over, its coordinator must get them.
@@ -101,6 +104,7 @@ class Coordinator:
         """Return how the job ended; None if another node has taken it over."""
         with closing(self._hub):
             with closing(self._watch):
+                # Until the last command, or until another node has taken over. In both cases no rank may be left here.
                 self._watch.start()
                 while self._ending is None and not self._superseded:
                     self._iterate()
@@ -210,6 +214,7 @@ class Coordinator:
             raise watch.error
 
         folder = self._job.run_dir
+        # Said once: the folder may be moved back.
         if watch.removed:
             watch.removed = False
             what = f"run_dir={folder} was removed or replaced while the job runs: nothing can be saved there"
@@ -218,6 +223,7 @@ class Coordinator:
         # `lockstep resize` leaves a file, whose text the thread has read.
         while watch.resize_requests:
             text = watch.resize_requests.popleft()
+            # The file may hold anything: `echo` in a shell writes it as well.
             if text.isascii() and text.isdigit():
                 self._state_machine.resize_requested(int(text), now)
             else:
@@ -241,12 +247,15 @@ class Coordinator:
         match message:
             case ConnectionLost():
                 self._state_machine.node_lost(node, f"vanished: {message}", now)
+
             case Hello():
                 self._admit(node, message, now)
+
             case _ if node not in self._state_machine.state.cluster.nodes:
                 pass  # from a node that was refused, or that is lost
             case _ if problem := problem_with(message, node, self._state_machine.state.attempt):
                 self._state_machine.node_lost(node, f"was dropped: it sent an invalid message ({problem})", now)
+
             case _:
                 self._handle(node, message, now)
 
@@ -271,6 +280,8 @@ class Coordinator:
 
         job = self._job
         self._hub.send(node, Welcome(str(job.run_dir), job.launcher_layers, job.resume_command, node, held_term.term))
+
+        # A node that returns replaces itself: it is not lost, and does not count twice.
         joining = Node(node, hello.host, hello.nproc)
         if returns:
             state_machine.node_returned(hello.number, joining, now)

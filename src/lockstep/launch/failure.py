@@ -181,6 +181,7 @@ def pick_root(exits: dict[int, RankExit]) -> Failure | None:
     failures = []
     for rank, rank_exit in exits.items():
         failure = rank_exit.failure
+
         if failure is not None:
             order = (rank_exit.may_be_a_consequence, rank_exit.reports_lost_peer, failure.time, rank)
             failures.append((order, failure))

@@ -99,6 +99,7 @@ def not_too_deep(value: Any) -> Any:
     """Return the value. Raises ValueError if its dicts and lists are nested deeper than DEEPEST."""
     # Level by level, without recursion, which deep nesting would exhaust.
     level = [value]
+
     for _ in range(DEEPEST):
         inner: list[Any] = []
         for item in level:

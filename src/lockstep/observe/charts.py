@@ -87,7 +87,10 @@ def line_chart(
     than two decades, `log=2` counts in powers of two.
     """
     width, height = WIDE if wide else NARROW
+
     ys = [y for curve in series for _, y in curve.points if math.isfinite(y)]
+
+    # Nothing finite to show: an empty chart with its title.
     if not ys:
         body = f'<text class="empty" x="{width / 2}" y="{height / 2}">no values</text>'
         return _frame(body, title, unit, width, height)
@@ -143,8 +146,10 @@ def _grid(x_axis: Axis, y_axis: Axis) -> str:
         parts.append(f'<line class="rule" x1="{left:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(f'<text class="y tick" x="{left - 7:.1f}" y="{y + 4:.1f}">{label}</text>')
 
+    # The axis of the steps.
     parts.append(f'<line class="axis" x1="{left:.1f}" x2="{right:.1f}" y1="{base:.1f}" y2="{base:.1f}"/>')
     parts.append(f'<text x="4" y="{base + 20:.1f}">step</text>')
+
     for tick, label in zip(x_axis.ticks, x_axis.labels, strict=True):
         x = x_axis(tick)
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base:.1f}" y2="{base + 4:.1f}"/>')
@@ -171,6 +176,7 @@ def _path(points: Sequence[Point], x_axis: Axis, y_axis: Axis) -> str:
     """Return one stroke per run of finite values. A lone value is a stroke of length 0, which is drawn as a dot."""
     strokes: list[str] = []
     pen_down = False
+
     for x, y in thinned(points, MAX_POINTS):
         if math.isfinite(y):
             at = f"{x_axis(x):.1f} {y_axis(y):.1f}"
@@ -217,11 +223,14 @@ def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
 
     # A bucket yields two points, or three if it has a gap.
     size = math.ceil(2 * len(points) / most)
+
     extremes: list[Point] = []
     for start in range(0, len(points), size):
         bucket = points[start : start + size]
+
         finite = sorted((y, x) for x, y in bucket if math.isfinite(y))
         gap = [point for point in bucket if not math.isfinite(point[1])][:1]
+
         extremes += sorted({*gap, *((x, y) for y, x in (*finite[:1], *finite[-1:]))})
 
     return extremes
@@ -236,6 +245,7 @@ def moving_average(points: Sequence[Point], half: int) -> list[Point]:
     averages = []
     for index, (x, y) in enumerate(points):
         near = min(half, index)
+
         window = [value for _, value in points[index - near : index + near + 1] if math.isfinite(value)]
         averages.append((x, math.fsum(window) / len(window) if math.isfinite(y) else math.nan))
 
@@ -247,6 +257,7 @@ def moving_average(points: Sequence[Point], half: int) -> list[Point]:
 
 def _step_axis(xs: Sequence[float], start: float, end: float) -> Axis:
     low, high = min(xs), max(xs)
+    # A single step gets some room on both sides.
     if low == high:
         low, high = low - 1, high + 1
     elif 0 < low <= 0.05 * high:
@@ -291,6 +302,8 @@ def _log_axis(ys: Sequence[float], start: float, end: float, base: int) -> Axis:
     # At most seven labels.
     powers = range(low, high + 1, math.ceil((high - low) / 6))
     ticks = [float(base) ** power for power in powers]
+
+    # Powers of two are labelled as such; others as plain numbers.
     if base == 2:
         raised = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
         labels = ["2" + str(power).translate(raised) for power in powers]

@@ -111,10 +111,13 @@ class Display:
     def __init__(self, total_steps: int, unit: str, stream: TextIO):
         self.total_steps = total_steps
         self.unit = unit
+
+        # The newest records, and what follows from them.
         self.start_event: Record = {}
         self.last: Record = {}
         self.seconds_left: float | None = None
         self._step_s: deque[float] = deque(maxlen=RECENT_STEPS)
+
         self._stream = stream
 
     def track(self, record: Record) -> None:
@@ -272,6 +275,7 @@ def fact_lines(name: str, fact: str) -> str:
 def _wrapped(parts: list[str]) -> str:
     """Join the parts into lines of at most WIDTH columns, but never break a part."""
     lines = [parts[0]]
+
     for part in parts[1:]:
         if len(lines[-1]) + 2 + len(part) <= WIDTH:
             lines[-1] += f"  {part}"

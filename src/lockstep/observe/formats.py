@@ -106,6 +106,8 @@ def duration(seconds: float) -> str:
     minutes, second = divmod(max(0, round(seconds)), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)
+
+    # Leading units that are zero are left out.
     if days:
         return f"{days}d {hour:02}:{minute:02}:{second:02}"
 
@@ -138,6 +140,7 @@ def columns(rows: Sequence[Sequence[str]]) -> str:
 def flat(values: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
     """Return nested mappings as a single one with dotted keys."""
     dotted: dict[str, Any] = {}
+
     for key, value in values.items():
         if isinstance(value, Mapping):
             dotted |= flat(value, f"{prefix}{key}.")

@@ -16,12 +16,14 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
 
     # A task may have several evaluation sets, each with its own event after a step.
     evaluations = [event for event in _read(run_dir / EVENTS) if event.get("event") == "eval"]
+
     for name in dict.fromkeys(event.get("set") for event in evaluations):
         prefix = f"{name}/" if name else ""
         for event in without_undone(event for event in evaluations if event.get("set") == name):
             record = by_step.setdefault(event["step"], {"step": event["step"], "eval": None})
             results = {"loss": event["loss"], **event["metrics"]}
             found = {f"{prefix}{key}": value for key, value in results.items()}
+
             record["eval"] = {**(record["eval"] or {}), **found}
 
     return [by_step[step] for step in sorted(by_step)]

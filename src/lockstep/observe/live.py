@@ -117,6 +117,7 @@ class LiveDisplay(Display):
         row = Table.grid(padding=(0, 2), expand=True)
         row.add_column(ratio=1)
         row.add_column(no_wrap=True)
+
         row.add_row(ProgressBar(total=total, completed=step), "  ".join(words))
         return row
 

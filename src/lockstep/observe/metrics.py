@@ -85,6 +85,7 @@ class Sums:
         """Add what `take_global` returned."""
         self._fold()
         numbers = [from_exact(exact_from_text(total)) for total in totals]
+
         for name, total, weight in zip(names, numbers[0::2], numbers[1::2], strict=True):
             before = self._folded.get(name, (0.0, 0.0))
             self._folded[name] = (before[0] + total, before[1] + weight)
@@ -93,6 +94,7 @@ class Sums:
         """Return the terms that were collected since the last call, as (name, sum, weight)."""
         collected: list[Term] = [("loss", total, weight) for total, weight in self._losses]
         collected += self._metrics
+
         self._losses = []
         self._metrics = []
         return collected
@@ -101,6 +103,7 @@ class Sums:
         """Add up the collected terms, with one stacked sum per name."""
         # The first summand is the sum so far.
         summands = {name: ([total], [weight]) for name, (total, weight) in self._folded.items()}
+
         for name, total, weight in self._take_terms():
             totals, weights = summands.setdefault(name, ([], []))
             totals.append(total)
@@ -137,7 +140,9 @@ class ExactSums(Sums):
         """
         self._fold()
         local = [exact_to_text(value) for name in names for value in self._exact.pop(name, [0, 0])]
+
         totals: list[Exact] = [0] * len(local)
+        # Exact, so that the order of the ranks does not matter.
         for texts in collectives.gather_json(local):
             totals = [add_exact(total, exact_from_text(text)) for total, text in zip(totals, texts, strict=True)]
 

@@ -50,6 +50,7 @@ class Recorder:
         self._log = (run_dir / "logs" / f"rank-{runtime.world.rank}.log").open("a")
         self._jsonl = RunJsonl(run_dir) if runtime.is_main else None
         self._sinks = SinkList(sinks, run_dir if runtime.is_main else None, self._warn)
+
         self._warned_of_disk = False
         self._displays: list[Display] = []
         self._early: list[dict[str, Any]] = []  # events from before there was a display
@@ -150,9 +151,11 @@ class Recorder:
             if wait and self.runtime.device.type == "cuda":
                 torch.cuda.synchronize(self.runtime.device)
 
+            # Lines are written in the order of their steps.
             _, make_line = self._pending.pop(0)
             self.last = make_line()
             self._write(self.last)
+
             for display in self._displays:
                 display.update(self.last)
 
@@ -209,6 +212,7 @@ class Recorder:
 
         # The heartbeat counts the seconds of every phase since the start.
         spent = dict(self.runtime.heartbeat.spent)
+
         figures = stragglers.pack(self._spent, spent, steps, self.micro_batches)
         slots[self.runtime.world.rank] = torch.tensor(figures, dtype=torch.float64)
         self._spent = spent

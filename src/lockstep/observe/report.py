@@ -139,8 +139,10 @@ def read_run(folder: Path, config: Record | None = None) -> RunRecord:
 def without_undone(records: Iterable[Record]) -> list[Record]:
     """Return one record per step, the newest: a resumed run repeats the steps after its checkpoint."""
     newest: list[Record] = []
+
     for record in records:
         step = number(record.get("step"))
+
         if step is None:
             continue
 
@@ -197,6 +199,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[Any]], styles: Sequence[
     """Return a table; `styles` has a class for each row, or is empty."""
     head = "".join(f"<th>{escaped(name)}</th>" for name in heads)
     body = ""
+
     for row, style in zip_longest(rows, styles, fillvalue=""):
         cells = "".join(f"<td>{escaped(_plain(cell))}</td>" for cell in row)
         body += f'<tr class="{style}">{cells}</tr>'
@@ -315,9 +318,12 @@ def total(records: Sequence[Record], key: str) -> float | None:
 def mean_rate(records: Sequence[Record], key: str) -> float | None:
     """Return work / time, without the first record, which includes compilation and warm-up."""
     work = seconds = 0.0
+
+    # A record with a rate but no amount, or the other way round, says nothing about the mean.
     for record in records[1:] or records:
         amount = number(record.get(key))
         per_second = number(record.get(f"{key}_per_s"))
+
         if amount and per_second:
             work += amount
             seconds += amount / per_second
@@ -387,13 +393,16 @@ def profile_of(run: RunRecord) -> str:
     kinds = mean_kinds(ranks)
     step = sum(kinds.values()) or 1.0
     rows = []
+
     for kind, seconds in kinds.items():
         if seconds > 0:
             own = [1e3 * rank["kinds"].get(kind, 0.0) / max(1, rank["steps"]) for rank in ranks]
             rows.append((kind, f"{1e3 * seconds:.3f}", f"{seconds / step:.1%}", f"{min(own):.3f} to {max(own):.3f}"))
 
+    # The numbers that need no table.
     facts = [f"{run.profile.get('steps')} traced steps of {1e3 * step:.3f} ms"]
     facts.append(f"{_average(ranks, 'overlap_fraction'):.0%} of the communication is hidden by computation")
+
     if all(rank.get("mfu") for rank in ranks):
         peak = _average(ranks, "peak_flops")
         facts.append(
@@ -442,6 +451,7 @@ def source_of(key: str, sources: Record) -> str:
 def plan_table(run: RunRecord) -> str:
     facts = run.last_event("start").get("facts")
     lead = table(("Fact", ""), flat(facts).items()) if isinstance(facts, dict) and facts else ""
+
     values = flat(run.plan)
     if not values:
         return lead + nothing_in(run, "plan.json")

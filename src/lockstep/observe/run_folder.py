@@ -116,6 +116,7 @@ def _open(config: RunConfig, name: str) -> RunFolder:
 
 def _create(folder: RunFolder) -> None:
     path = folder.path
+
     try:
         prepare(path)
         (path / "checkpoints").mkdir(exist_ok=True)

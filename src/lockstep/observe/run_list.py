@@ -87,9 +87,11 @@ def is_run(folder: Path) -> bool:
 
 
 def facts_of(run: Path) -> RunFacts:
+    # The whole of the events, which are few, but only the end of the metrics.
     events = parse_lines(records.read(run / "events.jsonl"))
     lines = parse_lines(records.read(run / "metrics.jsonl", most=TAIL))
     newest = lines[-1] if lines else {}
+
     start = _last(events, "start")
     metric, best = best_evaluation(events, _settings(run))
     size, written = _size_and_time(run)
@@ -114,6 +116,7 @@ def facts_of(run: Path) -> RunFacts:
 def parse_lines(text: str) -> list[dict[str, Any]]:
     """Return the records of a JSON lines file. Lines that are no record, or only the end of one, are left out."""
     found = []
+
     for line in text.splitlines():
         try:
             record = records.load_json(line)
@@ -128,9 +131,11 @@ def parse_lines(text: str) -> list[dict[str, Any]]:
 
 def best_evaluation(events: Sequence[dict[str, Any]], config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the metric that evaluations are compared by, and the best evaluation, or {}."""
+    # `checkpoint.best` comes first, then early stopping, then the loss.
     settings = flat(config)
     stops = settings.get("stop.patience") is not None
     kept = settings.get("checkpoint.best")
+
     metric = str(kept or (settings.get("stop.metric") if stops else None) or "eval_loss")
     mode = settings.get("checkpoint.best_mode" if kept else "stop.mode")
 
@@ -153,6 +158,8 @@ def best_evaluation(events: Sequence[dict[str, Any]], config: dict[str, Any]) ->
 def _state(run: Path, events: Sequence[dict[str, Any]], written: float) -> State:
     last = next((event for event in reversed(events) if event.get("event") in STATES), {})
     state = STATES.get(str(last.get("event")), "killed")
+
+    # The lock says whether a process holds the run. Where that cannot be known, the time of the last record decides.
     held = is_running(run)
     if held is None:
         held = state == "killed" and time.time() - written < RECENT_S

@@ -73,9 +73,11 @@ def rm(
     If any of the paths is no run, or is running, nothing is deleted at all. `delete_objects(run)` deletes what the
     run's checkpoints have outside its folder.
     """
+    # Everything is checked before anything is deleted.
     planned = [_plan(run, only_checkpoints) for run in dict.fromkeys(runs)]
     what = "the checkpoints of " if only_checkpoints else ""
     total = size_text(sum(removal.bytes for removal in planned))
+
     if dry_run:
         return [f"would delete {what}{removal.run} ({size_text(removal.bytes)})" for removal in planned], 0
 
@@ -87,6 +89,7 @@ def rm(
     for removal in planned:
         _delete(removal, whole=not only_checkpoints, delete_objects=delete_objects)
         lines.append(f"deleted {what}{removal.run}: {size_text(removal.bytes)} freed")
+
         if removal.stays:
             lines.append(f"  {removal.run} stays, with what Lockstep did not write: {some_names(removal.stays)}")
 
@@ -95,10 +98,14 @@ def rm(
 
 def _plan(run: Path, only_checkpoints: bool) -> Removal:
     _refuse(run)
+
     patterns = CHECKPOINTS if only_checkpoints else OURS
     entries = sorted(run.iterdir())
+
+    # What Lockstep has not written stays, and so does the folder then.
     delete = [path for path in entries if any(fnmatch.fnmatchcase(path.name, pattern) for pattern in patterns)]
     stays = [] if only_checkpoints else [path.name for path in entries if path not in delete]
+
     return Removal(run, delete, stays, sum(_size(path) for path in delete))
 
 

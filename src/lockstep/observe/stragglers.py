@@ -82,9 +82,13 @@ def slowest(rows: Sequence[Mapping[str, float]], threshold: float = 1.3) -> Slow
     # Its work must take longer, and the others must wait for about as long.
     work_s = _work_s(slow)
     usual = median(_work_s(row) * _scale(slow, row) for row in others)
+
     excess = work_s - usual
     waits = median(row["exchange"] for row in others) - slow["exchange"]
+
     share = min(excess, waits) / max(work_s + slow["exchange"], 1e-9)
+
+    # A slow rank is much slower than usual, the others wait for it, and that costs a share of the step.
     if work_s < threshold * usual or waits < excess / 2 or share < MIN_SHARE:
         return None
 
@@ -127,6 +131,8 @@ class SlowRankWatch:
         now = self._clock()
         slow = slowest(rows, self.threshold)
         rank = slow.rank if slow else None
+
+        # Another rank, or none: the count of intervals begins anew.
         if rank != self._rank:
             self._rank = rank
             self._intervals = 0

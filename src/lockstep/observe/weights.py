@@ -59,6 +59,7 @@ def _sort_metadata(file: BinaryIO) -> None:
     # Another order takes the same room; the format pads with spaces.
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     assert len(text) <= size, "the header would run into the data"
+
     file.seek(8)
     file.write(text.ljust(size))
     file.flush()

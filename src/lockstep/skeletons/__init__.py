@@ -39,6 +39,7 @@ def init(kind: str, name: str | None) -> str:
 
     source = Path(__file__).with_name(f"{skeleton.module}.py").read_text()
     target = str(path)
+
     if skeleton.class_name:
         class_name = _class_name(path, source, skeleton.class_name)
         source = re.sub(rf"\b{skeleton.class_name}\b", class_name, source)

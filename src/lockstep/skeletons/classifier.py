@@ -58,6 +58,7 @@ def generated_pictures(count: int, seed: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(CLASSES, (count,), generator=generator)
     pictures = torch.randn(count, 1, 16, 16, generator=generator)
+
     for quarter in range(CLASSES):
         row, column = 8 * (quarter // 2), 8 * (quarter % 2)
         pictures[labels == quarter, :, row : row + 8, column : column + 8] += 0.5

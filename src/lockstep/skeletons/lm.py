@@ -65,8 +65,10 @@ class Transformer(nn.Module):
         super().__init__()
         self.tokens = nn.Embedding(TOKENS, width)
         self.positions = nn.Embedding(context, width)
+
         layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
         self.blocks = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+
         self.head = nn.Linear(width, TOKENS)
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -137,10 +137,13 @@ def _verify(target: str, layers: list[Layer], options: VerifyOptions, runner: Ru
 
     # All other trials run in parallel. Then comes the verdict, which may run a few more probes.
     splits, notes = _splits(trials, first)
+
     worlds = _worlds(trials)
     trials.need([*worlds, *splits])
+
     causes = explain(trials, [*worlds, *splits]) or _inexact(trials, worlds, options)
     causes = _with_finding(causes, first.facts.get("found"))
+
     if trials.reference.facts["own_loop"]:
         causes = [in_own_loop(cause) for cause in causes]
 
@@ -179,6 +182,7 @@ def _splits(trials: TrialCache, first: TrialRecord) -> tuple[list[Trial], list[s
     """
     splits = list(trials.matrix.splits)
     facts = trials.reference.facts
+
     meant = sorted(SPLIT_CAUSES & set(facts["accepted"]))
     if meant and splits:
         return [], [f"checks.loss={meant[0]}: other splits of the batch are meant to differ, and are not compared"]
@@ -187,9 +191,11 @@ def _splits(trials: TrialCache, first: TrialRecord) -> tuple[list[Trial], list[s
     if not (trials.reference.drawn or statistics_are_meant) or not splits:
         return splits, []
 
+    # In eval mode dropout draws nothing, so that a batch and its parts can be compared.
     splits = [replace(split, eval_mode=True) for split in splits]
     measures = [replace(trial, eval_mode=True) for trial in (trials.matrix.reference, *trials.matrix.nudged)]
     reference, *_ = trials.need([*measures, *splits])
+
     if reference.drawn:
         return [], [
             "the loss draws random numbers even in eval mode, and they follow the micro-batch: other splits of the "
@@ -214,8 +220,10 @@ def _with_finding(causes: list[Cause], found: list[str] | None) -> list[Cause]:
 
 def _inexact(trials: TrialCache, worlds: list[Trial], options: VerifyOptions) -> list[Cause]:
     """Return, with --exact, the first trial whose bits are not identical, as a cause."""
+    # The first one is enough: others most likely have the same cause.
     for trial in (trials.matrix.again, *worlds) if options.exact else ():
         comparison = trials.compare(trial)
+
         if not comparison.bits:
             errors = [
                 f"{name} {comparison.errors[name]:.1e}" for name, same in comparison.identical.items() if not same
@@ -248,6 +256,7 @@ def _row(trials: TrialCache, trial: Trial, role: str, options: VerifyOptions) ->
     # Other splits add in another order, so they need not have identical bits.
     inexact = options.exact and role != "split" and not comparison.bits
     verdict = "DIFFERS" if comparison.first or inexact else "ok"
+
     if role == "rounding":
         verdict = "yardstick"
     elif role != "again" and not trials.repeatable:

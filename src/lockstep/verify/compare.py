@@ -91,6 +91,7 @@ def compare(
     for columns, kind in [("gradients", "gradient"), ("parameters", "parameter"), ("losses", "loss")]:
         pairs = [pair for step in range(steps) for pair in _pairs(kind, step, record, reference)]
         result.identical[columns] = all(same_bits(a, b) for _, a, b in pairs)
+
         size = max((_size(b) for _, _, b in pairs), default=0.0)
         result.errors[columns] = max((gap(a, b) for _, a, b in pairs), default=0.0) / (size or 1.0)
 
@@ -136,14 +137,19 @@ def _of(kind: str, step: int, record: TrialRecord) -> Tensors:
     match kind:
         case "initial weights":
             return record.tensors("parameters", 0)
+
         case "gradient":
             return record.tensors("gradients", step)
+
         case "parameter" | "buffer":
             return record.tensors(f"{kind}s", step + 1)
+
         case "state":
             return {name: t for name, t in record.tensors("extra", step + 1).items() if name.startswith("state.")}
+
         case "metric":
             return {name: np.array(value) for name, value in record.metrics(step).items()}
+
         case _:
             return {"": np.array(record.loss(step) if kind == "loss" else record.weight(step))}
 
@@ -181,9 +187,11 @@ def first_chaotic_step(reference: TrialRecord, nudged: Sequence[TrialRecord]) ->
 
     From that step on, a comparison shows nothing.
     """
+    # Chaos: the difference that rounding makes has grown to the size of the gradient.
     for step in range(min(record.steps for record in (reference, *nudged))):
         pairs = [pair for record in nudged for pair in _pairs("gradient", step, record, reference)]
         noise = max((gap(a, b) for _, a, b in pairs), default=0.0)
+
         if noise and FACTOR * noise >= max(_size(b) for _, _, b in pairs):
             return step
 

@@ -89,10 +89,12 @@ def explain(trials: TrialCache, rows: list[Trial]) -> list[Cause]:
     # Several ranks first: a mistake in the ranks often shows in another split as well, but not the other way round.
     causes: dict[str, Cause] = {}
     ordered = sorted(rows, key=lambda trial: trial.world == 1)
+
     for trial in (trials.matrix.again, *trials.matrix.nudged, *ordered):
         failure = trials.record(trial).failure
         first = trials.compare(trial).first if trial in rows and not failure else None
 
+        # A failure explains itself. A difference between splits counts only if no worse cause was found.
         if failure:
             cause = of_failure(failure.cause, failure.message, failure.for_user)
         elif first and trial.world > 1:
@@ -236,6 +238,7 @@ def _ranks_differ(record: TrialRecord, reference: TrialRecord, step: int) -> Cau
         return None
 
     # Snapshot `step + 1` was taken after the step that diverged.
+    # The first difference in time is the cause: later ones follow from it.
     for number in range(min(step + 2, record.steps + 1)):
         when = f"after step {number - 1}" if number else "before the first step"
         for rank in range(record.trial.world):
@@ -287,6 +290,7 @@ def _explain_rows(
 
     # A sample that another id has elsewhere was not changed: this rank holds the samples in another order.
     world = record.trial.world
+    # All contents of the reference, in any step.
     known = {row for number in range(len(reference.micros)) for row in _count_rows(reference, number)}
     if known & set(changed.rows):
         rank = f"rank {changed.rank} of {world}"
@@ -299,7 +303,10 @@ def _of_loss(trials: TrialCache, comparison: Comparison, step: int) -> Cause:
     """Find out why the same samples and the same weights give another loss."""
     record = comparison.record
     reference = comparison.reference
+
     differing = _differing_losses(record, reference, step)
+
+    # Name the first micro-batch that differs, if micro-batches can be compared.
     rank = differing[0].rank if differing else 0
     where = f"micro-batch {differing[0].index} of step {step}, on rank {rank}" if differing else f"step {step}"
     only_training = f"{where}: equal with the model in eval mode, different in training"

@@ -110,6 +110,7 @@ class TrialRecord:
     def metrics(self, step: int) -> dict[str, float]:
         """Return the weighted mean of every metric of a step."""
         sums: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])  # name -> [total, weight]
+
         for micro in self.micros[step]:
             for name, (value, weight) in micro.metrics.items():
                 sums[name][0] += value

@@ -114,7 +114,9 @@ class RecordedRun(Run):
         """Collect the facts from which the trials are chosen and prepare to record the steps."""
         self.orders = orders
         self._folder = Path(orders["folder"])
+
         self._task = task
+        # What was recorded so far, by step.
         self._steps: list[dict[str, Any]] = []
         self._snapshots: list[dict[str, Any]] = []
 
@@ -168,8 +170,10 @@ class RecordedRun(Run):
 
             self._micros: list[dict[str, Any]] = []
             self._passes: Counter[int] = Counter()  # id of a note -> losses of its micro-batch so far
+
             batches.micro_batches = self._record_data(batches.micro_batches)
             yield batches
+
             if number + 1 == self.orders["steps"]:
                 break
 
@@ -240,6 +244,7 @@ class RecordedRun(Run):
         note = self._note
         note["total"] += float(loss.total.detach())
         note["weight"] += float(loss.weight)
+
         for name, total, weight in metric_terms(loss) if loss.metrics else ():
             before = note["metrics"].get(name, [0.0, 0.0])
             note["metrics"][name] = [before[0] + float(total), before[1] + float(weight)]
@@ -282,6 +287,7 @@ class RecordedRun(Run):
         tensors: dict[str, Tensor] = {}
         # More than this is a dataset in `self`, not state.
         most = 4 * sum(p.nbytes for p in trainable(self.driver.model)[1]) + 2**20
+
         for name, value in own.items():
             packed: dict[str, Tensor] = {}
             try:
@@ -299,6 +305,7 @@ class RecordedRun(Run):
         # The format of the compute may differ from the format of storage: tf32 keeps 10 bits of a float32.
         precision = self.stepper.context.precision
         size = 2.0**-10 if precision.name == "tf32" else torch.finfo(precision.compute).eps
+
         with torch.no_grad():
             for p in trainable(self.driver.model)[1]:
                 change = 2 * torch.rand(p.shape, generator=self._nudges, dtype=torch.float64) - 1

@@ -97,6 +97,7 @@ class Runner:
 
         module = "lockstep.verify.recorded_run"
         self._zygote = ZygoteClient(f"{module}:work", [*PRELOAD, module, *preload], env)
+
         self._limit_s = limit.total_seconds()
         self._ranks = 0  # of all trials so far
         self._trials = 0
@@ -122,7 +123,9 @@ class Runner:
         records: dict[Trial, TrialRecord] = {}
 
         while waiting or running:
+            # A slot is a process. A trial that needs more slots than there are runs alone.
             busy = sum(started.trial.world for started in running)
+
             if waiting and (not running or busy + waiting[0].world <= slots):
                 running.append(self._start(target, layers, steps, waiting.pop(0)))
                 continue

@@ -161,9 +161,11 @@ def _fits(world: int, facts: dict[str, Any]) -> bool:
 
 def _worlds(options: VerifyOptions, facts: dict[str, Any]) -> tuple[list[int], list[str]]:
     """Return the world sizes above 1 that the batch allows, and a note about the others."""
+    # A batch must give every rank at least one sample.
     worlds = [world for world in options.worlds or WORLDS if world > 1]
     fitting = [world for world in worlds if _fits(world, facts)]
     left_out = sorted(set(worlds) - set(fitting))
+
     if not left_out:
         return fitting, []
 
@@ -199,6 +201,7 @@ def _has_one_each(facts: dict[str, Any]) -> str:
 def _micro_batch(facts: dict[str, Any], most: int, options: VerifyOptions) -> int:
     """Return the size for the reference and all worlds: the user's own, if it gives every rank a micro-batch."""
     batch = facts["global_batch"]
+
     asked = facts["micro_batch_asked"] or batch
     even = batch // most
     if not facts["stream"]:
@@ -230,6 +233,8 @@ def _splits(facts: dict[str, Any], micro_batch: int, options: VerifyOptions) -> 
     most = facts["micro_batch_asked"] or batch
     sizes = dict.fromkeys([most, most - most // 3, most // 2, 1])
     usable = [size for size in sizes if size >= 1 and size != micro_batch]
+
+    # Every micro-batch of a stream has one size.
     if facts["stream"]:
         usable = [size for size in usable if batch % size == 0]
 

@@ -79,6 +79,7 @@ def _match_names(tensors: Mapping[str, Tensor], renamed: Mapping[str, str]) -> t
     # Any of its names will do. The others must hold the same values, which is checked when they are read.
     taken: dict[str, str] = {}
     tied: dict[str, str] = {}
+
     for first, names in names_of.items():
         present = [name for name in names if name in renamed]
         if present:

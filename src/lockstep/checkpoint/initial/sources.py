@@ -228,6 +228,7 @@ class SafetensorsSource(_Files):
         self._file_of: dict[str, Any] = {}
         self._aliases: dict[str, str] = {}
 
+        # Opening a file reads its header only. The handles stay open for as long as the source lives.
         for file in files:
             with _readable(file):
                 handle: Any = self._stack.enter_context(safe_open(str(file), framework="pt"))
@@ -271,6 +272,7 @@ class TorchSource(_Files):
     def __init__(self, path: Path, files: Sequence[Path]):
         super().__init__(path, files)
         self._tensors: dict[str, Tensor] = {}
+        # Files of a sharded model have different names, so nothing is overwritten.
         for file in files:
             with _readable(file):
                 loaded = torch.load(file, map_location="cpu", weights_only=True, mmap=True)

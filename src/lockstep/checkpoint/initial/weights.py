@@ -122,8 +122,10 @@ def _copy(target: Tensor, source: WeightSource, name: str) -> None:
         full = source.read_slice(name, (0,) * len(full_shape), full_shape)
         if full.numel() == target.numel():
             region = full.reshape(shard.full_shape)
+
             ends = [start + n for start, n in zip(shard.offset, shard.local.shape, strict=True)]
-            shard.local.copy_(region[tuple(slice(a, b) for a, b in zip(shard.offset, ends, strict=True))])
+            part = tuple(slice(start, end) for start, end in zip(shard.offset, ends, strict=True))
+            shard.local.copy_(region[part])
             return
 
         _copy_overlap(shard.local, shard.offset, full, name)

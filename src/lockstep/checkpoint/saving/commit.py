@@ -102,6 +102,7 @@ class Commit:
         pause = 0.01
 
         while True:
+            # What has been confirmed is not read again.
             for rank in ranks - confirmations.keys():
                 confirmation = self.draft.read_confirmation(rank)
                 if confirmation is not None:

@@ -124,6 +124,8 @@ class Save:
         """Return whether this rank's file fits on the disk. If not, the save fails before anything is written."""
         try:
             missing = self.file_size - self.context.storage.free_bytes()
+
+            # Only what is known to be too large is refused: other processes may fill the disk meanwhile.
             if missing > 0:
                 sizes = f"{size_text(self.file_size)} to write, {size_text(missing)} too little"
                 raise SaveError(f"{self._no_room()}: {sizes}")

@@ -153,6 +153,7 @@ def get_gpu_info() -> list[dict[str, Any]]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
+
         gpus.append(
             {
                 "index": index,
@@ -243,6 +244,7 @@ def speedup_table(hours: float | None, price: float | None, rates: Mapping[int, 
         measured = gpus in rates and 1 in rates
         speedup = measured_speedup(gpus, rates) if measured else estimate_training_speedup(gpus)
         line = f"{gpus:4}  {speedup.actual:7.1f}x  {speedup.efficiency:10.0%}"
+
         if hours is not None:
             took = hours / speedup.actual
             cost = "" if price is None else f"${price * gpus * took:.2f}"

@@ -101,8 +101,11 @@ def model_memory(trainer: DistributedCLSTMPPOTrainer) -> SetupFinding:
 
     # What every environment adds is in proportion; the weights stay.
     fixed = bytes_needed(trainer.task, 0, 0) / 2**30
+
     parts = batch_size // trainer.micro_batch
     fits = int(batch_size * (free - fixed) / (needed - fixed)) // parts * parts
+
+    # A multiple of the parts, because each of them has as many environments.
     advice = f"use --batch_size {fits}, or a smaller --preset" if fits > 0 else "use a smaller --preset"
     return SetupFinding("model memory", "fail", text, advice)
 
@@ -142,8 +145,11 @@ def time_estimate(trainer: DistributedCLSTMPPOTrainer, price: float | None) -> S
     # On one process; other numbers of GPUs are estimated from it.
     steps = MEASURED_UPDATES * trainer.task.source.options.steps
     rate = _short_run(trainer, steps)
+
+    # Steps per second, so hours are steps / rate / 3600.
     hours = trainer.num_episodes * trainer.task.shape.episode / rate / 3600
     text = f"{rate:,.0f} environment steps/s measured here: {trainer.num_episodes} episodes take {duration(hours)}"
+
     lines = []
     if torch.cuda.is_available():
         lines = speedup_table(hours, price_here() if price is None else price, {1: rate})
@@ -178,6 +184,7 @@ def _short_run(trainer: DistributedCLSTMPPOTrainer, steps: int, nproc: int | Non
         "log": {"progress": "off", "every": options.steps},
         "evaluate": {"every": None},
     }
+
     with tempfile.TemporaryDirectory() as folder:
         run_dir = Path(folder) / "run"
         lockstep.fit(trainer.task, values | {"run_dir": str(run_dir)}, nproc=nproc)
@@ -186,6 +193,7 @@ def _short_run(trainer: DistributedCLSTMPPOTrainer, steps: int, nproc: int | Non
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print all checks. Return 0 if this machine can train, on GPUs or without."""
+    # The names are those of the training script.
     parser = argparse.ArgumentParser(description=f"Check this machine for training the trading agent with {SCRIPT}.")
     parser.add_argument("--num_episodes", type=int, help="to estimate the time for (default: the script's, 5000)")
     parser.add_argument("--preset", choices=list(ClstmPpo.presets), help="size of the agent (default: by the machine)")
@@ -196,6 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     # The same arguments as the script: what is estimated is what it trains.
     typed = {name: getattr(options, name) for name in ("num_episodes", "batch_size", "preset", "precision")}
+
     try:
         trainer = DistributedCLSTMPPOTrainer(1, **{name: value for name, value in typed.items() if value is not None})
         trainer.initialize()
@@ -219,6 +228,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finding = check()
         findings.append(finding)
         print(f"[{finding.state:>4}] {finding.name}: {finding.text}", flush=True)
+
         if finding.advice:
             print(f"    {finding.advice}", flush=True)
 

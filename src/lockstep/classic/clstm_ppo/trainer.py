@@ -69,6 +69,7 @@ class DistributedCLSTMPPOTrainer:
         self.preset = preset or ("gpu" if torch.cuda.is_available() else "cpu")
         self.precision = precision
         self.settings = settings
+
         self.result: lockstep.RunResult | None = None
 
     def initialize(self) -> None:
@@ -151,6 +152,7 @@ def in_proportion(preset: dict[str, Any], steps: int) -> dict[str, int]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train as the arguments say. Return the exit code."""
+    # What is trained.
     parser = argparse.ArgumentParser(description="Train the trading agent of the recipe clstm_ppo.")
     parser.add_argument("--num_gpus", type=int, default=-1, help="GPUs to use (-1 for all, default: -1)")
     parser.add_argument("--num_episodes", type=int, default=5000, help="training episodes (default: 5000)")
@@ -161,6 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=list(PRECISIONS),
         help="number format; fp16 scales the loss by itself (default: the preset's)",
     )
+
+    # Where the run is kept.
     parser.add_argument("--run_dir", help="folder of the run (default: runs/clstmppo-TIME)")
     parser.add_argument(
         "--resume", metavar="auto|PATH|never", default="never", help="resume the run in --run_dir, or another one"

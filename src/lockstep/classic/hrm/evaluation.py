@@ -44,6 +44,7 @@ class Recording(HRM):
         hook = model.register_forward_hook(
             lambda module, inputs, thought: last.update(predictions=thought.logits.argmax(dim=-1))
         )
+
         try:
             loss = super().eval_loss(model, batch)
         finally:
@@ -63,6 +64,7 @@ def main(arguments: Sequence[str]) -> None:
     try:
         values = overrides(arguments)
         check_names(values, KEYS)
+
         if "checkpoint" not in values:
             raise UserError(
                 "checkpoint is not set: it names the run to evaluate",
@@ -107,9 +109,11 @@ def evaluate_checkpoint(checkpoint: Path, save_outputs: bool = False, **settings
 def _find_checkpoint(checkpoint: Path) -> tuple[Path, Path, int]:
     """Return the run folder, the checkpoint to load, and its step."""
     if step_in(checkpoint.name) is None:
+        # The folder of a run: its newest checkpoint.
         run = checkpoint
         found = committed(open_storage(run / "checkpoints"))
     else:
+        # One checkpoint of a run.
         run = checkpoint.resolve().parent.parent
         found = [Checkpoint.at(checkpoint)]
 

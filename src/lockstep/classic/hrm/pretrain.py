@@ -34,6 +34,7 @@ def main(arguments: Sequence[str]) -> None:
         check_announced()
         world = current_world()
         rank, world_size = world.rank, world.size
+
         values = overrides(arguments)
         # Checked before the other ranks wait for rank 0.
         if rank == 0:
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str]) -> None:
             config.rest.setdefault("compile", False)
 
         done = lockstep.fit(HRM, config.settings(), resume_command=_command_to_resume)
+
         if rank == 0:
             copy_source(done.run_dir)
     except UserError as error:

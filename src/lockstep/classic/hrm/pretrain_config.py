@@ -138,6 +138,7 @@ def load_synced_config(hydra_config: Mapping[str, Any], rank: int, world_size: i
             **{key: value for key, value in hydra_config.items() if key in PRETRAIN_KEYS},
             rest={key: value for key, value in hydra_config.items() if key not in PRETRAIN_KEYS},
         )
+
         config.run_name = config.run_name or generate_name()
         text = json.dumps(asdict(config))
 

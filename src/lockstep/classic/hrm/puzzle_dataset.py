@@ -53,9 +53,11 @@ class PuzzleDataset(IterableDataset):
         self.split = split
         self.rank = config.rank
         self.num_replicas = config.num_replicas
+
         self.local_batch_size = config.global_batch_size // self.num_replicas
         self.puzzles = read_puzzles(Path(config.dataset_path) / split)
         self.metadata = read_metadata(Path(config.dataset_path) / split)
+
         self.epoch = 0
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
@@ -69,14 +71,18 @@ class PuzzleDataset(IterableDataset):
         groups = PuzzleGroups(self.puzzles, most_steps=1, explore=0.0)
         seed = self.config.seed
         batch_size = self.config.global_batch_size
+
         epoch = self.epoch
         self.epoch += 1
 
         # Every rank shuffles alike, and takes its slice of every global batch.
         order = list(range(len(groups)))
         random.Random(f"{seed}/{epoch}").shuffle(order)
+
+        # Groups that do not fill a batch at the end are left out.
         for start in range(0, len(order) - batch_size + 1, batch_size):
             samples = []
+            # A sample draws from Python's generator, seeded by its group: the same on any number of ranks.
             with _keep_python_random_state():
                 for group in order[self._slice(start)]:
                     random.seed(f"{seed}/{epoch}/{group}")

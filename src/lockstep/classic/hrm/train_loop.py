@@ -54,6 +54,7 @@ def init_train_state(config: PretrainConfig) -> Iterator[TrainState]:
         # The same pieces as in `lockstep train`: the task is called step by step, not by the engine.
         task = HRM(**config.options())
         model = create_model(config, read_metadata(Path(config.data_path) / "train"), run.world_size)
+
         called, *optimizers = run.setup(model, *task.optimizer(model))
         run.register("task", task)
         yield TrainState(task, called, optimizers, run, run.steps(task.data(), task.collate))
@@ -75,6 +76,7 @@ def create_model(
     # NCCL cannot send CPU tensors, and the model is still on the CPU.
     if world_size > 1:
         device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+
         with torch.no_grad():
             for tensor in [*model.parameters(), *model.buffers()]:
                 on_device = tensor.to(device)
@@ -90,10 +92,13 @@ def train_batch(
     """Take one optimizer step with a step of `train_state.batches`. Rank 0 gets the means over all ranks."""
     task = train_state.task
     sums: Sums = {}
+
+    # The task's own hook and loss, as `fit` would call them.
     for micro in batch:
         place = MicroBatch(micro, 0, len(micro["inputs"]), padding=batch.padding, first=batch.first)
         task.before_batch(train_state.run, place)
         loss = task.loss(train_state.model, micro)
+
         batch.backward(loss.total, loss.weight, **loss.metrics)
         # A padding batch weighs nothing.
         factor = 0 if batch.padding else 1

@@ -125,6 +125,8 @@ class GradientGuard:
         for watched in self._watched:
             # Loops, because this runs for every micro-batch.
             noted = []
+
+            # A version counter says how often a tensor was changed in place. Reading it does not wait for the device.
             for p in watched:
                 gradient = p.grad
                 if type(gradient) is Tensor:

@@ -56,6 +56,8 @@ def digests_of_sources() -> dict[str, str]:
     # copy the memory of every module that it touches.
     installed: dict[str, bool] = {}  # by the name of the top-level package
     digests = {}
+
+    # A list: importing in another thread would change the dictionary meanwhile.
     for name in list(sys.modules):
         package = name.partition(".")[0]
         if package not in installed:
@@ -109,6 +111,7 @@ def check_evaluations(config: RunConfig, evaluates: bool, during_run: bool, move
     if evaluates and during_run:
         return
 
+    # The first setting that would wait forever is named.
     if config.checkpoint.best:
         problem = (
             f"checkpoint.best={config.checkpoint.best} compares evaluations, and there is no evaluation during the run"

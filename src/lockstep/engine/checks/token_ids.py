@@ -100,7 +100,6 @@ def _lookups(error: Exception, model: nn.Module) -> Iterator[Lookup]:
             weight = values["weight"]
             rows = f"{names.get(id(weight), 'the embedding')} has {len(weight)} rows"
             yield from _outside(values["input"], len(weight), "token id", rows)
-
         elif code.co_name == "cross_entropy":
             # The input is (C,), (N, C) or (N, C, ...).
             classes = values["input"].shape[min(1, values["input"].dim() - 1)]
@@ -149,6 +148,7 @@ def _on_gpu(error: Exception, run: Run) -> UserError:
     for request in requests:
         for index, numbers in _numbers(run, request):
             outside = numbers[(numbers >= rows) | ((numbers < 0) & (numbers != IGNORED))]
+
             if len(outside):
                 lookup = Lookup(int(outside[0]), rows, "token id", f"{name}.weight has {rows} rows")
                 return _named(DeviceLostError, lookup, f"sample {index} in epoch {request.epoch} has it", error)

@@ -32,8 +32,12 @@ class EarlyStop:
 
         check_metric("stop.metric", self.config.metric, results)
         value = results[self.config.metric]
+
+        # An equal value is no improvement, nor is one within `stop.min_delta`.
         if self._improves(value):
-            self.best, self.best_step, self.evaluations_since = value, step, 0
+            self.best = value
+            self.best_step = step
+            self.evaluations_since = 0
         else:
             self.evaluations_since += 1
 

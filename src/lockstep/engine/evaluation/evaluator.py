@@ -199,6 +199,8 @@ class Evaluator:
         """
         began = time.perf_counter()
         evaluation = self.measure(chosen, batch, step, may_preempt)
+
+        # A preempted evaluation is repeated after the resume, and logged then.
         if evaluation is not None:
             self._log(evaluation, chosen, time.perf_counter() - began)
             self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
@@ -234,6 +236,8 @@ class Evaluator:
         all_rows = [row for rows, _, _ in gathered for row in rows]
         total_samples = sum(samples for _, samples, _ in gathered)
         evaluation = _combine(all_rows, total_samples, step, chosen.name)
+
+        # Metrics that are no sums: reduced by their own states.
         _add_metrics(evaluation, metrics.compute(self.runtime.collectives))
         return evaluation
 
@@ -258,6 +262,7 @@ class Evaluator:
     ) -> list[Evaluation] | None:
         """Evaluate on one set after the other; None if a preemption interrupted one of them."""
         evaluations = []
+
         for chosen in sets:
             evaluation = self.evaluate(chosen, batch, step, may_preempt)
             if evaluation is None:
@@ -318,6 +323,8 @@ class Evaluator:
 
             # None on the ranks of a pipeline that do not compute the loss.
             loss = self.placed.evaluate(loss_fn, to_device(data, self.runtime.device), self.precision.autocast)
+
+            # A batch without samples has run only for the other ranks.
             if no_samples:
                 results.append([])
             elif loss is not None:

@@ -15,6 +15,7 @@ def restore_modes(modules: Iterable[nn.Module]) -> Iterator[None]:
     `model.train()` would not do: some modules may be in eval mode on purpose, and a module may override `train`.
     """
     modes = [(module, module.training) for module in modules]
+
     try:
         yield
     finally:

@@ -65,11 +65,13 @@ class Hooks:
         The name is the callback's own `name`, or that of its class; several of one class are numbered.
         """
         sharing: dict[str, list[Any]] = {}
+        # A callback without a state is not saved, and needs no name.
         for callback in self.callbacks:
             if hasattr(callback, "state_dict"):
                 name = _own_name(callback) or type(callback).__name__
                 sharing.setdefault(name, []).append(callback)
 
+        # The first has no number, so that a single one keeps its name when a second is added.
         for name, callbacks in sharing.items():
             _check_shared_name(name, callbacks)
             for number, callback in enumerate(callbacks, start=1):

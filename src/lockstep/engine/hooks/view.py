@@ -28,6 +28,7 @@ class BuiltRunView:
         self.is_main = builder.runtime.is_main
         self.device = builder.runtime.device
         self.run_dir = builder.folder.path
+
         self._builder = builder
 
     # ---- where the run is ----

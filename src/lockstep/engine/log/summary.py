@@ -65,6 +65,7 @@ def judge(goals: Sequence[str], values: Mapping[str, float | None]) -> list[dict
         name, sign, bound = goal.split()
         value = values.get(name)
         reached = value is not None and not math.isnan(value) and COMPARE[sign](value, float(bound))
+
         verdicts.append({"target": goal, "value": value, "pass": reached})
 
     return verdicts

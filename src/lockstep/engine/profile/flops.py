@@ -82,7 +82,9 @@ def matmul_rate(device: torch.device) -> float:
     # The best of several: the first ones load the library, and other processes may disturb some.
     a = torch.ones(size, size, device=device, dtype=dtype)
     best = float("inf")
+
     for _ in range(REPEATS):
+        # A GPU only queues the product, so wait before and after it.
         _wait(device)
         began = time.perf_counter()
         a @ a

@@ -47,6 +47,7 @@ def initial_weights(driver: Driver, config: RunConfig, runtime: Runtime, folder:
 
     def will_resume() -> bool:
         match folder.start_from:
+            # As `CheckpointManager.resume` will decide, which comes later.
             case Beginning():
                 return False
             case Newest(otherwise=None):

@@ -109,6 +109,7 @@ def _copy(source: Any, target: Any) -> None:
     # A tensor is filled in place. An object in a list is replaced.
     one = source[0] if isinstance(source, list) else source
     place = target[0] if isinstance(target, list) else target
+
     if isinstance(place, Tensor):
         place.copy_(one.reshape(place.shape))
     else:

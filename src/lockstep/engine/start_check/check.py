@@ -82,9 +82,12 @@ def find_cause(run: Run, task: Any) -> Cause | None:
 
         # All ranks must see the same dataset.
         if isinstance(source, MapSource):
+            # Workers start before the first sample is read here: a dataset may open files for it, which a fork would
+            # share.
             source.start_workers()
             request = source.next_request(count)
             samples = read_samples(source, request)
+
             cause = None if alone else data.find_difference(run, source, request, samples)
             if cause:
                 return cause
@@ -242,6 +245,7 @@ def _judge(
 
     # What has settled is no moving average, and what follows from the model may change with it.
     averages = []
+
     for name in changes.averages:
         follows_model = changes_model and name.startswith("model.")
         if not snapshot.settled(name) and not follows_model:
@@ -386,6 +390,7 @@ def _combine_ranks(run: Run, cause: Cause | None, measured: Measurement | None, 
 
     # If the ranks disagree about the cause, different losses for the same samples may explain it.
     if not (len(causes) == len(gathered) and len(keys) == 1):
+        # None for a rank that could not measure.
         pairs = [pair for _, pair, _ in gathered]
         difference = _ranks_differ(run, pairs)
         if difference and difference.key not in accepted_causes(run.config):

@@ -72,6 +72,8 @@ def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> S
     """
     batches, local_digest, beginning = None, None, None
     problem: UserError | None = None
+
+    # The others must learn of an error here, so it is kept until all ranks have gathered.
     try:
         batches, local_digest, beginning = _take_and_digest(source)
     except UserError as error:

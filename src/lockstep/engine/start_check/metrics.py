@@ -51,6 +51,7 @@ def _without_a_trace(run: Run, task: Any) -> Iterator[None]:
     """Return a context after which generators, the model and the task are as before."""
     model = run.driver.model
     snapshot = StateSnapshot(model, task, (), copies_parameters=False)
+
     with preserve_rng(run.runtime.device), run_eagerly(model), run.reading_samples(), run.whole_batches():
         try:
             yield
@@ -62,6 +63,7 @@ def _names_of_first_batches(run: Run, sets: Sequence[EvaluationSet]) -> dict[str
     """Return the names of the results of one batch of each set; None if it fails. The first evaluation reports that."""
     evaluator = run.model_setup.evaluator
     batch = evaluation_batch(run.config, run.plan.global_batch)
+
     try:
         with run.driver.many_forwards():
             found = [evaluator.first_names(chosen, batch) for chosen in sets]

@@ -74,7 +74,9 @@ class Probe:
         else:
             # This backward is collective. If a rank failed before it, the others must not wait there.
             agree(self.run, "a backward")
+
             total.backward()
+            # Taken off again, because the first step begins without gradients.
             computed = [p.grad for p in self.parameters]
             for p in self.parameters:
                 p.grad = None
@@ -175,6 +177,7 @@ def without_batch_statistics(model: nn.Module) -> Iterator[None]:
         for norm in norms:
             if norm.running_mean is None and norm.running_var is None:
                 like = norm.weight if norm.weight is not None else next(iter(model.parameters()))
+
                 norm._buffers["running_mean"] = torch.zeros(norm.num_features, device=like.device, dtype=like.dtype)
                 norm._buffers["running_var"] = torch.ones(norm.num_features, device=like.device, dtype=like.dtype)
                 stack.callback(norm._buffers.update, running_mean=None, running_var=None)

@@ -62,6 +62,8 @@ class ConstantDraws(TorchDispatchMode):
         self.used = True
         name = func.overloadpacket.__name__
         replace = _REPLACEMENTS.get(name)
+
+        # The result stays as it was drawn, and the caller tries the model in eval mode.
         if replace is None:
             self.unsupported.add(name)
             return result

@@ -40,6 +40,8 @@ class Samples:
     def batch(self, positions: Sequence[int] | None = None) -> Any:
         """Return a new collated batch of the samples at these positions, or of all samples."""
         chosen = self._samples
+
+        # A list of samples is collated anew. A batch that came whole is cut row by row.
         if self.is_list:
             chosen = [self._samples[position] for position in positions or range(self.count)]
         elif positions is not None:
@@ -124,6 +126,8 @@ def _rows(positions: list[int]) -> Callable[[Any], Any]:
 def _size(sample: Any) -> int:
     """Return the number of nonzero elements and characters in a sample. Padding with zeros does not count."""
     size = 0
+
+    # Numbers and other leaves have no size.
     for leaf in tree_leaves(sample):
         if isinstance(leaf, Tensor):
             size += int(leaf.count_nonzero())

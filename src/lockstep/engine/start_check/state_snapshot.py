@@ -103,9 +103,11 @@ class StateSnapshot:
         for (owner, attributes), copies in zip(self._owners, self._attributes, strict=True):
             for name in sorted({*copies, *_own_names(attributes)}):
                 old = copies[name][1] if name in copies else None
+
                 value = attributes.get(name)
                 full_name = f"{owner}.{name}"
                 is_changed = old is not _NOT_COPIED and not _same(value, old)
+
                 if is_changed and full_name not in self._recomputed:
                     self._classify(full_name, value, changes)
                     self._changed[full_name] = (attributes, name, _copied(value))
@@ -171,6 +173,7 @@ def _recomputed(model: nn.Module) -> Iterator[str]:
     """
     for path, module in model.named_modules():
         for hook in module._forward_pre_hooks.values():
+            # The name of the tensor that the hook sets, which is a plain attribute.
             key = None
             if isinstance(hook, WeightNorm | SpectralNorm):
                 key = hook.name
@@ -224,10 +227,13 @@ def _copied(value: Any) -> Any:
     match value:
         case None | bool() | int() | float() | str():
             return value
+
         case Tensor():
             return value.detach().clone()
+
         case nn.Module():
             return {name: t.detach().clone() for name, t in value.state_dict().items() if isinstance(t, Tensor)}
+        # The state of a generator, not the generator.
         case torch.Generator():
             return value.get_state()
         case np.random.Generator():
@@ -236,6 +242,7 @@ def _copied(value: Any) -> Any:
             return value.get_state(legacy=False)
         case random.Random():
             return value.getstate()
+        # Containers are copied as deep as they go. Large ones are taken for datasets.
         case dict() if len(value) <= MAX_ELEMENTS:
             return {key: _copied(inner) for key, inner in value.items()}
         case list() | tuple() if len(value) <= MAX_ELEMENTS:

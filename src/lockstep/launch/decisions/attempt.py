@@ -140,12 +140,14 @@ class Attempt:
             text = plural(
                 len(late), "rank did not exit in time and was killed", "ranks did not exit in time and were killed"
             )
+
             first = min(late)
             return Failure.noticed(Kind.OVERDUE, text, first, self._host_of(first))
 
         # Ranks that do not move: the one to name is one that waits for no other.
         # Of several such ranks, it is the one that has stood still for longest.
         longest = max(stuck, key=lambda view: (not view.traits.waits, view.age))
+
         count = plural(len(stuck), "rank stood still and was killed", "ranks stood still and were killed")
         text = f"{count}, this one after {longest.age:.0f} s in its phase"
         where = {"step": longest.step, "phase": longest.phase}

@@ -113,6 +113,7 @@ def divide(ranks: int, bounds: dict[int, Bounds]) -> dict[int, int]:
     for _ in range(ranks - sum(shares.values())):
         share, place, number = heapq.heappop(room)
         shares[number] = share + 1
+
         if share + 1 < bounds[number].most:
             heapq.heappush(room, (share + 1, place, number))
 

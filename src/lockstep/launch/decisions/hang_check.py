@@ -55,6 +55,7 @@ class HangCheck:
         state.attempt.watchdog.stacks |= message.stack_of
         state.attempt.watchdog.collectives |= message.collectives_of
         state.unanswered.discard(node)
+
         if not state.unanswered:
             self.judge(now)
 

@@ -73,6 +73,7 @@ class NextAttempt:
             left = self._state.deadline - now
             time_left = f"{left / 60:.0f} minutes" if left >= 90 else f"{left:.0f} s"
             limit = f"of {cluster.bounds.least}; giving up after {time_left}"
+
             where = self._state.job.join
             self._state.outbox.say(f"waiting for {plural(cluster.missing, 'more node')} at {where} ({limit})")
 

@@ -59,6 +59,8 @@ class Preemption:
         """Continue with another number of ranks, after a save."""
         cluster, outbox = self._state.cluster, self._state.outbox
         bounds = cluster.rank_bounds
+
+        # A number that the nodes cannot run is refused, and the job goes on as it is.
         if not bounds.least <= ranks <= bounds.most:
             outbox.say(f"not resized to {plural(ranks, 'rank')}: --nproc allows {bounds} in all")
             return
@@ -108,6 +110,8 @@ class Preemption:
         """End the job as preempted, because a signal asked for it and no rank runs any more."""
         state = self._state
         step = state.latest_step()
+
+        # The newest checkpoint need not be of this attempt.
         if step is None:
             saved = "ended before anything was saved"
         elif state.attempt.has_saved(step):

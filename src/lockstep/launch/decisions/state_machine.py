@@ -75,6 +75,7 @@ class JobStateMachine:
         last = inherited or CoordinatorState([])
         not_before = now if inherited is None else now + FENCE_S
 
+        # The parts, in the order in which they know each other: each gets those that it calls.
         self.state = JobState(job, latest_step, commit_is_near, now, last)
         self._preemption = Preemption(self.state, last.preempt_signal)
         self._next_attempt = NextAttempt(self.state, self._preemption, now, not_before)
@@ -266,12 +267,15 @@ class JobStateMachine:
         match self.state.phase:
             case JobPhase.RUN | JobPhase.COLLECT_STACKS | JobPhase.PREEMPT if at_once:
                 self.state.outbox.say("second Ctrl-C: killing the ranks")
+                # The exit code is that of the first signal, and it is known before the ranks are gone.
                 self._next_attempt.planned_end = JobEnd(self._preemption.exit_code)
                 self._failure_handler.order_kill(now)
+
             case JobPhase.RUN | JobPhase.COLLECT_STACKS:
                 ranks = plural(len(self.state.attempt.ranks), "rank")
                 self.state.outbox.say(f"{signal}: asking {ranks} to save and exit")
                 self._preemption.ask_ranks(now)
+
             case _:
                 pass  # `NextAttempt` ends the job: in JOIN, or once the ranks are gone
 

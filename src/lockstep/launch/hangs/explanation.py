@@ -61,6 +61,8 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
     groups = group(evidence.stacks)
     ahead = ranks_ahead(suspicion, evidence.findings)
     awaited = ahead or _awaited(suspicion, evidence, groups)
+
+    # If nothing tells the ranks apart, name the one that has stood still for longest.
     if awaited:
         culprit = suspicion.views[awaited[0]]
     else:

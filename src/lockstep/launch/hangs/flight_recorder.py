@@ -66,6 +66,7 @@ def _answer_requests(folder: Path, rank: int) -> None:
         request = records.read(folder / REQUEST)
         if request and request != answered:
             answered = request
+            # The answer repeats the request: the launcher drops answers to older ones.
             answer = {"request": request, "entries": recorded()}
             records.write(folder / f"flight-{rank}.json", json.dumps(answer))
 
@@ -156,6 +157,7 @@ def analyse(dumps: dict[int, list[dict[str, Any]]]) -> Findings:
     # Of each group: the first collective that differs, or the first one in which ranks wait.
     mismatches = {}
     waits = {}
+
     for name, history in groups:
         text = _mismatch(history)
         if text:
@@ -211,6 +213,8 @@ def _entered(entries: list[dict[str, Any]]) -> dict[str, dict[int, Collective]]:
     for entry in entries:
         short, description = entry["process_group"]
         name = description if description not in ("", "undefined") else short
+
+        # Sends between two ranks have numbers of their own.
         if not entry.get("is_p2p"):
             found.setdefault(name, {})[entry["collective_seq_id"]] = Collective.from_entry(entry)
 

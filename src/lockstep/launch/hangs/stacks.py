@@ -101,6 +101,7 @@ def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[in
     worker_of = {rank: worker_pids(pid) for rank, pid in pids.items() if answers[rank]}
     for number in range(MAX_LOADERS):
         asked = {rank: found[number] for rank, found in worker_of.items() if len(found) > number}
+
         for rank, text in _collect(folder, asked, deadline).items():
             if text:
                 answers[rank] = f"Worker {asked[rank]}:\n{text}{_WORKER_END}\n{answers[rank]}"
@@ -146,6 +147,7 @@ def group(stacks: dict[int, str]) -> list[tuple[tuple[Frame, ...], list[int]]]:
     """Group ranks by the stacks of their main threads, the smallest group first. Ranks without a stack are left out."""
     groups: dict[tuple[Frame, ...], list[int]] = {}
     parsed: dict[str, tuple[Frame, ...]] = {}  # many ranks have the same text
+
     for rank, text in sorted(stacks.items()):
         if text not in parsed:
             parsed[text] = main_thread(text)

@@ -126,6 +126,7 @@ def suspect(views: list[RankView], limits: HangConfig, places: Places = MappingP
         what = "suspended by a signal" if halted[0].state == "T" else "gone"
         verb = "is" if len(halted) == 1 else "are"
         reason = f"{len(halted)} of {len(working)} ranks {verb} {what}"
+
         return Suspicion(reason, [view.rank for view in halted], by_rank)
 
     # One rank within its limit is enough: the others may be waiting for it.

@@ -122,6 +122,8 @@ class Watchdog:
         working = [view for view in views if not view.finished]
         youngest = min((view.age for view in working), default=0.0)
         in_debugger = any(view.state == "t" for view in working)
+
+        # Nor is there a reason to ask in a debugger, or while some rank advances.
         if youngest < INQUIRE_S or in_debugger or beats == self._beats_when_asked:
             return None
 

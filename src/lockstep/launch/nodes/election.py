@@ -61,6 +61,7 @@ def _newest_listed(run: Path) -> Term | None:
     """Return the newest term. Raises FileNotFoundError if its file is removed while this looks."""
     for number in sorted(_term_numbers(run), reverse=True):
         path = _term_path(run, number)
+
         try:
             values = json.loads(records.read_bytes(path, most=4096)[_DIGITS:])
             return records.parse(Term, {"number": number, **values})
@@ -133,6 +134,7 @@ class HeldTerm(TermFile):
         # In place, so that the rest of the file stays as it is. A beat that cannot be written is missed, and the next
         # follows.
         with suppress(OSError):
+            # Neither a link nor a pipe, which someone else might have put there.
             fd = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
                 os.pwrite(fd, _digits(self._counter), 0)
@@ -305,6 +307,7 @@ class TakeoverWatch(CounterWatch):
         # The coordinator is alive. If most nodes cannot reach it, it is the coordinator's machine that is cut off.
         members = {COORDINATOR, *self._members}
         cut_off = cut_off & members
+
         if 2 * len(cut_off) <= len(members):
             self._majority_since = None
             return None

@@ -66,6 +66,8 @@ class NodeLauncher:
         """Coordinate the job or follow its coordinator, in turns if nodes are lost, until the job ends."""
         try:
             next_step = self._search().find_coordinator()
+
+            # Each of the two returns what comes next: another role, another connection, or the end.
             while not isinstance(next_step, JobEnd):
                 if isinstance(next_step, CoordinatorRole):
                     next_step = self._coordinate(next_step)
@@ -119,6 +121,7 @@ class NodeLauncher:
         """Carry out the orders of the coordinating node, until it ends the job or its connection is lost."""
         with closing(connection):
             try:
+                # A coordinator that is lost while this node joins is found by the next search.
                 orders = self._join(connection)
                 assert self._agent is not None
                 return self._carry_out_orders(self._agent, connection, orders)
@@ -161,10 +164,13 @@ class NodeLauncher:
                 match message:
                     case Refused():
                         raise UserError(message.problem, message.found, message.fix)
+
                     case Welcome():
                         welcome = message
+
                     case CoordinatorState():
                         state = message
+
                     case _:
                         orders.append(message)
 
@@ -204,11 +210,14 @@ class NodeLauncher:
                 match message:
                     case JobEnd():
                         return message
+
                     case Announce():
                         if not shares_log():
                             say(message.text)
+
                     case CoordinatorState():
                         self._membership = replace(self._membership, state=message)
+
                     case _:
                         agent.carry_out(message)
 

@@ -110,8 +110,10 @@ class Search:
 
     def find_coordinator(self) -> NextStep:
         """Connect to the coordinating node; coordinate if there is none and this node has the first address."""
+        # The watch learns over several tries whether a term file that is there belongs to a live coordinator.
         began = time.monotonic()
         now = began
+
         announced = False
         watch = CounterWatch()
         self._last_not_taken = began
@@ -128,6 +130,7 @@ class Search:
             # Most nodes connect at once, and say nothing.
             if not announced and now - began > 1.0:
                 announced = True
+
                 term, _ = self._newest_term()
                 where = term.address if term else ", ".join(self._addresses)
                 problem = f"no answer from {where} yet ({self._last_problem})"
@@ -164,6 +167,7 @@ class Search:
 
             # This node may coordinate if no other node does.
             free = readable and (term is None or watch.still_for(now) >= STALE_S)
+
             role = self._start_job(listener) if listener and free else None
             if role:
                 resources.pop_all()  # the role closes the listener
@@ -271,6 +275,7 @@ class Search:
             # There is a term: its coordinator may be alive, or replaced, or lost.
             if term is not None:
                 last_seen = now
+
                 next_step = self._look_at_term(term, last, watch, now, why)
                 if next_step:
                     return next_step
@@ -344,6 +349,7 @@ class Search:
         """Begin the term after `term`, whose coordinator is lost. Return None if another node was faster."""
         run_dir = self._job.run_dir
         with ExitStack() as resources:
+            # The term file says where the others find this node, so it must listen first.
             try:
                 listener = resources.enter_context(listen_at(*self._where_to_listen(last.local_address)))
             except OSError as error:
@@ -366,6 +372,8 @@ class Search:
     def _where_to_listen(self, local_address: str) -> tuple[str, int]:
         """Return where this node listens as a successor: at its entry in --join, or at the port of the first entry."""
         _, port = parse_address(self._addresses[0])
+
+        # This machine may have an entry of its own, by name or by address.
         for address in self._addresses:
             host, its_port = parse_address(address)
             with suppress(OSError):

@@ -218,6 +218,7 @@ class LocalAttempt:
     def rank_started(self, rank: post_mortem.LocalRank, pid: int) -> None:
         """Note the process of a rank, and carry out the orders that came before it existed."""
         rank.pid = pid
+
         if self.killed_at is not None:
             kill_process_group(pid)
         elif self.preempted:

@@ -89,11 +89,13 @@ def _die_when_abandoned(lifeline: int) -> None:
     # The pipe carries no data: it becomes readable when the launcher ends, whatever killed it. But the launcher may be
     # suspended, or cut off from the other nodes, so rank 0 on several machines checks whether another node took over.
     term_file = TermFile(Path(os.environ[TERM_FILE])) if TERM_FILE in os.environ else None
+
     while True:
         if term_file and term_file.superseded():
             os.write(2, b"lockstep: another node coordinates this job now: this rank ends\n")
             break
 
+        # Without a term file there is nothing to look for in between.
         if wait_readable([lifeline], LOOK_S if term_file else None):
             break
 

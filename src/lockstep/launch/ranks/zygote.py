@@ -168,6 +168,7 @@ class ForkServer:
         """Fork; try for a while if the system refuses, unless it has refused another rank of this attempt."""
         zygote = os.getpid()
         give_up = time.monotonic() + (0.0 if folder in self._refused else FORK_S)
+
         while True:
             try:
                 pid = os.fork()
@@ -235,6 +236,7 @@ def _read_exactly(control: socket.socket, size: int) -> bytes:
     """Read so many bytes. Raises ConnectionError if the launcher is gone."""
     data = b""
     while len(data) < size:
+        # A socket returns what has arrived, which may be less.
         received = control.recv(size - len(data))
         if not received:
             raise ConnectionResetError("the launcher is gone")

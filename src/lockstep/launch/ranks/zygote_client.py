@@ -74,6 +74,7 @@ class ZygoteClient:
         """Send the requests that wait, if the zygote can take them."""
         while self.ready and self.alive and self._unsent:
             request, fds = self._unsent.pop(0)
+            # The length comes first, together with the lifeline: a descriptor needs at least one byte of data.
             try:
                 socket.send_fds(self._socket, [len(request).to_bytes(LENGTH_BYTES)], fds)
                 self._socket.sendall(request)

@@ -74,7 +74,9 @@ class Handshake:
         self.connection = connection
         self.address = address
         self.since = now
+
         self.challenge = new_challenge()
+        # What has arrived of the answer.
         self._answer = b""
 
         connection.setblocking(False)
@@ -118,6 +120,8 @@ class Handshake:
         ours = self._answer[:DIGITS]
         space = self._answer[DIGITS : DIGITS + 1]
         proof = self._answer[DIGITS + 1 :]
+
+        # The form is checked first: only digits are compared with a proof.
         if space != b" " or not is_line_of_digits(ours + b"\n") or not is_line_of_digits(proof):
             raise HandshakeFailed(NOT_AN_ANSWER)
 
@@ -147,6 +151,8 @@ class Acceptor:
         """`most`: how many handshakes may be under way at once."""
         self._listener = listener
         self._secret = secret
+
+        # The handshakes under way, and since when none is accepted for lack of descriptors.
         self._pending: list[Handshake] = []
         self._most = most
         self._paused_until = 0.0
@@ -180,6 +186,7 @@ class Acceptor:
 
         # Each handshake succeeds, fails, or has time left.
         admitted = []
+
         for handshake in list(self._pending):
             try:
                 signer = handshake.poll(self._secret, now)

@@ -220,6 +220,7 @@ class Hub:
         """Send a message. A node that cannot be reached is reported by a later poll."""
         line = encode(message)  # once, for all nodes
 
+        # What a socket does not take now is sent when it can be written.
         for number in numbers:
             if number in self._connections:
                 self._connections[number].send_line(line)
@@ -231,6 +232,7 @@ class Hub:
         if number in self._connections:
             connection = self._connections.pop(number)
             self._ready.remove(connection)
+
             del self._numbers[connection.fileno()]
             self._blocked.discard(number)
             connection.close()
@@ -242,6 +244,7 @@ class Hub:
 
         # The messages that still arrive are read, and dropped.
         deadline = time.monotonic() + DRAIN_S
+
         while self._connections:
             left = deadline - time.monotonic()
             if left <= 0:
@@ -271,6 +274,7 @@ def bind_join_address(address: str) -> socket.socket | None:
             "use an address that all nodes know",
         ) from None
     except OSError as error:
+        # The address belongs to another machine, or to a coordinator that is already here.
         if error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL):
             return None
 
@@ -334,9 +338,12 @@ def reach(address: str, source: str | None, secret: Secret) -> Connection:
     """
     host, port = parse_address(address)
     try:
+        # `source` is this node's own address, where the system would choose another one.
         local = (source, 0) if source else None
         connection = socket.create_connection((as_others_reach_it(host), port), 2.0, local)
         return _authenticated(connection, secret)
+
+    # A later try may succeed.
     except OSError as error:
         raise NoAnswer(error.strerror or str(error)) from None
     except HandshakeUnanswered:

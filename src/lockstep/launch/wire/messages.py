@@ -298,6 +298,8 @@ def different_program(theirs: Hello, ours: dict[str, Any]) -> str | None:
 def _different_values(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
     """Return all keys whose values differ, with both values, as text; None if there are none."""
     parts = []
+
+    # A key that only one of them has differs from None.
     for key in sorted(theirs.keys() | ours.keys()):
         they, we = theirs.get(key), ours.get(key)
         if they != we:

@@ -51,7 +51,9 @@ class Client:
         self.connection = connection
         self.address = connection.getpeername()[0]
         self.waiting: Waiting | None = None
+
         self._signer = signer
+        # A rank sends one request after the other, each in a line.
         self._lines = LineReader(connection)
 
         # For sending: a rank that is suspended does not read.
@@ -79,8 +81,10 @@ class StoreServer:
     def __init__(self, listener: socket.socket, secret: Secret, ranks: int):
         listener.setblocking(False)
         self._acceptor = Acceptor(listener, secret, most=max(MOST_PENDING, 2 * PER_RANK * ranks))
+
         self._clients: dict[int, Client] = {}  # by file descriptor
         self._ready = ReadySockets()
+
         self._values: dict[str, bytes] = {}
 
         # The clients that wait, by the first key that is missing, and those whose wait may be over in this turn.
@@ -103,6 +107,7 @@ class StoreServer:
 
     def poll(self, now: float) -> None:
         """Accept ranks, and answer the requests that can be answered."""
+        # New connections have proven that they know the key.
         for connection, signer in self._acceptor.poll(now):
             try:
                 self._clients[connection.fileno()] = Client(connection, signer)
@@ -131,6 +136,7 @@ class StoreServer:
 
         # Waits that may be over: their key was set, or their deadline has come.
         to_check, self._to_check = self._to_check, {}
+
         for client in to_check:
             try:
                 self._end_wait(client, now)
@@ -205,6 +211,7 @@ class StoreServer:
 
         # Answer if everything is there or time is up; otherwise wait for the first key that is missing.
         if missing is None:
+            # Forget the request first: the answer may fail, and the client is dropped then.
             values = [_text(self._values[key]) for key in waiting.keys] if waiting.with_values else None
             client.waiting = None
             client.answer({"answer": values})

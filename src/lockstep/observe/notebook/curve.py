@@ -15,24 +15,33 @@ COLOURS = ("#3f51b5", "#2e9e5b", "#c2662d", "#8e44ad")  # of the curves, in orde
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
     """Return one character for each value, or for each of `width` equal parts, by its mean. A gap is not finite."""
+    # Values are cut into parts of equal size, the last one shorter.
     size = max(1, math.ceil(len(values) / width))
     parts = [values[start : start + size] for start in range(0, len(values), size)]
 
     means = []
+
     for part in parts:
         finite = [value for value in part if math.isfinite(value)]
         means.append(math.fsum(finite) / len(finite) if finite else math.nan)
 
     # From the smallest mean to the largest; equal ones are all at the bottom.
     known = [mean for mean in means if math.isfinite(mean)]
+
     low, high = min(known, default=0.0), max(known, default=0.0)
     span = (high - low) or 1.0
     top = len(BARS) - 1
-    return "".join(BARS[round((mean - low) / span * top)] if math.isfinite(mean) else " " for mean in means)
+
+    bars = []
+    for mean in means:
+        bars.append(BARS[round((mean - low) / span * top)] if math.isfinite(mean) else " ")
+
+    return "".join(bars)
 
 
 def curve_svg(curves: dict[str, list[Point]]) -> str:
     """Return the curves over their steps, on one scale, each with its name and its last value."""
+    # Only so many points as the picture can show.
     finite = {
         name: [(x, y) for x, y in thinned(points, MAX_POINTS) if math.isfinite(y)] for name, points in curves.items()
     }
@@ -43,6 +52,7 @@ def curve_svg(curves: dict[str, list[Point]]) -> str:
 
     # Steps go from left to right, and losses from bottom to top; the names are above.
     xs, ys = [x for x, _ in points], [y for _, y in points]
+
     left, low = min(xs), min(ys)
     across = (WIDTH - 8) / ((max(xs) - left) or 1.0)
     up = (HEIGHT - 28) / ((max(ys) - low) or 1.0)
@@ -58,6 +68,7 @@ def curve_svg(curves: dict[str, list[Point]]) -> str:
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5" stroke-linecap="round"/>'
         )
 
+        # The names stand side by side, above the curves.
         label = f"{escaped(name)} {figures(curve[-1][1], 4)}"
         parts.append(
             f'<text x="{4 + WIDTH * index // len(finite)}" y="13" font-size="12" fill="{colour}">{label}</text>'

@@ -30,8 +30,11 @@ class NotebookDisplay(Display):
     def __init__(self, total_steps: int, unit: str, stream: TextIO):
         super().__init__(total_steps, unit, stream)
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
+
+        # Points for the whole run: the picture shows only as many as it can.
         self._curves: dict[str, list[Point]] = {"loss": [], "eval_loss": []}
-        self._handle: Any = None
+
+        self._handle: Any = None  # of the output in the cell, once there is one
         self._drawn = -math.inf
 
     @never_raises
@@ -84,6 +87,7 @@ class NotebookDisplay(Display):
         # The kernel has imported it: see `kernel.shell`.
         from IPython.display import display
 
+        # The first call makes an output in the cell, and later ones replace it.
         shown = {"text/plain": self._text(), "text/html": self._html()}
         if self._handle is None:
             self._handle = display(shown, raw=True, display_id=True)

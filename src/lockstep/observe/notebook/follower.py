@@ -27,6 +27,7 @@ LOOK_S = 0.25
 def following(run_dir: Path) -> Iterator[None]:
     """Show what a run writes into its folder while the body runs. What is there already is not shown."""
     follower = Follower(run_dir)
+
     over = threading.Event()
 
     def follow() -> None:
@@ -37,9 +38,11 @@ def following(run_dir: Path) -> Iterator[None]:
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=[follow], daemon=True, name="lockstep-notebook")
     thread.start()
+
     try:
         yield
     finally:
+        # Once more after the end: the last records may have come since the last look.
         over.set()
         thread.join()
         follower.look()
@@ -85,6 +88,7 @@ class Follower:
         if record.get("event") == "start" and self._display is None:
             steps = number(record.get("steps")) or 0
             self._display = open_display("auto", int(steps), str(record.get("unit", SAMPLE)), sys.stdout)
+
             self._display.start(record)
             for name, fact in (record.get("facts") or {}).items():
                 self._display.message(fact_lines(name, str(fact)))

@@ -18,6 +18,7 @@ JUPYTER_PATH = "JPY_SESSION_NAME"
 def shell() -> Any | None:
     """Return IPython's shell if this process is a kernel: of Jupyter, of VS Code, of Colab. A terminal has none."""
     ipython = sys.modules.get("IPython")
+
     found = ipython.get_ipython() if ipython is not None else None
     return found if hasattr(found, "kernel") else None
 
@@ -28,6 +29,7 @@ def notebook_name() -> str | None:
     if here is None:
         return None
 
+    # VS Code leaves the path in the notebook's own names, a Jupyter server in the environment.
     path = PurePath(str(here.user_ns.get(VSCODE_PATH) or os.environ.get(JUPYTER_PATH, "")))
     if path.suffix != ".ipynb":
         return None

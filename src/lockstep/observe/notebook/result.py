@@ -31,9 +31,11 @@ def result_html(run_dir: Path, summary: Mapping[str, Any]) -> str:
 
 def _headline(summary: Mapping[str, Any]) -> str:
     """Return `40 steps, loss 0.0123, eval_loss 0.0234, accuracy 0.97, 2 processes, 0:42`."""
+    # Numbers that are missing, or are no numbers, are left out.
     metrics = summary.get("eval_metrics")
     losses = {name: summary.get(name) for name in ("loss", "eval_loss")}
     numbers = {**losses, **(metrics if isinstance(metrics, Mapping) else {})}
+
     words = [f"{summary.get('step', '-')} steps"]
     words += [f"{name} {figures(value, 4)}" for name, value in numbers.items() if number(value) is not None]
 
@@ -61,6 +63,7 @@ def _curves_of(history: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
             if name == "loss" or name.endswith("/loss"):
                 losses["eval_loss" if name == "loss" else name] = value
 
+        # A loss that is not a number, such as one that was never logged, has no point.
         for name, value in losses.items():
             loss = number(value)
             if loss is not None:

@@ -115,8 +115,11 @@ def breakdown(
 
     The profiler does not say which dtype the lists of tensors have that DDP reduces: `element_bytes` does.
     """
+    # From the beginning of the first phase to the end of the last one.
     spans = sorted(spans, key=lambda span: span.start)
     window = (spans[0].start, spans[-1].end)
+
+    # Events of phase "X" have a duration.
     complete = [event for event in events if event.get("ph") == "X"]
     analyse = _on_gpu if on_gpu else _on_cpu
     return analyse(complete, spans, window, steps, element_bytes)
@@ -129,7 +132,9 @@ def _on_cpu(
     ends = [(span.start, span.end) for span in spans]
     talking = [_ending_with(_interval(event), ends) for event in events if _is_gloo(event)]
     communication = clip(union(talking), window)
+
     computing = union(_interval(event) for event in events if _computes(event))
+    # Time in which nothing was computed meanwhile.
     exposed = subtract(communication, computing)
 
     # A phase is charged for its own time, without the communication that it waits for.
@@ -157,21 +162,26 @@ def _on_gpu(
     own = [event for event in kernels if "nccl" not in str(event["name"]).lower()]
     talking = [_interval(event) for event in kernels if "nccl" in str(event["name"]).lower()]
     communication = clip(union([*talking, *(_interval(event) for event in events if _is_gloo(event))]), window)
+
     computing = union(_interval(event) for event in own)
     exposed = subtract(communication, computing)
 
     # A kernel belongs to the phase in which the host launched it.
     launched = {_correlation(event): float(event["ts"]) for event in events if _is_launch(event)}
+
     starts = [span.start for span in spans]
     by_kind: dict[str, list[Interval]] = {}
+
     for event in own:
         moment = launched.get(_correlation(event), float(event["ts"]))
         kind = spans[max(0, bisect_right(starts, moment) - 1)].kind
         by_kind.setdefault(kind, []).append(_interval(event))
 
+    # Kernels of several streams may overlap. Each moment counts once, for the kind that comes first.
     kinds = dict.fromkeys(KINDS, 0.0)
     taken: list[Interval] = []
     for kind, intervals in by_kind.items():
+        # What an earlier kind has taken is not counted again.
         mine = subtract(union(intervals), taken)
         kinds[kind] += length(mine)
         taken = union([*taken, *mine])
@@ -185,8 +195,10 @@ def _on_gpu(
     active = union([*taken, *copies, *communication])
     idle = subtract([window], active)
     waiting = union((span.start, span.end) for span in spans if span.kind == "data wait")
+
     kinds["data wait"] += length(intersect(idle, waiting))
     kinds["framework"] += length(subtract(idle, waiting))
+
     made = _make(kinds, window, steps, communication, exposed, collectives_of(events, window, element_bytes))
     made.busy = length(clip(union([*computing, *communication]), window)) / max(1e-9, length([window]))
     return made
@@ -217,6 +229,7 @@ def collectives_of(events: Iterable[Event], window: Interval, element_bytes: int
     found = []
     for event in events:
         name = str(event["name"])
+        # The host may call a collective before the window, or after it.
         if name.startswith(COLLECTIVE_OP) and window[0] <= event["ts"] <= window[1]:
             found.append(
                 TracedCollective(
@@ -229,9 +242,11 @@ def collectives_of(events: Iterable[Event], window: Interval, element_bytes: int
 
 def _bytes(event: Event, element_bytes: int) -> int:
     """Return the bytes of the first tensor, or list of tensors, that a call was given."""
+    # As torch's profiler records the shapes of inputs.
     arguments = event.get("args", {})
     dims = arguments.get("Input Dims") or [[]]
     kind = (arguments.get("Input type") or [""])[0]
+
     if not dims[0]:
         return 0
 
@@ -272,6 +287,7 @@ def _interval(event: Event) -> Interval:
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """Return disjoint intervals in order that cover the same time."""
     merged: list[Interval] = []
+
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(end, merged[-1][1]))

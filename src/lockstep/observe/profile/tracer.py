@@ -41,9 +41,11 @@ class StepTracer:
     def __init__(self, runtime: Runtime, driver: Any, element_bytes: int = 4):
         self.steps = 0  # traced so far
         self.active = False
+
         self._runtime = runtime
         self._driver = driver
         self._element_bytes = element_bytes  # of what DDP sends: 2 with a hook that compresses to 16 bits
+
         self._marks: list[tuple[int, str]] = []  # (when in ns, kind of time that begins)
         self._profile: profile | None = None
 
@@ -95,6 +97,7 @@ class StepTracer:
         trace = json.loads(file.read_text())
         spans = self._spans(trace.get("baseTimeNanoseconds", 0))
         trace["lockstep_spans"] = [(span.start, span.end, span.kind) for span in spans]
+
         file.write_text(json.dumps(trace))
         return breakdown(trace["traceEvents"], spans, self.steps, self.on_gpu, self._element_bytes)
 
@@ -115,6 +118,7 @@ class StepTracer:
                 self._hook(step, phase)
 
         def backward(*arguments: Any, **named: Any) -> Any:
+            # The phase begins with the call, and what follows belongs to the framework until the next mark.
             self.mark("backward")
             result = self._backward(*arguments, **named)
             self.mark("framework")

@@ -73,7 +73,9 @@ class RunJsonl:
         self._events = JsonlSink(run_dir / EVENTS)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        (self._events if "event" in record else self._metrics).write(record)
+        # Events are the records that have this key.
+        file = self._events if "event" in record else self._metrics
+        file.write(record)
 
     def close(self) -> None:
         self._metrics.close()
@@ -89,11 +91,14 @@ class SinkList:
         Without `run_dir` the names are only checked: all ranks must refuse an unknown one, but only rank 0 writes.
         """
         self._sinks: list[Sink] = []
+
+        # A sink that is named twice gets each record once.
         chosen = list(dict.fromkeys(names))
         check_sinks(chosen)
         if run_dir is None:
             return
 
+        # Each on a thread of its own, so that a slow service never holds up training.
         for name in chosen:
             self._sinks.append(BackgroundSink(name, SINKS[name](run_dir), report))
 

@@ -33,6 +33,7 @@ class BackgroundSink:
         self.name = name
         self._sink = sink
         self._report = report
+        # One queue: records arrive in the order in which they were written.
         self._waiting: queue.Queue[Mapping[str, Any] | None] = queue.Queue(MOST_WAITING)
         self._dropped = False
 
@@ -55,6 +56,7 @@ class BackgroundSink:
         # The sink is closed by its own thread, after the last record.
         deadline = time.monotonic() + LAST_S
         try:
+            # None ends the thread. A sink that was dropped takes nothing any more.
             self._waiting.put(None, timeout=0 if self._dropped else LAST_S)
             self._thread.join(deadline - time.monotonic())
         except queue.Full:

@@ -19,6 +19,7 @@ class CsvSink:
 
     def __init__(self, run_dir: Path):
         self.path = run_dir / "metrics.csv"
+
         # A resumed run appends to the rows that are there.
         self._columns = next(iter(self._rows()), [])
 
@@ -40,6 +41,7 @@ class CsvSink:
         """Do nothing: the file is not kept open between two records."""
 
     def _rows(self) -> list[list[str]]:
+        """Return all rows of the file, the header first; [] if there is no file."""
         if not self.path.exists():
             return []
 
@@ -47,6 +49,7 @@ class CsvSink:
             return list(csv.reader(file))
 
     def _add_columns(self, new: list[str]) -> None:
+        """Rewrite the file with more columns on the right. Earlier rows are shorter then, which readers accept."""
         self._columns = [*self._columns, *new]
 
         # A reader never sees half of the new file.

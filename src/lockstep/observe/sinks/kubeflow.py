@@ -60,6 +60,7 @@ class KubeflowSink:
         self._status: dict[str, Any] | None = None
         self._changed = threading.Condition()
         self._closing = threading.Event()
+
         self._thread = threading.Thread(target=self._send_all, name="kubeflow-status", daemon=True)
         self._thread.start()
 
@@ -68,17 +69,22 @@ class KubeflowSink:
         match record.get("event"):
             case "start":
                 self._progress.total_steps = int(record["steps"])
+
             case None:
                 self._progress.track(record)
                 self._metrics |= metrics_of(record)
+
             case "eval":
                 self._metrics |= metrics_of(record)
+
             case "end":
                 self._progress.track(record)
+
             case _:
                 return
 
         with self._changed:
+            # A status that was not sent yet is replaced: only the newest one counts.
             self._status = self._make_status()
             self._changed.notify()
 
@@ -93,8 +99,10 @@ class KubeflowSink:
     def _make_status(self) -> dict[str, Any]:
         """Return a status in the words of Kubeflow's API: progress in per cent, seconds left, and metrics as text."""
         steps, left = self._progress.total_steps, self._progress.seconds_left
+
         status: dict[str, Any] = {}
         if steps:
+            # Kubeflow takes whole numbers from 0 to 100.
             step = number(self._progress.last.get("step")) or 0
             status["progressPercentage"] = max(0, min(100, math.floor(100 * step / steps)))
 
@@ -112,6 +120,7 @@ class KubeflowSink:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._status is not None or self._closing.is_set())
+
                 status, self._status = self._status, None
 
             # Woken without a status: the sink is closed.

@@ -33,10 +33,12 @@ class MlflowSink:
             client = self._open()
             from mlflow.entities import Metric
 
+            # MLflow counts time in milliseconds.
             time_ms = int(record["time"] * 1000)
             metrics = [Metric(name, value, time_ms, int(record["step"])) for name, value in numbers.items()]
             client.log_batch(self._id, metrics=metrics)
 
+        # The state comes last: it ends the run in MLflow.
         match record.get("event"):
             case "end":
                 self._open().set_terminated(self._id, "FINISHED")
@@ -57,6 +59,7 @@ class MlflowSink:
         here = f"sqlite:///{(self._run_dir / 'mlflow.db').resolve()}"
         client = self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", here))
 
+        # Several runs may share an experiment.
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "lockstep")
         experiment = client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
@@ -64,6 +67,7 @@ class MlflowSink:
         # A resumed run appends to its own curves.
         mine = run_id(self._run_dir)
         found = client.search_runs([experiment_id], f"tags.`{TAG}` = '{mine}'", max_results=1)
+
         if found:
             self._id = found[0].info.run_id
         else:

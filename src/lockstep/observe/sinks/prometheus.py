@@ -39,12 +39,14 @@ class PrometheusSink:
 
         # A new dictionary: a request may be reading the old one.
         self._values = self._values | numbers | {"step": float(record["step"])}
+
         if self._server is None:
             self._server = self._serve()
 
     def close(self) -> None:
         """Stop the server. Prometheus keeps what it has read."""
         if self._server is not None:
+            # First stop serving, then free the port.
             self._server.shutdown()
             self._server.server_close()
             (self._run_dir / "prometheus.url").unlink(missing_ok=True)
@@ -54,7 +56,9 @@ class PrometheusSink:
         run = self._run_dir.resolve().name.replace("\\", r"\\").replace('"', r"\"")
 
         lines = []
+
         for name, value in self._values.items():
+            # Prometheus allows letters, digits and underscores.
             metric = "lockstep_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
             lines += [f"# TYPE {metric} gauge", f'{metric}{{run="{run}"}} {value!r}']
 
@@ -71,6 +75,7 @@ class PrometheusSink:
                 self.send_response(200 if self.path == "/metrics" else 404)
                 self.send_header("Content-Type", CONTENT_TYPE)
                 self.end_headers()
+
                 if self.path == "/metrics":
                     self.wfile.write(body)
 
@@ -83,6 +88,7 @@ class PrometheusSink:
 
         # A request that hangs does not keep the process from ending.
         server.daemon_threads = True
+
         threading.Thread(target=server.serve_forever, name="prometheus", daemon=True).start()
 
         (self._run_dir / "prometheus.url").write_text(f"http://127.0.0.1:{server.server_port}/metrics\n")

@@ -23,7 +23,9 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
     # A task with several evaluation sets has one name for each: eval/val/loss.
     prefix = "eval/" if event == "eval" else ""
-    prefix += f"{record['set']}/" if event == "eval" and "set" in record else ""
+    if event == "eval" and "set" in record:
+        prefix += f"{record['set']}/"
+
     return {
         prefix + _name(key, record): float(value)
         for key, value in flat(record).items()

@@ -23,6 +23,7 @@ class TrackioSink:
         if not numbers:
             return
 
+        # The first number opens the run: importing the package takes a while.
         if self._run is None:
             import trackio
 

@@ -23,6 +23,7 @@ class WandbSink:
         if numbers:
             self._open().log({**numbers, "step": record["step"]})
 
+        # Alerts reach people by mail or chat, as they have set it up there.
         match record.get("event"):
             case "warning":
                 self._open().alert(title="warning", text=str(record.get("reason")), level="WARN")
