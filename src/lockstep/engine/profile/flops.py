@@ -30,6 +30,7 @@ class StepFlops:
 
     def watch(self) -> None:
         """Keep the arguments of every call of the loss from now on."""
+        # On the instance, where it hides the method of the class until `unwatch` deletes it.
         call_loss = self._driver.call_loss
 
         def watched(loss_fn: Any, module: Any, data: Any) -> Any:
@@ -39,6 +40,7 @@ class StepFlops:
         self._driver.call_loss = watched
 
     def unwatch(self) -> None:
+        """Return to the driver's own method."""
         del self._driver.call_loss
 
     def of_step(self, micro_batches: int) -> float | None:
@@ -46,7 +48,9 @@ class StepFlops:
 
         The random numbers that the forward draws are not those of training: the caller restores the generators.
         """
-        call, self._last_call = self._last_call, None
+        # Dropped here, so that the batch does not stay in memory for the rest of the run.
+        call = self._last_call
+        self._last_call = None
         role = self._driver.role
 
         # This rank must be able to run a forward alone.
@@ -58,9 +62,12 @@ class StepFlops:
         except Exception:  # a loss that needs gradients, or a mode that the model does not have
             return None
 
+        # A backward computes two products for each one of the forward: for the inputs, and for the weights.
         return forward * (1 + BACKWARD) * micro_batches
 
     def _count(self, loss_fn: Callable[[Any, Any], Any], data: Any) -> float:
+        """Return the operations of one forward."""
+        # Eagerly: the counter sees the calls of torch's functions, which compiled code and CUDA graphs do not make.
         model = self._driver.model
         with restore_modes(model.modules()), torch.no_grad(), run_eagerly(model):
             model.eval()  # no statistics change
@@ -72,9 +79,12 @@ class StepFlops:
 
 def matmul_rate(device: torch.device) -> float:
     """Return the floating-point operations per second of a large matrix product: bf16 on a GPU, fp32 on a CPU."""
-    size = MATRIX["cuda" if device.type == "cuda" else "cpu"]
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    on_gpu = device.type == "cuda"
+    size = MATRIX["cuda" if on_gpu else "cpu"]
+    dtype = torch.bfloat16 if on_gpu else torch.float32
     a = torch.ones(size, size, device=device, dtype=dtype)
+
+    # The fastest of several: the first ones warm up, and others may be disturbed.
     best = float("inf")
     for _ in range(REPEATS):
         _wait(device)
@@ -83,9 +93,11 @@ def matmul_rate(device: torch.device) -> float:
         _wait(device)
         best = min(best, time.perf_counter() - began)
 
+    # One multiplication and one addition for each of size^3 terms.
     return 2 * size**3 / best
 
 
 def _wait(device: torch.device) -> None:
+    # The host waits for the device, once after the traced steps.
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -24,10 +24,13 @@ class ProfiledSteps:
     def __init__(self, run: Run):
         config = run.config.profile
         self._run = run
+
+        # A resumed run counts from where it resumes, because that is when it warms up.
         self._first = run.stepper.counters.steps_done + config.after
-        self._steps = config.count
+        self._steps = config.count  # None: nothing is traced, or no longer
         self._flops = StepFlops(run.driver)
 
+        # Said now, not after hours of training.
         if self._steps and self._first >= run.plan.steps:
             reason = f"no step is profiled: the run ends at step {run.plan.steps}, and profile.after={config.after}"
             run.recorder.event("warning", reason=reason)
@@ -41,6 +44,7 @@ class ProfiledSteps:
 
     def end_step(self) -> None:
         """End the trace if it is complete, and write everything. Collective in that step."""
+        # A run that ends during the trace writes what it has.
         run = self._run
         last = run.stepper.counters.steps_done >= run.plan.steps or run.requests.is_stopping
         if run.tracer is None or not (run.tracer.steps == self._steps or last):
@@ -54,6 +58,7 @@ class ProfiledSteps:
         ranks = run.runtime.collectives.gather_json(self._stop(folder))
         if run.runtime.is_main:
             self._write(folder, ranks)
+
         self._report(ranks)
         run.recorder.exclude(time.perf_counter() - began)
 
@@ -68,6 +73,7 @@ class ProfiledSteps:
         with preserve_rng(run.runtime.device):
             mine["flops"] = self._flops.of_step(len(run.stepper.progress.trained))
 
+        # MFU: the share of the device's peak that the steps have used.
         mine["peak_flops"] = matmul_rate(run.runtime.device)
         if mine["flops"]:
             seconds = mine["seconds"] / max(1, mine["steps"])
@@ -87,13 +93,17 @@ class ProfiledSteps:
     def _report(self, ranks: list[dict[str, Any]]) -> None:
         """Record what the steps went into, and what to do about it."""
         run = self._run
+        # Means over the ranks, in milliseconds.
         kinds = {kind: round(1e3 * seconds, 3) for kind, seconds in mean_kinds(ranks).items() if seconds > 0}
         facts: dict[str, Any] = {"ms_per_step": kinds, "overlap_fraction": round(_mean(ranks, "overlap_fraction"), 3)}
+
+        # Operations are not counted for every model, and only a GPU says how busy it was.
         if all(rank.get("mfu") for rank in ranks):
             facts["mfu"] = round(_mean(ranks, "mfu"), 4)
         if ranks[0]["busy"] is not None:
             facts["gpu_busy"] = round(_mean(ranks, "busy"), 3)
 
+        # The event has the numbers; what to do about them comes as warnings.
         run.recorder.event("profile", step=run.stepper.counters.steps_done, trace="profile/trace.json.gz", **facts)
         for reason in warnings(ranks):
             run.recorder.event("warning", step=run.stepper.counters.steps_done, reason=reason)
@@ -101,6 +111,7 @@ class ProfiledSteps:
 
 def start_tracer(run: Run) -> None:
     """Trace the run's steps from now on."""
+    # Bytes of a gradient's element on the wire, for the bandwidth.
     sent_in_half = run.config.ddp.hook in ("fp16", "bf16")
     run.tracer = StepTracer(run.runtime, run.driver, element_bytes=2 if sent_in_half else 4)
     run.tracer.start()

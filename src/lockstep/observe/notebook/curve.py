@@ -15,6 +15,7 @@ COLOURS = ("#3f51b5", "#2e9e5b", "#c2662d", "#8e44ad")  # of the curves, in orde
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
     """Return one character for each value, or for each of `width` equal parts, by its mean. A gap is not finite."""
+    # Equal parts; the last one may be shorter.
     size = max(1, math.ceil(len(values) / width))
     parts = [values[start : start + size] for start in range(0, len(values), size)]
 
@@ -25,7 +26,8 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
     # From the smallest mean to the largest; equal ones are all at the bottom.
     known = [mean for mean in means if math.isfinite(mean)]
-    low, high = min(known, default=0.0), max(known, default=0.0)
+    low = min(known, default=0.0)
+    high = max(known, default=0.0)
     span = (high - low) or 1.0
     top = len(BARS) - 1
     return "".join(BARS[round((mean - low) / span * top)] if math.isfinite(mean) else " " for mean in means)
@@ -33,17 +35,21 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
 
 def curve_svg(curves: dict[str, list[Point]]) -> str:
     """Return the curves over their steps, on one scale, each with its name and its last value."""
+    # NaN and infinity have no place in a picture.
     finite = {
         name: [(x, y) for x, y in thinned(points, MAX_POINTS) if math.isfinite(y)] for name, points in curves.items()
     }
-
     points = [point for curve in finite.values() for point in curve]
     if not points:
         return ""
 
     # Steps go from left to right, and losses from bottom to top; the names are above.
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    left, low = min(xs), min(ys)
+    xs = [x for x, _ in points]
+    ys = [y for _, y in points]
+    left = min(xs)
+    low = min(ys)
+
+    # Units of the picture for one step, and for one unit of the loss.
     across = (WIDTH - 8) / ((max(xs) - left) or 1.0)
     up = (HEIGHT - 28) / ((max(ys) - low) or 1.0)
 
@@ -58,6 +64,7 @@ def curve_svg(curves: dict[str, list[Point]]) -> str:
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5" stroke-linecap="round"/>'
         )
 
+        # The names stand side by side in the first line.
         label = f"{escaped(name)} {figures(curve[-1][1], 4)}"
         parts.append(
             f'<text x="{4 + WIDTH * index // len(finite)}" y="13" font-size="12" fill="{colour}">{label}</text>'

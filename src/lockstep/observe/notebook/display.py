@@ -31,8 +31,8 @@ class NotebookDisplay(Display):
         super().__init__(total_steps, unit, stream)
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._curves: dict[str, list[Point]] = {"loss": [], "eval_loss": []}
-        self._handle: Any = None
-        self._drawn = -math.inf
+        self._handle: Any = None  # IPython's, of the output that is replaced; None before the first picture
+        self._drawn = -math.inf  # when the last picture was drawn, by `time.monotonic`
 
     @never_raises
     def start(self, start: Record) -> None:
@@ -51,6 +51,7 @@ class NotebookDisplay(Display):
         if record.get("event") in ("start", "failure", "error"):
             return
 
+        # Of several evaluation sets, the curve shows the one that decides about the best checkpoint.
         if record.get("event") == "eval" and record.get("monitor", True):
             self._add_point("eval_loss", record)
 
@@ -70,7 +71,8 @@ class NotebookDisplay(Display):
 
     def _add_point(self, name: str, record: Record) -> None:
         """Add a point to a curve. A record without a loss has none."""
-        step, loss = number(record.get("step")), number(record.get("loss"))
+        step = number(record.get("step"))
+        loss = number(record.get("loss"))
         if step is not None and loss is not None:
             self._curves[name].append((step, loss))
 
@@ -84,6 +86,7 @@ class NotebookDisplay(Display):
         # The kernel has imported it: see `kernel.shell`.
         from IPython.display import display
 
+        # By type: a notebook shows the HTML, a console the text.
         shown = {"text/plain": self._text(), "text/html": self._html()}
         if self._handle is None:
             self._handle = display(shown, raw=True, display_id=True)

@@ -31,9 +31,11 @@ def result_html(run_dir: Path, summary: Mapping[str, Any]) -> str:
 
 def _headline(summary: Mapping[str, Any]) -> str:
     """Return `40 steps, loss 0.0123, eval_loss 0.0234, accuracy 0.97, 2 processes, 0:42`."""
+    # Of a run that never evaluated some of these are None, and are left out.
     metrics = summary.get("eval_metrics")
     losses = {name: summary.get(name) for name in ("loss", "eval_loss")}
     numbers = {**losses, **(metrics if isinstance(metrics, Mapping) else {})}
+
     words = [f"{summary.get('step', '-')} steps"]
     words += [f"{name} {figures(value, 4)}" for name, value in numbers.items() if number(value) is not None]
 

@@ -72,7 +72,9 @@ class RunJsonl:
         self._events = JsonlSink(run_dir / EVENTS)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        (self._events if "event" in record else self._metrics).write(record)
+        """Append a line to one of the two files."""
+        sink = self._events if "event" in record else self._metrics
+        sink.write(record)
 
     def close(self) -> None:
         self._metrics.close()
@@ -88,11 +90,14 @@ class SinkList:
         Without `run_dir` the names are only checked: all ranks must refuse an unknown one, but only rank 0 writes.
         """
         self._sinks: list[Sink] = []
+
+        # A name may be listed twice, in a file of settings and on the command line.
         chosen = list(dict.fromkeys(names))
         check_sinks(chosen)
         if run_dir is None:
             return
 
+        # A constructor connects to nothing. That comes with the first record, on the sink's thread.
         for name in chosen:
             self._sinks.append(BackgroundSink(name, SINKS[name](run_dir), report))
 
@@ -107,4 +112,5 @@ class SinkList:
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()
+
         self._sinks = []

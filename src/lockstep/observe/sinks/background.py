@@ -55,10 +55,11 @@ class BackgroundSink:
         # The sink is closed by its own thread, after the last record.
         deadline = time.monotonic() + LAST_S
         try:
+            # None ends the thread. A sink that was dropped gets no time.
             self._waiting.put(None, timeout=0 if self._dropped else LAST_S)
             self._thread.join(deadline - time.monotonic())
         except queue.Full:
-            pass
+            pass  # reported below, unless it was already
 
         if self._thread.is_alive() and not self._dropped:
             self._drop(f"it did not take the last records within {LAST_S:.0f} s")
@@ -66,6 +67,7 @@ class BackgroundSink:
     def _pass_on(self) -> None:
         """Pass records on until the end, or until the sink fails. Runs on a thread of its own."""
         while not self._dropped:
+            # Waits here for most of the time.
             record = self._waiting.get()
             try:
                 if record is None:

@@ -19,6 +19,7 @@ class CsvSink:
 
     def __init__(self, run_dir: Path):
         self.path = run_dir / "metrics.csv"
+
         # A resumed run appends to the rows that are there.
         self._columns = next(iter(self._rows()), [])
 
@@ -42,10 +43,12 @@ class CsvSink:
     def _rows(self) -> list[list[str]]:
         if not self.path.exists():
             return []
+
         with self.path.open(newline="", encoding="utf-8") as file:
             return list(csv.reader(file))
 
     def _add_columns(self, new: list[str]) -> None:
+        # On the right, so that the rows that are there stay as they are, only shorter than the header.
         self._columns = [*self._columns, *new]
 
         # A reader never sees half of the new file.

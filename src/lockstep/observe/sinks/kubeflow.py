@@ -53,6 +53,8 @@ class KubeflowSink:
     def __init__(self, report: Callable[[str], None]):
         self._report = report
         self._reported = False
+
+        # A display that shows nothing: it knows how to estimate the time that is left.
         self._progress = Display(0, "", io.StringIO())
         self._metrics: dict[str, str] = {}
 
@@ -65,6 +67,7 @@ class KubeflowSink:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Take a record. Only those that change the progress lead to a new status."""
+        # Metrics have no key `event`. Kubeflow has no place for other events, such as checkpoints.
         match record.get("event"):
             case "start":
                 self._progress.total_steps = int(record["steps"])
@@ -92,7 +95,10 @@ class KubeflowSink:
 
     def _make_status(self) -> dict[str, Any]:
         """Return a status in the words of Kubeflow's API: progress in per cent, seconds left, and metrics as text."""
-        steps, left = self._progress.total_steps, self._progress.seconds_left
+        steps = self._progress.total_steps
+        left = self._progress.seconds_left
+
+        # A run that has not started yet has no steps.
         status: dict[str, Any] = {}
         if steps:
             step = number(self._progress.last.get("step")) or 0
@@ -112,8 +118,8 @@ class KubeflowSink:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._status is not None or self._closing.is_set())
-                status, self._status = self._status, None
-
+                status = self._status
+                self._status = None
             # Woken without a status: the sink is closed.
             if status is None:
                 return
@@ -138,10 +144,11 @@ def metrics_of(record: Mapping[str, Any]) -> dict[str, str]:
 
 def send(status: Mapping[str, Any]) -> None:
     """Post one status. Token and certificate are read each time, because Kubeflow replaces them."""
+    token = Path(os.environ[TOKEN]).read_text().strip()
     request = urllib.request.Request(
         os.environ[URL],
         json.dumps({"trainerStatus": status}).encode(),
-        {"Content-Type": "application/json", "Authorization": f"Bearer {Path(os.environ[TOKEN]).read_text().strip()}"},
+        {"Content-Type": "application/json", "Authorization": f"Bearer {token}"},
     )
 
     # Without a proxy: the address is inside the cluster.

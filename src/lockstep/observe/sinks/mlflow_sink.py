@@ -28,6 +28,7 @@ class MlflowSink:
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Send the numbers of a record; an event at the end of a run sets its state."""
+        # All numbers of a record in one request.
         numbers = scalars(record)
         if numbers:
             client = self._open()
@@ -37,6 +38,7 @@ class MlflowSink:
             metrics = [Metric(name, value, time_ms, int(record["step"])) for name, value in numbers.items()]
             client.log_batch(self._id, metrics=metrics)
 
+        # Otherwise MLflow would show the run as running for ever.
         match record.get("event"):
             case "end":
                 self._open().set_terminated(self._id, "FINISHED")
@@ -54,9 +56,11 @@ class MlflowSink:
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
+        # A file in the run folder, unless a server was named.
         here = f"sqlite:///{(self._run_dir / 'mlflow.db').resolve()}"
         client = self._client = MlflowClient(os.environ.get("MLFLOW_TRACKING_URI", here))
 
+        # An experiment is a folder of runs. The first run makes it.
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "lockstep")
         experiment = client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)

@@ -37,7 +37,7 @@ class PrometheusSink:
         if not numbers:
             return
 
-        # A new dictionary: a request may be reading the old one.
+        # A new dictionary, because a request may be reading the old one on its own thread.
         self._values = self._values | numbers | {"step": float(record["step"])}
         if self._server is None:
             self._server = self._serve()
@@ -51,8 +51,10 @@ class PrometheusSink:
 
     def text(self) -> str:
         """Return the page that Prometheus reads."""
+        # A label is in quotes, so quotes and backslashes in it are escaped.
         run = self._run_dir.resolve().name.replace("\\", r"\\").replace('"', r"\"")
 
+        # Names may have letters, digits and underscores: eval/loss becomes lockstep_eval_loss.
         lines = []
         for name, value in self._values.items():
             metric = "lockstep_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
@@ -67,12 +69,13 @@ class PrometheusSink:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                body = sink.text().encode()
-                self.send_response(200 if self.path == "/metrics" else 404)
+                # There is one page.
+                found = self.path == "/metrics"
+                self.send_response(200 if found else 404)
                 self.send_header("Content-Type", CONTENT_TYPE)
                 self.end_headers()
-                if self.path == "/metrics":
-                    self.wfile.write(body)
+                if found:
+                    self.wfile.write(sink.text().encode())
 
             def log_message(self, format: str, *args: Any) -> None:
                 """Print nothing: a scrape every few seconds is no news."""

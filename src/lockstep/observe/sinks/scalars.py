@@ -22,8 +22,11 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
         return {}
 
     # A task with several evaluation sets has one name for each: eval/val/loss.
-    prefix = "eval/" if event == "eval" else ""
-    prefix += f"{record['set']}/" if event == "eval" and "set" in record else ""
+    prefix = ""
+    if event == "eval":
+        prefix = f"eval/{record['set']}/" if "set" in record else "eval/"
+
+    # To Python, True is an int; on a curve it would be a 1.
     return {
         prefix + _name(key, record): float(value)
         for key, value in flat(record).items()

@@ -23,6 +23,7 @@ class TrackioSink:
         if not numbers:
             return
 
+        # Imported late, since it takes seconds. A resumed run has the same name, and appends to its curves.
         if self._run is None:
             import trackio
 

@@ -23,6 +23,7 @@ class WandbSink:
         if numbers:
             self._open().log({**numbers, "step": record["step"]})
 
+        # W&B can send an alert as a message.
         match record.get("event"):
             case "warning":
                 self._open().alert(title="warning", text=str(record.get("reason")), level="WARN")
@@ -34,11 +35,13 @@ class WandbSink:
             self._run.finish()
 
     def _open(self) -> Any:
+        """Return W&B's run. The first call makes it, or continues the one that is resumed."""
         if self._run is not None:
             return self._run
 
         import wandb
 
+        # The id makes a resumed run continue its own curves.
         run = self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "lockstep"),
             name=self._run_dir.resolve().name,

@@ -68,8 +68,11 @@ class Variant:
         capture_s: seconds that another capture took; None: not known yet
         """
         calls_to_come = self.calls * steps_left / max(1, steps)
+
+        # The fastest forward and the fastest backward. Evaluations have no backward.
         call_s = sum(min(t.host_s for t in timings) for timings in (self.forwards, self.backwards) if timings)
-        return calls_to_come * SAVED * call_s > (capture_s or CAPTURE_CALLS * call_s)
+        saving_s = calls_to_come * SAVED * call_s
+        return saving_s > (capture_s or CAPTURE_CALLS * call_s)
 
     def seconds(self, device: CudaDevice) -> tuple[float, float]:
         """Return the host's and the device's seconds of forward and backward. The host waits here."""
@@ -147,6 +150,7 @@ class _BackwardWatch:
         if self._variant.refused is not None:
             return
 
+        # The first gradient of this backward: it ends when autograd calls `_end`.
         if not any(self._arrived):
             self._begin_s = time.perf_counter()
             self._begin = self._device.record_event()
