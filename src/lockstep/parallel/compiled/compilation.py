@@ -98,6 +98,7 @@ class Compilation:
         except torch.OutOfMemoryError:
             return "out of memory"
         except TookTooLong as error:
+            # Other ranks may have compiled it: `run` asks all of them.
             self.gave_up = True
             return str(error)
         except Exception as error:
@@ -116,8 +117,8 @@ class Compilation:
 
     def _run_compiled(self, isolated: IsolatedCall, target: Target) -> CallResult:
         """Compile by running forward and backward, and once more to see that nothing is compiled again."""
-        call = self.call
         # What torch compiles inside the model is reached by the eager call; a compiled loss is a function of its own.
+        call = self.call
         dynamic: Dims = frozenset()
         if target.function is not None:
             call = lambda *args: self.driver.call_inside(target, *args)  # noqa: E731

@@ -81,12 +81,12 @@ class Compiler:
         self.compiles = 0  # how often code was installed
 
         # Measurements of the steps, and what follows from them.
-
         self._judge = Judge(driver, config)
         self._watch = BatchWatch()
         self._timer: StepTimer | None = StepTimer(*STEPS) if judged else None
         self._candidates = Candidates()
-        self._length = RunLength()
+        self._length = RunLength()  # for captures, and to judge whether compiling pays
+
         # Not cuDNN, until it is known that sizes do not vary: it would make a plan for each new size.
         self._settings = ExitStack()
         if judged:
@@ -101,6 +101,7 @@ class Compiler:
         self.function = function
 
         def call(module: Any, *args: Any) -> Any:
+            # Sizes are noted up to the batch that is compiled, which may be the first with another size.
             if self.stage in ("watch", "try"):
                 self._watch.note(args)
 
@@ -128,11 +129,11 @@ class Compiler:
 
     def call_model(self, link: Link, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the model itself in a training step, for its link."""
-
         # With a function around the model (`around`), the sizes of its arguments are noted, not those of the model.
         if self.stage in ("watch", "try") and self.function is None:
             self._watch.note((args, kwargs))
 
+        # Examples are needed for versions of the code by class of sizes, before it is known which sizes vary.
         if self.stage == "watch":
             self._watch.keep_example(args, kwargs)
         elif self.stage == "try" and self._next_target() != LOSS:
@@ -202,6 +203,7 @@ class Compiler:
         if not self._watch.varying and not self._watch.sizes.irregular:
             self._settings.close()
 
+        # All ranks have the same facts, the slowest rank's time included, and so the same decision.
         self._judge.eager_s = step_s
         decision = self._judge.decide(self._length.steps_left, 0.0, self.function, self._watch)
         if decision.targets:
@@ -216,6 +218,7 @@ class Compiler:
         # A slow-down is remembered as well: the next run of this model then does not compile.
         self._judge.remember(code.target.name, Payoff(self._candidates.cost_s, speedup))
 
+        # What is a little slower is kept: measurements are that noisy.
         times = f"{eager_s * 1e3:.3g} ms before, {compiled_s * 1e3:.3g} ms now"
         if compiled_s > SLOWER * eager_s:
             self._remove_code()
@@ -236,6 +239,7 @@ class Compiler:
             return
 
         self._watch.agree(self.driver.runtime.collectives)
+
         # With compile=auto it must pay once more, and the limit is lower by what was spent before.
         candidates = Candidates(self._judge.preferred(self.function, self._watch.varying))
         if self.judged:
@@ -285,6 +289,7 @@ class Compiler:
             self.log_event("compile", reason=f"begins with {name}: {given_up}")
 
             problem = compilation.run(name, limit_s)
+
             # A try that fails costs time as well, and leaves less for the next one.
             candidates.cost_s += time.perf_counter() - began
             began = time.perf_counter()
@@ -296,7 +301,8 @@ class Compiler:
             if compilation.gave_up:
                 break
 
-        # Without time there is nothing left to try.
+        # Without time there is nothing left to try. Otherwise what is left may be for another call: after the loss,
+        # which is tried in `around`, come the model and its blocks, in `call_model`.
         left = [] if compilation.gave_up else candidates.left or ()
         candidates.left = [target for target in left if target not in targets]
 
@@ -316,14 +322,14 @@ class Compiler:
         self.code = InstalledCode(target, shapes, compilation.dynamic)
         self.stage = "compiled"
         self.compiles += 1
-        self._watch.drop_examples()
-
+        self._watch.drop_examples()  # they are whole batches
         # Captures would disturb the steps that are timed.
         if self.judged:
             self._timer = StepTimer(*(STEPS_VARYING if compilation.dynamic else STEPS))
         else:
             self._capture()
 
+        # What it took, and why nothing before it in the order of preference.
         why = self._candidates.why
         sizes = f", {len(compilation.dynamic)} dimensions dynamic" if compilation.dynamic else ""
         reason = f"compiled {target.name} in {self._candidates.cost_s:.1f} s{sizes}, {compilation.note}"
@@ -331,6 +337,7 @@ class Compiler:
 
     def _capture(self) -> None:
         """Capture calls from now on: those of the compiled function, or else of the model."""
+        # The model's own link stays, for evaluations, and for batches that do not fit a compiled loss.
         capture_calls(self.driver.model, self.config, self.driver.runtime, self.log_event, self._length)
         if self.code and self.code.target.function is not None:
             assert self.function is not None

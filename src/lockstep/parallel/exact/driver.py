@@ -342,6 +342,7 @@ class OrderedFSDPDriver(FSDPDriver):
             norms = row_norms(local(tensor))
             slot[: len(norms)] = norms
 
+        # The shards of all ranks one after the other are the rows in order, and then what was padded.
         gathered = self.runtime.collectives.gather(message)
         shards = gathered[:, LENGTH:].split(shard_sizes, dim=1)
         rows = [norms.flatten()[:count] for norms, count in zip(shards, row_counts, strict=True)]
@@ -374,6 +375,7 @@ class _OrderedReduceScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
+        """Add what all ranks have in `input_tensor` for this rank's shard. The last round writes `output_tensor`."""
         if not self.in_a_step:
             self.expected = _Round(0, group.size(), is_last=True)
 
@@ -384,6 +386,7 @@ class _OrderedReduceScatter(ReduceScatter):
                 "set strategy=ddp; or blocks=[...] with the class of a module around it that is called once",
             )
 
+        # A second call in the same backward finds None.
         current = self.expected
         self.expected = None
 
