@@ -35,6 +35,8 @@ def deadline(limit_s: float, progress: Callable[[float], None]) -> Iterator[None
     """Raise TookTooLong if the `with` block compiles for longer than this. `progress` is called with the seconds."""
     watch = _Watch(limit_s, progress)
     watch.start()
+
+    # Two of them: the inner one ends the watch in any case, the outer one also catches what arrives while it does.
     try:
         try:
             yield
@@ -94,6 +96,7 @@ def compiling_threads() -> list[int]:
 
 def _is_compiling(frame: FrameType | None) -> bool:
     """Return whether the stack of a thread, given by its innermost frame, is inside torch's compiler."""
+    # The files of all frames, from the innermost out.
     files = []
     while frame is not None:
         files.append(frame.f_code.co_filename)
@@ -106,4 +109,5 @@ def _is_compiling(frame: FrameType | None) -> bool:
 
 def _raise_in(ident: int, error: type[BaseException] | None) -> None:
     """Raise in another thread, or take back what has not arrived yet."""
+    # Only the C API has this: there is no function for it in `threading`.
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(error) if error else None)

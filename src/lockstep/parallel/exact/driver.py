@@ -129,6 +129,7 @@ class OrderedFlatReduceDriver(_FullParameters, FlatReduceDriver):
             self._push_gradients()
 
     def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
+        """Add the roots of all ranks in the order of the tree. One collective, and two more for each group below."""
         world = self.runtime.world
 
         # The roots of every rank follow from the number of micro-batches; `first` is the index of this rank's first
@@ -230,6 +231,7 @@ class OrderedFSDPDriver(FSDPDriver):
 
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
+        # A gradient that such a forward takes is not one of a step's.
         for reduction in self._reductions:
             reduction.in_a_step = False
 

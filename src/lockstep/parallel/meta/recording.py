@@ -146,6 +146,7 @@ class _PretendHost(TorchFunctionMode):
     EXPOSING = {Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer for an empty tensor, or let the call go on to the recorder. torch calls it for every function."""
         if func in self.GETTERS and memories.is_empty(args[0]):
             return self.GETTERS[func]
 
@@ -217,6 +218,7 @@ class _Recorder(TorchDispatchMode):
             memory.saved = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record a call, or run it. torch calls this for every operation, below autograd."""
         with torch._C.DisableTorchFunction():
             return func(*args, **(kwargs or {})) if self._paused else self._call(func, args, kwargs or {})
 
@@ -314,6 +316,7 @@ class _Recorder(TorchDispatchMode):
 
         # An in-place call on one tensor, such as normal_(), does not depend on the tensor's values.
         if len(tensors) == 1 and written:
+            # With the same strides, which decide in which order a kernel fills a tensor.
             buffer = torch.empty_strided(tensors[0].shape, tensors[0].stride(), dtype=tensors[0].dtype)
             args, kwargs = tree_map(lambda leaf: buffer if isinstance(leaf, Tensor) else leaf, (args, kwargs))
             func(*args, **kwargs)
@@ -339,6 +342,7 @@ class _Recorder(TorchDispatchMode):
         crosses = any(memories.is_empty(tensor) for tensor in tensors)
         overwritten = _overwritten(func, tensors, written)
 
+        # What stands in the record for an argument: its recorded value, the state of a generator, or itself.
         def record(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 operand = self._operand(leaf, crosses)
