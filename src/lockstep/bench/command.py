@@ -215,7 +215,6 @@ def _ending_on_sigterm() -> Iterator[None]:
 
 def _settings(section: Section, asked: BenchOptions) -> dict[str, Any]:
     """Return what two results must have in common to be compared."""
-
     # Checkpoints, starts and recoveries have a workload of their own, whatever the target is.
     facts = section.extra.get("facts", {})
     if section.name == "checkpoint":

@@ -23,7 +23,7 @@ from lockstep.launch.records import replacing
 from lockstep.observe.formats import finite
 
 FILE = "results.json"
-FORMAT = 1
+FORMAT = 1  # of that file
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ class Verdict:
         """Whether the target was met; None if that is not judged, or not certain."""
         if self.refusal or self.undecided:
             return None
+
         if self.higher_is_better:
             return self.value >= self.limit
         return self.value <= self.limit
@@ -129,6 +130,7 @@ def begin(folder: Path, command: str, hardware: dict[str, Any]) -> Result:
 
     Sections of another machine are refused: one report names one machine.
     """
+    # A new section replaces the one of the same name, and the others stay (`Result.put`).
     result = Result(command, hardware)
     if (folder / FILE).exists():
         earlier = read(folder)
@@ -192,6 +194,7 @@ def read(path: Path) -> Result:
 
 def _section(values: dict[str, Any]) -> Section:
     """Make a section of what JSON holds of it."""
+    # JSON has dictionaries where a section has records.
     columns = [Column(**column) for column in values.pop("columns")]
     verdicts = [Verdict(**verdict) for verdict in values.pop("verdicts")]
     return Section(**values, columns=columns, verdicts=verdicts)
@@ -237,6 +240,7 @@ def middle(value: Any) -> Any:
 
 def text_of(section: Section) -> str:
     """Return the table of a section for a terminal, with its notes and verdicts."""
+    # The table, its notes, and what was judged.
     heads = [column.head for column in section.columns]
     body = [[cell(row.get(column.key)) for column in section.columns] for row in section.rows]
     lines = [section.title, *table_lines(heads, body)]
@@ -289,6 +293,7 @@ def _estimate_cell(value: dict[str, Any]) -> str:
 
 def figure(value: float) -> str:
     """Return about three significant digits."""
+    # Tiny and huge numbers with an exponent, large ones without decimals.
     size = abs(value)
     if value and not 1e-3 <= size < 1e6:
         return f"{value:.2e}"

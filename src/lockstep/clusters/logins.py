@@ -138,6 +138,7 @@ class Logins:
 
     def ask(self, places: Iterable[int], request: Request, kind: type[Kind]) -> list[Kind | HostProblem]:
         """Send a request to hosts and return their answers, each of this kind or a problem. Raises a UserError."""
+        # To all of them first, so that they work at the same time.
         waiting = list(places)
         answers: dict[int, Kind | HostProblem] = {}
         for place in waiting:
@@ -153,6 +154,8 @@ class Logins:
 
             if event.code is not None:
                 raise self._no_answer(event.host, f"exit code {event.code}")
+
+            # What a login prints, such as a greeting, is passed over here.
             if isinstance(event.answer, (kind, HostProblem)):
                 answers[event.host] = event.answer
 
@@ -160,7 +163,8 @@ class Logins:
 
     def _no_answer(self, place: int, what: str) -> UserError:
         """Return the error for a host that cannot be used: what its login has printed, and a command to try."""
-        host, login = self.hosts[place], self._logins[place]
+        host = self.hosts[place]
+        login = self._logins[place]
         words = " ".join(login.last_errors) or what
         test = f"cd {shlex.quote(self._folder)} && {shlex.quote(self._python)} -m lockstep --version"
 
@@ -250,6 +254,7 @@ class _JobWatch:
         for place, job in enumerate(self._jobs):
             self._logins.send(place, job)
 
+        # A turn takes a tenth of a second if nothing comes.
         while len(self._ended) < len(self._jobs):
             if event := self._logins.next_event(0.1):
                 self._handle(event)
@@ -260,6 +265,7 @@ class _JobWatch:
             now = time.monotonic()
             self._try_again(now)
 
+            # First the hosts are given time to end by themselves, and then to notice that we have hung up.
             if self._deadline is not None and now > self._deadline:
                 self._hang_up()
             if self._patience is not None and now > self._patience:
@@ -380,6 +386,8 @@ class _JobWatch:
         self._ending = True
         self._first_signal = self._first_signal or signal
         self._count_of_signals += 1
+
+        # The user does not want to wait any more.
         if self._count_of_signals > PATIENT_SIGNALS:
             self._hang_up()
             return

@@ -17,6 +17,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(lab_run=_contents)
     verbs = parser.add_subparsers(dest="lab_verb", metavar="VERB")
 
+    # The exercises.
     check = verbs.add_parser("check", help="run your solution of an exercise, and say what is wrong with it and why")
     check.add_argument("number", metavar="N", help="the exercise: 1 to 9")
     check.add_argument("file", type=Path, metavar="FILE", help="the file that you have edited")
@@ -27,6 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     predict.add_argument("guesses", nargs="*", metavar="key=value")
     predict.set_defaults(lab_run=_predict)
 
+    # Calculators.
     memory = verbs.add_parser("memory", help="the memory of parameters, gradients and AdamW, by strategy")
     memory.add_argument(
         "--parameters", type=float, metavar="P", help="default: the tables of the original course, 70e9 on 4 GPUs"
@@ -42,6 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     cost.add_argument("--busy", type=float, default=1.0, help="share of the time that GPUs compute (default 1)")
     cost.set_defaults(lab_run=_cost)
 
+    # How far the learner is.
     ready = verbs.add_parser("ready", help="the ten lines of 'You're ready when': what is shown, and what is open")
     ready.add_argument("answers", nargs="*", metavar="LINE=ANSWER", help="answer the question of a line: 5=60")
     ready.set_defaults(lab_run=_ready)
@@ -117,6 +120,8 @@ def _predict(options: argparse.Namespace) -> None:
     """Commit guesses, and print the questions with what was guessed so far."""
     number = course.number_of(options.number)
     questions = {question.key: question for question in course.questions_of(number)}
+
+    # Each guess is kept as soon as it is read.
     for text in options.guesses:
         key, _, value = text.partition("=")
         if key not in questions:
@@ -156,6 +161,7 @@ def _memory(options: argparse.Namespace) -> None:
     """Print the memory of a model by strategy, or the course's tables."""
     from lockstep.lab import calculators
 
+    # Without options, the tables of the course.
     if options.parameters is None:
         print(calculators.table(calculators.memory_rows()))
         return

@@ -54,7 +54,8 @@ class Learner:
         if not path.is_file():
             raise UserError(f"there is no file {path}", "", "name the file that you have edited")
 
-        self.path, self.limit = path, limit
+        self.path = path
+        self.limit = limit
 
     def run(self, function: Callable[..., Any], *arguments: Any, world: int = 2, group: bool = True) -> list[Any]:
         """Call `function(module, *arguments)` on each rank of a gloo group and return what each returned, by rank.
@@ -77,7 +78,8 @@ class Learner:
         # Fork: torch is imported already, which takes seconds in a fresh process.
         context = get_context("fork")
         with tempfile.TemporaryDirectory() as folder:
-            readers, processes = [], []
+            readers: list[Connection] = []
+            processes: list[BaseProcess] = []
             sys.stdout.flush()  # or each rank would print again what is still in the buffer
 
             for rank in range(world):
@@ -86,10 +88,12 @@ class Learner:
                 process = context.Process(target=self._rank, args=started)
                 process.start()
 
+                # Only the rank holds the other end now, so that its death is seen here.
                 writer.close()
                 readers.append(reader)
                 processes.append(process)
 
+            # Ranks wait until they are killed, also those that are done.
             try:
                 return self._collect(readers, processes, Path(folder))
             finally:
@@ -102,6 +106,7 @@ class Learner:
 
         Raises `LearnerFailed` with the failure that explains the others.
         """
+        # In the order in which they come: the first error is likely to be the cause of the others.
         results: dict[int, _Result] = {}
         end = time.monotonic() + self.limit.total_seconds()
         while len(results) < len(readers):
@@ -183,6 +188,7 @@ class Learner:
 
     def _explain(self, rank: int, error: BaseException) -> str:
         """Return an error in words, with the line of the learner's file where it was raised."""
+        # The innermost line of the learner's own file: the rest is torch's, or ours.
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename) == self.path]
         where = f", {self.path.name}:{frames[-1].lineno}: {frames[-1].line}" if frames else ""
 
@@ -204,6 +210,7 @@ class Learner:
 
         places = []
         for rank in hung:
+            # A rank that hangs in C code writes as well; one whose disk is slow gets a few seconds.
             end = time.monotonic() + 5
             while not (stack := (folder / f"{rank}").read_text()) and time.monotonic() < end:
                 time.sleep(0.1)

@@ -117,7 +117,8 @@ def reveal(exercise: str, question: Question, *, computed: float, measured: floa
     prediction = _find(predictions, exercise, question)
 
     # Once the measurement is there, no guess can be committed.
-    prediction.computed, prediction.measured = computed, measured
+    prediction.computed = computed
+    prediction.measured = measured
     _store(predictions)
 
     guess = "no guess" if prediction.guess is None else f"guess {prediction.guess:.4g}"

@@ -123,6 +123,7 @@ class Ways:
 
     def _open_saver(self) -> Saver:
         """Open a saver of this rank's shards. Its buffers are allocated now, as at the start of a run."""
+        # As a run does with its folder: files of another run are not touched.
         if self.runtime.is_main:
             self.storage.claim(TOKEN)
 

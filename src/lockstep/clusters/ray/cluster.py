@@ -41,7 +41,7 @@ class RayUnavailable(Exception):
 
 @contextmanager
 def _asking() -> Iterator[None]:
-    """Turn what a call to Ray's control service raises into NoAnswer."""
+    """Turn what a call to Ray's control service raises into RayUnavailable."""
     try:
         yield
     except Exception as error:  # Ray has no common class for what its calls raise: some come from gRPC
@@ -216,7 +216,7 @@ class RayCluster:
     # ---- nodes ----
 
     def nodes(self) -> list[RayNode]:
-        """Return the nodes that are alive, with what is free there. Raises NoAnswer."""
+        """Return the nodes that are alive, with what is free there. Raises RayUnavailable."""
         with _asking():
             return self._nodes()
 
@@ -242,7 +242,7 @@ class RayCluster:
     # ---- placement groups ----
 
     def reserve(self, count: int, need: Need, node: str | None = None) -> Any:
-        """Ask Ray for this on each of `count` nodes, or on this `node`. Raises NoAnswer.
+        """Ask Ray for this on each of `count` nodes, or on this `node`. Raises RayUnavailable.
 
         Return a group that may not be placed yet.
         """
@@ -252,7 +252,7 @@ class RayCluster:
             return make([dict(need)] * count, strategy="STRICT_SPREAD", bundle_label_selector=selector)
 
     def placed(self, group: Any) -> list[str]:
-        """Return the node of each bundle, "" for one that has none now. Raises NoAnswer."""
+        """Return the node of each bundle, "" for one that has none now. Raises RayUnavailable."""
         with _asking():
             table = _ray("util.placement_group").placement_group_table(group)
 
@@ -260,14 +260,14 @@ class RayCluster:
         return [nodes.get(bundle) or "" for bundle in range(len(group.bundle_specs))]
 
     def release(self, group: Any) -> None:
-        """Give a group back. Raises NoAnswer."""
+        """Give a group back. Raises RayUnavailable."""
         with _asking():
             _ray("util.placement_group").remove_placement_group(group)
 
     # ---- agents ----
 
     def make_agent(self, group: Any, bundle: int, need: Need, arguments: Sequence[Any]) -> RemoteAgent:
-        """Make an actor in a bundle, with the arguments of `NodeAgent`. Raises NoAnswer."""
+        """Make an actor in a bundle, with the arguments of `NodeAgent`. Raises RayUnavailable."""
         strategy = _ray("util.scheduling_strategies").PlacementGroupSchedulingStrategy
         others = {name: amount for name, amount in need.items() if name not in ("CPU", "GPU")}
         options = {

@@ -104,10 +104,12 @@ class RayDriver:
     def run(self) -> int:
         """Return the exit code of the job: 0 finished, 75 or 130 saved and to be resumed, 1 or 2 failed."""
         try:
+            # What cannot work is refused before Ray is asked for anything.
             self._placement.check_size(may_grow=self._wait is not None)
             self._prepare()
             self._placement.reserve()
 
+            # One round after another, until one ends the job.
             while True:
                 if not self._gather():
                     return Preempted.code_of(self._stop)
@@ -125,6 +127,7 @@ class RayDriver:
         run_dir = self._request.run_dir
         marker = run_dir / "launch" / f".shared-{secrets.token_hex(4)}"
         try:
+            # A new name at each start, so that no node can take a file of an earlier start for it.
             marker.parent.mkdir(parents=True, exist_ok=True)
             for old in marker.parent.glob(".shared-*"):
                 old.unlink()
@@ -157,12 +160,14 @@ class RayDriver:
             if len(self._placement.usable()) >= self._request.nnodes.least and self._placement.silent_since is None:
                 return True
 
+            # Not for ever: other jobs may need what is reserved for this one.
             waited = self._cluster.now() - began
             if waited >= patience:
                 say(f"lockstep: given up after {waited:.0f} s: {self._placement.what_is_missing()}")
                 say(f"lockstep: to resume: {self._resume_command}")
                 return False
 
+            # Usually Ray has the nodes at once, and there is nothing to say.
             if not said and waited >= SAY_S:
                 said = True
                 say(f"lockstep: {self._placement.what_is_missing()}; waiting for {patience:.0f} s at most")
@@ -181,6 +186,7 @@ class RayDriver:
 
         current = Round(join)
         while True:
+            # See what has happened: to the cluster, to this process, to the agents.
             self._placement.look()
             for name in self._take_signals():
                 self._pass_on(name, current)
@@ -188,6 +194,7 @@ class RayDriver:
             for slot in self._placement.active:
                 self._poll(slot, current)
 
+            # The round may be over.
             if current.port_taken:
                 return self._elsewhere(current)
 
@@ -209,6 +216,7 @@ class RayDriver:
 
     def _begin(self) -> str | None:
         """Make the first agent, and ask it where the others can join. Return None if it is lost, or on a signal."""
+        # The slot that is due first. All of them may have to pause after a failure.
         slot = min(self._placement.usable(), key=lambda slot: slot.not_before)
         while self._cluster.now() < slot.not_before and not self._signals:
             self._cluster.sleep(TURN_S)
@@ -236,9 +244,10 @@ class RayDriver:
 
     def _start_agents(self, join: str) -> None:
         """Start an agent in each slot that is free and due, as far as the job may have more nodes."""
-        room = self._request.nnodes.most - len(self._placement.active)
+        room = max(0, self._request.nnodes.most - len(self._placement.active))
         now = self._cluster.now()
-        for slot in [slot for slot in self._placement.usable() if now >= slot.not_before][: max(0, room)]:
+        due = [slot for slot in self._placement.usable() if now >= slot.not_before]
+        for slot in due[:room]:
             if self._make(slot):
                 self._start(slot, join)
 
@@ -276,6 +285,7 @@ class RayDriver:
         if report is None:
             return
 
+        # Nothing to report is no answer; an empty report is one.
         slot.heard = self._cluster.now()
         self._output.add(slot, report.lines, self._cluster.now())
 
@@ -304,13 +314,15 @@ class RayDriver:
         if retry:
             self._pause(slot)
         else:
-            slot.not_before, slot.tries = self._cluster.now(), 0
+            slot.not_before = self._cluster.now()
+            slot.tries = 0
 
         # Where its bundle is now is not known.
         self._placement.look_again()
 
     def _pause(self, slot: Slot) -> None:
         """Let some time pass before the next agent of a slot, and more if this one has failed soon."""
+        # 2, 4, 8, ... seconds, as long as agents fail within a minute.
         now = self._cluster.now()
         soon = now - slot.began < LONGEST_RETRY_S
         slot.not_before = now + min(RETRY_S * 2**slot.tries, LONGEST_RETRY_S)
@@ -321,6 +333,7 @@ class RayDriver:
         if current.ended_at is None:
             return
 
+        # The launchers of a job end together, give or take a few seconds.
         now = self._cluster.now()
         waited = now - current.ended_at
         if waited < ALONE_S:
@@ -352,15 +365,19 @@ class RayDriver:
             return
 
         nodes = [slot.node for slot in self._placement.active if slot.node]
-        leaving = [drained for node in nodes if (drained := self._placement.drained_node(node.id))]
-        if leaving:
-            current.leaving = True
-            for node in leaving:
-                assert node.drained_at is not None
-                left = f", in {max(0.0, node.drained_at - time.time()):.0f} s" if node.drained_at else ""
-                say(f"lockstep: Ray takes the node {node.host} away{left}: saving, to go on without it")
+        drained = [self._placement.drained_node(node.id) for node in nodes]
+        leaving = [node for node in drained if node is not None]
+        if not leaving:
+            return
 
-            self._signal_all("SIGTERM")
+        current.leaving = True
+        for node in leaving:
+            # 0 stands for soon, without a time.
+            assert node.drained_at is not None
+            left = f", in {max(0.0, node.drained_at - time.time()):.0f} s" if node.drained_at else ""
+            say(f"lockstep: Ray takes the node {node.host} away{left}: saving, to go on without it")
+
+        self._signal_all("SIGTERM")
 
     def _save_in_time(self, current: Round) -> None:
         """If Ray's control service stays away, have the job save: the next round begins when it answers again."""
@@ -402,6 +419,7 @@ class RayDriver:
 
     def _again(self, what: str) -> int | None:
         """Return None, for another round after a loss, or an exit code if there were too many of them."""
+        # Only rounds that nodes have cost, and only those of the last hour.
         now = self._cluster.now()
         recent = [when for when in self._lost_rounds if now - when < HOUR_S]
         self._lost_rounds = [*recent, now]

@@ -97,7 +97,7 @@ class AgentPlacement:
             say(f"lockstep: Ray's control service does not answer ({error}): going on as before")
 
     def _see(self, now: float) -> None:
-        """Note what Ray says of the nodes and of this job's groups. Raises NoAnswer."""
+        """Note what Ray says of the nodes and of this job's groups. Raises RayUnavailable."""
         nodes = {node.id: node for node in self._cluster.nodes()}
         placed = {id(slot.group): self._cluster.placed(slot.group) for slot in self.slots}
         self.nodes = nodes
@@ -162,6 +162,7 @@ class AgentPlacement:
 
     def usable(self) -> list[Slot]:
         """Return the slots where an agent may start now: one on each node, and none on a node that has an agent."""
+        # Ray may move a lost bundle of the first group to a node for which the job has a group of its own.
         taken = {slot.node.id for slot in self.active if slot.node}
         usable = []
 
@@ -185,6 +186,8 @@ class AgentPlacement:
     def reserve(self) -> None:
         """Ask Ray for as many nodes as are free now, within --nnodes, instead of what the job has. No agent runs."""
         bounds = self._bounds
+
+        # The old group goes first: Ray may need its nodes for the new one.
         count = max(bounds.least, min(bounds.most, len(self._available())))
         try:
             self.release_all()
@@ -198,13 +201,13 @@ class AgentPlacement:
         self.look_again()
 
     def release(self, slot: Slot) -> None:
-        """Give the group of a slot back, and with it all its slots. Raises NoAnswer."""
+        """Give the group of a slot back, and with it all its slots. Raises RayUnavailable."""
         if slot in self.slots:
             self._cluster.release(slot.group)
             self.slots = [other for other in self.slots if other.group is not slot.group]
 
     def release_all(self) -> None:
-        """Give everything back. Raises NoAnswer."""
+        """Give everything back. Raises RayUnavailable."""
         for slot in list(self.slots):
             self.release(slot)
 

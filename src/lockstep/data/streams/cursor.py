@@ -78,9 +78,11 @@ class Cursor:
         assert not self.reread.left, "the position is not restored yet"
         samples = self._peeked
         self._peeked = []
-        while len(samples) < count and (sample := self._next()) is not _END:
+        while len(samples) < count:
+            sample = self._next()
+            if sample is _END:
+                break
             samples.append(sample)
-
         self.taken += len(samples)
 
         # The state comes before the look at the next sample, which is not taken yet.
@@ -96,6 +98,7 @@ class Cursor:
     # ---- the state ----
 
     def _state(self) -> dict[str, Any]:
+        """Return the position as plain values: of the files, of the iterable that is open, and of the packer."""
         by_state = self._iterator is not None and has_state(self._opened) and not self._ignores_states
         return {
             "file": self._file,
@@ -110,6 +113,7 @@ class Cursor:
         }
 
     def _restore(self, state: dict[str, Any]) -> None:
+        """Continue at a saved state. If it has to be found by reading, `catch_up` does that later."""
         self._file = int(state["file"])
         self.taken = int(state["taken"])
         self.ended = bool(state["ended"])
@@ -134,6 +138,7 @@ class Cursor:
 
     def catch_up(self, seconds: float = 1.0) -> bool:
         """Read samples again for some time, until the position is restored. Return whether it is."""
+        # Raw samples only: what was filtered and packed before the resume is in the packer's state.
         began = time.perf_counter()
         while self.reread.left and time.perf_counter() < began + seconds:
             self._read_or_refuse()
@@ -203,6 +208,8 @@ class Cursor:
                 self._open_named()
 
             assert self._iterator is not None
+
+            # By its number, so that a sample is the same after a resume, and on any rank.
             seed_everything(self._derive("shard", self._read_so_far))
             try:
                 sample = next(self._iterator)

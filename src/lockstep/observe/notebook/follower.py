@@ -45,6 +45,8 @@ def following(run_dir: Path) -> Iterator[None]:
         # Once more after the end: the last records may have come since the last look.
         over.set()
         thread.join()
+
+        # What was written after the thread's last look.
         follower.look()
         follower.close()
 
@@ -64,6 +66,7 @@ class Follower:
 
     def look(self) -> None:
         """Show the new records in the order of their times."""
+        # Two files, so the records of both are put in one order.
         new = [record for path in self._files for record in self._new_records(path)]
         for record in sorted(new, key=lambda record: number(record.get("time")) or 0.0):
             self._show(record)

@@ -17,6 +17,7 @@ JUPYTER_PATH = "JPY_SESSION_NAME"
 
 def shell() -> Any | None:
     """Return IPython's shell if this process is a kernel: of Jupyter, of VS Code, of Colab. A terminal has none."""
+    # Without an import: a kernel has imported it already. The shell of a terminal has no kernel.
     ipython = sys.modules.get("IPython")
 
     found = ipython.get_ipython() if ipython is not None else None

@@ -17,6 +17,7 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
 
 def run_id(run_dir: Path) -> str:
     """Return a name for the run that is the same after every resume, and that no other run has."""
+    # Drawn once, by the first run in this folder.
     path = run_dir / ".sink-id"
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:16])

@@ -21,7 +21,8 @@ class TensorBoardSink:
         if not numbers:
             return
 
-        # A resumed run repeats some steps. TensorBoard hides what an earlier process wrote for them.
+        # Opened with the first number. A resumed run repeats some steps, and TensorBoard hides what an earlier process
+        # wrote for them.
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 

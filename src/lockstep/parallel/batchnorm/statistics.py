@@ -57,7 +57,7 @@ class RunningStatistics:
         self._micro: MicroBatch | None = None  # the micro-batch whose forward may be running
         self._trains = False  # whether a layer was in train mode when that micro-batch began
         self._steps = 0  # steps since the statistics were combined; the same number on all ranks
-        self._warned = False
+        self._warned = False  # about micro-batches that ran the layers unequally often
 
         # The buffers when they were last read. For L layers with E running means and variances in total: the values
         # (E,), the number of updates (L,), and torch's version counters.
@@ -70,11 +70,14 @@ class RunningStatistics:
 
     def begin(self, micro: MicroBatch) -> None:
         """Call before the forward of `micro`."""
-        # In a single process the buffers are right by themselves, unless padding must be undone.
+        # In a single process the buffers are right by themselves, unless padding must be undone. With `_micro` set,
+        # the padding before this one must still be undone.
         if self.replicas.world.alone and not micro.padding and self._micro is None:
             return
 
         self._end_micro_batch()
+
+        # What this forward will change is the difference from here.
         if self.replicas.world.alone:
             self._read_buffers()
         elif self._changed_outside():
@@ -100,18 +103,22 @@ class RunningStatistics:
         self._ran = torch.zeros_like(self._ran)
 
     def _end_micro_batch(self) -> None:
-        micro, self._micro = self._micro, None
+        """Add what the forward of the last micro-batch has changed to the sums, or undo it for padding."""
+        micro = self._micro
+        self._micro = None
         if micro is None or self._all_frozen():
             return
 
         # Everything below stays on the device: the host does not wait for it.
-        values_before, updates_before = self._values, self._updates
+        values_before = self._values  # (E,)
+        updates_before = self._updates  # (L,)
         self._read_buffers()
 
         # A layer may run several times in a micro-batch, or not at all.
         runs = self._updates - updates_before
         ran = runs > 0
 
+        # Alone there are no sums, only padding to undo.
         if not self.replicas.world.alone:
             self._ran = self._ran | ran
             self._runs = torch.where(ran, runs, self._runs)
@@ -132,6 +139,7 @@ class RunningStatistics:
         before = torch.where(is_mean, updates_before[self._layer_of], decay[self._layer_of])
         after = torch.where(is_mean, self._updates[self._layer_of], 1.0)
 
+        # The contribution of this micro-batch is what its update added: new value - decay x old value.
         self._sum = self._sum * decay[self._layer_of] + (self._values * after - values_before * before)
         self._weight = self._weight * decay + torch.where(self._cumulative, runs, 1 - decay)
         self._local_updates = self._local_updates + runs
@@ -149,10 +157,12 @@ class RunningStatistics:
         if not self._steps or self.replicas.world.alone:
             return
 
+        # Other code may have written into the buffers since the last forward: then these are what counts.
         self._steps = 0
         if self._changed_outside():
             self._restart()
 
+        # One all-reduce for everything: (E + 2 L,).
         values = len(self._layer_of)
         packed = self.replicas.all_reduce_(torch.cat([self._sum, self._weight, self._local_updates]))
         total, weight, updates = packed.split([values, len(self.layers), len(self.layers)])
@@ -189,6 +199,8 @@ class RunningStatistics:
         is_first = self.replicas.world.rank == 0
         self._read_buffers()
         device = self._values.device
+
+        # For each running value, the index of its layer: it spreads (L,) to (E,).
         widths = torch.tensor([2 * layer.running_mean.numel() for layer in self.layers], device=device)
         self._layer_of = torch.arange(len(self.layers), device=device).repeat_interleave(widths)  # (E,)
 
@@ -209,6 +221,8 @@ class RunningStatistics:
         """Read the buffers and the momenta of all layers."""
         tensors = [t for layer in self.layers for t in (layer.running_mean, layer.running_var)]
         self._values = torch.cat([tensor.detach().flatten().double() for tensor in tensors])
+
+        # On the device as well, so that nothing here makes the host wait.
         self._updates = torch.stack([layer.num_batches_tracked.detach() for layer in self.layers]).double()
         self._versions = self._versions_now()
         self._counter_versions = [layer.num_batches_tracked._version for layer in self.layers]
@@ -235,6 +249,7 @@ class RunningStatistics:
         tensors = [t.detach() for layer in self.layers for t in (layer.running_mean, layer.running_var)]
         for tensor, value in zip(tensors, values.split([t.numel() for t in tensors]), strict=True):
             tensor.copy_(value.view_as(tensor))
+
         for layer, count in zip(self.layers, updates.unbind(), strict=True):
             layer.num_batches_tracked.copy_(count)
 

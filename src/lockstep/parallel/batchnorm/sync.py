@@ -19,6 +19,7 @@ class HostSyncBatchNorm(_BatchNorm):
     # The collectives would break the compiled graph anyway.
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input` (B, C, *). Collective in train mode: every rank must call it."""
         if not self.training:
             return super().forward(input)
 
@@ -26,6 +27,7 @@ class HostSyncBatchNorm(_BatchNorm):
         output, mean, squares, count = _Normalise.apply(input, self.weight, self.bias, self.eps)
         if self.track_running_stats:
             self._update_running_statistics(mean, squares / (count - 1))
+
         return output
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -37,7 +39,9 @@ class HostSyncBatchNorm(_BatchNorm):
         assert self.num_batches_tracked is not None
         assert self.running_mean is not None
         assert self.running_var is not None
+
         self.num_batches_tracked.add_(1)
+
         # momentum=None is the mean over all updates.
         factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
@@ -57,6 +61,11 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Any, bias: Any, eps: float) -> Any:
+        """`input` is (B, C, *), `weight` and `bias` are (C,) or None. B may be 0 on some ranks.
+
+        Returns the output, and for the running statistics: mean (C,), sum of squared deviations (C,), count ().
+        """
+        # At least float32. `shape` spreads (C,) to the dimensions of the input.
         values = input.to(torch.promote_types(input.dtype, torch.float32))
         others = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
@@ -85,12 +94,15 @@ class _Normalise(torch.autograd.Function):
         output = output if bias is None else output + bias.to(values.dtype).view(shape)
 
         ctx.save_for_backward(normalised, scale, weight, total)
-        ctx.others, ctx.shape, ctx.dtype = others, shape, input.dtype
+        ctx.others = others
+        ctx.shape = shape
+        ctx.dtype = input.dtype
         ctx.mark_non_differentiable(mean, squares, total)
         return output.to(input.dtype), mean, squares, total
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, *_: Any) -> Any:  # pyrefly: ignore[bad-override]
+        # This rank's sums, (C,) each.
         normalised, scale, weight, total = ctx.saved_tensors
         grad = grad.to(normalised.dtype)
         grad_bias = grad.sum(ctx.others)
@@ -102,6 +114,7 @@ class _Normalise(torch.autograd.Function):
         dist.all_reduce(sums)
         means = [row.view(ctx.shape) for row in (sums / total).unbind()]
 
+        # The derivative of (x - mean) * scale: what the mean and the scale contribute is subtracted.
         factor = scale if weight is None else scale * weight.to(scale.dtype)
         grad_input = (grad - means[0] - normalised * means[1]) * factor.view(ctx.shape)
 

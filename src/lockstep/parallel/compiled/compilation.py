@@ -32,17 +32,22 @@ FIRST_RANK = timedelta(seconds=120)  # the other ranks of a machine wait at most
 class Compilation:
     """One try to compile a model on a real call, on all ranks: `run` is called for one target after another."""
 
+    # What is called, and with which batches.
     driver: Driver
     call: Callable[..., Any]  # the eager call; with a target on the model it runs compiled code
     arguments: Arguments
     examples: Sequence[Arguments] = ()  # further calls of other sizes, which may need a version of their own
-    function: Function | None = None
-    dynamic: Dims = frozenset()
+    function: Function | None = None  # (model, *args), such as a task's loss; None: there is only the model
+    dynamic: Dims = frozenset()  # dimensions that vary from batch to batch
+
+    # What is allowed: how far results may differ from eager ones, and how long it may take.
     tolerance: float = 0.0
     eager_fits: bool = False  # into memory: steps have run eagerly
     timeout: timedelta = timedelta(minutes=15)
     progress: Callable[[str, float], None] = lambda name, seconds: None  # called now and then, by another thread
-    target: Target | None = field(init=False, default=None)
+
+    # The result of `run`.
+    target: Target | None = field(init=False, default=None)  # on the model now; None: nothing worked so far
     note: str = field(init=False, default="equal to eager")
     gave_up: bool = field(init=False, default=False)  # some rank reached the limit
 
@@ -60,6 +65,8 @@ class Compilation:
         if not first:
             self._wait("compiled first", FIRST_RANK)
 
+        # Buffers and generators are as before when this ends, whatever was tried. No rank may exchange gradients here,
+        # because the others compile at another time.
         runtime.heartbeat.beat("compile")
         with StateSnapshot(self.driver.model, self._generator()) as snapshot, self.driver.no_exchange():
             problem = self._try(name, snapshot, max(LEAST_S, limit_s - (time.monotonic() - began)))
@@ -75,6 +82,7 @@ class Compilation:
         if problems:
             self.remove()
 
+        # The step goes on.
         runtime.heartbeat.beat("compute")
         return problems[0] if problems else None
 
@@ -102,6 +110,7 @@ class Compilation:
         except torch.OutOfMemoryError:
             return "out of memory"
         except TookTooLong as error:
+            # Other ranks may have compiled it: `run` asks all of them.
             self.gave_up = True
             return str(error)
         except Exception as error:
@@ -113,6 +122,7 @@ class Compilation:
         except torch.OutOfMemoryError:
             if self.eager_fits:
                 return "out of memory while it was compared with eager"
+
             self.note = "not compared with eager, which does not fit into memory"
             return None
         except Exception as error:
@@ -120,8 +130,8 @@ class Compilation:
 
     def _run_compiled(self, isolated: IsolatedCall, target: Target) -> CallResult:
         """Compile by running forward and backward, and once more to see that nothing is compiled again."""
-        call = self.call
         # What torch compiles inside the model is reached by the eager call; a compiled loss is a function of its own.
+        call = self.call
         dynamic: Dims = frozenset()
         if target.function is not None:
             call = lambda *args: self.driver.call_inside(target, *args)  # noqa: E731
@@ -196,6 +206,8 @@ def explain(error: Exception) -> str:
     cause = getattr(error, "inner_exception", error)
     name = type(cause).__name__
     text = first_line(cause)
+
+    # Our own refusal is a sentence already.
     if isinstance(cause, Unsuitable):
         return text.removeprefix("Unsuitable: ")
 

@@ -40,6 +40,7 @@ class Constants:
 
     def _values(self) -> list[Any] | None:
         """Return all values, or None if one of them is no plain value."""
+        # Always in the same order, since two lists are compared.
         found = [_plain(getattr(self._owner, name, None)) for name in sorted(self._attributes)]
         found += [_plain(scope.get(name)) for scope, name in self._globals]
         return None if any(value is _UNKNOWN for value in found) else found
@@ -69,6 +70,7 @@ class Constants:
             for name in names:
                 functions += self._note_attribute(name)
 
+                # Modules, classes and built-in functions do not change. What a function of torch reads is torch's.
                 value = function.__globals__.get(name)
                 if isinstance(value, FunctionType) and not value.__module__.startswith("torch"):
                     functions.append(value)  # read it as well
@@ -81,6 +83,7 @@ class Constants:
 
     def _note_attribute(self, name: str) -> list[FunctionType]:
         """Note a name if it is an attribute of the task. Return the function to read, if it is a method or property."""
+        # Statically, so that no property runs: a method, a static or class method, or a property is read as code.
         value = inspect.getattr_static(self._owner, name, None)
         for code in (value, getattr(value, "__func__", None), getattr(value, "fget", None)):
             if isinstance(code, FunctionType):

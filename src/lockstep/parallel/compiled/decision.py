@@ -47,13 +47,18 @@ class Payoff:
 class Facts:
     """What is known about a run when it decides."""
 
+    # The run.
     steps_left: int
     step_s: float  # seconds of a step without compiled code, on the slowest rank
     sizes_vary: bool  # whether batches have different sizes
+
+    # The model.
     layers: int  # modules with parameters of their own, in the whole model
     blocks: int = 0  # repeated blocks
     block_layers: int = 0  # those modules, in one block of each class
     all_block_layers: int = 0  # and in all blocks together
+
+    # The machine, and what was tried on it.
     cold: bool = False  # nothing has been compiled on this machine before
     possible: tuple[str, ...] = (LOSS, MODEL, BLOCKS)
     records: Mapping[str, Payoff] = field(default_factory=dict)  # of earlier runs
@@ -67,6 +72,7 @@ class Facts:
     @property
     def most_s(self) -> float:
         """How long something that was never measured may take to compile."""
+        # What comparing and measuring may cost is set aside, and so is what was spent on an earlier try.
         timed = sum(STEPS_VARYING if self.sizes_vary else STEPS)
         aside_s = (COMPARED + LOST_IN_STEP * timed) * self.step_s
         return max(0.0, MOST_LOST * self.eager_s - aside_s - self.spent_s)

@@ -31,6 +31,7 @@ def history_path() -> Path:
 
 def is_cold() -> bool:
     """Return whether torch has no compiled code on disk: the first compilation of a machine takes longer."""
+    # Where torch keeps it, unless the user has named another folder.
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if folder:
         return not Path(folder).is_dir()
@@ -72,6 +73,7 @@ def read(key: str, path: Path | None = None) -> dict[str, Payoff]:
 
 def write(key: str, target: str, record: Payoff, path: Path | None = None) -> None:
     """Add a record. If the file cannot be written, nothing happens."""
+    # Read again, because another run may have written since.
     path = path or history_path()
     everything = _load(path)
     of_model = everything.pop(key, {})  # taken out, to be put back as the newest

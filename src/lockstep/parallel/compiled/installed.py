@@ -45,6 +45,7 @@ class InstalledCode:
 
     def takes(self, shapes: Sequence[Shape]) -> bool:
         """Return whether a call with these shapes fits the compiled code, and count it."""
+        # torch's guards would find out as well, but nothing would count it.
         fitting = fits(shapes, self._shapes, self.dynamic)
         self._calls += 1
         self._misses += not fitting
@@ -74,6 +75,7 @@ class InstalledCode:
 
     def call_function(self, driver: Driver, args: tuple[Any, ...]) -> Any:
         """Call the compiled loss, or replay it."""
+        # A capture repeats the values of its time, so it is used only while nothing has changed.
         if self._graphed and self._constants and self._constants.hold:
             return driver.call_inside(self._graphed, *args)
         return driver.call_inside(self.target, *args)
@@ -82,6 +84,7 @@ class InstalledCode:
         self, function: Function, driver: Driver, config: RunConfig, log_event: EventLogger, length: RunLength
     ) -> None:
         """Capture the calls of a compiled loss from now on, if it reads nothing that may change."""
+        # Checked now, and again before every replay.
         self._constants = Constants(function)
         if not self._constants.hold:
             log_event(
@@ -97,5 +100,5 @@ class InstalledCode:
 
     def remove(self) -> None:
         """Return the model to its eager code, and free the memory of captures."""
-        self._graphed = None
+        self._graphed = None  # the only reference to the captures
         self.target.remove()

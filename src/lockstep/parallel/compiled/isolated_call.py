@@ -94,6 +94,7 @@ def difference(expected: CallResult, found: CallResult) -> float:
 
 def gradient_difference(expected: CallResult, found: CallResult) -> float:
     """Return the relative difference between all gradients together: for calls that draw random numbers."""
+    # As if all gradients were one vector.
     pairs = _gradient_pairs(expected, found)
     distance = sum(_norm(a.float() - b.float()) ** 2 for a, b in pairs) ** 0.5
     size = sum(_norm(a) ** 2 for a, _ in pairs) ** 0.5

@@ -58,6 +58,7 @@ class Target:
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
         """Inside the `with` block, run the modules of this target eagerly, and no other compiled code."""
+        # For a compiled function there are none: it is called by `InstalledCode` alone.
         with ExitStack() as stack:
             for module in self._modules:
                 stack.enter_context(CallChain.of(module).bypassed())

@@ -82,6 +82,7 @@ class BatchWatch:
 
     def agree(self, collectives: Collectives) -> None:
         """Give all ranks the same sizes, merged in the order of the ranks. Collective."""
+        # Merged from scratch on every rank, in the same order, so that all get the same result.
         agreed = SizesSeen()
         for sizes, irregular in collectives.gather_json([self.sizes.sizes, self.sizes.irregular]):
             agreed.merge(sizes)

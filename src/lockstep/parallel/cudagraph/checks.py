@@ -74,6 +74,7 @@ def _as_if_captured() -> Iterator[None]:
 
 
 def _run(trial: TrialCall, pattern: Pattern) -> list[set[int]]:
+    """Run a forward, and a backward from the outputs that `pattern` names. Return `TrialCall.sources_reached`."""
     trial.forward()
     reached = trial.sources_reached()  # read from the graph, which the backward frees
     if trial.grad:
@@ -120,6 +121,7 @@ def compare(capture: Capture, trial: TrialCall, pattern: Pattern, model: nn.Modu
         outputs = capture.forward(inputs)
         gradients = capture.backward(grad_outputs) if trial.grad else []
 
+        # With autocast even float32 results were computed in 16 bits.
         low_precision = torch.is_autocast_enabled(device.type)
         for subject, expected, replayed in (
             ("a result", eager_outputs, outputs),
@@ -138,6 +140,7 @@ def difference(expected: Sequence[Tensor | None], replayed: Sequence[Tensor | No
     if len(expected) != len(replayed):
         return f"comes as {len(replayed)} tensors instead of {len(expected)}"
 
+    # A tensor that is nearly zero is compared with the largest of them.
     floats = [tensor for tensor in expected if tensor is not None and tensor.is_floating_point()]
     largest = max(map(_finite_norm, floats), default=0.0)
 

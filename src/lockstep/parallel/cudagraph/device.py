@@ -38,14 +38,14 @@ class CudaDevice:
             stream = torch.cuda.Stream(self.device)
 
         pool = torch.cuda.graph_pool_handle()
-        graphs = []
-
+        graphs: list[torch.cuda.CUDAGraph] = []
         # A garbage collection during a capture may free tensors and call CUDA functions that invalidate the capture.
         gc.collect()
         with garbage.paused():
             try:
                 for work in works:
                     graph = torch.cuda.CUDAGraph()
+
                     # thread_local: other threads (prefetch, checkpoints) may use CUDA at the same time.
                     with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
                         work()
@@ -101,6 +101,7 @@ class CudaDevice:
 
         torch.cuda.synchronize(self.device)
 
+        # Any kernel will do.
         numbers = torch.zeros(1, device=self.device)
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
             numbers.add_(1)

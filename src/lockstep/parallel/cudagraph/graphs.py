@@ -60,6 +60,8 @@ class GraphedCall(Link):
         self.device = device
         self.required = required
         self.log_event = log_event
+
+        # graph=true captures whether it pays or not.
         self._length = None if required else length
         self._first_step = length.steps_done if length else 0
         self._capture_s: float | None = None  # seconds that the last capture took, with its comparison
@@ -108,6 +110,8 @@ class GraphedCall(Link):
         capture = self._usable_capture(variant)
         if capture:
             return capture(tensors)
+
+        # The first calls are timed, to find out whether the host or the device is the slower one.
         if variant.refused is None and variant.calls <= WARMUP_CALLS:
             refuse = partial(self._refuse, variant)
             return timed_call(lambda: self.inner(*args, **kwargs), variant, self.device, refuse)

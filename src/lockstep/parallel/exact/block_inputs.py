@@ -45,9 +45,11 @@ class BlockInputs(torch.autograd.Function):
 
 
 def _group_inputs(module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    """Return the arguments with their tensors passed through one node, or None to leave them as they are."""
     if not torch.is_grad_enabled():
         return None
 
+    # The same walk twice: first to collect the tensors, then to put the results in their places.
     inputs: list[Tensor] = []
 
     def collect(tensor: Tensor) -> Tensor:

@@ -51,6 +51,7 @@ class _FullParameters(Driver):
         return [norm_of_rows(row_norms(tensor)) for tensor in tensors]
 
     def _push_gradients(self) -> None:
+        """Move the gradients of the last backward into the tree, so that the next one does not add to them."""
         assert self._subtree is not None, "padding is the only micro-batch of its rank"
         self.tree.push(self._subtree, {id(p): p.grad for p in self.parameters if p.grad is not None})
         for parameter in self.parameters:
@@ -69,6 +70,7 @@ class OrderedSingleDriver(_FullParameters, SingleDriver):
         self._push_gradients()
 
     def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
+        # A parameter that no micro-batch has reached keeps no gradient.
         summed = self.tree.finish()
         for parameter in self.parameters:
             parameter.grad = summed.get(id(parameter))
@@ -87,6 +89,7 @@ class OrderedDDPDriver(_FullParameters, DDPDriver):
         self._total = _micro_batches(progress)
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
+        # The control word comes with the last backward of a step, in which DDP runs the hook.
         if word is not None:
             self._ordered.expect(self._total, self._subtree)
 
@@ -120,10 +123,13 @@ class OrderedFlatReduceDriver(_FullParameters, FlatReduceDriver):
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
         super()._backward(total, grad_output, word)
+
+        # Padding has gradients of zeros, which are no part of the sum.
         if self._subtree is not None:
             self._push_gradients()
 
     def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
+        """Add the roots of all ranks in the order of the tree. One collective, and two more for each group below."""
         world = self.runtime.world
 
         # The roots of every rank follow from the number of micro-batches; `first` is the index of this rank's first
@@ -149,6 +155,7 @@ class OrderedFlatReduceDriver(_FullParameters, FlatReduceDriver):
             if any(present):
                 groups.setdefault((parameter.dtype, tuple(present)), []).append(parameter)
 
+        # The groups come in the same order on all ranks, since they follow from flags that all ranks have.
         for (_, present), parameters in groups.items():
             local_roots = [gradients for index, (_, gradients) in enumerate(self.tree.roots, first) if present[index]]
             self._add_in_order(parameters, local_roots, roots_by_rank, present)
@@ -180,6 +187,8 @@ class OrderedFlatReduceDriver(_FullParameters, FlatReduceDriver):
 
         # Every rank receives all terms of its own slice, ordered by rank and then by root.
         to_send = rows.view(len(local_roots), ranks, width).transpose(0, 1).flatten()
+
+        # How many terms each rank sends.
         counts = [sum(flags) for flags in _split(present, [len(roots) for roots in roots_by_rank])]
         received = to_send.new_empty(sum(counts) * width)
         receive_sizes = [count * width for count in counts]
@@ -222,6 +231,7 @@ class OrderedFSDPDriver(FSDPDriver):
 
     @contextmanager
     def many_forwards(self) -> Iterator[str | None]:
+        # A gradient that such a forward takes is not one of a step's.
         for reduction in self._reductions:
             reduction.in_a_step = False
 
@@ -245,6 +255,7 @@ class OrderedFSDPDriver(FSDPDriver):
         super().before_forward(micro, progress)
         self._round += 1
 
+        # The reduce-scatter of this round runs inside its backward, and reads what is set here.
         self._total = _micro_batches(progress)
         for reduction in self._reductions:
             reduction.expected = _Round(self._round, self._total, progress.is_last_micro_batch)
@@ -275,6 +286,7 @@ class OrderedFSDPDriver(FSDPDriver):
         if self._scalars:
             self._reduce_scalars()
 
+        # The norms of shards, and the control word, in one collective.
         grads = [p.grad for p in self.parameters if p.grad is not None]
         if not grads:
             raise no_gradient()
@@ -332,6 +344,7 @@ class OrderedFSDPDriver(FSDPDriver):
             norms = row_norms(local(tensor))
             slot[: len(norms)] = norms
 
+        # The shards of all ranks one after the other are the rows in order, and then what was padded.
         gathered = self.runtime.collectives.gather(message)
         shards = gathered[:, LENGTH:].split(shard_sizes, dim=1)
         rows = [norms.flatten()[:count] for norms, count in zip(shards, row_counts, strict=True)]
@@ -364,6 +377,7 @@ class _OrderedReduceScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
+        """Add what all ranks have in `input_tensor` for this rank's shard. The last round writes `output_tensor`."""
         if not self.in_a_step:
             self.expected = _Round(0, group.size(), is_last=True)
 
@@ -374,6 +388,7 @@ class _OrderedReduceScatter(ReduceScatter):
                 "set strategy=ddp; or blocks=[...] with the class of a module around it that is called once",
             )
 
+        # A second call in the same backward finds None.
         current = self.expected
         self.expected = None
 

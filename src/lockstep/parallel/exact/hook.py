@@ -83,6 +83,7 @@ class OrderedHook(CommHook):
         `last` is the micro-batch of that backward; None if this rank has no micro-batch of its own.
         """
         self._last = last
+
         # Every rank can compute the roots of all ranks, so they need not be exchanged.
         ranges = [rank_range(total, rank, self.ranks) for rank in range(self.ranks)]
         self._roots_by_rank = [roots_of(micros.start, micros.stop) for micros in ranges]
@@ -113,6 +114,10 @@ class OrderedHook(CommHook):
             word.copy_(per_rank.sum(0))  # exact in any order: integers, and numbers rounded to a grid
 
     def _exchange_gradients(self, bucket: Bucket) -> Iterator[None]:
+        """Replace the gradients in a bucket by their sums over all micro-batches, in two exchanges.
+
+        Every rank owns a slice of each chunk: it receives all terms of its slice, adds them, and sends the sum.
+        """
         buffer = bucket.buffer
         roots = self._local_roots(bucket)
         if self.through_host:

@@ -14,11 +14,13 @@ from torch.nn import functional as F
 def row_norms(tensor: Tensor) -> Tensor:
     """Return the norm of each row of `tensor` (rows, ...), as (rows,) in float64."""
     rows = tensor.detach()
+
     # A row of a vector is a single number, and a scalar is one row.
     if rows.dim() < 2:
         return rows.abs().double().reshape(-1)
 
     rows = rows.flatten(1).contiguous()
+
     # The CPU kernel sums each row separately, in the same way for any number of rows.
     if rows.device.type == "cpu":
         return torch.linalg.vector_norm(rows, dim=1).double()

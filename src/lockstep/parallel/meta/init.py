@@ -42,10 +42,12 @@ def init_as_configured(config: RunConfig) -> Iterator[None]:
 
 
 def _check_strategy(config: RunConfig) -> None:
+    """Refuse init=meta for a strategy that does not shard block by block."""
     in_mesh = bool(config.mesh.tp or config.mesh.pp)
     if config.strategy_record.shards_parameters and not in_mesh:
         return
 
+    # The strategy, the mesh, or both are in the way.
     mesh = " and a mesh" if in_mesh else ""
     remedy = "leave the mesh out, or set" if config.strategy_record.shards_parameters else "set strategy=fsdp, or"
     raise UserError(
@@ -60,6 +62,7 @@ def check_init(model: nn.Module, config: RunConfig, trained: bool = True) -> Non
 
     A model that is not `trained` is held in full by every rank, and may already have its weights.
     """
+    # init=host needs memory behind every parameter.
     kind = type(model).__name__
     if config.init != "meta":
         if any(p.is_meta for p in model.parameters()):
@@ -136,6 +139,7 @@ class _Filling:
 
     def check(self, model: nn.Module) -> None:
         """Refuse a parameter whose initialisation needs too many other tensors in memory at once."""
+        # Bytes of each block, and of everything outside the blocks together.
         inside = [sum(map(_nbytes, m.parameters())) for m in model.modules() if id(m) in self.blocks]
         largest = max([sum(map(_nbytes, model.parameters())) - sum(inside), *inside])
         limit = max(MAX_BLOCKS_HELD * largest, SMALL_BYTES)
@@ -150,10 +154,13 @@ class _Filling:
                 )
 
     def fill(self, module: nn.Module, name: str) -> None:
+        """Initialise a module and everything inside it. `name` is its name in the model, for errors."""
+        # A module may occur at several places of the model.
         if id(module) in self._done:
             return
 
         self._done.add(id(module))
+
         for child_name, child in module.named_children():
             self.fill(child, f"{name}.{child_name}" if name else child_name)
 
@@ -162,21 +169,29 @@ class _Filling:
         # Drop our references to the block's full tensors, so that sharding frees them.
         if id(module) in self.blocks:
             inside = {id(p) for p in module.parameters()}
-            self._filled = {key: filled for key, filled in self._filled.items() if id(filled[1]) not in inside}
+            self._filled = {
+                key: (empty, filled) for key, (empty, filled) in self._filled.items() if id(filled) not in inside
+            }
             self.shard(module)
 
     def _fill_own(self, module: nn.Module, name: str) -> None:
+        """Initialise the tensors of a module itself: parameters, buffers and plain attributes."""
         own = [
             *module.named_parameters(recurse=False, remove_duplicate=False),
             *module.named_buffers(recurse=False, remove_duplicate=False),
             *((key, value) for key, value in vars(module).items() if isinstance(value, Tensor)),
         ]
         for key, empty in own:
-            if memories.is_empty(empty):
-                if id(empty) not in self._filled:
-                    self._filled[id(empty)] = empty, self._initialise(empty, f"{name}.{key}" if name else key)
-                # Not `module._parameters[key] = ...`: recurrent modules also keep their weights in a list.
-                setattr(module, key, self._filled[id(empty)][1])
+            # It has its values already: a buffer, for example.
+            if not memories.is_empty(empty):
+                continue
+
+            if id(empty) not in self._filled:
+                full_name = f"{name}.{key}" if name else key
+                self._filled[id(empty)] = empty, self._initialise(empty, full_name)
+
+            # Not `module._parameters[key] = ...`: recurrent modules also keep their weights in a list.
+            setattr(module, key, self._filled[id(empty)][1])
 
     def _initialise(self, empty: Tensor, name: str) -> Tensor:
         """Return an empty tensor with its values. It has the user's `name` in errors."""
@@ -192,8 +207,11 @@ class _Filling:
             )
 
         self._trimmer.add(recipe.peak)
+
+        # All ranks compare their digests at the end, see `fill_model`.
         content = tensor.contiguous().view(-1).view(torch.uint8).numpy()
         self.digest = zlib.crc32(content, self.digest)  # pyrefly: ignore[bad-argument-type]
+
         if isinstance(empty, nn.Parameter):
             tensor = nn.Parameter(tensor, empty.requires_grad)
             tensor.__dict__.update(empty.__dict__)  # attributes that the user set on the parameter

@@ -41,9 +41,12 @@ from lockstep.parallel.meta.replay import (
 )
 
 META = torch.device("meta")
+
 # The content of tensors that torch's functions did not compute cannot be replayed, so it is saved.
 MAX_SAVED_BYTES = 64 * 2**20
 
+# Functions by their names in torch's schemas: those that only allocate, and those that overwrite their first argument
+# without reading it.
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"}
 OVERWRITES = {
     "normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "exponential_", "log_normal_", "cauchy_",
@@ -71,6 +74,7 @@ class Memories:
         """Return the recorded memory of a tensor, or None."""
         if tensor.layout != torch.strided:
             return None
+
         known = self._known.get(tensor.untyped_storage()._cdata)
         return known[1] if known else None
 
@@ -87,6 +91,7 @@ class Memories:
         return Recipe(memory.value)
 
     def drop_unused(self) -> None:
+        """Forget the memories of tensors that no longer exist."""
         self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
 
 
@@ -102,6 +107,7 @@ def recording() -> Iterator[None]:
     # By the original parameter, compared by identity, so that a tied parameter stays tied.
     empty = WeakTensorKeyDictionary()
 
+    # torch calls it whenever a module registers a parameter, and registers what it returns; None: the parameter itself.
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if is_lazy(parameter):
             return None
@@ -109,6 +115,7 @@ def recording() -> Iterator[None]:
         with torch._C.DisableTorchFunction(), recorder.paused():
             if parameter.is_meta:
                 return None
+
             if parameter not in empty:
                 empty[parameter] = recorder.to_meta(parameter)
 
@@ -131,11 +138,15 @@ class _PretendHost(TorchFunctionMode):
     """Makes empty parameters report that they are on the CPU: torch.nn.init skips parameters on the meta device."""
 
     ANSWERS = {"is_meta": False, "is_cpu": True, "device": CPU}
+
+    # A property such as `tensor.device` arrives here as its getter.
     GETTERS = {getattr(Tensor, name).__get__: answer for name, answer in ANSWERS.items()}
+
     # These functions expose a tensor's memory to code that is not recorded and may write into it.
     EXPOSING = {Tensor.numpy, Tensor.__array__, Tensor.data_ptr, Tensor.__dlpack__}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer for an empty tensor, or let the call go on to the recorder. torch calls it for every function."""
         if func in self.GETTERS and memories.is_empty(args[0]):
             return self.GETTERS[func]
 
@@ -161,7 +172,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._saved_bytes = 0
+        self._saved_bytes = 0  # of contents that cannot be replayed
         self._trimmer = MemoryTrimmer()
         self._paused = False
         self._exposed: list[tuple[torch.UntypedStorage, Memory]] = []  # exposed original memories of parameters
@@ -177,7 +188,10 @@ class _Recorder(TorchDispatchMode):
 
     def to_meta(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return an empty parameter with the same recorded value."""
+        # The memory of the original is freed as soon as the constructor drops it.
         self._trimmer.add(self._empty(parameter).nbytes)
+
+        # With the attributes that the user has set on the parameter.
         empty = nn.Parameter(_without_memory(parameter), parameter.requires_grad)
         empty.__dict__.update(parameter.__dict__)
         return empty
@@ -204,11 +218,13 @@ class _Recorder(TorchDispatchMode):
             memory.saved = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Record a call, or run it. torch calls this for every operation, below autograd."""
         with torch._C.DisableTorchFunction():
             return func(*args, **(kwargs or {})) if self._paused else self._call(func, args, kwargs or {})
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run a call on the host, record it without running it, or run it with empty arguments materialized."""
+        # Most calls of a constructor are on ordinary tensors.
         tensors = tensors_in((args, kwargs))
         to_meta = any(_is_device(argument, "meta") for argument in [*args, *kwargs.values()])
         some_are_empty = any(memories.is_empty(tensor) for tensor in tensors)
@@ -256,6 +272,7 @@ class _Recorder(TorchDispatchMode):
         if _name(func).startswith("resize"):
             raise different_weights("model() resizes a parameter", "construct it with its final size")
 
+        # Random numbers are drawn, although they are not kept: later calls must find the generator as with init=host.
         call = self._record_call(func, args, kwargs, written)
         if call.state is not None or _generator_in(args, kwargs):
             self._draw(func, args, kwargs, written)
@@ -271,6 +288,7 @@ class _Recorder(TorchDispatchMode):
                 # The shape of the result depends on values: nonzero, unique, ...
                 if written or call.state is not None:
                     raise
+
                 return func(*self._materialize(args), **self._materialize(kwargs))
 
         self._record_results(call, written, result, empty=True)
@@ -292,11 +310,13 @@ class _Recorder(TorchDispatchMode):
 
     def _draw(self, func: Any, args: Any, kwargs: Any, written: list[Tensor]) -> None:
         """Draw the random numbers that a call would draw, so that the generator advances."""
+        # The call runs on real memory, which is dropped after it.
         tensors = tensors_in((args, kwargs))
         self._trimmer.add(sum(tensor.nbytes for tensor in tensors))
 
         # An in-place call on one tensor, such as normal_(), does not depend on the tensor's values.
         if len(tensors) == 1 and written:
+            # With the same strides, which decide in which order a kernel fills a tensor.
             buffer = torch.empty_strided(tensors[0].shape, tensors[0].stride(), dtype=tensors[0].dtype)
             args, kwargs = tree_map(lambda leaf: buffer if isinstance(leaf, Tensor) else leaf, (args, kwargs))
             func(*args, **kwargs)
@@ -322,6 +342,7 @@ class _Recorder(TorchDispatchMode):
         crosses = any(memories.is_empty(tensor) for tensor in tensors)
         overwritten = _overwritten(func, tensors, written)
 
+        # What stands in the record for an argument: its recorded value, the state of a generator, or itself.
         def record(leaf: Any) -> Any:
             if isinstance(leaf, Tensor):
                 operand = self._operand(leaf, crosses)
@@ -337,6 +358,7 @@ class _Recorder(TorchDispatchMode):
         args, kwargs = tree_map(record, (args, kwargs))
         state = torch.get_rng_state() if uses_default_generator else None
 
+        # Numbers are in the order of the calls, also over several recordings.
         call = Call(next(_numbers), func, args, kwargs, state)
         call.unset = _name(func) in ALLOCATIONS
 
@@ -369,6 +391,7 @@ class _Recorder(TorchDispatchMode):
                 "create it on the CPU",
             )
 
+        # Saved before, and not changed since.
         memory = memories.of(tensor) or memories.add(storage, Memory(storage.nbytes(), exposed=True))
         if memory.value and memory.saved is not None and torch.equal(_bytes_of(storage), memory.saved):
             return memory
@@ -391,6 +414,7 @@ class _Recorder(TorchDispatchMode):
 
     def _record_results(self, call: Call, written: list[Tensor], result: Any, empty: bool = False) -> None:
         """Record the tensors that a call has created or changed."""
+        # New memories. A view, or an argument that is returned, has a known one.
         for index, tensor in enumerate(tensors_in(result)):
             if (empty or _is_on_cpu(tensor)) and memories.of(tensor) is None:
                 storage = tensor.untyped_storage()
@@ -435,6 +459,7 @@ def _overwritten(func: Any, tensors: list[Tensor], written: list[Tensor]) -> Ten
 
 
 def _name(func: Any) -> str:
+    """Return `normal_` for `aten::normal_`."""
     return func._schema.name.split("::")[1]
 
 
@@ -449,6 +474,7 @@ def _is_known(tensor: Tensor) -> bool:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """Return the content of a storage on the CPU, (bytes,) uint8."""
     return View(torch.uint8, (storage.nbytes(),), (1,), 0).tensor(storage).cpu()
 
 
@@ -465,7 +491,9 @@ def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     written: list[Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written += tensors_in(args[position] if position < len(args) else kwargs.get(argument.name))
+            # Schemas list all arguments in order, however they were passed.
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            written += tensors_in(value)
 
     return written
 

@@ -31,7 +31,7 @@ class View(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    offset: int  # in elements
 
     @classmethod
     def of(cls, tensor: Tensor) -> View:
@@ -100,8 +100,10 @@ class Call:
 
         def argument(leaf: Any) -> Any:
             if isinstance(leaf, Operand):
+                # Not computed by an earlier call: this one overwrites all of it.
                 if leaf.memory not in storages:
                     storages[leaf.memory] = torch.UntypedStorage(leaf.memory.nbytes)
+
                 return leaf.view.tensor(storages[leaf.memory])
 
             return leaf.make() if isinstance(leaf, GeneratorState) else leaf
@@ -150,10 +152,12 @@ class Recipe:
     """
 
     def __init__(self, value: Value):
+        """`value`: what to compute."""
         self.value = value
         self.calls = _needed(value)
 
-        # After this call a memory can be freed. That of the result is never freed.
+        # After this call a memory can be freed: the last one that uses it, since later calls overwrite the entries of
+        # earlier ones. That of the result is never freed.
         self._last_use = {memory: call.number for call in self.calls for memory in _memories(call)}
         self._last_use[value.memory] = self.calls[-1].number + 1
 
@@ -177,6 +181,7 @@ class Recipe:
 
     def make(self, view: View) -> Tensor:
         """Replay the calls and return a view of the result, on the CPU. The generators do not advance."""
+        # Calls set the generator to its state of that time, so it is restored at the end.
         storages: dict[Memory, torch.UntypedStorage] = {}
         state = torch.get_rng_state()
 
@@ -202,6 +207,7 @@ class Recipe:
 
 def _needed(value: Value) -> list[Call]:
     """Return the calls that a value depends on, in order."""
+    # From the value backwards, along the operands of each call. Numbers are in the order in which the calls ran.
     calls: dict[int, Call] = {}
     pending = [value.call]
 
@@ -263,6 +269,7 @@ def mark_unset(tensor: Tensor) -> None:
 
 
 def is_unset(tensor: Tensor) -> bool:
+    """Return whether some element still has the value of `mark_unset`."""
     if tensor.is_floating_point() or tensor.is_complex():
         return bool(tensor.isnan().any())
     return tensor.dtype != torch.bool and bool((tensor == torch.iinfo(tensor.dtype).min).any())
