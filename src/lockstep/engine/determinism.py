@@ -136,7 +136,7 @@ def _check_changing(model: nn.Module, names: Sequence[str]) -> None:
     if isinstance(names, str):
         problem = "is a string, not a tuple of names"
     elif changing:
-        problem = f"names {changing[-1]!r}, which is no buffer of the model"
+        problem = f"names {changing[0]!r}, which is no buffer of the model"
     else:
         return
 
