@@ -89,6 +89,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):  # it runs tests itself
         importlib.import_module("zoo")  # before transformers and timm
+    elif config.option.markexpr != "quick":
+        preloaded.share()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -4,12 +4,12 @@
     done = preloaded.run("train", "char_lm", cwd=..., env=...)                        # a `subprocess.run`, nearly
     done = preloaded.run_python("script.py", "--fast", cwd=..., env=...)              # the same, of `python`
 
-A server, one for each session of pytest, has imported torch, other packages, and the modules of Lockstep that most
-commands use: importing them has no effect, and takes a third of a short run. Every command is forked from it, as a
-session of its own, with the environment, the folder and the files that were asked for; it then runs a script, a module
-or a text as `python` does. If its own path leads to other sources of Lockstep, it imports those. Processes that it may
-start with Python itself (the launcher's zygote, the ranks of torchrun) are forked before that, as children of the
-command, so that the tree of processes is the real one, too.
+A server, one for all workers of a session of pytest, has imported torch, other packages, and the modules of Lockstep
+that most commands use: importing them has no effect, and takes a third of a short run. Every command is forked from it,
+as a session of its own, with the environment, the folder and the files that were asked for; it then runs a script, a
+module or a text as `python` does. If its own path leads to other sources of Lockstep, it imports those. Processes that
+it may start with Python itself (the launcher's zygote, the ranks of torchrun) are forked before that, as children of
+the command, so that the tree of processes is the real one, too.
 
 What this cannot show is that a fresh Python finds all it needs: tests/test_api.py, tests/unit/test_cli.py and
 LOCKSTEP_FRESH=1 (every command a fresh process; in `make test-long`) do.
@@ -43,6 +43,7 @@ IMPORTED = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "torch.utils.data",
+    "numpy.ctypeslib",
     "safetensors.torch",
     "cloudpickle",
     "psutil",
@@ -54,6 +55,7 @@ IMPORTED = (
     "lockstep.engine.loop",
     "lockstep.engine.own_loop",
     "lockstep.launch.supervisor",
+    "lockstep.parallel.pipeline.pipeline",
     "lockstep.verify.command",
 )
 COMMAND = ("-m", "lockstep.cli")
@@ -62,7 +64,8 @@ ZYGOTE = "lockstep.launch.ranks.zygote"
 OPTIONS = ("-P", "-u")  # of Python, which `_work` knows
 SPARES = 3  # processes that wait to become one that a command starts; a `lockstep` command rarely starts a second one
 LARGE_PAGES = "glibc.malloc.hugetlb=1"  # of what malloc gives: a fork takes a quarter less time
-START_S = 120.0  # for importing torch, on a busy machine
+SERVERS = 2  # more than one for tests/pool.py, whose ranks shall differ in what differs between processes
+SHARED = "LOCKSTEP_TEST_SERVERS"  # an environment variable: the sockets of the servers that all workers share
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _LENGTH = struct.Struct("<I")
 _PID = struct.Struct("<q")
@@ -106,27 +109,40 @@ class Server:
         script = Path(self._folder.name) / "importlib" / "preloaded.py"
         script.parent.mkdir()
         script.symlink_to(__file__)
+        # Commands may be asked for at once: they wait until everything is imported.
+        door = socket.socket(socket.AF_UNIX)
+        door.bind(self.path)
+        door.listen(64)
         # It ends when this process does, however that happens: the other end of its standard input is closed then.
         env = os.environ | {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": LARGE_PAGES}
-        command = [sys.executable, str(script), "serve", self.path]
-        self._process = subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], START_S)
-        assert ready, "the server of preloaded commands did not start"
-        assert self._process.stdout.readline() == b"ready\n"
+        command = [sys.executable, str(script), "serve", str(door.fileno())]
+        with door:
+            self._process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[door.fileno()],
+                start_new_session=True,
+            )
 
 
-_server: Server | None = None
+_servers: dict[int, Server] = {}
 
 
-def server() -> Server:
-    """The session's server; it starts with the first call."""
-    global _server
-    if _server is None:
-        _server = Server()
-    return _server
+def server(number: int = 0) -> str:
+    """The socket of one of the session's servers; it starts with the first call, if the workers do not share it."""
+    if SHARED in os.environ:
+        return os.environ[SHARED].split(os.pathsep)[number]
+    if number not in _servers:
+        _servers[number] = Server()
+    return _servers[number].path
+
+
+def share() -> None:
+    """Start the servers for the workers that this process is going to start."""
+    if not fresh():
+        os.environ[SHARED] = os.pathsep.join([server(number) for number in range(SERVERS)])
 
 
 def fresh() -> bool:
@@ -146,15 +162,17 @@ class Command:
         stderr: Any = None,
         path: str | None = None,
         pass_fds: Sequence[int] = (),
+        number: int = 0,
+        spares: int | None = None,
     ):
         self.args, self.returncode = list(words), None
         self._line = socket.socket(socket.AF_UNIX)
-        self._line.connect(path or server().path)
+        self._line.connect(path or server(number))
         out = 1 if stdout is None else stdout if isinstance(stdout, int) else stdout.fileno()
         err = 2 if stderr is None else stderr if isinstance(stderr, int) else stderr.fileno()
         with open(os.devnull) as nothing:
             files = [nothing.fileno() if path is None else 0, out, out if err == subprocess.STDOUT else err, *pass_fds]
-            request = {"words": words, "env": dict(env), "cwd": os.path.abspath(cwd or os.getcwd())}
+            request = {"words": words, "env": dict(env), "cwd": os.path.abspath(cwd or os.getcwd()), "spares": spares}
             _send(self._line, request | {"files": [0, 1, 2, *pass_fds], "new_session": True}, files)
         (self.pid,) = _PID.unpack(_exactly(self._line, _PID.size))
 
@@ -266,8 +284,11 @@ def be_a_command(path: str, words: list[str]) -> None:
 # ---- in the server ----------------------------------------------------------------------------------------
 
 
-def serve(path: str) -> Callable[[], None]:
-    """Fork commands until the session ends. Returns only in processes that have been forked: what they shall run."""
+def serve(number: str) -> Callable[[], None]:
+    """Fork commands until the session ends. Returns only in processes that have been forked: what they shall run.
+
+    They are asked for at a socket that this process has by this number.
+    """
     import gc
     import importlib
 
@@ -278,10 +299,7 @@ def serve(path: str) -> Callable[[], None]:
     gc.freeze()
     gc.enable()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # its children need not be waited for
-    door = socket.socket(socket.AF_UNIX)
-    door.bind(path)
-    door.listen(64)
-    os.write(1, b"ready\n")
+    door = socket.socket(fileno=int(number))
     while True:
         readable, _, _ = select.select([door, 0], [], [])
         if 0 in readable:
@@ -329,7 +347,9 @@ def _become(request: dict[str, Any], files: list[int]) -> Callable[[], None]:
     _take(files, request["files"])
     _move(request["env"], request["cwd"])
     words = request["words"]
-    count = 1 if tuple(words[: len(COMMAND)]) == COMMAND else 0 if ZYGOTE in words else SPARES
+    count = request.get("spares")
+    if count is None:
+        count = 1 if tuple(words[: len(COMMAND)]) == COMMAND else 0 if ZYGOTE in words else SPARES
     spares: list[tuple[int, socket.socket]] = []
     for _ in range(count):
         ours, theirs = socket.socketpair()

@@ -52,7 +52,7 @@ Start = Callable[[str], Future[str]]
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Starts a page in a process of its own, two at a time, for what went wrong in it: nothing, if all is well."""
-    server = "" if preloaded.fresh() else preloaded.server().path
+    server = "" if preloaded.fresh() else preloaded.server()
     tmp_path_factory.getbasetemp()  # made here, since two threads that make it at the same time fail
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))}
 
