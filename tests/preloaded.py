@@ -204,12 +204,14 @@ def start(*words: str, env: Mapping[str, str], cwd: str | Path, stdout: Any, std
     return start_python(*COMMAND, *words, env=env, cwd=cwd, stdout=stdout, stderr=stderr)
 
 
-def start_python(*words: str, env: Mapping[str, str], cwd: str | Path, stdout: Any, stderr: Any) -> Any:
+def start_python(
+    *words: str, env: Mapping[str, str], cwd: str | Path, stdout: Any, stderr: Any, spares: int | None = None
+) -> Any:
     """The same with any words that follow `python`: a script, -m and a module, or -c and a text."""
     if fresh():
         command = [sys.executable, *words]
         return subprocess.Popen(command, env=env, cwd=cwd, stdout=stdout, stderr=stderr, start_new_session=True)
-    return Command(*words, env=env, cwd=cwd, stdout=stdout, stderr=stderr)
+    return Command(*words, env=env, cwd=cwd, stdout=stdout, stderr=stderr, spares=spares)
 
 
 def run(
@@ -220,11 +222,11 @@ def run(
 
 
 def run_python(
-    *words: str, env: Mapping[str, str], cwd: str | Path, timeout: float = 240.0
+    *words: str, env: Mapping[str, str], cwd: str | Path, timeout: float = 240.0, spares: int | None = None
 ) -> subprocess.CompletedProcess[str]:
     """The same with any words that follow `python`."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = start_python(*words, env=env, cwd=cwd, stdout=output, stderr=errors)
+        process = start_python(*words, env=env, cwd=cwd, stdout=output, stderr=errors, spares=spares)
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -349,7 +351,7 @@ def _become(request: dict[str, Any], files: list[int]) -> Callable[[], None]:
     words = request["words"]
     count = request.get("spares")
     if count is None:
-        count = 1 if tuple(words[: len(COMMAND)]) == COMMAND else 0 if ZYGOTE in words else SPARES
+        count = _spares_of(words)
     spares: list[tuple[int, socket.socket]] = []
     for _ in range(count):
         ours, theirs = socket.socketpair()
@@ -364,6 +366,14 @@ def _become(request: dict[str, Any], files: list[int]) -> Callable[[], None]:
     work = _work(words)
     _forget_other_sources()
     return work
+
+
+def _spares_of(words: list[str]) -> int:
+    """How many processes of Python this command starts at most, as far as its words tell."""
+    if ZYGOTE in words:
+        return 0
+    one = tuple(words[: len(COMMAND)]) == COMMAND and "--nodes" not in words
+    return 1 if one else SPARES
 
 
 def _forget_other_sources() -> None:
