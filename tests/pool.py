@@ -44,6 +44,8 @@ IMPORTED = (  # once, for all jobs, on top of what the process has that it is fo
     "lockstep.parallel.pipeline.driver",
     "zoo",
 )
+# What torch.compile imports with its first graph, nearly a second each time: for `preload`, in the files that compile.
+COMPILER = ("torch._inductor.lowering", "torch._dynamo.repro.after_aot", "torch.export._trace", "sympy.tensor.tensor")
 ORPHAN_TIME = timedelta(seconds=30)  # past its limit a rank whose session has died ends by itself
 
 
