@@ -293,6 +293,7 @@ def serve(number: str) -> Callable[[], None]:
     """
     import gc
     import importlib
+    import weakref
 
     gc.disable()
     for name in IMPORTED:
@@ -300,6 +301,9 @@ def serve(number: str) -> Callable[[], None]:
     gc.collect()
     gc.freeze()
     gc.enable()
+    use_large_pages()
+    for finalizer in list(weakref.finalize._registry):  # pyrefly: ignore
+        finalizer.atexit = False  # torch's operators need not be deleted one by one at the end of every command
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # its children need not be waited for
     door = socket.socket(fileno=int(number))
     while True:
@@ -312,6 +316,25 @@ def serve(number: str) -> Callable[[], None]:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return _keep(line)
         line.close()
+
+
+def use_large_pages() -> None:
+    """Move the memory of this process to large pages: a fork copies the page table, in a quarter of the time then.
+
+    A kernel older than Linux 6.1 refuses, and everything is as before.
+    """
+    import ctypes
+
+    collapse, size = 25, 2 * 1024 * 1024  # MADV_COLLAPSE
+    libc = ctypes.CDLL(None)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, mode, _, _, _, *name = line.split()
+        if mode != "rw-p" or name not in ([], ["[heap]"]):
+            continue  # a file, or memory that is shared
+        low, high = (int(address, 16) for address in span.split("-"))
+        low, high = -(-low // size) * size, high // size * size
+        if low < high:
+            libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), collapse)
 
 
 def _keep(line: socket.socket) -> Callable[[], None]:
