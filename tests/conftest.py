@@ -31,23 +31,26 @@ LONGEST = (
     "ranks/test_exact.py",
     "recipes/test_clstm_ppo.py",
     "ranks/test_tensor.py",
+    "lab/test_exercises_4_6.py",
+    "ranks/test_own_schedulers.py",
     "lab/test_bonus.py",
     "ranks/test_own_updates.py",
-    "lab/test_exercises_4_6.py",
+    "ranks/test_optimizers_by_name.py",
     "test_api.py",
     "test_start_check.py",
     "lab/test_beyond.py",
     "faults/test_nodes.py",
     "ranks/test_hooks.py",
     "ranks/test_resume.py",
+    "ranks/test_compiled_loss.py",
+    "recipes/test_hrm.py",
     "systems/test_documents.py",
-    "ranks/test_own_schedulers.py",
     "ranks/test_data.py",
     "faults/test_preemption.py",
     "ranks/test_inner_gradients.py",
     "ranks/test_batchnorm.py",
-    "ranks/test_optimizers_by_name.py",
     "ranks/test_pipeline.py",
+    "ranks/test_storage.py",
     "cluster/test_two_hosts.py",
     "ranks/test_guards.py",
     "faults/test_torture.py",
@@ -89,6 +92,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):  # it runs tests itself
         importlib.import_module("zoo")  # before transformers and timm
+    elif config.option.markexpr != "quick":
+        preloaded.share()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

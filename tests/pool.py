@@ -2,7 +2,8 @@
 
     results = pool.run(function, *args, world=3)    # function(world, store, *args) on 3 ranks; by rank
 
-Run as a script, this file is a zygote: it imports everything once, and every rank of every job is forked from it.
+Run as a script, this file is a zygote, forked from a process that has torch (preloaded.py): it imports what else is
+needed once, and every rank of every job is forked from it.
 Functions travel by name (a zygote sees the session's `sys.path`), lambdas and local functions by value. A rank that
 hangs or dies fails the job's test, never the session.
 """
@@ -15,7 +16,6 @@ import importlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -30,25 +30,22 @@ from typing import Any, NoReturn
 
 import cloudpickle
 
+import preloaded
 from lockstep.runtime.parent_death import die_with_parent
-from preloaded import LARGE_PAGES
 
-ZYGOTES = 2  # more than one, so that ranks differ in what differs between processes: the order of a set, say
+ZYGOTES = preloaded.SERVERS  # so that ranks differ in what differs between processes: the order of a set, say
 LIMIT = timedelta(seconds=120)  # for one job, on a busy machine
-START_LIMIT = timedelta(seconds=120)  # for importing torch, on a busy machine
+START_LIMIT = timedelta(seconds=120)  # for importing, on a busy machine
 DUMP = signal.SIGUSR2  # makes a rank write the stacks of all its threads
 DUMP_TIME = timedelta(seconds=10)  # at most, for writing them
-IMPORTED = (  # once, for all jobs
-    "torch._dynamo",
-    "torch.distributed.nn",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "safetensors.torch",
-    "numpy.ctypeslib",
-    "lockstep.engine.own_loop",
-    "lockstep.parallel.pipeline.pipeline",
+IMPORTED = (  # once, for all jobs, on top of what the process has that it is forked from
+    "torch.profiler._cupti_monitor",
+    "lockstep.parallel.pipeline.build",
+    "lockstep.parallel.pipeline.driver",
     "zoo",
 )
+# What torch.compile imports with its first graph, nearly a second each time: for `preload`, in the files that compile.
+COMPILER = ("torch._inductor.lowering", "torch._dynamo.repro.after_aot", "torch.export._trace", "sympy.tensor.tensor")
 ORPHAN_TIME = timedelta(seconds=30)  # past its limit a rank whose session has died ends by itself
 
 
@@ -106,23 +103,23 @@ class Failure:
 class Zygote:
     """One process with everything imported, and the session's end of the line to it."""
 
-    def __init__(self, folder: Path, store_port: int):
-        self._folder, self._log = folder, folder / "zygote.log"
+    def __init__(self, number: int, folder: Path, store_port: int):
+        self.number, self._folder, self._log = number, folder, folder / "zygote.log"
         ours, theirs = socket.socketpair()
-        command = [sys.executable, __file__, str(theirs.fileno()), str(store_port)]
-        # Large pages for what malloc gives: a fork copies fewer entries of the page table.
-        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "GLIBC_TUNABLES": LARGE_PAGES}
+        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         with self._log.open("ab") as log, theirs:
-            self.process = subprocess.Popen(
-                command,
+            self.process = preloaded.Command(
+                __file__,
+                str(theirs.fileno()),
+                str(store_port),
                 cwd=folder,
                 env=env,
-                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 pass_fds=[theirs.fileno()],
-                start_new_session=True,
+                number=number,
+                spares=0,
             )
         self._connection = Connection(ours.detach())
 
@@ -211,7 +208,8 @@ class Pool:
 
     def _grow(self, size: int) -> None:
         self._zygotes = [zygote for zygote in self._zygotes if zygote.process.poll() is None]
-        new = [Zygote(Path(self._folder.name), self._store.port) for _ in range(len(self._zygotes), size)]
+        missing = sorted(set(range(size)) - {zygote.number for zygote in self._zygotes})
+        new = [Zygote(number, Path(self._folder.name), self._store.port) for number in missing]
         self._zygotes += new
         for zygote in new:
             zygote.hear()

@@ -4,12 +4,12 @@
     done = preloaded.run("train", "char_lm", cwd=..., env=...)                        # a `subprocess.run`, nearly
     done = preloaded.run_python("script.py", "--fast", cwd=..., env=...)              # the same, of `python`
 
-A server, one for each session of pytest, has imported torch, other packages, and the modules of Lockstep that most
-commands use: importing them has no effect, and takes a third of a short run. Every command is forked from it, as a
-session of its own, with the environment, the folder and the files that were asked for; it then runs a script, a module
-or a text as `python` does. If its own path leads to other sources of Lockstep, it imports those. Processes that it may
-start with Python itself (the launcher's zygote, the ranks of torchrun) are forked before that, as children of the
-command, so that the tree of processes is the real one, too.
+A server, one for all workers of a session of pytest, has imported torch, other packages, and the modules of Lockstep
+that most commands use: importing them has no effect, and takes a third of a short run. Every command is forked from it,
+as a session of its own, with the environment, the folder and the files that were asked for; it then runs a script, a
+module or a text as `python` does. If its own path leads to other sources of Lockstep, it imports those. Processes that
+it may start with Python itself (the launcher's zygote, the ranks of torchrun) are forked before that, as children of
+the command, so that the tree of processes is the real one, too.
 
 What this cannot show is that a fresh Python finds all it needs: tests/test_api.py, tests/unit/test_cli.py and
 LOCKSTEP_FRESH=1 (every command a fresh process; in `make test-long`) do.
@@ -43,6 +43,7 @@ IMPORTED = (
     "torch.distributed.pipelining",
     "torch.distributed.tensor.parallel",
     "torch.utils.data",
+    "numpy.ctypeslib",
     "safetensors.torch",
     "cloudpickle",
     "psutil",
@@ -54,6 +55,7 @@ IMPORTED = (
     "lockstep.engine.loop",
     "lockstep.engine.own_loop",
     "lockstep.launch.supervisor",
+    "lockstep.parallel.pipeline.pipeline",
     "lockstep.verify.command",
 )
 COMMAND = ("-m", "lockstep.cli")
@@ -62,7 +64,8 @@ ZYGOTE = "lockstep.launch.ranks.zygote"
 OPTIONS = ("-P", "-u")  # of Python, which `_work` knows
 SPARES = 3  # processes that wait to become one that a command starts; a `lockstep` command rarely starts a second one
 LARGE_PAGES = "glibc.malloc.hugetlb=1"  # of what malloc gives: a fork takes a quarter less time
-START_S = 120.0  # for importing torch, on a busy machine
+SERVERS = 2  # more than one for tests/pool.py, whose ranks shall differ in what differs between processes
+SHARED = "LOCKSTEP_TEST_SERVERS"  # an environment variable: the sockets of the servers that all workers share
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _LENGTH = struct.Struct("<I")
 _PID = struct.Struct("<q")
@@ -106,27 +109,40 @@ class Server:
         script = Path(self._folder.name) / "importlib" / "preloaded.py"
         script.parent.mkdir()
         script.symlink_to(__file__)
+        # Commands may be asked for at once: they wait until everything is imported.
+        door = socket.socket(socket.AF_UNIX)
+        door.bind(self.path)
+        door.listen(64)
         # It ends when this process does, however that happens: the other end of its standard input is closed then.
         env = os.environ | {"OMP_NUM_THREADS": "1", "GLIBC_TUNABLES": LARGE_PAGES}
-        command = [sys.executable, str(script), "serve", self.path]
-        self._process = subprocess.Popen(
-            command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        )
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], START_S)
-        assert ready, "the server of preloaded commands did not start"
-        assert self._process.stdout.readline() == b"ready\n"
+        command = [sys.executable, str(script), "serve", str(door.fileno())]
+        with door:
+            self._process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[door.fileno()],
+                start_new_session=True,
+            )
 
 
-_server: Server | None = None
+_servers: dict[int, Server] = {}
 
 
-def server() -> Server:
-    """The session's server; it starts with the first call."""
-    global _server
-    if _server is None:
-        _server = Server()
-    return _server
+def server(number: int = 0) -> str:
+    """The socket of one of the session's servers; it starts with the first call, if the workers do not share it."""
+    if SHARED in os.environ:
+        return os.environ[SHARED].split(os.pathsep)[number]
+    if number not in _servers:
+        _servers[number] = Server()
+    return _servers[number].path
+
+
+def share() -> None:
+    """Start the servers for the workers that this process is going to start."""
+    if not fresh():
+        os.environ[SHARED] = os.pathsep.join([server(number) for number in range(SERVERS)])
 
 
 def fresh() -> bool:
@@ -146,15 +162,17 @@ class Command:
         stderr: Any = None,
         path: str | None = None,
         pass_fds: Sequence[int] = (),
+        number: int = 0,
+        spares: int | None = None,
     ):
         self.args, self.returncode = list(words), None
         self._line = socket.socket(socket.AF_UNIX)
-        self._line.connect(path or server().path)
+        self._line.connect(path or server(number))
         out = 1 if stdout is None else stdout if isinstance(stdout, int) else stdout.fileno()
         err = 2 if stderr is None else stderr if isinstance(stderr, int) else stderr.fileno()
         with open(os.devnull) as nothing:
             files = [nothing.fileno() if path is None else 0, out, out if err == subprocess.STDOUT else err, *pass_fds]
-            request = {"words": words, "env": dict(env), "cwd": os.path.abspath(cwd or os.getcwd())}
+            request = {"words": words, "env": dict(env), "cwd": os.path.abspath(cwd or os.getcwd()), "spares": spares}
             _send(self._line, request | {"files": [0, 1, 2, *pass_fds], "new_session": True}, files)
         (self.pid,) = _PID.unpack(_exactly(self._line, _PID.size))
 
@@ -186,12 +204,14 @@ def start(*words: str, env: Mapping[str, str], cwd: str | Path, stdout: Any, std
     return start_python(*COMMAND, *words, env=env, cwd=cwd, stdout=stdout, stderr=stderr)
 
 
-def start_python(*words: str, env: Mapping[str, str], cwd: str | Path, stdout: Any, stderr: Any) -> Any:
+def start_python(
+    *words: str, env: Mapping[str, str], cwd: str | Path, stdout: Any, stderr: Any, spares: int | None = None
+) -> Any:
     """The same with any words that follow `python`: a script, -m and a module, or -c and a text."""
     if fresh():
         command = [sys.executable, *words]
         return subprocess.Popen(command, env=env, cwd=cwd, stdout=stdout, stderr=stderr, start_new_session=True)
-    return Command(*words, env=env, cwd=cwd, stdout=stdout, stderr=stderr)
+    return Command(*words, env=env, cwd=cwd, stdout=stdout, stderr=stderr, spares=spares)
 
 
 def run(
@@ -202,11 +222,11 @@ def run(
 
 
 def run_python(
-    *words: str, env: Mapping[str, str], cwd: str | Path, timeout: float = 240.0
+    *words: str, env: Mapping[str, str], cwd: str | Path, timeout: float = 240.0, spares: int | None = None
 ) -> subprocess.CompletedProcess[str]:
     """The same with any words that follow `python`."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
-        process = start_python(*words, env=env, cwd=cwd, stdout=output, stderr=errors)
+        process = start_python(*words, env=env, cwd=cwd, stdout=output, stderr=errors, spares=spares)
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -266,10 +286,14 @@ def be_a_command(path: str, words: list[str]) -> None:
 # ---- in the server ----------------------------------------------------------------------------------------
 
 
-def serve(path: str) -> Callable[[], None]:
-    """Fork commands until the session ends. Returns only in processes that have been forked: what they shall run."""
+def serve(number: str) -> Callable[[], None]:
+    """Fork commands until the session ends. Returns only in processes that have been forked: what they shall run.
+
+    They are asked for at a socket that this process has by this number.
+    """
     import gc
     import importlib
+    import weakref
 
     gc.disable()
     for name in IMPORTED:
@@ -277,11 +301,11 @@ def serve(path: str) -> Callable[[], None]:
     gc.collect()
     gc.freeze()
     gc.enable()
+    use_large_pages()
+    for finalizer in list(weakref.finalize._registry):  # pyrefly: ignore
+        finalizer.atexit = False  # torch's operators need not be deleted one by one at the end of every command
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # its children need not be waited for
-    door = socket.socket(socket.AF_UNIX)
-    door.bind(path)
-    door.listen(64)
-    os.write(1, b"ready\n")
+    door = socket.socket(fileno=int(number))
     while True:
         readable, _, _ = select.select([door, 0], [], [])
         if 0 in readable:
@@ -292,6 +316,25 @@ def serve(path: str) -> Callable[[], None]:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             return _keep(line)
         line.close()
+
+
+def use_large_pages() -> None:
+    """Move the memory of this process to large pages: a fork copies the page table, in a quarter of the time then.
+
+    A kernel older than Linux 6.1 refuses, and everything is as before.
+    """
+    import ctypes
+
+    collapse, size = 25, 2 * 1024 * 1024  # MADV_COLLAPSE
+    libc = ctypes.CDLL(None)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, mode, _, _, _, *name = line.split()
+        if mode != "rw-p" or name not in ([], ["[heap]"]):
+            continue  # a file, or memory that is shared
+        low, high = (int(address, 16) for address in span.split("-"))
+        low, high = -(-low // size) * size, high // size * size
+        if low < high:
+            libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(high - low), collapse)
 
 
 def _keep(line: socket.socket) -> Callable[[], None]:
@@ -329,7 +372,9 @@ def _become(request: dict[str, Any], files: list[int]) -> Callable[[], None]:
     _take(files, request["files"])
     _move(request["env"], request["cwd"])
     words = request["words"]
-    count = 1 if tuple(words[: len(COMMAND)]) == COMMAND else 0 if ZYGOTE in words else SPARES
+    count = request.get("spares")
+    if count is None:
+        count = _spares_of(words)
     spares: list[tuple[int, socket.socket]] = []
     for _ in range(count):
         ours, theirs = socket.socketpair()
@@ -344,6 +389,14 @@ def _become(request: dict[str, Any], files: list[int]) -> Callable[[], None]:
     work = _work(words)
     _forget_other_sources()
     return work
+
+
+def _spares_of(words: list[str]) -> int:
+    """How many processes of Python this command starts at most, as far as its words tell."""
+    if ZYGOTE in words:
+        return 0
+    one = tuple(words[: len(COMMAND)]) == COMMAND and "--nodes" not in words
+    return 1 if one else SPARES
 
 
 def _forget_other_sources() -> None:

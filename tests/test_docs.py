@@ -41,6 +41,7 @@ LONG_PAGES = {
     "docs/howto/lora.md",
 }
 PAGE_S = 880  # most seconds for one page, which runs up to a dozen commands, each with its own limit
+FITS = 8  # most calls of lockstep.fit in the Python blocks of one page: each starts a process that needs torch
 
 
 # ---- the pages ------------------------------------------------------------------------------------------
@@ -52,7 +53,7 @@ Start = Callable[[str], Future[str]]
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
     """Starts a page in a process of its own, two at a time, for what went wrong in it: nothing, if all is well."""
-    server = "" if preloaded.fresh() else preloaded.server().path
+    server = "" if preloaded.fresh() else preloaded.server()
     tmp_path_factory.getbasetemp()  # made here, since two threads that make it at the same time fail
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))}
 
@@ -61,7 +62,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         (place / "checkout").mkdir()
         (place / "page.md").write_text(text)
         words = (str(ROOT / "tests" / "pages.py"), str(place / "page.md"), str(place / "checkout"), server)
-        done = preloaded.run_python(*words, cwd=place, env=env, timeout=PAGE_S)
+        done = preloaded.run_python(*words, cwd=place, env=env, timeout=PAGE_S, spares=FITS)
         ended = place / ENDED
         return ended.read_text() if ended.exists() else f"the page ended its process\n{done}"
 

@@ -9,15 +9,14 @@ import pytest
 import zoo  # noqa: F401  before timm, which imports torchvision
 from pages import ROOT
 
-pytest.importorskip("transformers")
-pytest.importorskip("timm")
-
 sys.path.insert(0, str(ROOT / "examples" / "ports"))
 compare = __import__("compare")
 
 
 @pytest.mark.parametrize("name", sorted(compare.PORTS))
 def test_a_port_has_the_losses_of_the_plain_script(name):
+    pytest.importorskip("transformers")
+    pytest.importorskip("timm")
     ported, by_hand = compare.compare(name)
     assert len(ported) > 20
     assert ported == pytest.approx(by_hand, abs=5e-6)

@@ -26,7 +26,7 @@ class Hosts:
         self.names = ["host1", "host2"] if lab else ["127.0.0.2", "127.0.0.3"]
         self.addresses = ["10.77.0.1", "10.77.0.2"] if lab else self.names
         if not preloaded.fresh():
-            preloaded.shims(preloaded.server().path, folder)
+            preloaded.shims(preloaded.server(), folder)
 
     @property
     def python(self) -> str:

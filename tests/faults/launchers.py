@@ -13,6 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import preloaded
+
 HERE = Path(__file__).parent
 # For what must happen: moments on an idle machine, longer on a busy one. Ranks that only wait do so for longer still,
 # so that none of them ends by itself before a test has given up.
@@ -23,17 +25,19 @@ MODULES = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH"
 class Launcher:
     """One node: a launcher in a process of its own, with all that it says in a file."""
 
-    def __init__(self, run_dir: Path, code: str, name: str = "node", **job: Any):
+    def __init__(self, run_dir: Path, code: str, name: str = "node", with_torch: bool = False, **job: Any):
+        """`with_torch`: the ranks need torch, and are forked from a process that has it."""
         run_dir.mkdir(exist_ok=True)
         self.run_dir, self._output = run_dir, run_dir / f"{name}.txt"
         described = {"code": code, "run_dir": str(run_dir), **job}
+        words = (str(HERE / "puppet.py"), json.dumps(described))
+        env = os.environ | {"PYTHONPATH": MODULES}
         with self._output.open("ab") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, str(HERE / "puppet.py"), json.dumps(described)],
-                env=os.environ | {"PYTHONPATH": MODULES},
-                stdout=output,
-                stderr=output,
-            )
+            if with_torch:
+                files = {"stdout": output, "stderr": output}
+                self.process = preloaded.start_python(*words, env=env, cwd=Path.cwd(), spares=1, **files)
+            else:
+                self.process = subprocess.Popen([sys.executable, *words], env=env, stdout=output, stderr=output)
 
     @property
     def said(self) -> str:

@@ -53,7 +53,7 @@ def launch(tmp_path):
     started: list[Launcher] = []
 
     def start(**job) -> Launcher:
-        started.append(Launcher(tmp_path, MEET, f"node-{len(started)}", **job))
+        started.append(Launcher(tmp_path, MEET, f"node-{len(started)}", with_torch=True, **job))
         return started[-1]
 
     yield start

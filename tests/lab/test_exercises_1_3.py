@@ -14,6 +14,7 @@ import preloaded
 from lockstep.errors import UserError
 from lockstep.lab.course import GRADERS
 from lockstep.lab.grading import Finding, grade
+from ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 SOLUTIONS = {
@@ -28,6 +29,7 @@ SOLUTIONS = {
 
 def run_script(folder: Path, *words: str, ranks: int = 2) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"PYTHONPATH": str(ROOT / "src"), "LAB_FOLDER": str(folder / "lab"), "LAB_NPROC": str(ranks)}
+    env["PET_MASTER_PORT"] = str(free_port())  # torchrun's own choice is always the same one
     return preloaded.run_python(*words, env=env, cwd=folder)
 
 

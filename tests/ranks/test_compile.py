@@ -23,7 +23,13 @@ from lockstep.parallel.cudagraph import install
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
+from pool import COMPILER, Pool
 from ranks.support import DEVICE, QUIET
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler(pool: Pool) -> None:
+    pool.preload(*COMPILER)
 
 
 class Net(nn.Module):

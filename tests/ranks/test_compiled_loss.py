@@ -29,9 +29,15 @@ from lockstep.parallel.compiled.deadline import deadline
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
+from pool import COMPILER, Pool
 from ranks.support import QUIET
 
 WORDS = 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiler(pool: Pool) -> None:
+    pool.preload(*COMPILER)
 
 
 class Block(nn.Module):

@@ -6,10 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torchmetrics
 from torch import Tensor, nn
-from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
-from torchmetrics.wrappers import ClasswiseWrapper
 
 from lockstep.engine.evaluation.torch_metrics import MetricStates
 from lockstep.errors import UserError
@@ -25,6 +22,11 @@ FSDP = {"strategy": "fsdp", "blocks": ["Linear"]}
 
 
 def make_metrics() -> dict[str, Any]:
+    # Not above: every worker of pytest imports every file, and this package takes more than a second.
+    import torchmetrics
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassF1Score
+    from torchmetrics.wrappers import ClasswiseWrapper
+
     return {
         "macro": MulticlassAccuracy(3),  # counts
         "auroc": MulticlassAUROC(3),  # lists of scores
@@ -89,7 +91,8 @@ def test_the_number_of_one_process(pool: Pool, count: int, world: int, more: dic
 def test_what_is_refused() -> None:
     with pytest.raises(UserError, match="'one' is a Linear, not a torchmetrics"):
         MetricStates({"one": nn.Linear(1, 1)}, torch.device("cpu"))
-    states = MetricStates({"error": torchmetrics.MeanSquaredError(num_outputs=2)}, torch.device("cpu"))
+    two = type(make_metrics()["error"])(num_outputs=2)
+    states = MetricStates({"error": two}, torch.device("cpu"))
     with pytest.raises(UserError, match=r"returned no tuple of arguments(.|\n)*outputs is a NoneType"):
         states.update(None)
     states.update((torch.ones(3, 2), torch.zeros(3, 2)))

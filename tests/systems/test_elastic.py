@@ -232,7 +232,7 @@ def test_the_launch_script_starts_ranks_and_a_slurm_job_resumes(tmp_path, monkey
     """Started from the system's folder; the run folder of the job exists already, as if it had been requeued."""
     (tmp_path / "bin").mkdir()
     if not preloaded.fresh():
-        preloaded.shims(preloaded.server().path, tmp_path / "bin")
+        preloaded.shims(preloaded.server(), tmp_path / "bin")
     stand_in(tmp_path / "bin" / "srun", 'while [[ $1 == --* ]]; do shift; done; exec "$@"')
     monkeypatch.setitem(ENV, "PATH", os.pathsep.join([str(tmp_path / "bin"), ENV["PATH"]]))
     (tmp_path / "latentwire").symlink_to(SYSTEM / "latentwire")

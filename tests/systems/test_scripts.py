@@ -49,7 +49,7 @@ def env(tmp_path: Path) -> dict[str, str]:
     """Commands on the PATH that are forked from one with torch in memory, and a small run."""
     (tmp_path / "bin").mkdir()
     if not preloaded.fresh():
-        preloaded.shims(preloaded.server().path, tmp_path / "bin")
+        preloaded.shims(preloaded.server(), tmp_path / "bin")
     (tmp_path / "config.yaml").write_text("preset: tiny\nsteps: 3\nevaluate: {at_end: false}\nlog: {every: 1}\n")
     path = os.pathsep.join([str(tmp_path / "bin"), str(Path(sys.executable).parent), os.environ["PATH"]])
     return {

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from checkpoints import load, same, state
 
+import preloaded
 from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.storage import FileSystemStorage, committed, delete_leftovers, open_storage
 from lockstep.launch.folder.run_dir import latest_step
@@ -107,7 +108,8 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
         "            os._exit(0)\n"
         "        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9, phase\n"
     )
-    subprocess.run([sys.executable, "-c", script, str(HERE), str(tmp_path)], check=True)
+    done = preloaded.run_python("-c", script, str(HERE), str(tmp_path), env=os.environ, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     for phase, step in [("write", 1), ("rename", 1), ("latest", 2), ("committed", 2)]:
         found, loaded = load(tmp_path / phase)
         assert (found.manifest.step, found.skipped) == (step, [])
@@ -132,7 +134,7 @@ def test_contents_reach_the_disk_before_names_do(tmp_path):
         "checkpoints.commit(Path(sys.argv[2]), 1, 2)"
     )
     calls = "trace=fsync,rename,renameat,renameat2,unlink,unlinkat"
-    command = ["strace", "-f", "-y", "-s", "300", "-e", calls, "-o", str(trace)]
+    command = ["strace", "-f", "--seccomp-bpf", "-y", "-s", "300", "-e", calls, "-o", str(trace)]
     ran = subprocess.run([*command, sys.executable, "-c", script, str(HERE), str(root)], capture_output=True, text=True)
     if ran.returncode and "ptrace" in ran.stderr:
         pytest.skip("strace may not trace here")

@@ -1,11 +1,12 @@
 """What torch's flight recorder says about ranks that wait for each other."""
 
-import subprocess
-import sys
+import os
+import time
 from pathlib import Path
 
 import pytest
 
+import preloaded
 from lockstep.launch.hangs import flight_recorder
 
 
@@ -144,14 +145,19 @@ time.sleep(600)
 
 @pytest.fixture
 def pair(tmp_path, request):
-    command = [sys.executable, "-c", RANK, str(tmp_path)]
-    started = [subprocess.Popen([*command, str(rank), request.param], stdout=subprocess.PIPE) for rank in (0, 1)]
-    for process in started:
-        assert process.stdout.readline() == b"ready\n"
+    started = []
+    for rank in (0, 1):
+        with (tmp_path / f"said-{rank}").open("wb") as output:
+            words = ("-c", RANK, str(tmp_path), str(rank), request.param)
+            started.append(preloaded.start_python(*words, env=os.environ, cwd=tmp_path, stdout=output, stderr=output))
+    deadline = time.monotonic() + 60
+    while not all((tmp_path / f"said-{rank}").read_text().endswith("ready\n") for rank in (0, 1)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     yield tmp_path
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 @pytest.mark.slow
