@@ -234,6 +234,9 @@ CONFIGURATION = {
         {"ddp.hook": "bf16", "strategy": "fsdp"}, "strategy = fsdp", "DistributedDataParallel", "set ddp.hook=none"
     ),
     "a hook with tp": Row({"ddp.hook": "powersgd", "mesh.tp": 2}, "mesh.tp = 2", "not used then", "leave mesh.tp out"),
+    "buckets with fsdp": Row(
+        {"ddp.bucket_mb": 3.0, "strategy": "fsdp"}, "strategy = fsdp", "not used then", "set ddp.bucket_mb=auto"
+    ),
     "a static graph with unused parameters": Row(
         {"ddp.static_graph": True, "ddp.find_unused_parameters": True},
         "ddp.static_graph = true",

@@ -39,7 +39,7 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
         assert torch.equal(found[name], expected[name]), name
 
 
-MASTER, STOCHASTIC, COMPENSATED = BF16_STORED
+MASTER, STOCHASTIC, COMPENSATED, *_ = BF16_STORED
 CASES = [(MASTER, name) for name in ("ddp", "unused", "zero1", "fsdp-grads")]
 CASES += [(STOCHASTIC, name) for name in ("ddp", "zero1", "fsdp")] + [(COMPENSATED, "fsdp"), (COMPENSATED, "meta")]
 HOW = STRATEGIES | {"meta": {"strategy": "fsdp", "init": "meta"}}

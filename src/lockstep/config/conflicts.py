@@ -132,6 +132,7 @@ def _reference_batch(settings: Settings) -> Iterator[UserError]:
 
 # Options of torch's DDP -> the value that has no effect. Other values would be ignored where DDP is not used.
 ONLY_DDP = {
+    "ddp.bucket_mb": "auto",
     "ddp.hook": "none",
     "ddp.static_graph": False,
     "ddp.gradient_as_bucket_view": True,

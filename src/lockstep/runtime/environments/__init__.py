@@ -147,7 +147,7 @@ def _place(typed: Placement, env: Mapping[str, str]) -> Placement:
 
     nodes = _first(NODES, env)
     if nodes is None:
-        _refuse_ranks_of_mpi(typed, env)
+        _refuse_inside_a_rank(typed, env)
         return typed
 
     # `--nproc auto` is the number that the platform was asked for, where it says one. Without --nproc that number is
@@ -171,9 +171,9 @@ def _place(typed: Placement, env: Mapping[str, str]) -> Placement:
     return Placement(nproc, nnodes or nodes.count, join or nodes.join, number, str(nodes))
 
 
-def _refuse_ranks_of_mpi(typed: Placement, env: Mapping[str, str]) -> None:
-    """Refuse to start processes in each rank of mpirun, whose launchers would not know of each other."""
-    if not torchrun.is_rank(env) and (world := mpi.read(env)) is not None:
+def _refuse_inside_a_rank(typed: Placement, env: Mapping[str, str]) -> None:
+    """Refuse to start processes in each rank of another launcher: Lockstep's launchers would not know of each other."""
+    if not torchrun.is_rank(env) and (world := rank_of(env)) is not None:
         raise UserError(
             f"--nproc cannot be used here: {world.launcher} has already made this process a rank",
             f"rank {world.rank} of {world.size}",
