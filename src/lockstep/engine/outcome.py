@@ -154,7 +154,10 @@ class Outcomes:
         ranks = self._runtime.world.size
 
         # An accepted step is applied by now: these checks do not prevent it, they only end the run.
-        if 0 < word.loaded < ranks:
+        #
+        # Ranks that loaded are in another step too, so `loaded` comes first. But if the marks are too small to be a sum
+        # of marks, this is no control word.
+        if 0 < word.loaded < ranks <= word.step:
             raise UserError(
                 f"{word.loaded} of {ranks} ranks loaded a checkpoint before step {step}, and the others did not",
                 "the ranks no longer have the same weights",
@@ -283,15 +286,22 @@ class Outcomes:
     def state_dict(self) -> dict[str, Any]:
         # The keys are part of the file format.
         return {
-            "skips": {"skipped": self.skipped, "failures_in_a_row": self.skips_in_a_row},
+            "skips": {
+                "skipped": self.skipped,
+                "failures_in_a_row": self.skips_in_a_row,
+                "scale_backoffs": self._scale_backoffs,
+            },
             "spikes": {"recent": list(self.spikes.recent)},
             "scaler": self._scaler.get_state() if self._scaler else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.skipped = state["skips"]["skipped"]
+        skips = state["skips"]
+        self.skipped = skips["skipped"]
+        self.skips_in_a_row = skips["failures_in_a_row"]
+        self._scale_backoffs = skips.get("scale_backoffs", 0)  # older checkpoints do not have it
+
         self.skipped_since_log = 0
-        self.skips_in_a_row = state["skips"]["failures_in_a_row"]
         self.empty_in_a_row = 0
 
         self.spikes.recent.clear()

@@ -186,6 +186,11 @@ class Stepper:
         self._pending = Pending(progress, reduced, loss_limit, row, arrived)
         return previous
 
+    @property
+    def awaits_outcome(self) -> bool:
+        """Whether the host has not read the outcome of the last step yet, so that `sums` lack its losses."""
+        return self._pending is not None
+
     def wait_for_outcome(self) -> StepResult | None:
         """Wait for the result of the last step and return it, or None if the host has read it already."""
         pending, self._pending = self._pending, None

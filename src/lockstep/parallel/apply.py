@@ -100,7 +100,7 @@ def apply(
     compiled = compiled and not any(map(compiled_call, model.modules()))
 
     # If forwards are collective, the ranks compile in step, in the first one. Otherwise a compiler watches the driver.
-    at_once = compiled and not pipelined and _collective_forwards(model, config)
+    at_once = compiled and not pipelined and collective_forwards(model, config, runtime)
     if at_once:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
 
@@ -141,7 +141,11 @@ def make_compiler(driver: Driver, config: RunConfig, runtime: Runtime, log_event
     return Compiler(driver, config, log_event, judged, loose)
 
 
-def _collective_forwards(model: nn.Module, config: RunConfig) -> bool:
+def collective_forwards(model: nn.Module, config: RunConfig, runtime: Runtime) -> bool:
+    """Whether a forward of the model waits for other ranks."""
+    if runtime.world.alone:
+        return False
+
     synchronised = any(map(is_synchronised, model.modules()))
     return not config.strategy_record.local_forward or config.uses_axis("tp") or synchronised
 
