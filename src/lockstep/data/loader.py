@@ -67,12 +67,12 @@ class SampleReader:
         self._reads_in_batches = hasattr(self.innermost, "__getitems__")
 
         # A TensorDataset only indexes its tensors, so one gather per tensor makes the batch.
-        self._gathers_rows = type(self.dataset) is TensorDataset and self._default_collate
+        self._indexes_tensors = type(self.dataset) is TensorDataset and self._default_collate
 
     def __call__(self, request: Request) -> Any:
         """Return the collated batch of a request. It is the same in every process and after any other request."""
         # Indexing draws no random numbers, so no seed is needed.
-        if self._gathers_rows:
+        if self._indexes_tensors:
             rows = torch.from_numpy(np.asarray(request.ids))
             try:
                 return [_gather(tensor, rows) for tensor in self.dataset.tensors]
@@ -101,7 +101,7 @@ class SampleReader:
 
     def read_again(self, request: Request) -> Any:
         """Read the batch twice and return the second. If the dataset or collate keeps state, the two differ."""
-        if not self._gathers_rows:
+        if not self._indexes_tensors:
             self(request)
         return self(request)
 

@@ -36,7 +36,7 @@ class SourceOptions:
     seed: int
     data_world: World  # this rank among the ranks that train on different samples
     device: torch.device
-    interleaved: bool = False  # micro-batches are assigned to ranks in turn, not in contiguous ranges
+    in_turn: bool = False  # micro-batches are assigned to ranks in turn, not in contiguous ranges
     collective_forwards: bool = False  # forwards contain collectives: all ranks must run the same number of them
     exact: bool = False
     watches_dataset: bool = True  # a change of the dataset that worker processes do not see is an error

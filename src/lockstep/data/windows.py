@@ -267,7 +267,7 @@ class StepOrder:
         size = self.data_world.size
 
         # In turn, or in ranges by the speeds that hold where the window begins.
-        if self.options.interleaved:
+        if self.options.in_turn:
             local = range(rank, count, size)
         else:
             begin = window.epoch * self.epoch_length + window.start

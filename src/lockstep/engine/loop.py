@@ -43,8 +43,9 @@ class Training:
         """Set up the run, and refuse mistakes that can be found before the first step."""
         self.task = task
 
-        # Hooks first: what they follow decides about the step.
-        callbacks = [*getattr(task, "callbacks", tuple)(), *builder.callbacks]
+        # Make the hooks first: which ones exist determines what a step must compute.
+        own_callbacks = task.callbacks() if hasattr(task, "callbacks") else ()
+        callbacks = [*own_callbacks, *builder.callbacks]
         builder.use_hooks(Hooks(BuiltRunView(builder), task, callbacks))
 
         # `data` is called once, though automatic pipeline stages need samples before the source is opened.

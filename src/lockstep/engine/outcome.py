@@ -205,7 +205,7 @@ class Outcomes:
 
     def _update_scale(self, outcome: Outcome) -> bool:
         """Adapt the loss scale of fp16. Return whether it was lowered."""
-        # A spike with a finite gradient is no reason to change the loss scale.
+        # A spike with a finite gradient does not change the loss scale.
         if self._scaler is None or (outcome.finite and not outcome.accepted):
             return False
 

@@ -2,7 +2,7 @@
 
     for batches in run.step_batches():       the micro-batches of this rank in one step
         result = run.stepper.step(...)       forward, backward, all-reduce, update (engine/step.py)
-        run.end_step(batches, result)        commit the samples, count the step, check, call hooks
+        run.end_step(batches, result)        commit the samples, count it in the log, check, call hooks
         run.evaluate(sets)                   if it is due
         run.maintain()                       write the log line; rewind or save; end if preempted
     end_training(run), close(run)            the last checkpoint, the weights, the summary (engine/end.py)
@@ -192,19 +192,7 @@ class Run:
         `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first.
         """
         steps_done = self.stepper.counters.steps_done
-        if self.tracer:
-            self.tracer.end_step()
-
-        if self.driver.compiler:
-            self.driver.compiler.end_step()  # it times the first steps, and decides by them
-
-        # A checkpoint that is saved after this line resumes after these samples.
-        self.source.commit(batches, result)
-        if self.log.samples:
-            self.log.samples.write(batches.step, self.stepper.progress.trained)
-
-        if self.load_balancer:
-            self.load_balancer.end_step(steps_done)
+        self._commit(batches, result, steps_done)
 
         result = self._accept(batches, result, steps_done)
         self._check_model(steps_done)
@@ -221,6 +209,22 @@ class Run:
         if self.model_setup.average:
             self.stepper.update.wait_for_copy()
             self.model_setup.average.update()
+
+    def _commit(self, batches: StepBatches, result: StepResult | None, steps_done: int) -> None:
+        """Advance the data source past the step, and tell those that time steps or list samples that it has ended."""
+        if self.tracer:
+            self.tracer.end_step()
+
+        if self.driver.compiler:
+            self.driver.compiler.end_step()  # it times the first steps, and decides by them
+
+        # A checkpoint that is saved after this line resumes after these samples.
+        self.source.commit(batches, result)
+        if self.log.samples:
+            self.log.samples.write(batches.step, self.stepper.progress.trained)
+
+        if self.load_balancer:
+            self.load_balancer.end_step(steps_done)
 
     def _accept(self, batches: StepBatches, result: StepResult | None, steps_done: int) -> StepResult | None:
         """Accept the requests in a step's control word and count the step in the log. Return the newest result."""

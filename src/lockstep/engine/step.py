@@ -1,6 +1,6 @@
 """One optimizer step, as a transaction: all ranks apply it, or none does.
 
-One exception: that ranks are in different steps is found only after the update. The run then ends.
+One exception: ranks that are in different steps are noticed only after the update, and the run then ends.
 
     progress = self.begin(batches)                                       sums and counts start at 0
     reduced  = self.driver.forward_backward(batches, loss_fn, progress)  reduced over micro-batches and ranks
@@ -37,7 +37,7 @@ from lockstep.task import StepBatches, StepResult
 
 @dataclass
 class Counters:
-    steps_done: int = 0  # applied or skipped; while a step runs, its index
+    steps_done: int = 0  # applied or skipped; `apply` counts a step before it updates
     applied: int = 0  # applied steps only; the learning-rate schedule follows this count
 
 
@@ -122,7 +122,8 @@ class Stepper:
         if self._trained_parameters is not None:
             reduced = self._trained_parameters.drop_others(reduced, progress.step)
 
-        # The schedule follows the applied steps, so a skipped one does not move it.
+        # The schedule follows the applied steps, so a skipped one does not move it. On a GPU the previous outcome is
+        # not known yet: if it is a skip, this step's rate is one point ahead.
         self.lr = self.learning_rate.set(self.counters.applied)
 
         # Only the last pass over the batches ends the step.

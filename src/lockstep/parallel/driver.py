@@ -48,7 +48,7 @@ class RankRole:
 
     replicated: bool = True  # every rank holds every parameter in full
     collective_forwards: bool = False  # forwards contain collectives: all ranks must run the same number of them
-    interleaved: bool = False  # ranks take turns with micro-batches, instead of one contiguous range each
+    in_turn: bool = False  # micro-batches are assigned to ranks in turn, not in contiguous ranges
     runs_whole_model: bool = True  # a rank can call the model by itself; False in a pipeline
     pipeline_depth: int = 1  # micro-batches in flight: the number of pipeline ranks
     data_rank: int = 0  # ranks with the same data_rank train on the same samples
