@@ -66,7 +66,7 @@ class SampleReader:
 
         self._reads_in_batches = hasattr(self.innermost, "__getitems__")
 
-        # A TensorDataset only indexes its tensors, so one gather per tensor makes the batch.
+        # A TensorDataset only indexes its tensors, so a batch takes one index operation per tensor.
         self._indexes_tensors = type(self.dataset) is TensorDataset and self._default_collate
 
     def __call__(self, request: Request) -> Any:
@@ -163,7 +163,7 @@ def is_empty(batch: Any) -> bool:
     if batch is None:
         return True
 
-    # Usually the first tensor has samples, and nothing else is looked at.
+    # Usually the first tensor has samples, and the others need not be examined.
     has_tensors = False
     for tensor in _tensors(batch):
         if tensor.dim() and tensor.shape[0]:
@@ -206,7 +206,7 @@ def read_all(
     reader: SampleReader, requests: Iterator[Request], workers: int, prefetch: int, pin_memory: bool = False
 ) -> Iterator[Any]:
     """Return batches for `requests`, in their order. Each worker process reads `prefetch` requests ahead."""
-    # Lazily: nothing is read before it is asked for.
+    # Lazily: nothing is read before it is needed.
     if not workers:
         batches = map(reader, requests)
         return map(pin, batches) if pin_memory else batches

@@ -42,7 +42,7 @@ class SourceOptions:
     watches_dataset: bool = True  # a change of the dataset that worker processes do not see is an error
     gather_states: Callable[[Any], list[Any]] = _alone  # returns the states of all ranks, by rank; collective
     log_event: EventLogger = log_nothing
-    beat: Callable[[], None] = _no_beat  # tells the watchdog that this rank advances
+    beat: Callable[[], None] = _no_beat  # tells the watchdog that this rank is making progress
     check_state: Callable[[Any], None] = _accept  # raises if a checkpoint cannot hold this state of a stream
 
     @property

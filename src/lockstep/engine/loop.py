@@ -77,9 +77,6 @@ class Training:
     def step(self, batches: StepBatches) -> None:
         """Train one global step, and do what is due after it."""
         run = self.run
-        if run.hooks.follow_batches:
-            batches.micro_batches = run.hooks.around_batches(batches.micro_batches)
-
         result = run.stepper.step(batches, self._loss)
         run.end_step(batches, result)
 

@@ -48,7 +48,7 @@ class Outcome:
         self.finite = math.isfinite(self.grad_norm)
         self.mean_loss = float(word.loss) / float(word.weight) if word.weight else 0.0
 
-        # `not >` instead of `<=`: a mean loss of nan is no spike. Only the gradient decides then, as on the device.
+        # `not >` instead of `<=`: a mean loss of nan is not a spike. Only the gradient decides then, as on the device.
         self.accepted = self.finite and not (self.mean_loss > self.loss_limit)
 
     def skip_reason(self) -> str | None:

@@ -65,7 +65,7 @@ class Stepper:
         learning_rate: LearningRate | SchedulerRate,
         trained_parameters: TrainedParameters | None = None,
     ):
-        """`trained_parameters`: those of each step, if a hook delays some."""
+        """`trained_parameters` says which ones each step trains, if a hook delays some."""
         # Fixed for the run.
         self.context = context
         self.driver = driver
@@ -129,7 +129,7 @@ class Stepper:
         # Only the last pass over the batches ends the step.
         self.counters.steps_done += progress.ends_step
 
-        # The norm of the parameters' norms is that of the whole gradient: shape (), of a sum that is not divided yet.
+        # The norm of all norms is that of the whole gradient, shape (). The sum is not divided by its weight yet.
         norm = torch.linalg.vector_norm(reduced.norms)
         if self.reads_outcome_late:
             return self._apply_late(progress, reduced, norm)
@@ -202,7 +202,7 @@ class Stepper:
         grad_norm, *values = pending.row.tolist()
         word = pending.reduced.codec.unpack(values)
 
-        # Judge by the limit of that step, not by today's.
+        # Judge by the limit of that step, not by the current one.
         outcome = Outcome(pending.progress, pending.reduced, pending.loss_limit, word, grad_norm)
         if not outcome.accepted:
             self._uncount_update(pending.progress)
