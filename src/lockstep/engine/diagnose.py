@@ -43,7 +43,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Autograd nodes around the inputs of a block, as torch's errors name them: one of exact mode, one of FSDP.
 INPUT_NODES = (BlockInputs.__name__, "RegisterPostBackwardFunction")
 
-# With both nodes, a block's only input is a plain view of the output of FSDP's node, as torch 2.11 and 2.13 describe it:
+# With both nodes, a block's only input is a plain view of the output of FSDP's node. torch 2.11 and 2.13 call it:
 VIEWS = ("of ViewBackward0 is a view", "of View is a view")
 
 # Parts of torch's errors about a second backward through compiled code.
