@@ -804,6 +804,25 @@ def test_how_the_ranks_share_the_model_is_told(
 
 
 @pytest.mark.parametrize(
+    ("values", "ranks", "expected", "make"),
+    [
+        ({"strategy": "fsdp"}, 1, "the loss with the model, or as much of it as can be", Net),
+        ({"strategy": "fsdp"}, 2, "the model, in the first step: its forward is collective", Net),
+        ({"mesh.tp": 2}, 2, "the model, in the first step: its forward is collective", Net),
+        ({"strategy": "pp"}, 2, "the stages, in the first step", long_row),
+    ],
+)
+def test_what_is_compiled_is_told(
+    values: dict[str, Any], ranks: int, expected: str, make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    row = Row(values | {"compile": True}, "", "", "", Asked(make), ranks)
+    with pytest.raises(FirstStep):
+        attempt(row, tmp_path, lambda builder, task: loop.fit(task, builder))
+    (start,) = (record for record in read_jsonl(tmp_path / "run0/events.jsonl") if record["event"] == "start")
+    assert start["facts"]["compile"].startswith(expected)
+
+
+@pytest.mark.parametrize(
     "task", [{"fsdp.offload": True, "strategy": "fsdp"}, {"lr.min_ratio": 0.1, "blocks": ["Block"]}]
 )
 def test_a_task_may_prepare_options_and_a_user_may_switch_them_off(task: dict[str, Any]) -> None:

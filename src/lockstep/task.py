@@ -112,8 +112,7 @@ class StepBatches:
     """This rank's micro-batches of one global step. Iterating over them may read them."""
 
     count: int  # the number of this rank's micro-batches
-    # From the source. `Run._feed` wraps it, to measure the wait for data, and so does `fit`, to call `before_batch`.
-    micro_batches: Iterable[MicroBatch]
+    micro_batches: Iterable[MicroBatch]  # from the source; `Run.step_batches` wraps it
     samples: int  # on all ranks together (for a stream, an estimate)
     count_all_ranks: int | None = None  # micro-batches of all ranks together, if known
     exhausted: bool = False  # whether this rank's stream has ended

@@ -261,6 +261,15 @@ def test_the_loss_is_compiled_with_the_model(ranks: int, pool: Any, tmp_path: An
         assert_close(rank, expected)
 
 
+def test_one_rank_compiles_the_loss_under_fsdp_too(pool: Any, tmp_path: Any) -> None:
+    """Nothing is sharded there, so no forward waits for other ranks."""
+    plain = start(pool, tmp_path / "plain", compile=False)[0]
+    found = start(pool, tmp_path / "compiled", strategy="fsdp", blocks=["Block"])[0]
+    assert found["events"][0].startswith("compiled the loss with the model in")
+    assert found["graphs"] == 1
+    assert_close(found, plain)
+
+
 @pytest.mark.long
 def test_a_short_last_batch_does_not_compile_anew(pool: Any, tmp_path: Any) -> None:
     """60 samples in steps of 16: the fourth step has 12, and with micro-batches of 5 there are short ones."""

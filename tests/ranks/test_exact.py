@@ -390,5 +390,5 @@ def test_another_cut_of_the_batch_is_told_on_resume(pool: Pool, tmp_path: Any) -
     pool.run(bits, Tokens("mlp"), values, world=2)
     pool.run(bits, Tokens("mlp"), values | {"resume": "auto", "steps": 4, "micro_batch": 2}, world=2)
     told = [event["facts"]["exact"] for event in read_jsonl(tmp_path / "run/events.jsonl") if event["event"] == "start"]
-    assert "NOT the bits" not in told[0]
-    assert "NOT the bits of before, since this has changed: micro_batch: 1 -> 2" in told[-1]
+    assert "NOT the same bits" not in told[0]
+    assert "NOT the same bits as before, because this has changed: micro_batch: 1 -> 2" in told[-1]

@@ -10,7 +10,7 @@ from lockstep.task import BatchSource, MicroBatch
 
 
 class DatasetSource(BatchSource):
-    """A source that reads a dataset of the user's. The start check compares what ranks and workers read of it.
+    """A source that reads the user's dataset. The start check compares what ranks and workers read of it.
 
     A source whose worker processes read sets `_reading`, so that `close` ends them.
     """
@@ -24,5 +24,5 @@ class DatasetSource(BatchSource):
         self._reading = None
 
     def read_again(self, micro: MicroBatch) -> Any:
-        """Read the first micro-batch again, in another process than before. None if it need not be the same."""
+        """Read a micro-batch again, in another process. Return None if it need not be the same."""
         return None

@@ -44,7 +44,7 @@ class TakenLoader:
         settings = [f"{key}={typed(value)}" for key, value in self.settings.items() if key in used]
         line = f"taken: {', '.join([*self.parts, *settings])}"
 
-        # What was set by hand is stronger than what the loader says, and the user should know.
+        # The user's own settings override those of the loader, and the line says so.
         kept = [key for key in self.settings if key not in used]
         if kept:
             line += f"; as the run has set it: {', '.join(kept)}"
@@ -81,7 +81,7 @@ def is_stateful_stream(data: Any) -> bool:
 
 
 def _settings(loader: DataLoader, shuffle: bool | None) -> dict[str, Any]:
-    """Return the loader's options as settings. An option at torch's default decides nothing."""
+    """Return the loader's options as settings. An option at torch's default sets nothing."""
     # A DistributedSampler divides the dataset among the ranks, and then a batch is that of one rank.
     batches = loader.batch_sampler
     assert isinstance(batches, BatchSampler)
@@ -107,7 +107,7 @@ def _take_sampler(loader: DataLoader) -> tuple[Any, bool | None]:
     sampler: Any = loader.batch_sampler.sampler
     dataset: Any = loader.dataset
 
-    # One that chooses from another number of samples is kept, and refused or listed later (`as_sampler`).
+    # One that chooses from another number of samples is kept here. `as_sampler` refuses it later, or lists its ids.
     if not covers(sampler, len(dataset)):
         return sampler, None
 
@@ -123,7 +123,7 @@ def _take_sampler(loader: DataLoader) -> tuple[Any, bool | None]:
 
 
 def _take_collate(loader: DataLoader, collate: Collate) -> Collate:
-    """Return the loader's collate_fn, unless the run has a collate of its own: that must be an error."""
+    """Return the loader's collate_fn. Raise if the run has a collate of its own."""
     if not is_default_collate(collate):
         raise UserError(
             "the DataLoader has a collate_fn, and the run has a collate of its own",

@@ -20,8 +20,8 @@ HALVINGS = 40  # of the interval in which the best budget is searched: more than
 def divide_by_length(lengths: np.ndarray, count: int) -> list[np.ndarray]:
     """Return `count` groups of places in `lengths` (samples,), such that the largest cost is as small as possible.
 
-    A group holds samples of similar lengths: many short ones, or a few long ones. If there are too few samples to make
-    equal costs of them, expensive and cheap groups alternate, since ranks get contiguous ranges.
+    A group holds samples of similar lengths: many short ones, or a few long ones. If there are too few samples for
+    equal costs, expensive and cheap groups alternate, since ranks get contiguous ranges.
     """
     assert 0 < count <= len(lengths)
 
@@ -82,12 +82,12 @@ def _split(descending: np.ndarray, sizes: list[int], count: int) -> list[int]:
         push(start, size // 2)
         push(start + size // 2, size - size // 2)
 
-    # In the order of the samples again.
+    # Back in the order of the samples.
     return [size for _, _, size in sorted(groups, key=itemgetter(1))]
 
 
 def check_lengths(lengths: object, samples: int) -> np.ndarray:
-    """Return the lengths of all samples (samples,) as float64, or raise if they are missing or not as many."""
+    """Return the lengths of all samples (samples,) as float64, or raise if some or all of them are missing."""
     if lengths is None:
         raise UserError(
             "data.balance=length needs the length of each sample",

@@ -66,13 +66,13 @@ class SampleReader:
 
         self._reads_in_batches = hasattr(self.innermost, "__getitems__")
 
-        # A TensorDataset only indexes its tensors, so one gather per tensor makes the batch.
-        self._gathers_rows = type(self.dataset) is TensorDataset and self._default_collate
+        # A TensorDataset only indexes its tensors, so a batch takes one index operation per tensor.
+        self._indexes_tensors = type(self.dataset) is TensorDataset and self._default_collate
 
     def __call__(self, request: Request) -> Any:
         """Return the collated batch of a request. It is the same in every process and after any other request."""
         # Indexing draws no random numbers, so no seed is needed.
-        if self._gathers_rows:
+        if self._indexes_tensors:
             rows = torch.from_numpy(np.asarray(request.ids))
             try:
                 return [_gather(tensor, rows) for tensor in self.dataset.tensors]
@@ -101,7 +101,7 @@ class SampleReader:
 
     def read_again(self, request: Request) -> Any:
         """Read the batch twice and return the second. If the dataset or collate keeps state, the two differ."""
-        if not self._gathers_rows:
+        if not self._indexes_tensors:
             self(request)
         return self(request)
 
@@ -163,7 +163,7 @@ def is_empty(batch: Any) -> bool:
     if batch is None:
         return True
 
-    # Usually the first tensor has samples, and nothing else is looked at.
+    # Usually the first tensor has samples, and the others need not be examined.
     has_tensors = False
     for tensor in _tensors(batch):
         if tensor.dim() and tensor.shape[0]:
@@ -206,7 +206,7 @@ def read_all(
     reader: SampleReader, requests: Iterator[Request], workers: int, prefetch: int, pin_memory: bool = False
 ) -> Iterator[Any]:
     """Return batches for `requests`, in their order. Each worker process reads `prefetch` requests ahead."""
-    # Lazily: nothing is read before it is asked for.
+    # Lazily: nothing is read before it is needed.
     if not workers:
         batches = map(reader, requests)
         return map(pin, batches) if pin_memory else batches

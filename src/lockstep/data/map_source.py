@@ -1,4 +1,4 @@
-"""The source over a map-style dataset: reads the micro-batches of each step that are this rank's.
+"""The source over a map-style dataset: reads this rank's micro-batches of each step.
 
 `StepOrder` says which samples these are. Reading and copying ahead follow the same order.
 """
@@ -34,9 +34,9 @@ UPCOMING = 64  # how many ids `upcoming` compares after a resume
 class MapSource(DatasetSource):
     """A map-style dataset in the order of its sampler, which depends neither on the rank nor on the world size.
 
-    A step is a window of consecutive positions. Its micro-batches are numbered over all ranks, and `take` gives this
-    rank the ones that are its own. The position moves on in `commit` alone, so a step that did not end is taken
-    again. A step that was skipped has ended.
+    A step is a window of consecutive positions. Its micro-batches are numbered over all ranks, and `take` returns
+    those of this rank. Only `commit` moves the position, so a step that did not end is taken again. A step that was
+    skipped has ended.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class MapSource(DatasetSource):
         if self._copies:
             self._copies.check()
 
-        # The window at the position, also if the last one was taken and never committed.
+        # The window at the position, even if it was taken before and never committed.
         order = self.order
         window = order.window(order.position)
         after = order.end_position(window)
@@ -106,7 +106,7 @@ class MapSource(DatasetSource):
         return self._copies.ignore_changes() if self._copies else nullcontext()
 
     def next_request(self, count: int, beyond_step: bool = False) -> Request:
-        """Return a request for up to `count` next samples, the same on every rank.
+        """Return a request for the next samples, at most `count`, the same on every rank.
 
         It does not go beyond the end of the step, or of the epoch if `beyond_step` is true.
         """
@@ -121,7 +121,7 @@ class MapSource(DatasetSource):
         start = window.start - count
         yield Request(window.epoch, self.order.ids(window.epoch, max(0, start), window.stop).tolist())
 
-        # The others are the last of the epoch before.
+        # The rest are the last samples of the previous epoch.
         if start < 0 < window.epoch:
             stop = self.order.epoch_length
             yield Request(window.epoch - 1, self.order.ids(window.epoch - 1, max(0, stop + start), stop).tolist())
@@ -172,7 +172,7 @@ class MapSource(DatasetSource):
                 "leave such samples out of the dataset, or leave exact out",
             )
 
-        # Found once, and kept on the device: its values do not matter, only that the model takes it.
+        # Found once, and kept on the device: its values do not matter, as long as the model accepts it.
         if self._padding_batch is None:
             with self.reading_here():
                 batch = self.reader.nonempty_batch(self.options.micro_batch)
@@ -191,7 +191,7 @@ class MapSource(DatasetSource):
         return self._prefetched
 
     def _start_reading(self) -> Iterator[Any]:
-        """Start to read ahead from the current position, and end what was read ahead from another one."""
+        """Start to read ahead from the current position, and drop what was read ahead from another one."""
         self.close()
         config = self.options.config
 

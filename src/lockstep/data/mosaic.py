@@ -1,6 +1,6 @@
 """mosaicml's StreamingDataset, read by index: in Lockstep's order, it resumes exactly on any number of ranks.
 
-As a stream it would divide its samples among the ranks itself, and its state would have to be told what was trained.
+As a stream it would divide its samples among the ranks itself, and its state would not know which of them were trained.
 But it can read any sample by its number, and downloads the shard that holds it.
 """
 

@@ -1,7 +1,7 @@
 """Sequence packing: ragged documents in rows of a fixed length, without attention from one document to another.
 
 A packed batch is a dictionary. `position_ids` count from 0 in each document, so they also tell where documents begin.
-What is left of a row is padding, in documents of its own, whose labels are ignored. So the sum of the loss over a
+The rest of a row is padding, in documents of its own, whose labels are ignored. So the sum of the loss over a
 packed batch, its weight and its gradient are those of the documents one by one.
 """
 
@@ -25,7 +25,7 @@ OPEN_ROWS = 64  # rows that are filled at the same time
 
 
 class RowPacker:
-    """Distributes items over rows of a fixed length, in one pass: for streams, too.
+    """Distributes items over rows of a fixed length, in one pass, so that it works for streams too.
 
     Each item goes to the open row with the least room that is enough for it. If there is none, a new row is opened, and
     if too many are open, the fullest one is completed. The result depends only on the items and their order.
@@ -137,7 +137,7 @@ class PackedDataset:
 
 def as_document(sample: Any) -> dict[str, Tensor]:
     """Return `input_ids` (tokens,) and `labels` (tokens,) of a sample: a sequence of tokens, or a dictionary."""
-    # Without labels, every token is one: as in pre-training.
+    # Without labels, the tokens themselves are the labels, as in pre-training.
     fields = sample if hasattr(sample, "keys") else {"input_ids": sample}
     input_ids = torch.as_tensor(fields["input_ids"], dtype=torch.int64)
     labels = torch.as_tensor(fields.get("labels", input_ids), dtype=torch.int64)
@@ -163,7 +163,7 @@ def packed_batch(
 
     `shifted`: the loss compares each output with the next label, as causal language models do. Then the first label of
     a document belongs to the output before it, in another document, and is -100 as well.
-    `bounds`: empty documents are added at the end until `cu_seqlens` has a multiple of so many elements, so that its
+    `bounds`: empty documents are added at the end until the length of `cu_seqlens` is a multiple of this, so that its
     shape is the same in most batches, and `torch.compile` compiles once.
     """
     # Rows of a PackedDataset were packed when it was made; other samples are packed now, within this batch.
@@ -270,8 +270,8 @@ def packed_attention(
 ) -> Tensor:
     """Return the attention (rows, heads, length, size) within each document. The first three have the same shape.
 
-    Of `position_ids` and `cu_seqlens` one is enough. `scale` is that of the products, by default 1 / sqrt(size). With a
-    `window`, a token attends to so many tokens up to itself; only for causal attention.
+    One of `position_ids` and `cu_seqlens` is enough. `scale` is that of the products, by default 1 / sqrt(size). With a
+    `window`, a token attends to that many tokens, itself included; only for causal attention.
 
     In half precision on a GPU it is torch's `varlen_attn`, which computes nothing between documents, and needs
     `cu_seqlens` of the batch. Elsewhere it is `scaled_dot_product_attention` with `attention_mask`.
@@ -283,7 +283,7 @@ def packed_attention(
             assert cu_seqlens is not None
             position_ids = document_positions(cu_seqlens, rows, length)
 
-        # (rows, 1, length, length). A window takes away what is further back.
+        # (rows, 1, length, length). A window masks what is further back.
         mask = attention_mask(position_ids, causal)
         if window is not None:
             mask = mask.triu(1 - window)

@@ -36,13 +36,13 @@ class SourceOptions:
     seed: int
     data_world: World  # this rank among the ranks that train on different samples
     device: torch.device
-    interleaved: bool = False  # micro-batches are assigned to ranks in turn, not in contiguous ranges
+    in_turn: bool = False  # micro-batches are assigned to ranks in turn, not in contiguous ranges
     collective_forwards: bool = False  # forwards contain collectives: all ranks must run the same number of them
     exact: bool = False
     watches_dataset: bool = True  # a change of the dataset that worker processes do not see is an error
     gather_states: Callable[[Any], list[Any]] = _alone  # returns the states of all ranks, by rank; collective
     log_event: EventLogger = log_nothing
-    beat: Callable[[], None] = _no_beat  # tells the watchdog that this rank advances
+    beat: Callable[[], None] = _no_beat  # tells the watchdog that this rank is making progress
     check_state: Callable[[Any], None] = _accept  # raises if a checkpoint cannot hold this state of a stream
 
     @property

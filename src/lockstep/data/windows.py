@@ -136,7 +136,7 @@ class StepOrder:
         self.data_world = options.data_world
         self.position = 0  # where the next step begins
 
-        # These give every sample once, so that their ids need no check. Anyone may write another sampler.
+        # Our own samplers give every sample once, so their ids need no check. Those of users do.
         own = isinstance(sampler, ShuffledSampler | SequentialSampler)
         self._is_permutation = own and self.epoch_length == dataset_length
 
@@ -186,7 +186,7 @@ class StepOrder:
 
     @property
     def steps_counted(self) -> int:
-        """How many steps of the present size lead to the position, without those whose spans are left out.
+        """How many steps of the current size lead to the position, without those whose spans are left out.
 
         It is the number of steps done, unless the run was resumed with another batch size.
         """
@@ -266,8 +266,8 @@ class StepOrder:
         rank = self.data_world.rank
         size = self.data_world.size
 
-        # In turn, or in ranges by the speeds that hold where the window begins.
-        if self.options.interleaved:
+        # In turn, or in ranges by the speeds that apply where the window begins.
+        if self.options.in_turn:
             local = range(rank, count, size)
         else:
             begin = window.epoch * self.epoch_length + window.start

@@ -1,4 +1,4 @@
-"""What worker processes copy of a dataset: what they must not share, and changes that they would not see.
+"""Copies of a dataset in worker processes: what they must not share, and changes that they would not see.
 
 A worker process has a copy of the dataset from the moment it was started. What the main process changes afterwards,
 such as the length of a crop, does not reach it. Training would go on with old values and say nothing; here it is
@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.errors import UserError
 
 MAX_NESTING = 8  # how deep datasets within datasets are searched
-MAX_PARTS = 16  # how many of the datasets side by side are searched, as this is done before each step
+MAX_PARTS = 16  # how many datasets side by side are searched: this is done before each step
 
 
 class WorkerCopies:
@@ -46,7 +46,7 @@ class WorkerCopies:
 
     @contextmanager
     def ignore_changes(self) -> Iterator[None]:
-        """Context whose changes to the dataset `check` ignores. Changes made before it still count."""
+        """Return a context in which changes to the dataset do not count for `check`. Earlier changes still do."""
         changed_before = {name: self._copied[name] for name in self._changed()}
         try:
             yield
@@ -85,7 +85,7 @@ def check_no_connection(dataset: Any) -> None:
 
 def _attributes(dataset: Any, prefix: str = "", depth: int = MAX_NESTING) -> Iterator[tuple[str, Any]]:
     """Yield (name, value) of the attributes of a dataset, class attributes first, then those of datasets inside it."""
-    # From the base class to the class itself and then the instance, so that what hides another one comes last.
+    # From the base class to the class itself and then the instance, so that what overrides an attribute comes later.
     classes = [vars(kind) for kind in reversed(type(dataset).__mro__)]
     for attributes in [*classes, getattr(dataset, "__dict__", {})]:
         # A list, because an attribute may be added meanwhile.

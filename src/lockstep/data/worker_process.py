@@ -32,8 +32,8 @@ DESCRIPTORS = "/proc/self/fd"  # Linux only: opening an entry opens its file aga
 class LoaderBatches(Iterator[Any]):
     """The batches of a DataLoader, whose worker processes start now and end in `close`.
 
-    To drop the iterator is not enough: the traceback of an error may hold it until the process exits. Python then sends
-    SIGTERM to the workers, which survive it for WORKER_GRACE_S, and waits for them.
+    Dropping the iterator is not enough: the traceback of an error may hold it until the process exits. Python then
+    sends SIGTERM to the workers, which survive it for WORKER_GRACE_S, and waits for them.
     """
 
     def __init__(self, loader: DataLoader):
@@ -56,7 +56,7 @@ class LoaderBatches(Iterator[Any]):
         if not self._workers:
             return
 
-        # It asks them to end, and waits. One that is still alive after that is stuck in the user's code.
+        # This asks them to end, and waits. One that is still alive after that is stuck in the user's code.
         self._batches._shutdown_workers()  # pyrefly: ignore[missing-attribute]
         for process in self._workers:
             if process.is_alive():

@@ -87,7 +87,7 @@ class Exactness:
         order_changes = [change for change in changed_settings if change.key in ORDER_SETTINGS]
         changes = [*self._changes, *order_changes]
         if changes:
-            text += f"; NOT the bits of before, since this has changed: {', '.join(map(str, changes))}"
+            text += f"; NOT the same bits as before, because this has changed: {', '.join(map(str, changes))}"
 
         return text
 
@@ -122,10 +122,10 @@ class Exactness:
 
 
 def _check_changing(model: nn.Module, names: Sequence[str]) -> None:
-    """Refuse the task's `changing_buffers`, which `exact` does not allow, and names in it that are no buffers."""
+    """Refuse the task's `changing_buffers`, which `exact` does not allow, and names in it that are not buffers."""
     known = [name for name, _ in model.named_buffers()]
 
-    # A string is a sequence, too: of letters.
+    # A string is a sequence too, of letters.
     changing = [] if isinstance(names, str) else list(names)
 
     # Because the task declares the buffer, it is refused before the first step rather than after it.

@@ -43,7 +43,7 @@ UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 # Autograd nodes around the inputs of a block, as torch's errors name them: one of exact mode, one of FSDP.
 INPUT_NODES = (BlockInputs.__name__, "RegisterPostBackwardFunction")
 
-# With both nodes, a block's only input is a plain view of the output of FSDP's node. Torch 2.11 and 2.13 name it so:
+# With both nodes, a block's only input is a plain view of the output of FSDP's node. torch 2.11 and 2.13 call it:
 VIEWS = ("of ViewBackward0 is a view", "of View is a view")
 
 # Parts of torch's errors about a second backward through compiled code.
@@ -218,7 +218,7 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
         for optimizer in optimizers.all:
             state += [value for values in optimizer.state.values() for value in values.values()]
 
-            # For other optimizers than torch's, the size of the state is unknown.
+            # The size of the state is known only for torch's optimizers.
             groups = optimizer.param_groups if is_torchs(optimizer) else []
             for group in groups:
                 stateless = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]

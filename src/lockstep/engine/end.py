@@ -53,7 +53,7 @@ def end_training(run: Run) -> None:
     try:
         _save_final_weights(run)
     except UserError:
-        # Raised on all ranks. Weights that cannot be written can be had from this checkpoint.
+        # Raised on all ranks. The checkpoint still holds the weights that could not be written.
         run.checkpoints.settle()
         raise
 
@@ -100,8 +100,8 @@ def _write_weights(run: Run, file: str, weights: dict[str, Tensor], aliases: dic
     if run.config.checkpoint.final == "best":
         best = run.checkpoints.best()
         if best is None:
-            reason = f"checkpoint.final=best: no checkpoint has a finite value, so {file} is of the last step"
-            run.recorder.event("warning", reason=reason)
+            found = f"no checkpoint has a finite value, so {file} has the weights of the last step"
+            run.recorder.event("warning", reason=f"checkpoint.final=best: {found}")
         else:
             # A checkpoint may hold float32 masters of weights that the model stores in another format.
             saved, aliases = read_weights(best.checkpoint, ema)

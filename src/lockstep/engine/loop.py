@@ -43,8 +43,9 @@ class Training:
         """Set up the run, and refuse mistakes that can be found before the first step."""
         self.task = task
 
-        # Hooks first: what they follow decides about the step.
-        callbacks = [*getattr(task, "callbacks", tuple)(), *builder.callbacks]
+        # Make the hooks first: which ones exist determines what a step must compute.
+        own_callbacks = task.callbacks() if hasattr(task, "callbacks") else ()
+        callbacks = [*own_callbacks, *builder.callbacks]
         builder.use_hooks(Hooks(BuiltRunView(builder), task, callbacks))
 
         # `data` is called once, though automatic pipeline stages need samples before the source is opened.
@@ -76,9 +77,6 @@ class Training:
     def step(self, batches: StepBatches) -> None:
         """Train one global step, and do what is due after it."""
         run = self.run
-        if run.hooks.follow_batches:
-            batches.micro_batches = run.hooks.around_batches(batches.micro_batches)
-
         result = run.stepper.step(batches, self._loss)
         run.end_step(batches, result)
 

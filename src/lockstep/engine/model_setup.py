@@ -31,5 +31,5 @@ class ModelSetup:
         return self.optimizers.evaluation_weights(self.driver.drop_gathered)
 
     def averaged_weights(self) -> AbstractContextManager[None]:
-        """Return a context in which the model has its averages as weights, if there are any."""
+        """Return a context in which the averages, if there are any, are the model's weights."""
         return self.average.applied(self.driver.drop_gathered) if self.average else nullcontext()

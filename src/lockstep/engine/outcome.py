@@ -48,7 +48,7 @@ class Outcome:
         self.finite = math.isfinite(self.grad_norm)
         self.mean_loss = float(word.loss) / float(word.weight) if word.weight else 0.0
 
-        # `not >` instead of `<=`: a mean loss of nan is no spike. Only the gradient decides then, as on the device.
+        # `not >` instead of `<=`: a mean loss of nan is not a spike. Only the gradient decides then, as on the device.
         self.accepted = self.finite and not (self.mean_loss > self.loss_limit)
 
     def skip_reason(self) -> str | None:
@@ -154,7 +154,10 @@ class Outcomes:
         ranks = self._runtime.world.size
 
         # An accepted step is applied by now: these checks do not prevent it, they only end the run.
-        if 0 < word.loaded < ranks:
+        #
+        # Ranks that loaded are in another step too, so `loaded` comes first. But if the marks are too small to be a sum
+        # of marks, this is no control word.
+        if 0 < word.loaded < ranks <= word.step:
             raise UserError(
                 f"{word.loaded} of {ranks} ranks loaded a checkpoint before step {step}, and the others did not",
                 "the ranks no longer have the same weights",
@@ -202,7 +205,7 @@ class Outcomes:
 
     def _update_scale(self, outcome: Outcome) -> bool:
         """Adapt the loss scale of fp16. Return whether it was lowered."""
-        # A spike with a finite gradient is no reason to change the loss scale.
+        # A spike with a finite gradient does not change the loss scale.
         if self._scaler is None or (outcome.finite and not outcome.accepted):
             return False
 
@@ -283,15 +286,22 @@ class Outcomes:
     def state_dict(self) -> dict[str, Any]:
         # The keys are part of the file format.
         return {
-            "skips": {"skipped": self.skipped, "failures_in_a_row": self.skips_in_a_row},
+            "skips": {
+                "skipped": self.skipped,
+                "failures_in_a_row": self.skips_in_a_row,
+                "scale_backoffs": self._scale_backoffs,
+            },
             "spikes": {"recent": list(self.spikes.recent)},
             "scaler": self._scaler.get_state() if self._scaler else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.skipped = state["skips"]["skipped"]
+        skips = state["skips"]
+        self.skipped = skips["skipped"]
+        self.skips_in_a_row = skips["failures_in_a_row"]
+        self._scale_backoffs = skips.get("scale_backoffs", 0)  # older checkpoints do not have it
+
         self.skipped_since_log = 0
-        self.skips_in_a_row = state["skips"]["failures_in_a_row"]
         self.empty_in_a_row = 0
 
         self.spikes.recent.clear()

@@ -40,7 +40,7 @@ BREAK_TIMEOUT = timedelta(seconds=30)  # for all ranks to leave the loop after o
 
 
 class OwnRun(BuiltRunView):
-    """The object that `lockstep.start` yields. The call of `steps` turns its RunBuilder into a Run."""
+    """The object that `lockstep.start` yields. Calling `steps` turns its RunBuilder into a Run."""
 
     def __init__(self, builder: RunBuilder):
         super().__init__(builder)
@@ -131,7 +131,8 @@ class OwnRun(BuiltRunView):
     def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function `(model, *batch)` to call in the loop: `loss = run.compile(loss)`, after `run.setup`.
 
-        It is compiled together with the model if `compile` says so and it can be. Without this call the model alone is.
+        It is compiled together with the model, if `compile` says so and torch can do it. Without this call, only the
+        model is compiled.
         """
         driver = self._builder.driver
         if driver is None or isinstance(driver.model, SeveralModels):
@@ -181,7 +182,7 @@ class OwnRun(BuiltRunView):
         self._check_passes(passes)
         self._check_first_call()
 
-        # Hooks before the run: what they follow decides about the step.
+        # Make the hooks first: which ones exist determines what a step must compute.
         self._builder.use_hooks(Hooks(self, callbacks=self._builder.callbacks))
         self._run = run = self._builder.setup_run(dataset, collate)
         run.hooks.before_training()
@@ -192,9 +193,6 @@ class OwnRun(BuiltRunView):
         # `close` finds it True if the user's code left the loop with `break`.
         self._in_loop = True
         for batches in run.step_batches():
-            if run.hooks.follow_batches:
-                batches.micro_batches = run.hooks.around_batches(batches.micro_batches)
-
             step = OwnStep(run, batches, gradients, passes)
             try:
                 yield step
@@ -318,7 +316,7 @@ def _check_parts(parts: list[Any]) -> None:
 
 def _are_trained_in_turn(models: list[nn.Module], optimizers: list[torch.optim.Optimizer]) -> bool:
     """Return whether each of several models belongs to one of several optimizers, as in a GAN."""
-    owners: list[set[int]] = []  # of each model, the optimizers that update a part of it
+    owners: list[set[int]] = []  # for each model, the optimizers that update a part of it
     for model in models:
         own = {id(p) for p in model.parameters() if p.requires_grad}
         owners.append({i for i, optimizer in enumerate(optimizers) if own & _parameter_ids(optimizer)})

@@ -48,7 +48,7 @@ class StepContext:
     log_event: EventLogger = log_nothing  # logs skipped steps, and the samples to blame for them
     before_all_reduce: Callable[[], None] | None = None  # called before this rank waits for the others
 
-    # What follows from these.
+    # Derived from these.
     scaler: DynamicScaler | None = field(init=False)  # with fp16
     sends_loss: bool = field(init=False)  # whether the control word includes the loss
 

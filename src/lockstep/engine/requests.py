@@ -104,7 +104,7 @@ class Requests:
     def resume_stop(self, resumed: Resumed) -> None:
         """Carry out a stop that the user's code had requested before the checkpoint, or stay stopped.
 
-        A run that has stopped trains on if the user sets another number of steps.
+        A run that has stopped continues if the user sets another number of steps.
         """
         stop = resumed.loop.stop
         if stop is None:

@@ -2,7 +2,7 @@
 
     for batches in run.step_batches():       the micro-batches of this rank in one step
         result = run.stepper.step(...)       forward, backward, all-reduce, update (engine/step.py)
-        run.end_step(batches, result)        commit the samples, count the step, check, call hooks
+        run.end_step(batches, result)        commit the samples, count it in the log, check, call hooks
         run.evaluate(sets)                   if it is due
         run.maintain()                       write the log line; rewind or save; end if preempted
     end_training(run), close(run)            the last checkpoint, the weights, the summary (engine/end.py)
@@ -120,7 +120,10 @@ class Run:
     # ---- the batches of a step ----
 
     def step_batches(self) -> Iterator[StepBatches]:
-        """Yield this rank's micro-batches of every global step, until the plan ends or some rank requests a stop."""
+        """Yield this rank's micro-batches of every global step, until the plan ends or some rank requests a stop.
+
+        Iterating over them measures the wait for data and calls the hooks `before_batch`.
+        """
         self.recorder.start_clock()
         self.model_setup.guard.late_hooks.check()
         is_first = True
@@ -140,6 +143,9 @@ class Run:
 
             batches.step = self.stepper.counters.steps_done
             batches.micro_batches = self._feed(batches.micro_batches, batches.count)
+            if self.hooks.follow_batches:
+                batches.micro_batches = self.hooks.around_batches(batches.micro_batches)
+
             yield batches
 
     def _take_first(self) -> StepBatches:
@@ -192,19 +198,7 @@ class Run:
         `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first.
         """
         steps_done = self.stepper.counters.steps_done
-        if self.tracer:
-            self.tracer.end_step()
-
-        if self.driver.compiler:
-            self.driver.compiler.end_step()  # it times the first steps, and decides by them
-
-        # A checkpoint that is saved after this line resumes after these samples.
-        self.source.commit(batches, result)
-        if self.log.samples:
-            self.log.samples.write(batches.step, self.stepper.progress.trained)
-
-        if self.load_balancer:
-            self.load_balancer.end_step(steps_done)
+        self._commit(batches, result, steps_done)
 
         result = self._accept(batches, result, steps_done)
         self._check_model(steps_done)
@@ -222,6 +216,22 @@ class Run:
             self.stepper.update.wait_for_copy()
             self.model_setup.average.update()
 
+    def _commit(self, batches: StepBatches, result: StepResult | None, steps_done: int) -> None:
+        """Advance the data source past the step, and end the step for everything that times it or lists its samples."""
+        if self.tracer:
+            self.tracer.end_step()
+
+        if self.driver.compiler:
+            self.driver.compiler.end_step()  # it times the first steps, and bases its decision on them
+
+        # A checkpoint that is saved after this line resumes after these samples.
+        self.source.commit(batches, result)
+        if self.log.samples:
+            self.log.samples.write(batches.step, self.stepper.progress.trained)
+
+        if self.load_balancer:
+            self.load_balancer.end_step(steps_done)
+
     def _accept(self, batches: StepBatches, result: StepResult | None, steps_done: int) -> StepResult | None:
         """Accept the requests in a step's control word and count the step in the log. Return the newest result."""
         self.requests.accept(result)
@@ -235,7 +245,7 @@ class Run:
         return result
 
     def _check_model(self, steps_done: int) -> None:
-        """Raise if the step, or the user's code meanwhile, did to the model what the run cannot follow."""
+        """Raise if the step, or the user's code, has changed the model in a way that the run does not support."""
         if self.model_setup.exactness:
             self.model_setup.exactness.end_step()
 
@@ -244,7 +254,7 @@ class Run:
             self.model_setup.guard.check_structure()
 
     def _request_what_is_due(self) -> None:
-        """Request what this rank finds due by its clock, and report a failed save, with the next control word."""
+        """Put what is due by this rank's clock, and a failed save, into the next control word."""
         # Any rank may fail to write, or receive a signal that asks for a save. The clock of a save is rank 0's.
         save_failed = self.checkpoints.pending.poll()
         save = self.checkpoints.schedule.due_by_clock() or self.runtime.notice.asks_for_save()
@@ -396,7 +406,7 @@ class Run:
             self.maintain(evaluation_due=True)
             raise AssertionError("unreachable: maintain() raises Preempted")
 
-        # Decide only when all are done: an evaluation that is interrupted is repeated from the first set on.
+        # Decide only when all are done: an interrupted evaluation is repeated from the first set on.
         self.evaluations.follow(sets, evaluations, self.seconds)
         if self.hooks.follow_evaluations:
             with self.runtime.heartbeat.visit("user code"):

@@ -1,6 +1,6 @@
 """One optimizer step, as a transaction: all ranks apply it, or none does.
 
-One exception: that ranks are in different steps is found only after the update. The run then ends.
+One exception: ranks that are in different steps are noticed only after the update, and the run then ends.
 
     progress = self.begin(batches)                                       sums and counts start at 0
     reduced  = self.driver.forward_backward(batches, loss_fn, progress)  reduced over micro-batches and ranks
@@ -37,7 +37,7 @@ from lockstep.task import StepBatches, StepResult
 
 @dataclass
 class Counters:
-    steps_done: int = 0  # applied or skipped; while a step runs, its index
+    steps_done: int = 0  # applied or skipped; `apply` counts a step before it updates
     applied: int = 0  # applied steps only; the learning-rate schedule follows this count
 
 
@@ -65,7 +65,7 @@ class Stepper:
         learning_rate: LearningRate | SchedulerRate,
         trained_parameters: TrainedParameters | None = None,
     ):
-        """`trained_parameters`: those of each step, if a hook delays some."""
+        """`trained_parameters` says which ones each step trains, if a hook delays some."""
         # Fixed for the run.
         self.context = context
         self.driver = driver
@@ -122,13 +122,14 @@ class Stepper:
         if self._trained_parameters is not None:
             reduced = self._trained_parameters.drop_others(reduced, progress.step)
 
-        # The schedule follows the applied steps, so a skipped one does not move it.
+        # The schedule follows the applied steps, so a skipped one does not move it. On a GPU the previous outcome is
+        # not known yet: if it is a skip, this step's rate is one point ahead.
         self.lr = self.learning_rate.set(self.counters.applied)
 
         # Only the last pass over the batches ends the step.
         self.counters.steps_done += progress.ends_step
 
-        # The norm of the parameters' norms is that of the whole gradient: shape (), of a sum that is not divided yet.
+        # The norm of all norms is that of the whole gradient, shape (). The sum is not divided by its weight yet.
         norm = torch.linalg.vector_norm(reduced.norms)
         if self.reads_outcome_late:
             return self._apply_late(progress, reduced, norm)
@@ -186,6 +187,11 @@ class Stepper:
         self._pending = Pending(progress, reduced, loss_limit, row, arrived)
         return previous
 
+    @property
+    def awaits_outcome(self) -> bool:
+        """Whether the host has not read the outcome of the last step yet, so that `sums` lack its losses."""
+        return self._pending is not None
+
     def wait_for_outcome(self) -> StepResult | None:
         """Wait for the result of the last step and return it, or None if the host has read it already."""
         pending, self._pending = self._pending, None
@@ -196,7 +202,7 @@ class Stepper:
         grad_norm, *values = pending.row.tolist()
         word = pending.reduced.codec.unpack(values)
 
-        # Judge by the limit of that step, not by today's.
+        # Judge by the limit of that step, not by the current one.
         outcome = Outcome(pending.progress, pending.reduced, pending.loss_limit, word, grad_norm)
         if not outcome.accepted:
             self._uncount_update(pending.progress)

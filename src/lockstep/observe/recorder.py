@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,21 @@ from lockstep.observe.sinks import RunJsonl, SinkList
 from lockstep.runtime.context import Runtime
 
 
+@dataclass(frozen=True)
+class Interval:
+    """The steps that one line of metrics covers."""
+
+    steps: int
+    samples: int  # of all ranks
+    skipped: int  # skipped steps
+    summed: int  # steps in the sums of losses and metrics: on a GPU these lag one step behind, except in the last line
+
+
 class Recorder:
     """Keeps the log of a rank. On rank 0 it also writes metrics and events and shows progress.
 
-    An interval is what one line of metrics covers. Its sums are reduced over the ranks when it ends, and arrive on the
-    host later, while training goes on. Events are written at once.
+    The sums of an interval are reduced over the ranks when it ends, and arrive on the host later, while training goes
+    on. Events are written at once.
     """
 
     def __init__(self, run_dir: Path, runtime: Runtime, slow_rank: float = 1.3, sinks: Sequence[str] = ()):
@@ -96,36 +107,42 @@ class Recorder:
         """Exclude time that was spent on something other than training from the running interval."""
         self._since += seconds
 
-    def end_interval(self, sums: Sums, steps: int, samples: int, skipped: int, numbers: dict[str, Any]) -> None:
-        """End an interval of `steps`, `skipped` of them skipped. Collective.
+    def end_interval(self, sums: Sums, interval: Interval, numbers: dict[str, Any]) -> None:
+        """End an interval: reduce its sums over ranks, and write its line once they have arrived. Collective.
 
-        The sums are reduced over ranks and written once they have arrived on the host. `numbers` are those of the line
-        that are equal on all ranks: step, learning rate, norm, epoch, loss scale.
+        `numbers` are those of the line that are equal on all ranks: step, learning rate, norm, epoch, loss scale.
         """
         # One all-reduce carries both the sums and the times of all ranks.
         names = list(self.names)
         packed = self.runtime.collectives.all_reduce_(
-            torch.cat([sums.take(names, self.runtime.device), self._times(steps)])
+            torch.cat([sums.take(names, self.runtime.device), self._times(interval.steps)])
         )
 
-        # Time and memory are measured on rank 0, which writes the line.
         seconds = time.perf_counter() - self._since
-        known = {
-            "time": time.time(),
-            **numbers,
-            "memory_mb": self._memory_bytes() / 2**20,
-            "step_s": seconds / steps,
-            "data_wait_s": self.data_wait_s / steps,
-            "samples": samples,
-            "samples_per_s": samples / seconds,
-        }
-
+        known = self._known_numbers(interval, seconds, numbers)
         self.start_clock()
 
         # The other ranks were needed for the all-reduce, but have no line to write.
-        if self._jsonl is None:
-            return
+        if self._jsonl is not None:
+            self._queue_line(names, packed, interval, seconds, known)
+            self.poll()
 
+    def _known_numbers(self, interval: Interval, seconds: float, numbers: dict[str, Any]) -> dict[str, Any]:
+        """Return the numbers of a line that the host knows when the interval ends. Time and memory are this rank's."""
+        return {
+            "time": time.time(),
+            **numbers,
+            "memory_mb": self._memory_bytes() / 2**20,
+            "step_s": seconds / interval.steps,
+            "data_wait_s": self.data_wait_s / interval.steps,
+            "samples": interval.samples,
+            "samples_per_s": interval.samples / seconds,
+        }
+
+    def _queue_line(
+        self, names: list[str], packed: torch.Tensor, interval: Interval, seconds: float, known: dict[str, Any]
+    ) -> None:
+        """Copy the reduced sums to the host, where `poll` makes the line of them."""
         # Training continues during the copy. The next interval may end before this line is written, so `make_line`
         # uses this interval's own values.
         host = packed.to("cpu", non_blocking=True)
@@ -134,11 +151,10 @@ class Recorder:
 
         def make_line() -> dict[str, Any]:
             values = host.tolist()
-            self._report_waiting(values[2 * len(names) :], numbers["step"])
-            return _metrics_line(names, values, seconds, known, carried, skipped)
+            self._report_waiting(values[2 * len(names) :], known["step"])
+            return _metrics_line(names, values, interval, seconds, known, carried)
 
         self._pending.append((_arrival(packed), make_line))
-        self.poll()
 
     def _memory_bytes(self) -> int:
         device = self.runtime.device
@@ -254,7 +270,7 @@ class Recorder:
         self._displays = self._displays[:1]
 
     def close(self) -> None:
-        """Close all outputs. A disk that is full does not keep the others from being closed."""
+        """Close all outputs. A full disk does not prevent the other outputs from being closed."""
         for output in (*self._displays, self._jsonl, self._sinks, self._log):
             if output is not None:
                 with self._ignoring_disk_errors():
@@ -301,17 +317,26 @@ def _arrival(tensor: torch.Tensor) -> Callable[[], bool]:
 
 
 def _metrics_line(
-    names: list[str], packed: list[float], seconds: float, known: dict[str, Any], carried: float, skipped: int
+    names: list[str],
+    packed: list[float],
+    interval: Interval,
+    seconds: float,
+    known: dict[str, Any],
+    carried: float = 0.0,
 ) -> dict[str, Any]:
-    """Return a line of metrics, with what rank 0 has `known` since the interval ended.
+    """Return a line of metrics, with the numbers that were `known` when the interval ended.
 
-    `packed` holds (sum, weight) of every name, followed by the figures of the ranks. `carried` is weight from before a
-    resume, which took none of these `seconds`.
+    packed: (sum, weight) of every name, followed by the figures of the ranks
+    carried: the part of the weight from before a resume, which took none of these `seconds`
     """
     means = quotients(names, packed[: 2 * len(names)])
     weight = packed[2 * names.index("loss") + 1]
 
     # With no weight, the loss is NaN if steps were skipped, so that the skip is visible. Otherwise it is None: all
     # steps had weight 0, or none is known yet (a GPU's results come a step late).
-    loss = means.pop("loss", math.nan if skipped else None)
-    return {"loss": loss, **known, "weight": weight, "weight_per_s": (weight - carried) / seconds, "metrics": means}
+    loss = means.pop("loss", math.nan if interval.skipped else None)
+
+    # The weight may be that of one step more or less than the interval has, so it is divided by as many steps' time.
+    step_s = seconds / interval.steps
+    rate = (weight - carried) / (interval.summed * step_s) if interval.summed else None
+    return {"loss": loss, **known, "weight": weight, "weight_per_s": rate, "metrics": means}

@@ -185,7 +185,7 @@ class Optimizers:
         self._hooks: list[Any] = []
         self.group_line: str | None = None  # about the groups that `optim.groups` made, for the banner
 
-        # Those whose weights to evaluate are not the weights to train with (schedule-free).
+        # Optimizers that train and evaluate with different weights (schedule-free).
         self._switching: list[Any] = [o for o in self.all if hasattr(o, "train") and hasattr(o, "eval")]
         for optimizer in self._switching:
             optimizer.train()

@@ -56,55 +56,27 @@ def apply(
     axes = None if mesh.is_data_parallel_only else Axes(mesh, runtime)
     pipelined = mesh.sizes["pp"] > 1
 
-    compiled = wants_compile(config, runtime)
-
-    # Refuse unsupported settings before any tensor is moved.
-    check_init(model, config)
-    check_offload(config.fsdp, runtime)
-    if config.strategy_record.shards_parameters and not runtime.world.alone:
-        check_scalars(model, config)
+    _check_settings(model, config, runtime)
 
     # Sharding replaces parameters, which would drop their hooks. The driver gets the hooks below.
     hooks = take_hooks(model)
-
-    # A model on the meta device is filled block by block while it is sharded, so only a single rank fills it here. A
-    # pipeline moves its own stages to the device.
-    if config.init == "meta" and runtime.world.alone:
-        fill_model(model, (), lambda _: None, runtime)
-
-    if not any(p.is_meta for p in model.parameters()):
-        cast_parameters_(model, config.precision)
-        if not pipelined:
-            model.to(runtime.device)
+    _place(model, config, runtime, pipelined)
 
     # Replace single layers before the model's calls are wrapped.
     if axes and not pipelined and mesh.sizes["tp"] > 1:
         shard_layers(model, task, axes, runtime)
-
-    if config.ddp.sync_batchnorm:
-        synchronise_batchnorm(model, runtime)
-    else:
-        adapt_sync_batchnorm(model, runtime, pipelined)
-
-    if choose_precision(config, runtime.device).float8:
-        compute_in_float8(model, config.blocks)
-
-    # A pipeline does so for itself.
-    if not pipelined:
-        disable_kv_cache(model, always=False)
-    recompute_blocks(model, config)
-    if config.exact:
-        group_input_gradients(model, config)
+    _adapt_layers(model, config, runtime, pipelined)
 
     # What the user has compiled stays as it is.
-    compiled = compiled and not any(map(compiled_call, model.modules()))
+    compiled = wants_compile(config, runtime) and not any(map(compiled_call, model.modules()))
 
-    # If forwards are collective, the ranks compile in step, in the first one. Otherwise a compiler watches the driver.
-    at_once = compiled and not pipelined and _collective_forwards(model, config)
+    # If forwards are collective, the ranks compile together, in the first one. Otherwise a Compiler watches the driver.
+    at_once = compiled and not pipelined and collective_forwards(model, config, runtime)
     if at_once:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
 
     driver = _make_driver(model, task, config, runtime, axes, compiled, data)
+
     # Compile before capturing: a CUDA graph records the compiled kernels.
     if compiled and not pipelined and not at_once:
         driver.compiler = make_compiler(driver, config, runtime, log_event)
@@ -125,6 +97,48 @@ def apply(
     return driver
 
 
+def _check_settings(model: nn.Module, config: RunConfig, runtime: Runtime) -> None:
+    """Refuse unsupported settings before any tensor is moved."""
+    check_init(model, config)
+    check_offload(config.fsdp, runtime)
+    if config.strategy_record.shards_parameters and not runtime.world.alone:
+        check_scalars(model, config)
+
+
+def _place(model: nn.Module, config: RunConfig, runtime: Runtime, pipelined: bool) -> None:
+    """Put the parameters on the device, in the dtype in which they are stored.
+
+    A model on the meta device is filled block by block while it is sharded, so only a single rank fills it here. A
+    pipeline moves its own stages to the device.
+    """
+    if config.init == "meta" and runtime.world.alone:
+        fill_model(model, (), lambda _: None, runtime)
+
+    if not any(p.is_meta for p in model.parameters()):
+        cast_parameters_(model, config.precision)
+        if not pipelined:
+            model.to(runtime.device)
+
+
+def _adapt_layers(model: nn.Module, config: RunConfig, runtime: Runtime, pipelined: bool) -> None:
+    """Change how layers compute: BatchNorm, float8, and what is recomputed in the backward."""
+    if config.ddp.sync_batchnorm:
+        synchronise_batchnorm(model, runtime)
+    else:
+        adapt_sync_batchnorm(model, runtime, pipelined)
+
+    if choose_precision(config, runtime.device).float8:
+        compute_in_float8(model, config.blocks)
+
+    # A pipeline disables the cache of its stages itself.
+    if not pipelined:
+        disable_kv_cache(model, always=False)
+
+    recompute_blocks(model, config)
+    if config.exact:
+        group_input_gradients(model, config)
+
+
 def wants_compile(config: RunConfig, runtime: Runtime) -> bool:
     """Whether to compile, or to find out whether it pays. On a CPU it is slow, and rarely pays."""
     if config.compile == "auto":
@@ -141,7 +155,11 @@ def make_compiler(driver: Driver, config: RunConfig, runtime: Runtime, log_event
     return Compiler(driver, config, log_event, judged, loose)
 
 
-def _collective_forwards(model: nn.Module, config: RunConfig) -> bool:
+def collective_forwards(model: nn.Module, config: RunConfig, runtime: Runtime) -> bool:
+    """Whether a forward of the model waits for other ranks."""
+    if runtime.world.alone:
+        return False
+
     synchronised = any(map(is_synchronised, model.modules()))
     return not config.strategy_record.local_forward or config.uses_axis("tp") or synchronised
 

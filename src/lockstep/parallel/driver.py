@@ -48,7 +48,7 @@ class RankRole:
 
     replicated: bool = True  # every rank holds every parameter in full
     collective_forwards: bool = False  # forwards contain collectives: all ranks must run the same number of them
-    interleaved: bool = False  # ranks take turns with micro-batches, instead of one contiguous range each
+    in_turn: bool = False  # micro-batches are assigned to ranks in turn, not in contiguous ranges
     runs_whole_model: bool = True  # a rank can call the model by itself; False in a pipeline
     pipeline_depth: int = 1  # micro-batches in flight: the number of pipeline ranks
     data_rank: int = 0  # ranks with the same data_rank train on the same samples
@@ -95,7 +95,7 @@ class Progress(Protocol):
 
     batches: StepBatches
     micro: MicroBatch | None
-    backwards_done: int
+    backwards_done: int  # the driver counts: a method would be one more call for every micro-batch
     autocast: Autocast
 
     @property
@@ -202,10 +202,14 @@ class PlacedModel:
 class WatchedModel(PlacedModel):
     """Calls the user's loss in training, and watches for gradients that the loss computes itself."""
 
-    keeps_graphs = False  # whether one of these gradients went through a graph that is needed once more
+    keeps_graphs = False  # whether one of these gradients went through a graph that is needed again
 
     def call_loss(self, loss_fn: LossFn, module: Any, data: Any) -> Loss:
-        """Call the user's loss, and `before_inner_gradient` before each gradient that it computes itself."""
+        """Call the user's loss, and `before_inner_gradient` before each gradient that it computes itself.
+
+        torch has no public way to see such a gradient before it is computed (inner_gradients.py). What would go wrong
+        without this is in tests/ranks/test_inner_gradients.py.
+        """
         # The same as `with use_engine(self.watched_engine)`, without its calls for every micro-batch.
         torch.autograd._engine_run_backward = self.watched_engine  # pyrefly: ignore[missing-attribute]
         try:
@@ -235,7 +239,7 @@ class Driver(WatchedModel):
     """
 
     to_sum = 1.0  # see `Reduced`
-    _word_and_norms: tuple[Tensor, Tensor | None]  # from `_reduce`, of the latest step
+    _word_and_norms: tuple[Tensor, Tensor | None]  # from `_reduce`; valid from a step's last backward on
 
     @cached_property
     def codec(self) -> ControlWordCodec:
@@ -307,7 +311,7 @@ class Driver(WatchedModel):
         run_engine((total,), (grad_output,))
 
     def _reduce(self, word: ControlWord) -> tuple[Tensor, Tensor | None]:
-        """Reduce over ranks what the backwards of the step have not.
+        """Reduce over ranks whatever the backwards of the step have not reduced.
 
         Return the summed control word [LENGTH], and the norms of the gradients. The norms are None if this rank holds
         full gradients and can compute them itself.
@@ -316,14 +320,24 @@ class Driver(WatchedModel):
 
 
 def run_engine(outputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> None:
-    """Like `torch.autograd.backward`, but skip its type and shape checks (about 9 us per call).
+    """Like `torch.autograd.backward`, but skip its type and shape checks.
 
-    The first output is the loss. If it is a subclass of Tensor, torch's function may call a backward of that class.
+    They take about 9 us a micro-batch (docs/LOG.md has the measurement).
     """
-    if type(outputs[0]) is Tensor:
-        TORCH_ENGINE(outputs, grad_outputs, False, False, (), allow_unreachable=True, accumulate_grad=True)
-    else:
+    # The first output is the loss. If it is a subclass of Tensor, torch's function may call a backward of that class.
+    if type(outputs[0]) is not Tensor:
         torch.autograd.backward(outputs, grad_outputs)
+        return
+
+    TORCH_ENGINE(
+        outputs,
+        grad_outputs,
+        keep_graph=False,
+        create_graph=False,
+        inputs=(),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
 
 
 def sum_with_word(driver: Driver, word: ControlWord, numbers: Tensor) -> tuple[Tensor, Tensor]:

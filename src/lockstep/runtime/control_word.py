@@ -5,8 +5,9 @@ Drivers send the packed word along with the gradients or their norms. Only `ddp.
 `ddp.find_unused_parameters`, and DDP on a number of ranks whose mean could round (`mean_is_exact`) need a separate
 collective for it.
 
-Every integer is exact, on up to MOST_RANKS ranks and whatever the order of the additions: no rank sends a number above
-BASE, so that no sum is above MOST_RANKS x BASE = 2^24, and float32 has all integers up to there.
+Every integer is exact, on up to MOST_RANKS ranks and whatever the order of the additions: no rank sends an integer
+above BASE, so no sum is above MOST_RANKS x BASE = 2^24, and float32 has all integers up to there. Only the first digit
+of a weight may be larger than BASE. It is exact as long as its sum is at most 2^24.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ class ControlWordCodec:
     def unpack(self, values: list[float]) -> ControlWord:
         """Read the sum over ranks back from its `LENGTH` values."""
         # Whole numbers that were multiplied by 1/N are rounded, to remove the error. A weight that a GPU has computed
-        # may not be finite. The step is finite unless the word was overwritten: -1 stands for no step.
+        # may not be finite. Step and flags are finite unless another tensor came in place of the word: -1 stands for no
+        # step, and the flags then count for nothing.
         high, middle, low, fraction = values[WEIGHT]
         weight = math.nan
         if math.isfinite(high + middle + low + fraction):
@@ -139,7 +141,7 @@ class ControlWordCodec:
         # This runs in every step, and in almost every step no flag is set.
         if any(values[FLAG_SLOTS]):
             for name, count in zip(FLAGS, values[FLAG_SLOTS], strict=True):
-                setattr(word, name, round(count))
+                setattr(word, name, round(count) if math.isfinite(count) else 0)
 
         return word
 

@@ -171,7 +171,6 @@ class RecordedRun(Run):
             self._micros: list[dict[str, Any]] = []
             self._passes: Counter[int] = Counter()  # id of a note -> losses of its micro-batch so far
 
-            batches.micro_batches = self._record_data(batches.micro_batches)
             yield batches
 
             if number + 1 == self.orders["steps"]:
@@ -207,6 +206,10 @@ class RecordedRun(Run):
         return {}
 
     # ---- around a micro-batch ----
+
+    def _feed(self, batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
+        """Record the micro-batches as the source gives them, before a hook can change them."""
+        return self._record_data(super()._feed(batches, count))
 
     def _record_data(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the micro-batches, each with a new note."""

@@ -12,7 +12,7 @@ import torch
 from lockstep.config import RunConfig, ScalerConfig, SpikeConfig
 from lockstep.engine.outcome import Outcome, Outcomes
 from lockstep.engine.progress import StepContext
-from lockstep.errors import OutOfStep
+from lockstep.errors import OutOfStep, UserError
 from lockstep.precision import PRECISIONS
 from lockstep.runtime.control_word import FLAGS, ControlWord, step_mark
 
@@ -45,6 +45,17 @@ def test_the_rank_that_does_not_notice_it_is_the_one_at_fault() -> None:
     with pytest.raises(OutOfStep, match="rank 1 was in a collective that ranks 0, 2 never called") as raised:
         concluded(3, 0, noticed=(0, 2))
     assert raised.value.ranks == [1]
+
+
+def test_ranks_that_loaded_alone_are_named_although_they_are_in_another_step() -> None:
+    with pytest.raises(UserError, match="1 of 3 ranks loaded a checkpoint before step 7"):
+        concluded(7, word=ControlWord(weight=4.0, step=2 * step_mark(7) + step_mark(2), loaded=1))
+
+
+@pytest.mark.parametrize("marks", [-1, 0, RANKS - 1])
+def test_a_tensor_that_is_no_control_word_does_not_say_that_ranks_loaded(marks: int) -> None:
+    with pytest.raises(OutOfStep):
+        concluded(7, word=ControlWord(weight=4.0, step=marks, loaded=1))
 
 
 def outcome_of(word: ControlWord, grad_norm: float) -> Outcome:
@@ -91,6 +102,28 @@ def test_a_measured_pass_that_overflows_lowers_the_loss_scale(fp16_outcomes: Out
         result = fp16_outcomes.conclude_measured(outcome_of(word_of(fp16_outcomes, 4.0), math.inf))
     assert scaler.value < scale
     assert "no finite gradient" in (result.skip_reason or "")
+
+
+def test_a_resumed_run_still_knows_that_only_the_loss_scale_was_too_large(fp16_outcomes: Outcomes) -> None:
+    scaler = fp16_outcomes._scaler
+    assert scaler is not None
+    while fp16_outcomes._scale_backoffs == 0:
+        fp16_outcomes.conclude(outcome_of(word_of(fp16_outcomes, 4.0), math.inf))
+    # Skips that a hysteresis allows before the scale is lowered would be another reason.
+    fp16_outcomes.skipped = fp16_outcomes._scale_backoffs
+    state = fp16_outcomes.state_dict()
+
+    # A rewind loads the state into an object that has counted more since.
+    fp16_outcomes._scale_backoffs += 5
+    fp16_outcomes.load_state_dict(state)
+    with pytest.raises(UserError, match="halved the loss scale of fp16"):
+        fp16_outcomes.check_something_learned(steps=1, applied=0)
+
+    # An older checkpoint.
+    del state["skips"]["scale_backoffs"]
+    fp16_outcomes.load_state_dict(state)
+    with pytest.raises(UserError, match="skipped for the reasons above"):
+        fp16_outcomes.check_something_learned(steps=1, applied=0)
 
 
 def test_a_weight_that_is_not_finite_is_the_reason_for_a_skip() -> None:

@@ -16,6 +16,7 @@ from lockstep.parallel.ddp.driver import DDPDriver
 from lockstep.runtime.control_word import (
     BASE,
     FLAGS,
+    LENGTH,
     MOST_RANKS,
     STEP,
     ControlWord,
@@ -181,5 +182,13 @@ def test_a_weight_on_the_device_that_is_not_finite_is_nan(weight: float) -> None
     assert math.isnan(float(found.weight))
     assert (found.step, found.stop) == (3, 1)
 
-    values[STEP] = math.nan
-    assert codec.unpack(values).step == -1
+
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("slot", range(LENGTH))
+def test_a_word_with_a_number_that_is_not_finite_can_be_read(slot: int, number: float) -> None:
+    """Another collective's tensor may come in place of the word: the step must then be able to say so."""
+    values = ControlWordCodec(CPU, torch.float32).pack(ControlWord(weight=4.0, step=3, stop=1)).tolist()
+    values[slot] = number
+    found = ControlWordCodec(CPU, torch.float32).unpack(values)
+    assert found.step == (-1 if slot == STEP else 3)
+    assert all(getattr(found, name) in (0, 1) for name in FLAGS)

@@ -295,7 +295,7 @@ def _refuse_repeated_streams(shards: Shards) -> None:
 def micro_batches_of(options: SourceOptions) -> range:
     """Return the indices of this rank's micro-batches in a global step."""
     world = options.data_world
-    if options.interleaved:
+    if options.in_turn:
         return range(world.rank, options.micro_batches, world.size)
     return rank_range(options.micro_batches, world.rank, world.size)
 

@@ -18,7 +18,7 @@ from lockstep.errors import plural
 from lockstep.optim.registry import describe as describe_optimizer
 from lockstep.optim.schedule import LearningRate
 from lockstep.optim.user_scheduler import SchedulerRate
-from lockstep.parallel.apply import wants_compile
+from lockstep.parallel.apply import collective_forwards, wants_compile
 from lockstep.parallel.blocks import class_name, find_blocks, suggest_block_class
 from lockstep.parallel.cudagraph.install import wants_graph
 from lockstep.parallel.ddp.hook_table import HOOKS
@@ -69,7 +69,7 @@ def describe_run(
         "dropout": _dropout(model, config, mesh),
         # Settings that change the cost of a step. Those that are off get no line.
         "speeds": describe_speeds(config.load_balance, plan) if several and config.load_balance != "none" else None,
-        "compile": _compile(config) if wants_compile(config, runtime) else None,
+        "compile": _compile(model, config, mesh, runtime) if wants_compile(config, runtime) else None,
         "graph": _graph(config) if wants_graph(config, runtime) else None,
         "optimizer": describe_optimizer(config.optimizer) if config.optimizer != "task" else None,
         "exchange": HOOKS[config.ddp.hook].about(config.ddp) if several and config.ddp.hook != "none" else None,
@@ -159,7 +159,14 @@ def _learning_rate(rate: LearningRate | SchedulerRate, config: RunConfig, plan: 
     return f"{landmarks} ({config.lr.scaling} rule: batch {plan.global_batch} against {config.lr.reference_batch})"
 
 
-def _compile(config: RunConfig) -> str:
+def _compile(model: nn.Module, config: RunConfig, mesh: Mesh, runtime: Runtime) -> str:
+    if mesh.sizes["pp"] > 1:
+        return "the stages, in the first step"
+
+    # The ranks then compile in the same forward, and none is timed.
+    if collective_forwards(model, config, runtime):
+        return "the model, in the first step: its forward is collective, so nothing is timed first"
+
     condition = " if it pays: the first steps are timed, and the decision is logged" if config.compile == "auto" else ""
     return f"the loss with the model, or as much of it as can be{condition}"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.engine.step import Stepper
-from lockstep.observe.recorder import Recorder
+from lockstep.observe.recorder import Interval, Recorder
 from lockstep.observe.sinks import JsonlSink
 from lockstep.plan.plan import Plan
 from lockstep.task import MicroBatch, Number, StepResult, Weight
@@ -55,6 +55,7 @@ class StepLog:
         # Of the interval. The sums of losses and metrics are `Stepper.sums`.
         self._steps = 0
         self._samples = 0
+        self._late = 0  # earlier steps whose losses arrive in this interval: 0, or 1 on a GPU
         self._newest: StepResult | None = None  # the newest known result
         self.line_due = False  # the line of this step is not written yet
 
@@ -108,14 +109,18 @@ class StepLog:
             self.agree_on_names()
 
         # The sums stay on the device. The recorder reduces them over the ranks and reads them later, without waiting.
-        self._recorder.end_interval(stepper.sums, self._steps, self._samples, outcomes.skipped_since_log, numbers)
-        self._begin_interval()
+        late = int(stepper.awaits_outcome)
+        summed = self._steps + self._late - late
+        interval = Interval(self._steps, self._samples, outcomes.skipped_since_log, summed)
+        self._recorder.end_interval(stepper.sums, interval, numbers)
 
+        self._begin_interval(late)
         outcomes.skipped_since_log = 0
 
-    def _begin_interval(self) -> None:
+    def _begin_interval(self, late: int = 0) -> None:
         self._steps = 0
         self._samples = 0
+        self._late = late
 
     # ---- the names of metrics, which all ranks must know ----
 

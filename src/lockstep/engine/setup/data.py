@@ -63,7 +63,7 @@ def source_options(
         # All ranks of a tp or pp group train on the same samples, so they count as one.
         data_world=World(role.data_rank, role.data_size),
         device=runtime.device,
-        interleaved=role.interleaved,
+        in_turn=role.in_turn,
         collective_forwards=role.collective_forwards,
         exact=config.exact,
         watches_dataset=config.checks.first_batch,

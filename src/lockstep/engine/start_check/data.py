@@ -7,6 +7,7 @@ never, without any error. A few samples are read on all ranks and compared by th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.causes import Cause, named
@@ -126,10 +127,11 @@ def _take_and_digest(source: BatchSource) -> tuple[StepBatches, str | None, str 
 
     A digest is None for padding, or if the source does not know where a stream begins.
     """
-    batches = source.take()
+    taken = source.take()
 
     # Read all of them now: an error must be raised on every rank.
-    batches.micro_batches = micro_batches = list(batches)
+    micro_batches = list(taken)
+    batches = replace(taken, micro_batches=micro_batches)
     first = None if micro_batches[0].padding else digest(micro_batches[0].data)
     if not isinstance(source, DatasetSource):
         return batches, first, None

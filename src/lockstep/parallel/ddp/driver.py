@@ -61,7 +61,7 @@ class _WithControlWord(Wrapper):
 
 @dataclass(slots=True)
 class Calls:
-    """The calls of a model in one micro-batch. Not attributes of the module itself, which take long to set."""
+    """The calls of a model in one micro-batch. Not attributes of the module itself, which are slow to set."""
 
     any: bool = False
     with_gradients: bool = False  # DDP prepares its reducer in a forward with gradients, and nowhere else
@@ -78,7 +78,7 @@ class Replica(Wrapper, DistributedDataParallel):
         # determines the order in which the ranks are added.
         self.reducer._push_all_rebuilt_params()
         self.reducer._rebuild_buckets()
-        self._lockstep_calls = Calls()  # a name that no user's model has, whose attributes must not be hidden
+        self._lockstep_calls = Calls()  # a name that hides no attribute of the user's model
         self._is_complete = True  # from here on, `__setattr__` forwards attributes to the user's model
 
     def _build_params_for_reducer(self) -> tuple[list[nn.Parameter], list[bool]]:
@@ -170,7 +170,7 @@ class DDPDriver(Driver):
     def before_forward(self, micro: MicroBatch, progress: Progress) -> None:
         super().before_forward(micro, progress)
 
-        # What the forward of this micro-batch calls, and reaches, is recorded anew.
+        # Record anew what the forward of this micro-batch calls, and what its backward reaches.
         replica = self._replica
         calls = replica._lockstep_calls
         calls.any = calls.with_gradients = False
@@ -234,7 +234,7 @@ class DDPDriver(Driver):
     def _check_complete(self) -> None:
         """Raise if the last backward did not reach a parameter, so that its bucket was not reduced.
 
-        DDP itself reports this one step later and without names, and after the last step not at all.
+        DDP itself reports this one step later and without names, and not at all after the last step.
         """
         pairs = zip(self.names, self.parameters, strict=True)
         # After the reduction, a gradient is a view of its bucket.
@@ -281,7 +281,8 @@ class FlatReduceDriver(Driver):
 def bucket_mb_for(parameters: Sequence[nn.Parameter]) -> float:
     """Return the size of a bucket for these gradients, in MiB.
 
-    The last bucket is full when the backward ends, so nothing hides it. With a single one, nothing is hidden at all.
+    The last bucket is full only when the backward ends, so its all-reduce overlaps with nothing. With a single bucket,
+    none does.
     """
     size = sum(p.nbytes for p in parameters) / 2**20
     return min(LARGEST_BUCKET, max(SMALLEST_BUCKET, size / 4))

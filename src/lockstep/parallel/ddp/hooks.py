@@ -36,7 +36,7 @@ class Bucket(NamedTuple):
 class CommHook:
     """A DDP communication hook. DDP calls it with each bucket and waits for the future that it returns.
 
-    An exchange is a generator: it starts a collective and yields, and goes on when the next bucket comes. So several
+    An exchange is a generator: it starts a collective and yields, and continues when the next bucket comes. So several
     buckets are under way at the same time, and the backward never waits for one.
     """
 
@@ -151,7 +151,8 @@ class WideHook(CommHook):
     """Sums bf16 gradients in float32, and rounds once."""
 
     def exchange(self, bucket: Bucket) -> Iterator[None]:
-        wide = bucket.buffer.float() / self.ranks  # the control word's bucket is float32 already
+        # Other buckets keep their dtype: that of the control word may be float64.
+        wide = bucket.buffer.to(torch.promote_types(bucket.buffer.dtype, torch.float32)) / self.ranks
         yield from self.reduce(wide)
         bucket.buffer.copy_(wide)
 

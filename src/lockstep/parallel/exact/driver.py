@@ -214,11 +214,11 @@ class OrderedFlatReduceDriver(_FullParameters, FlatReduceDriver):
 class OrderedFSDPDriver(FSDPDriver):
     """Sharded parameters, whose gradients FSDP reduce-scatters after every micro-batch.
 
-    So the ranks interleave micro-batches: with N ranks, round k of a step computes micro-batches kN .. kN+N-1, one on
+    So the ranks take micro-batches in turn: with N ranks, round k of a step computes micro-batches kN .. kN+N-1, one on
     each rank. The owner of a shard adds their gradients in order along a tree.
     """
 
-    role = replace(ShardedDriver.role, interleaved=True)
+    role = replace(ShardedDriver.role, in_turn=True)
 
     def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None = None):
         super().__init__(model, config, runtime, axes)

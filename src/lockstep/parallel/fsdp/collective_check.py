@@ -100,7 +100,8 @@ class CollectiveCheck:
             if action == REDUCE:
                 names = [name for name, present in zip(names, has_gradient, strict=True) if present]
 
-            raise _not_check(self.among.gather_json([self.runtime.world.rank, VERBS[action], names]), self._in_mesh)
+            actions = self.among.gather_json([self.runtime.world.rank, VERBS[action], names])
+            raise _ranks_differ_error(actions, self._in_mesh)
 
     def _post_backward(self, group: Any, number: int, original: Callable[..., None], *unused: Any) -> None:
         # torch's private hook reduces this rank's gradients, whichever gradients the other ranks have.
@@ -130,7 +131,7 @@ def _has_gradient(parameter: Any) -> bool:
     return full is not None and (full.grad is not None or parameter.unsharded_accumulated_grad is not None)
 
 
-def _not_check(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> UserError:
+def _ranks_differ_error(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> UserError:
     """Return the error. `actions` holds (rank, what it is about to do, names of the parameters) for every rank."""
     # Two ranks that differ are enough for the message.
     first = actions[0]

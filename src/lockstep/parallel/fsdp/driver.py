@@ -38,7 +38,7 @@ from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.host.resources import available_memory
 from lockstep.runtime.world import World
 
-# torch's name of the autograd node at a block's inputs. A frozen block has no leaf to find it by.
+# torch's name for the autograd node at a block's inputs. A frozen block has no leaf to find it by.
 FSDP_NODES = frozenset({"RegisterPostBackwardFunctionBackward"})
 
 
@@ -173,6 +173,8 @@ class FSDPDriver(ShardedDriver):
             self._backward_through_gradients(total, grad_output)
         else:
             super()._backward(total, grad_output, word)
+
+        # The first step is enough: blocks return outputs of the same structure in all steps.
         if self._collective_check.steps == 1:
             self._check_reduced()
 

@@ -1,0 +1,73 @@
+"""What a line of the log covers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from lockstep.engine.log.step_log import StepLog
+from lockstep.engine.progress import MetricNames
+from lockstep.observe.metrics import Sums
+from lockstep.observe.recorder import Interval
+
+
+class Lines:
+    """In place of a recorder: keeps the intervals."""
+
+    def __init__(self) -> None:
+        self.intervals: list[Interval] = []
+
+    def end_interval(self, sums: Sums, interval: Interval, numbers: dict[str, Any]) -> None:
+        self.intervals.append(interval)
+
+    def resume_interval(self, sums: Sums, state: Any) -> None:
+        self.names: list[str] = []
+
+    def poll(self) -> None:
+        pass
+
+
+def logged(late: bool) -> tuple[StepLog, Lines, Any]:
+    """A log with a line every 3 of 8 steps; on a GPU, outcomes come `late`."""
+    stepper: Any = SimpleNamespace(
+        counters=SimpleNamespace(steps_done=0),
+        outcomes=SimpleNamespace(skipped=0, skipped_since_log=0),
+        context=SimpleNamespace(metric_names=MetricNames(new=False)),
+        sums=Sums(),
+        lr=0.1,
+        scaler=None,
+        awaits_outcome=late,
+    )
+    lines: Any = Lines()
+    plan: Any = SimpleNamespace(epochs_after=lambda steps: None)
+    return StepLog(3, plan, stepper, lines, None), lines, stepper
+
+
+def run_steps(log: StepLog, stepper: Any, last: int) -> None:
+    while stepper.counters.steps_done < last:
+        stepper.counters.steps_done += 1
+        is_last = stepper.counters.steps_done == 8
+        stepper.awaits_outcome &= not is_last  # the last line waits
+        log.end_step(4, None, is_last)
+        log.write_if_due()
+
+
+def test_late_outcomes_belong_to_the_next_line() -> None:
+    log, lines, stepper = logged(late=True)
+    run_steps(log, stepper, 8)
+    assert [(line.steps, line.samples, line.summed) for line in lines.intervals] == [(3, 12, 2), (3, 12, 3), (2, 8, 3)]
+
+
+def test_outcomes_that_are_known_at_once_belong_to_their_line() -> None:
+    log, lines, stepper = logged(late=False)
+    run_steps(log, stepper, 8)
+    assert [(line.steps, line.summed) for line in lines.intervals] == [(3, 3), (3, 3), (2, 2)]
+
+
+def test_a_rewind_leaves_no_outcome_open() -> None:
+    """A checkpoint waits for the outcome of its step, so its sums have all losses."""
+    log, lines, stepper = logged(late=True)
+    run_steps(log, stepper, 3)
+    log.restore(None)
+    run_steps(log, stepper, 6)
+    assert [line.summed for line in lines.intervals] == [2, 2]
