@@ -248,6 +248,9 @@ class Coordinator:
             case ConnectionLost():
                 self._state_machine.node_lost(node, f"vanished: {message}", now)
 
+            # It would be admitted again, and the ranks asked to save for a node that they have already.
+            case Hello() if node in self._state_machine.state.cluster.nodes:
+                self._state_machine.node_lost(node, "was dropped: it asked to join a second time", now)
             case Hello():
                 self._admit(node, message, now)
 

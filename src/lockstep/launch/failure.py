@@ -91,8 +91,14 @@ class Failure:
 
     @property
     def likely_to_repeat(self) -> bool:
-        """Whether this is an exception or an exit code, which the same program would most likely repeat."""
-        return self.noticed_as(Kind.EXIT) or (self.origin == "exception" and not self.asks_for_smaller_micro_batch)
+        """Whether the program raised, or exited with a code: the same program would most likely do so again.
+
+        It would not after an exception of torch that says that a peer is gone: the network may be to blame.
+        """
+        if self.asks_for_smaller_micro_batch or self.reports_lost_peer:
+            return False
+
+        return self.origin == "exception" or self.noticed_as(Kind.EXIT)
 
     @property
     def reports_lost_peer(self) -> bool:

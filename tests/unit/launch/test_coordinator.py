@@ -10,11 +10,12 @@ import pytest
 
 from lockstep.launch import coordinator as module
 from lockstep.launch.coordinator import Coordinator
+from lockstep.launch.decisions.commands import DropNode
 from lockstep.launch.folder import watch as folder_watch
 from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import election
-from lockstep.launch.wire.messages import NodeBeat
+from lockstep.launch.wire.messages import Hello, NodeBeat
 
 ADDRESS = "127.0.0.1:29400"
 
@@ -96,6 +97,19 @@ def test_a_coordinator_that_was_suspended_looks_before_it_acts(started, tmp_path
     coordinator._iterate()
     assert coordinator._superseded
     assert signals == ["SIGTERM"]  # for the successor
+
+
+def test_a_node_that_asks_to_join_twice_is_dropped(started):
+    """It would be admitted again, and running ranks would save and exit for it."""
+    coordinator, _ = started([], nnodes=Bounds(2, 3))
+    hello = Hello("host-b", Bounds(1, 1), coordinator._job.identity)
+    state_machine = coordinator._state_machine
+    coordinator._receive_from_node(1, hello, 0.0)
+    assert sorted(state_machine.state.cluster.nodes) == [0, 1]
+
+    coordinator._receive_from_node(1, hello, 1.0)
+    assert sorted(state_machine.state.cluster.nodes) == [0]
+    assert DropNode(1) in state_machine.take()
 
 
 def test_signals_of_a_superseded_coordinator_are_kept(started, tmp_path):

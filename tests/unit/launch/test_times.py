@@ -16,7 +16,7 @@ def test_a_short_limit_stays_below_the_one_that_relies_on_it():
         "a node is quiet only if a heartbeat is missing": (beat, phases.QUIET_S),
         "a quiet node is waited for before it is lost": (phases.QUIET_S, lost),
         "a suspended coordinator looks before the others have lost it": (coordinator.SUSPENDED_S, lost),
-        "a node that collects stacks is not lost": (stacks, lost),
+        "a node that collects stacks is not lost": (beat + stacks, lost),
         "stacks arrive while the coordinator waits for them": (stacks, phases.NODES_STACKS_S),
         "a rank looks for requests before its answer is late": (
             flight_recorder.REQUEST_POLL_S,

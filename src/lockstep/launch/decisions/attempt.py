@@ -90,9 +90,9 @@ class Attempt:
         return any(rank_exit.code == PREEMPTED for rank_exit in self.exits.values())
 
     def has_saved(self, step: int) -> bool:
-        """Return whether this attempt has saved the newest checkpoint, which is of this step."""
+        """Return whether this attempt is known to have saved the newest checkpoint, which is of this step."""
         # Ranks that exit as preempted have saved, perhaps at the very step that they started from.
-        return self.number is not None and (step != self.started_from or self.any_preempted)
+        return self.started_here and (step != self.started_from or self.any_preempted)
 
     def ranks_standing_still(self, now: float) -> list[RankView]:
         """Return all ranks if none has moved since they were asked to save and exit, and time is up; otherwise none."""

@@ -116,6 +116,9 @@ class Preemption:
             saved = "ended before anything was saved"
         elif state.attempt.has_saved(step):
             saved = f"saved at step {step}"
+        elif state.attempt.number is not None and not state.attempt.started_here:
+            # The ranks of a lost coordinator may have saved it, or not.
+            saved = f"ended after a takeover; the newest checkpoint is of step {step}"
         else:
             saved = f"ended without another save; the newest checkpoint is of step {step}"
 

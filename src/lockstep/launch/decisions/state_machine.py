@@ -1,15 +1,15 @@
 """The decisions of a job: when ranks are started, on which nodes, and what follows when something happens.
 
-`JobStateMachine` is called with what happens, and issues commands; nothing here starts a process or waits for one. All
-that is read from the disk is the step of the newest checkpoint, where a decision depends on it. An attempt is a set of
-ranks that live and die together. After a failure all of them are killed, and a new attempt resumes from the newest
+`JobStateMachine` is called with what happens, and issues commands; nothing here starts a process or waits for one.
+From the disk it reads the step of the newest checkpoint, and whether one is about to be committed. An attempt is a set
+of ranks that live and die together. After a failure all of them are killed, and a new attempt resumes from the newest
 checkpoint, unless there is a reason not to.
 
 `phases.py` has the phases of the job, with a table of their transitions. What happens is noted in the `JobState`, and
 each part of the state machine looks after some of the phases:
 
     NextAttempt       JOIN: waits for nodes, starts the next attempt, or ends the job
-    HangCheck         RUN, COLLECT_STACKS: finds out whether ranks hang
+    HangCheck         RUN, COLLECT_STACKS, PREEMPT: finds ranks that stand still
     Preemption        PREEMPT: asks the ranks to save and exit
     FailureHandler    KILL: decides what follows a failure, and has all ranks killed
 
@@ -318,7 +318,7 @@ class JobStateMachine:
             case JobPhase.KILL:
                 # Continue without the nodes that could not kill their ranks.
                 for node in sorted(state.unanswered):
-                    self.node_lost(node, f"vanished: its ranks did not end within {NODES_KILL_S:.0f} s", now)
+                    self.node_lost(node, f"was dropped: its killed ranks did not end within {NODES_KILL_S:.0f} s", now)
 
             case JobPhase.PREEMPT if not attempt.has_failed:
                 # Ranks that were asked to save take too long.

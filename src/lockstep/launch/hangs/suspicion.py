@@ -72,10 +72,15 @@ class RankView(heartbeat.HeartbeatView):
         return heartbeat.PHASES.get(self.phase, heartbeat.Phase())
 
 
+def process_stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state's letter on; [] if there is no such process."""
+    # The process's name, in parentheses, may hold spaces.
+    return records.read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+
+
 def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
     """Read a rank's heartbeat and process state. Return None for a process that is gone and never had a heartbeat."""
-    # The process's name, in parentheses, may hold spaces. Nothing follows if there is no such process.
-    stat = records.read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    stat = process_stat(pid)
     view = heartbeat.read(folder / f"heartbeat-{rank}")
     if view is None and not stat:
         return None

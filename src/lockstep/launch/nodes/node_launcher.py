@@ -133,8 +133,9 @@ class NodeLauncher:
                 # If messages are being tampered with, reconnecting will not help.
                 last = self._membership
                 if isinstance(lost, Garbled):
-                    address = last.term.address if last else ""
-                    return self._search().end_alone(str(lost), address, ExitCode.FAILED)
+                    address = last.term.address if last else self._job.join
+                    problem = f"messages from the coordinating node ({address}) are not valid: {lost}"
+                    return self._search().end_alone(problem, ExitCode.FAILED)
 
                 if last is None:
                     return self._search().find_coordinator()

@@ -300,7 +300,9 @@ class Search:
             time.sleep(RETRY_S)
             now = time.monotonic()
 
-        return self.end_alone(why, last.term.address)
+        minutes = f"{CONNECT_S / 60:.0f} minutes"
+        lost = f"the connection to {last.term.address} was lost: {why}"
+        return self.end_alone(f"no coordinating node could be reached within {minutes} ({lost})")
 
     def _look_at_term(
         self, term: Term, last: Membership, watch: TakeoverWatch, now: float, why: str
@@ -313,8 +315,9 @@ class Search:
 
         # Each return interrupts the training of all nodes.
         if still_alive and len(within_last_hour(self._reconnects, now)) >= MAX_RECONNECTS:
-            often = f"{why}; this node has returned to it {MAX_RECONNECTS} times within an hour"
-            return self.end_alone(often, last.term.address, ExitCode.FAILED)
+            often = f"this node has returned to it {MAX_RECONNECTS} times within an hour"
+            problem = f"this node cannot stay connected to the coordinating node ({last.term.address}): {why}; {often}"
+            return self.end_alone(problem, ExitCode.FAILED)
 
         connection = self._reconnect(term, last, alive)
         if connection:
@@ -390,9 +393,9 @@ class Search:
         # If the job is to be started again, this node must be there. A job that has finished has nothing left to do.
         return JobEnd(ExitCode.RESTART, Failure.noticed(Kind.NODE, text, host=self._name))
 
-    def end_alone(self, why: str, where: str = "", code: ExitCode = ExitCode.RESTART) -> JobEnd:
-        """End this launcher, because it has no coordinator and does not take over."""
-        text = f"the coordinating node ({where or self._job.join}) is gone: {why}; the ranks here were killed"
+    def end_alone(self, problem: str, code: ExitCode = ExitCode.RESTART) -> JobEnd:
+        """End this launcher, because it has no coordinator and does not take over. `problem` is a whole sentence."""
+        text = f"{problem}; the ranks here were killed"
 
         everywhere = "" if shares_log() else ", on every node"
         say(f"lockstep: {text}. To resume{everywhere}: {self._job.resume_command}")

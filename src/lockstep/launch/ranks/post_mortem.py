@@ -21,6 +21,9 @@ from lockstep.runtime import heartbeat
 LOG_SIZE = 100_000
 LAST_LINES = 10
 
+# Where worker processes put the batches that they share with their rank.
+SHARED_MEMORY = Path("/dev/shm")
+
 # Warnings of torch's native code, about name servers for example, which do not explain a failure.
 _TORCH_WARNING = re.compile(r"\[W\S+ \S+ \w+\.cpp")
 
@@ -82,9 +85,7 @@ def _without_record(rank: LocalRank, code: int, when: float, log: str) -> Failur
     if code > 0:
         return Failure.noticed(Kind.EXIT, f"ended with code {code}", rank.number, rank.host, when=when)
 
-    # Numbers between the named signals are those of real-time signals.
-    named = [item.name for item in signal.Signals if item == -code]
-    kind = named[0] if named else f"SIG{-code}"
+    kind = signal_name(-code)
     message = _explain_signal(kind, rank.oom_kills_before, log)
 
     # A rank cannot react to SIGKILL: any stack on file is from an earlier hang check. Otherwise the
@@ -93,6 +94,12 @@ def _without_record(rank: LocalRank, code: int, when: float, log: str) -> Failur
     detail = stacks.describe(stacks.main_thread(dumped))
 
     return Failure(rank.number, rank.host, when, kind, message, traceback="\n".join(detail), origin="signal")
+
+
+def signal_name(number: int) -> str:
+    """Return SIGKILL for 9. Numbers between the named signals are those of real-time signals: SIG40."""
+    named = [item.name for item in signal.Signals if item == number]
+    return named[0] if named else f"SIG{number}"
 
 
 def _explain_signal(name: str, oom_kills_before: int | None, log: str) -> str:
@@ -110,9 +117,12 @@ def _explain_signal(name: str, oom_kills_before: int | None, log: str) -> str:
             return "killed, but not by the kernel's OOM killer"
 
         case "SIGBUS":
-            # The usual cause is a full /dev/shm, through which worker processes share batches.
-            free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
-            return f"a mapped file had no room or no data: /dev/shm has {free} bytes free"
+            # The usual cause is that there is no room left for shared memory.
+            what = "a mapped file had no room or no data"
+            if not SHARED_MEMORY.exists():
+                return what
+
+            return f"{what}: {SHARED_MEMORY} has {shutil.disk_usage(SHARED_MEMORY).free} bytes free"
 
         case "SIGSEGV":
             return "segmentation fault in native code"

@@ -118,7 +118,7 @@ def exit_without_teardown(code: int) -> NoReturn:
 
     # Flush files that the user left open, which only the garbage collector can list.
     for thing in gc.get_objects():
-        if type(thing) in (io.TextIOWrapper, io.BufferedWriter):
+        if type(thing) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
             with contextlib.suppress(ValueError, OSError):
                 thing.flush()
 

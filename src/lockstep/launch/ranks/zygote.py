@@ -204,9 +204,12 @@ class ForkServer:
 
     def clean_up(self) -> None:
         """Kill the ranks and remove the folders of their attempts."""
-        # A rank is reaped only after its process group is killed: until then no other process gets its number.
+        # All are killed before the first is waited for, which may take long to die. A rank is reaped only after its
+        # process group is killed: until then no other process gets its number.
         for pid in self._children:
             kill_process_group(pid)
+
+        for pid in self._children:
             os.waitpid(pid, 0)
 
         for folder in self._folders:

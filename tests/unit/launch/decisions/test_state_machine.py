@@ -255,6 +255,18 @@ def test_a_dead_zygote_is_a_failure(stage):
     assert stage.tick()[-1] == StartAttempt(1, {0: 2})
 
 
+def test_zygotes_that_are_killed_while_they_import_use_up_the_restarts(stage):
+    for attempt in range(10):
+        stage.state_machine.zygote_lost(0, ZygoteLost(attempt, "was killed", False), stage.now)
+        stage.ranks_gone()
+        assert stage.tick()[-1] == StartAttempt(attempt + 1, {0: 2})
+
+    stage.state_machine.zygote_lost(0, ZygoteLost(10, "was killed", False), stage.now)
+    stage.ranks_gone()
+    assert stage.tick()[-1].code == 1
+    assert "10 restarts within the last hour, which is the limit" in stage.said
+
+
 def test_a_zygote_that_cannot_import_ends_the_job(stage):
     stage.state_machine.zygote_lost(0, ZygoteLost(0, "no torch", True), stage.now)
     stage.ranks_gone()
@@ -714,7 +726,7 @@ def test_a_node_that_cannot_stop_its_ranks_is_left_behind():
     stage.tick()
     stage.exit(1, -9)
     stage.ranks_gone(0)
-    stage.tick(9)
+    stage.tick(phases.NODES_KILL_S - 1)
     assert not stage.of(StartAttempt)
     stage.tick(2)
     assert [stage.tick(3.1), stage.of(StartAttempt)][1] == [StartAttempt(1, {0: 1})]
@@ -836,7 +848,8 @@ def test_a_job_that_was_asked_to_stop_is_not_continued(stage):
     new = taken_over(stage)
     assert not [new.tick(2.9), new.of(JobEnd)][1]  # the other nodes have time to come and hear it
     new.tick(0.2)
-    assert "saved at step 12; to resume: type it again" in new.said
+    assert "ended after a takeover; the newest checkpoint is of step 12; to resume: type it again" in new.said
+    assert "saved at step 12" not in new.said  # it is not known whose that is
     assert new.of(JobEnd) == [JobEnd(75)]
 
 

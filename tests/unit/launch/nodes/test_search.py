@@ -134,7 +134,10 @@ def test_a_node_returns_a_few_times_in_an_hour(search, last, clock, tmp_path, mo
         assert search.after_loss(last, "no answer") is connection
     assert search.after_loss(last, "no answer").code == 1
     assert len(reached) == MAX_RECONNECTS  # the last return was not even tried
-    assert f"has returned to it {MAX_RECONNECTS} times within an hour" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert f"has returned to it {MAX_RECONNECTS} times within an hour" in said
+    assert f"cannot stay connected to the coordinating node ({ADDRESS}): no answer" in said
+    assert "is gone" not in said
     clock.now += HOUR_S + 1
     assert search.after_loss(last, "no answer") is connection
 
@@ -156,7 +159,7 @@ def test_a_coordinator_that_dies_after_a_sign_of_life_is_not_called_alive(search
     assert 0 < max(cut_off) - began < 1 + LOST_AFTER_S
 
 
-def test_a_slow_attempt_to_connect_is_no_silence_of_the_coordinator(search, last, clock, tmp_path, monkeypatch):
+def test_a_slow_attempt_to_connect_is_no_silence_of_the_coordinator(search, last, clock, tmp_path, monkeypatch, capfd):
     """The counter grows all the time, but this node does not look while it tries to connect."""
     term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
     lives(clock, term)
@@ -164,6 +167,9 @@ def test_a_slow_attempt_to_connect_is_no_silence_of_the_coordinator(search, last
     ending = search.after_loss(last, "no answer")
     assert isinstance(ending, JobEnd)
     assert election.newest(tmp_path).number == 1
+    said = capfd.readouterr().err
+    assert "no coordinating node could be reached within 5 minutes" in said
+    assert "is gone" not in said
 
 
 def test_a_signal_ends_a_node_that_finds_no_coordinator(search, last, clock, tmp_path, capfd):

@@ -115,6 +115,12 @@ def test_a_full_dev_shm_is_suspected(local_rank):
     assert re.search(r"/dev/shm has \d+ bytes free", examine(local_rank, -signal.SIGBUS, WHEN).failure.message)
 
 
+def test_nothing_is_said_about_shared_memory_where_there_is_none(local_rank, tmp_path, monkeypatch):
+    monkeypatch.setattr(post_mortem, "SHARED_MEMORY", tmp_path / "none")
+    found = examine(local_rank, -signal.SIGBUS, WHEN).failure
+    assert found.message == "a mapped file had no room or no data"
+
+
 def test_a_crash_comes_with_its_stack(local_rank):
     (local_rank.folder / "stacks-1").write_text('Fatal Python error\n  File "x.py", line 3 in f')
     assert "at: x.py:3 f" in examine(local_rank, -signal.SIGSEGV, WHEN).failure.text()
