@@ -23,15 +23,15 @@ from typing import Any
 
 from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.failure import PREEMPTED, RankExit
+from lockstep.launch.folder import election
+from lockstep.launch.folder.election import TakeoverWatch
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.nodes import election
-from lockstep.launch.nodes.election import TakeoverWatch
 from lockstep.launch.nodes.search import RETRY_S, STAGGER_S, CoordinatorRole, Membership, Search
+from lockstep.launch.times import LOST_AFTER_S
 from lockstep.launch.wire.acceptor import Acceptor
 from lockstep.launch.wire.connections import (
-    LOST_AFTER_S,
     Connection,
     ConnectionLost,
     Hub,

@@ -16,15 +16,16 @@ from lockstep.launch.decisions.cluster import Node
 from lockstep.launch.decisions.commands import Command, DropNode, LogEvent, Send, StartAttempt
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.failure import Failure
+from lockstep.launch.folder.election import HeldTerm
 from lockstep.launch.folder.run_dir import commit_is_near, latest_step
 from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.jsonl import append_event
-from lockstep.launch.nodes.election import HeldTerm
 from lockstep.launch.terminal import say
+from lockstep.launch.times import BEAT_S, LOST_AFTER_S
 from lockstep.launch.validation import problem_with, refusal_of
 from lockstep.launch.wire.acceptor import Rejection
-from lockstep.launch.wire.connections import BEAT_S, LOST_AFTER_S, ConnectionLost, Hub, listen_at
+from lockstep.launch.wire.connections import ConnectionLost, Hub, listen_at
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     Announce,

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from lockstep.errors import OutOfStep, Preempted, SmallerMicroBatch
-from lockstep.launch.hangs import stacks
+from lockstep.launch import frames
 
 # The exit code of a rank that saved and exited on request, and all codes of ranks that did not fail.
 PREEMPTED = Preempted.CODE
@@ -134,7 +134,7 @@ class Failure:
             return self.headline
 
         # After a crash the stack and the last lines of the log are shown. An exception's traceback is in both.
-        detail = stacks.fold(self.traceback)
+        detail = frames.fold(self.traceback)
         last_lines = self.log.rstrip().splitlines()
         if detail and last_lines and self.origin == "signal":
             detail += ["its last lines:", *(f"  {line}" for line in last_lines)]

@@ -11,10 +11,10 @@ import pytest
 from lockstep.launch import coordinator as module
 from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.decisions.commands import DropNode
+from lockstep.launch.folder import election
 from lockstep.launch.folder import watch as folder_watch
 from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.nodes import election
 from lockstep.launch.wire.messages import Hello, NodeBeat
 
 ADDRESS = "127.0.0.1:29400"

@@ -1,15 +1,14 @@
 """The limits of time in the launcher: which must be shorter than which, and why."""
 
-from lockstep.launch import agent, coordinator
+from lockstep.launch import agent, coordinator, times
 from lockstep.launch.decisions import phases
 from lockstep.launch.hangs import flight_recorder, watchdog
 from lockstep.launch.nodes import search
 from lockstep.launch.ranks import local_attempt, rank_process
-from lockstep.launch.wire import connections
 
 
 def test_a_short_limit_stays_below_the_one_that_relies_on_it():
-    beat, lost = connections.BEAT_S, connections.LOST_AFTER_S
+    beat, lost = times.BEAT_S, times.LOST_AFTER_S
     stacks = local_attempt.RANKS_STACKS_S + local_attempt.COLLECTIVES_S
     pairs = {
         "a heartbeat is sent on time": (coordinator.WAIT_S, beat),

@@ -42,7 +42,7 @@ class FailureHandler:
 
         match decision:
             case Restart():
-                self._next_attempt.is_restart = True
+                self._next_attempt.mark_restart()
                 recovery.count_restart(decision, failure, situation)
                 self._announce(failure, recovery.describe_restart(decision, failure, situation))
 
@@ -72,7 +72,7 @@ class FailureHandler:
 
     def _plan_end(self, failure: Failure, code: ExitCode, reason: str) -> None:
         """End the job as failed once its ranks are gone, and announce why it is not restarted."""
-        self._next_attempt.planned_end = JobEnd(code, failure)
+        self._next_attempt.plan_end(JobEnd(code, failure))
         self._announce(failure, f"not restarted: {reason}")
 
     def _undo_resize(self) -> None:

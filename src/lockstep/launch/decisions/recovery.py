@@ -11,6 +11,7 @@ from lockstep.launch.decisions.cluster import Cluster
 from lockstep.launch.decisions.restarts import Restarts
 from lockstep.launch.decisions.settings import Settings
 from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.hangs.suspicion import Places
 from lockstep.launch.wire.messages import CoordinatorState
 
 
@@ -84,6 +85,11 @@ class Recovery:
         # The last attempt before a resize, and its ranks on each node, which are restored if the new size fails.
         self._before_resize: tuple[Attempt, Counter[int]] | None = None
 
+    @property
+    def hang_places(self) -> Places:
+        """Where earlier attempts were ended as hanging."""
+        return self.restarts.hang_places
+
     def decide(self, failure: Failure, situation: Situation) -> Decision:
         """Return what follows a failure. Nothing changes here: `FailureHandler.decide` acts on the answer."""
         if self._resize_may_be_at_fault(failure, situation):
@@ -114,7 +120,7 @@ class Recovery:
     def count_restart(self, restart: Restart, failure: Failure, situation: Situation) -> None:
         """Count a restart. A node with a slot that keeps failing runs one rank fewer from now on."""
         if restart.raise_limit:
-            self.restarts.hang_places[failure.step, failure.phase] += 1
+            self.restarts.count_hang(failure)
 
         # Not every failure is that of a rank: a lost node may have had none.
         ranks = situation.attempt.ranks

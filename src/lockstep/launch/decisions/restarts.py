@@ -10,22 +10,16 @@ from typing import Any
 
 from lockstep.launch.decisions.settings import Settings
 from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.times import within_last_hour
 from lockstep.launch.wire.messages import CoordinatorState
 
 # After this many failures of one rank slot in a row, without a new checkpoint, its node runs one rank fewer, if
 # `--nproc` allows it. Which device becomes free is not chosen: the remaining ranks have the lowest local numbers.
 TIMES_IN_A_ROW = 3
 
-HOUR_S = 3600.0
-
 # The machine's name, and the local rank there. They stay the same from attempt to attempt, while the numbers of nodes
 # and ranks may change.
 Slot = tuple[str, int]
-
-
-def within_last_hour(times: list[float], now: float) -> list[float]:
-    """Return the times that are at most an hour ago."""
-    return [moment for moment in times if now - moment <= HOUR_S]
 
 
 class Restarts:
@@ -96,6 +90,10 @@ class Restarts:
             # A lost node, or a lost zygote, takes all its ranks with it: no slot is to blame.
             blameless = failure.noticed_as(Kind.NODE, Kind.ZYGOTE)
             self._culprits.append((None if blameless else slot, saved))
+
+    def count_hang(self, failure: Failure) -> None:
+        """Count an attempt that was ended as a hang: the next one gets more time at this step and phase."""
+        self.hang_places[failure.step, failure.phase] += 1
 
     def budget(self, failure: Failure, settings: Settings, now: float) -> str:
         """Return which restart of how many this is, in words."""

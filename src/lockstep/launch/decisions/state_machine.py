@@ -194,10 +194,8 @@ class JobStateMachine:
 
     def _wait_for_stragglers(self, now: float) -> None:
         """Wait for the other ranks, after one has saved and exited."""
-        # The scheduler may have signalled the ranks directly, bypassing the launcher.
         if self.state.phase is not JobPhase.PREEMPT:
-            self._preemption.signal = "SIGTERM"
-            self._preemption.enter_phase(now)
+            self._preemption.ranks_were_signalled(now)
 
         # Preempted ranks exit together, unless the signal came before the process group existed: then the rest
         # never will.
@@ -268,7 +266,7 @@ class JobStateMachine:
             case JobPhase.RUN | JobPhase.COLLECT_STACKS | JobPhase.PREEMPT if at_once:
                 self.state.outbox.say("second Ctrl-C: killing the ranks")
                 # The exit code is that of the first signal, and it is known before the ranks are gone.
-                self._next_attempt.planned_end = JobEnd(self._preemption.exit_code)
+                self._next_attempt.plan_end(JobEnd(self._preemption.exit_code))
                 self._failure_handler.order_kill(now)
 
             case JobPhase.RUN | JobPhase.COLLECT_STACKS:

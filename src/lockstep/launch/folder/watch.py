@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.launch import records
+from lockstep.launch.folder.election import HeldTerm
 from lockstep.launch.folder.resize import REQUEST
 from lockstep.launch.folder.run_dir import folder_identity
-from lockstep.launch.nodes.election import HeldTerm
-from lockstep.launch.wire.connections import BEAT_S
+from lockstep.launch.times import BEAT_S
 
 # How long the end of a job waits for the thread that looks at the run folder, whose disk may not answer.
 END_S = 2.0

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from lockstep.errors import listed_ranks, plural
 from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.frames import Frame, describe, line_of
 from lockstep.launch.hangs import flight_recorder
 from lockstep.launch.hangs.flight_recorder import MAX_RANKS_NAMED
-from lockstep.launch.hangs.stacks import Frame, describe, group, line_of, main_thread, workers
+from lockstep.launch.hangs.stacks import group, main_thread, workers
 from lockstep.launch.hangs.suspicion import RankView, Suspicion
 
 # The letters of /proc/PID/stat.

@@ -15,14 +15,15 @@ from typing import Any
 from lockstep.errors import ExitCode, UserError
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import WAIT_S, Coordinator
+from lockstep.launch.folder import election
 from lockstep.launch.folder.run_dir import prepare
 from lockstep.launch.job import COORDINATOR, FROM_LAUNCHER, Job
 from lockstep.launch.jsonl import append_event
-from lockstep.launch.nodes import election
 from lockstep.launch.nodes.search import CoordinatorRole, Membership, NextStep, Search
 from lockstep.launch.terminal import say, shares_log
+from lockstep.launch.times import BEAT_S
 from lockstep.launch.wire.acceptor import Acceptor
-from lockstep.launch.wire.connections import BEAT_S, Connection, ConnectionLost, Garbled, Hub, local_address
+from lockstep.launch.wire.connections import Connection, ConnectionLost, Garbled, Hub, local_address
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     Announce,

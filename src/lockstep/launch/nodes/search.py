@@ -13,17 +13,16 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from lockstep.errors import ExitCode, PeersMissing, Preempted, UserError
-from lockstep.launch.decisions.restarts import within_last_hour
 from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.folder import election
+from lockstep.launch.folder.election import CounterWatch, HeldTerm, TakeoverWatch, Term
 from lockstep.launch.folder.locks import break_locks, hold
 from lockstep.launch.folder.resize import remove_old_requests
 from lockstep.launch.job import Job, parse_address
 from lockstep.launch.jsonl import EVENTS
-from lockstep.launch.nodes import election
-from lockstep.launch.nodes.election import CounterWatch, HeldTerm, TakeoverWatch, Term
 from lockstep.launch.terminal import say, shares_log
+from lockstep.launch.times import LOST_AFTER_S, within_last_hour
 from lockstep.launch.wire.connections import (
-    LOST_AFTER_S,
     Connection,
     NoAnswer,
     address_of,

@@ -11,7 +11,7 @@ import signal
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lockstep.launch import records
+from lockstep.launch import frames, records
 from lockstep.launch.failure import PREEMPTED, Failure, Kind, RankExit
 from lockstep.launch.hangs import stacks
 from lockstep.launch.ranks import rank_record
@@ -91,7 +91,7 @@ def _without_record(rank: LocalRank, code: int, when: float, log: str) -> Failur
     # A rank cannot react to SIGKILL: any stack on file is from an earlier hang check. Otherwise the
     # crash was most likely in the main thread, so threads of torch are left out.
     dumped = "" if code == -signal.SIGKILL else records.read(rank.folder / f"stacks-{rank.number}")
-    detail = stacks.describe(stacks.main_thread(dumped))
+    detail = frames.describe(stacks.main_thread(dumped))
 
     return Failure(rank.number, rank.host, when, kind, message, traceback="\n".join(detail), origin="signal")
 

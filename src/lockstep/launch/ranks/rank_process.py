@@ -34,8 +34,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.launch.failure import CLEAN, PREEMPTED
+from lockstep.launch.folder.election import TermFile
 from lockstep.launch.hangs import flight_recorder, stacks
-from lockstep.launch.nodes.election import TermFile
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, TERM_FILE

@@ -12,10 +12,11 @@ import pytest
 
 from lockstep.config.sections import HangConfig
 from lockstep.launch import records
+from lockstep.launch.frames import line_of
 from lockstep.launch.hangs import watchdog
 from lockstep.launch.hangs.explanation import Evidence, explain
 from lockstep.launch.hangs.flight_recorder import Findings
-from lockstep.launch.hangs.stacks import _WORKER_END, collect, group, line_of, main_thread, worker_pids, workers
+from lockstep.launch.hangs.stacks import _WORKER_END, collect, group, main_thread, worker_pids, workers
 from lockstep.launch.hangs.suspicion import Peers, RankView, limit_of, suspect, view_of
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.runtime.heartbeat import PHASES, Heartbeat
@@ -407,7 +408,7 @@ RANK = """
 import re, sys, threading, time
 from pathlib import Path
 from lockstep.launch.hangs import stacks
-from lockstep.launch.hangs.stacks import line_of
+from lockstep.launch.frames import line_of
 from lockstep.runtime.heartbeat import Heartbeat
 folder, kind = Path(sys.argv[1]), sys.argv[2]
 heartbeat = Heartbeat(folder / f"heartbeat-{sys.argv[3]}")

@@ -7,13 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.errors import ExitCode, PeersMissing, UserError
-from lockstep.launch.decisions.restarts import HOUR_S
+from lockstep.launch.folder import election
+from lockstep.launch.folder.election import Term
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.nodes import election
 from lockstep.launch.nodes import search as module
-from lockstep.launch.nodes.election import Term
 from lockstep.launch.nodes.search import DELIVER_S, GONE_S, MAX_RECONNECTS, Membership, Search
-from lockstep.launch.wire.connections import LOST_AFTER_S
+from lockstep.launch.times import HOUR_S, LOST_AFTER_S
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd
 from lockstep.runtime.rendezvous.handshake import Secret
 from ports import free_port

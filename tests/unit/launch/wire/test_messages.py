@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.launch.failure import Failure, RankExit
+from lockstep.launch.folder.election import Term
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds
-from lockstep.launch.nodes.election import Term
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
