@@ -163,7 +163,7 @@ class Coordinator:
 
         # Let the state machine check its deadlines, then carry out all commands of this iteration.
         self._state_machine.tick(now)
-        for command in self._state_machine.take():
+        for command in self._state_machine.take_commands():
             self._carry_out(command)
 
     def _every_second(self, now: float) -> None:

@@ -12,7 +12,7 @@ import signal
 import time
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal
 
 from lockstep.errors import OutOfStep, Preempted, SmallerMicroBatch
 from lockstep.launch import frames
@@ -25,7 +25,7 @@ CLEAN = (0, PREEMPTED)
 Origin = Literal["exception", "signal", "launcher"]
 
 
-class Kind(StrEnum):
+class LauncherFailure(StrEnum):
     """Kinds of failures whose origin is the launcher."""
 
     NODE = "node"  # a machine is lost, or too few machines joined
@@ -59,7 +59,7 @@ class Failure:
     rank: int | None  # None if the failure concerns no rank: a lost node that had none, for example
     host: str
     time: float
-    kind: str  # the exception's type, the signal's name, or a `Kind`, depending on `origin`
+    kind: str  # the exception's type, the signal's name, or a `LauncherFailure`, depending on `origin`
     message: str
     traceback: str = ""
     for_user: bool = False  # whether the message says what to do; then no traceback is shown
@@ -70,13 +70,36 @@ class Failure:
     origin: Origin = "exception"
 
     @classmethod
-    def noticed(
-        cls, kind: Kind, message: str, rank: int | None = None, host: str = "", when: float | None = None, **others: Any
+    def by_launcher(
+        cls,
+        kind: LauncherFailure,
+        message: str,
+        rank: int | None = None,
+        host: str = "",
+        *,
+        when: float | None = None,
+        step: int | None = None,
+        phase: str | None = None,
+        traceback: str = "",
+        log: str = "",
+        cause: str = "",
     ) -> Failure:
-        """Return a failure that the launcher has noticed: now, or at the time `when`. `others` are other fields."""
-        return cls(rank, host, time.time() if when is None else when, kind, message, origin="launcher", **others)
+        """Return a failure that the launcher has noticed: now, or at the time `when`."""
+        return cls(
+            rank,
+            host,
+            time.time() if when is None else when,
+            kind,
+            message,
+            traceback=traceback,
+            step=step,
+            phase=phase,
+            log=log,
+            cause=cause,
+            origin="launcher",
+        )
 
-    def noticed_as(self, *kinds: Kind) -> bool:
+    def is_one_of(self, *kinds: LauncherFailure) -> bool:
         """Return whether the launcher has noticed this failure, as one of these kinds."""
         return self.origin == "launcher" and self.kind in kinds
 
@@ -98,7 +121,7 @@ class Failure:
         if self.asks_for_smaller_micro_batch or self.reports_lost_peer:
             return False
 
-        return self.origin == "exception" or self.noticed_as(Kind.EXIT)
+        return self.origin == "exception" or self.is_one_of(LauncherFailure.EXIT)
 
     @property
     def reports_lost_peer(self) -> bool:
@@ -116,7 +139,7 @@ class Failure:
     def headline(self) -> str:
         """The first line of the failure: which rank, where, when, and the error."""
         when = time.strftime("%H:%M:%S", time.localtime(self.time))
-        if self.noticed_as(Kind.NODE, Kind.ZYGOTE) or self.raised_as(OutOfStep):
+        if self.is_one_of(LauncherFailure.NODE, LauncherFailure.ZYGOTE) or self.raised_as(OutOfStep):
             return f"lockstep: {self.message} ({when})"
 
         where = f"step {self.step}, phase {self.phase}, " if self.step is not None else ""
@@ -167,7 +190,7 @@ class RankExit:
         or if it exited without an exception, or never started.
         """
         killed = self.code < 0 and self.code != -signal.SIGABRT
-        never_raised = self.failure is not None and self.failure.noticed_as(Kind.EXIT, Kind.FORK)
+        never_raised = self.failure is not None and self.failure.is_one_of(LauncherFailure.EXIT, LauncherFailure.FORK)
         return not killed and not never_raised
 
     @property
@@ -205,4 +228,4 @@ def left_early(rank: int, host: str, report: Failure, exit_line: str) -> Failure
     shorter = "look for a loop that is shorter there"
     by_exit = f"sys.exit at {exit_line}; if that is the end of its script, {shorter}"
     why = by_exit if exit_line else f"its script came to its end: {shorter}"
-    return Failure.noticed(Kind.EXIT, f"{found} ({why})", rank, host, when=report.time)
+    return Failure.by_launcher(LauncherFailure.EXIT, f"{found} ({why})", rank, host, when=report.time)

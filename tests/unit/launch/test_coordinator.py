@@ -80,7 +80,7 @@ def test_a_slow_disk_does_not_stop_the_loop(started, monkeypatch):
 def test_the_thread_counts_and_notices_a_successor(started, tmp_path):
     coordinator, _ = started([])
     before = election.read_counter(tmp_path, 1)
-    coordinator._watch.look()
+    coordinator._watch.look_at_folder()
     assert election.read_counter(tmp_path, 1) > before
     assert not coordinator._watch.superseded
     election.begin_term(tmp_path, 1, "host-b", ADDRESS)
@@ -109,7 +109,7 @@ def test_a_node_that_asks_to_join_twice_is_dropped(started):
 
     coordinator._receive_from_node(1, hello, 1.0)
     assert sorted(state_machine.state.cluster.nodes) == [0]
-    assert DropNode(1) in state_machine.take()
+    assert DropNode(1) in state_machine.take_commands()
 
 
 def test_signals_of_a_superseded_coordinator_are_kept(started, tmp_path):
@@ -123,8 +123,8 @@ def test_signals_of_a_superseded_coordinator_are_kept(started, tmp_path):
 def test_what_lockstep_resize_left_is_read_once(tmp_path):
     watch = FolderWatch(tmp_path, None)
     (tmp_path / "resize").write_text("3\n")
-    watch.look()
-    watch.look()
+    watch.look_at_folder()
+    watch.look_at_folder()
     assert list(watch.resize_requests) == ["3"]
     assert not (tmp_path / "resize").exists()
 
@@ -135,7 +135,7 @@ def test_an_error_in_the_thread_ends_the_job(started, monkeypatch):
     def fail():
         raise ValueError("unexpected")
 
-    monkeypatch.setattr(coordinator._watch, "look", fail)
+    monkeypatch.setattr(coordinator._watch, "look_at_folder", fail)
     with pytest.raises(ValueError, match="unexpected"):
         coordinator.run()
 
@@ -145,10 +145,10 @@ def test_a_loop_that_is_stuck_gives_no_sign_of_life(started, tmp_path):
     coordinator, _ = started([])
     before = election.read_counter(tmp_path, 1)
     coordinator._last_iteration -= module.LOST_AFTER_S + 1
-    coordinator._watch.look()
+    coordinator._watch.look_at_folder()
     assert election.read_counter(tmp_path, 1) == before
     coordinator._iterate()
-    coordinator._watch.look()
+    coordinator._watch.look_at_folder()
     assert election.read_counter(tmp_path, 1) > before
 
 
@@ -168,8 +168,8 @@ def test_an_error_of_the_disk_does_not_lose_a_request_or_the_job(tmp_path, monke
 
     monkeypatch.setattr(os, "stat", failing(stat))
     monkeypatch.setattr(os, "open", failing(opened))
-    watch.look()
+    watch.look_at_folder()
     assert not watch.resize_requests
     monkeypatch.undo()
-    watch.look()
+    watch.look_at_folder()
     assert list(watch.resize_requests) == ["3"]

@@ -105,7 +105,7 @@ class Counted(dict):
 
 def test_the_watchdog_looks_at_each_rank_a_few_times(monkeypatch):
     monkeypatch.setattr(Counted, "reads", 0)
-    rest = {"host": "a", "pid": 1, "state": "S", "detail": "", "beats": 1, "age": 0.1, "step": 5, "steps_done": 4}
+    rest = {"host": "a", "pid": 1, "state": "S", "detail": "", "beats": 1, "age": 0.1, "step": 5, "steps_here": 4}
     views = [RankView(rank=rank, phase="compute", longest=Counted(compute=0.1), **rest) for rank in range(300)]
     assert suspect(views, HangConfig()) is None
     assert 0 < Counted.reads <= 4 * len(views)

@@ -27,7 +27,7 @@ def test_a_short_limit_stays_below_the_one_that_relies_on_it():
         ),
         "a lost node is called lost, and not slow to start": (lost, phases.START_S),
         "a large process has longer to die": (phases.PEER_WAIT_S, phases.LOST_PEER_WAIT_S),
-        "rank 0 of a lost coordinator ends before the next attempt": (rank_process.LOOK_S, phases.FENCE_S),
+        "rank 0 of a lost coordinator ends before the next attempt": (rank_process.TERM_LOOK_S, phases.FENCE_S),
         "a watchdog that looks on time keeps its watch": (beat, watchdog.UNWATCHED_S),
         "a coordinator that lives is not taken for a dead job": (lost, search.STALE_S),
         "a successor has time to take over before a signal gives up": (lost + search.STAGGER_S, search.DELIVER_S),

@@ -28,7 +28,7 @@ KILLED = RankExit(-9, Failure(2, "host-1", 0.0, "SIGKILL", "killed", origin="sig
 
 def view(rank: int) -> RankView:
     return RankView(
-        rank=rank, host="host-1", pid=1, state="S", beats=1, age=0.5, step=3, steps_done=2, phase="data", detail=""
+        rank=rank, host="host-1", pid=1, state="S", beats=1, age=0.5, step=3, steps_here=2, phase="data", detail=""
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lockstep.errors import plural
-from lockstep.launch.failure import PREEMPTED, Failure, Kind, RankExit, left_early, pick_root
+from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure, RankExit, left_early, pick_root
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.hangs.watchdog import Watchdog
 
@@ -142,7 +142,7 @@ class Attempt:
             )
 
             first = min(late)
-            return Failure.noticed(Kind.OVERDUE, text, first, self._host_of(first))
+            return Failure.by_launcher(LauncherFailure.OVERDUE, text, first, self._host_of(first))
 
         # Ranks that do not move: the one to name is one that waits for no other.
         # Of several such ranks, it is the one that has stood still for longest.
@@ -151,14 +151,14 @@ class Attempt:
         count = plural(len(stuck), "rank stood still and was killed", "ranks stood still and were killed")
         text = f"{count}, this one after {longest.age:.0f} s in its phase"
         where = {"step": longest.step, "phase": longest.phase}
-        return Failure.noticed(Kind.OVERDUE, text, longest.rank, longest.host, **where)
+        return Failure.by_launcher(LauncherFailure.OVERDUE, text, longest.rank, longest.host, **where)
 
     def count_ended_by(self, failure: Failure) -> int:
         """Return how many ranks end because of a failure of others: they are killed, or have failed as well."""
         failed = {failure.rank}
 
         # A node, or the process that forked a node's ranks, takes all ranks of that node with it.
-        if failure.noticed_as(Kind.NODE, Kind.ZYGOTE) and failure.rank in self.ranks:
+        if failure.is_one_of(LauncherFailure.NODE, LauncherFailure.ZYGOTE) and failure.rank in self.ranks:
             node, _ = self.ranks[failure.rank]
             failed = set(self.ranks_on(node))
 

@@ -8,7 +8,7 @@ from lockstep.launch.decisions.commands import StartAttempt
 from lockstep.launch.decisions.phases import JOIN_S, START_S, JobPhase
 from lockstep.launch.decisions.preemption import Preemption
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import COORDINATOR
 from lockstep.launch.wire.messages import JobEnd
@@ -105,7 +105,7 @@ class NextAttempt:
         """End the job with a line on the screens: `text`, and how to continue. `problem` goes into the failure."""
         state = self._state
         state.outbox.say(f"{text} {state.how_to_continue(state.latest_step())}")
-        state.end(JobEnd(state.settings.code_if_nodes_are_missing, Failure.noticed(Kind.NODE, problem)))
+        state.end(JobEnd(state.settings.code_if_nodes_are_missing, Failure.by_launcher(LauncherFailure.NODE, problem)))
 
     # ---- the start of an attempt ----
 

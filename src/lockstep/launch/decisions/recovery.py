@@ -10,7 +10,7 @@ from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.cluster import Cluster
 from lockstep.launch.decisions.restarts import Restarts
 from lockstep.launch.decisions.settings import Settings
-from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.hangs.suspicion import Places
 from lockstep.launch.wire.messages import CoordinatorState
 
@@ -91,7 +91,7 @@ class Recovery:
         return self.restarts.hang_places
 
     def decide(self, failure: Failure, situation: Situation) -> Decision:
-        """Return what follows a failure. Nothing changes here: `FailureHandler.decide` acts on the answer."""
+        """Return what follows a failure. Nothing changes here: `FailureHandler.settle` acts on the answer."""
         if self._resize_may_be_at_fault(failure, situation):
             return UndoResize()
 
@@ -112,7 +112,7 @@ class Recovery:
         if reason:
             return End(ExitCode.FAILED, reason)
 
-        reached_limit = failure.noticed_as(Kind.HANG) and situation.attempt.watchdog.reached_a_limit
+        reached_limit = failure.is_one_of(LauncherFailure.HANG) and situation.attempt.watchdog.reached_a_limit
         return Restart(raise_limit=reached_limit)
 
     # ---- a restart ----

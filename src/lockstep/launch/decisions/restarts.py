@@ -9,7 +9,7 @@ from collections import Counter
 from typing import Any
 
 from lockstep.launch.decisions.settings import Settings
-from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.times import within_last_hour
 from lockstep.launch.wire.messages import CoordinatorState
 
@@ -65,7 +65,7 @@ class Restarts:
         if failure.asks_for_smaller_micro_batch:
             return None
 
-        if failure.noticed_as(Kind.HANG) and settings.hang.action == "stop":
+        if failure.is_one_of(LauncherFailure.HANG) and settings.hang.action == "stop":
             return "hang.action is stop"
 
         if failure.likely_to_repeat and not progress:
@@ -88,7 +88,7 @@ class Restarts:
             self._times.append(now)
 
             # A lost node, or a lost zygote, takes all its ranks with it: no slot is to blame.
-            blameless = failure.noticed_as(Kind.NODE, Kind.ZYGOTE)
+            blameless = failure.is_one_of(LauncherFailure.NODE, LauncherFailure.ZYGOTE)
             self._culprits.append((None if blameless else slot, saved))
 
     def count_hang(self, failure: Failure) -> None:

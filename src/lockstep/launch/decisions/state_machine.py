@@ -42,7 +42,7 @@ from lockstep.launch.decisions.preemption import Preemption
 from lockstep.launch.decisions.recovery import Restart
 from lockstep.launch.decisions.settings import Settings
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.failure import PREEMPTED, Failure, Kind
+from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure
 from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.wire.messages import (
     CoordinatorState,
@@ -58,7 +58,7 @@ from lockstep.launch.wire.messages import (
 class JobStateMachine:
     """The decisions of a job.
 
-    The public methods are called when something has happened, and issue commands; `take` returns the commands.
+    The public methods are called when something has happened, and issue commands; `take_commands` returns them.
     `latest_step` and `commit_is_near` look at the checkpoints (see `JobState`), and `now` is always the time of a
     monotonic clock. `inherited` is the last state of a lost coordinator.
     """
@@ -82,7 +82,7 @@ class JobStateMachine:
         self._failure_handler = FailureHandler(self.state, self._preemption, self._next_attempt)
         self._hang_check = HangCheck(self.state, self._failure_handler)
 
-    def take(self) -> list[Command]:
+    def take_commands(self) -> list[Command]:
         """Return the commands that were issued since the last call, oldest first."""
         return self.state.outbox.take()
 
@@ -132,7 +132,9 @@ class JobStateMachine:
 
         # The failure names a lost rank, from which `Attempt.count_ended_by` finds the node.
         lost = [rank for rank in attempt.ranks_on(node) if rank not in attempt.exits]
-        failure = Failure.noticed(Kind.NODE, f"node {node} ({host}) {why}", min(lost, default=None), host)
+        failure = Failure.by_launcher(
+            LauncherFailure.NODE, f"node {node} ({host}) {why}", min(lost, default=None), host
+        )
         if state.phase in ACTIVE and lost:
             self._failure_handler.handle(failure, now)
             return
@@ -151,7 +153,7 @@ class JobStateMachine:
             return
 
         # The ranks are gone already, so a job that was asked to exit ends as preempted.
-        decision = self._failure_handler.decide(failure, now, nothing_to_save=True)
+        decision = self._failure_handler.settle(failure, now, nothing_to_save=True)
         if isinstance(decision, Restart):
             self._next_attempt.say_missing(now)
 
@@ -224,10 +226,10 @@ class JobStateMachine:
         """The process that forks a node's ranks has died. Between two attempts that is not a failure."""
         # The failure names the node's first rank, from which `Attempt.count_ended_by` finds the others.
         first = min(self.state.attempt.ranks_on(node), default=None)
-        failure = Failure.noticed(Kind.ZYGOTE, message.why, first, self.state.cluster.nodes[node].host)
+        failure = Failure.by_launcher(LauncherFailure.ZYGOTE, message.why, first, self.state.cluster.nodes[node].host)
 
         if message.cannot_import and self.state.phase is not JobPhase.OVER:
-            self._failure_handler.zygote_cannot_import(failure, now)
+            self._failure_handler.end_because_imports_fail(failure, now)
         elif self._concerns_running_ranks(message.attempt):
             self._failure_handler.handle(failure, now)
 
@@ -250,7 +252,7 @@ class JobStateMachine:
 
     def check_for_hangs(self, now: float) -> None:
         """Look for ranks that stand still; called about once a second."""
-        self._hang_check.look(now)
+        self._hang_check.check(now)
 
     def stacks_received(self, node: int, message: Stacks, now: float) -> None:
         """A node has sent the stacks of its ranks, for the watchdog to judge."""

@@ -20,7 +20,7 @@ from lockstep.launch.frames import Frame
 SIGNAL = signal.SIGUSR2
 
 # How many worker processes of a rank are asked.
-MAX_LOADERS = 4
+MAX_WORKERS_ASKED = 4
 
 # Lines of faulthandler's output.
 _THREAD_NUMBER = re.compile(r"(?m)(?<=^Thread )0x[0-9a-f]+|(?<=^Current thread )0x[0-9a-f]+")
@@ -54,7 +54,7 @@ def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[in
 
     # One worker of each rank is asked at a time: two workers that write at once would mix their lines.
     worker_of = {rank: worker_pids(pid) for rank, pid in pids.items() if answers[rank]}
-    for number in range(MAX_LOADERS):
+    for number in range(MAX_WORKERS_ASKED):
         asked = {rank: found[number] for rank, found in worker_of.items() if len(found) > number}
 
         for rank, text in _collect(folder, asked, deadline).items():

@@ -89,7 +89,7 @@ def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
     if view is None:
         uptime = float(Path("/proc/uptime").read_text().split()[0])
         age = max(0.0, uptime - int(stat[19]) / os.sysconf("SC_CLK_TCK"))
-        view = heartbeat.HeartbeatView(beats=0, age=age, step=0, steps_done=0, phase="start", detail="")
+        view = heartbeat.HeartbeatView(beats=0, age=age, step=0, steps_here=0, phase="start", detail="")
 
     return RankView(rank=rank, host=host, pid=pid, state=stat[0] if stat else "", **vars(view))
 
@@ -203,7 +203,7 @@ def preempt_limit(view: RankView, peers: Peers, limits: HangConfig) -> float:
 
     # Before its first step ends, a rank has nothing to save.
     limit = PREEMPT_FACTOR * limits.least
-    if not view.steps_done:
+    if not view.steps_here:
         return limit
 
     # `hang.first` would be too long here: a rank that computes is worth waiting for, a rank that sleeps is not.
@@ -220,7 +220,7 @@ def preempt_limit(view: RankView, peers: Peers, limits: HangConfig) -> float:
 
 def _has_history(view: RankView) -> bool:
     """Return whether earlier visits say how long this phase takes."""
-    return view.traits.duration != "unpredictable" and view.steps_done > 0 and bool(view.longest.get(view.phase))
+    return view.traits.duration != "unpredictable" and view.steps_here > 0 and bool(view.longest.get(view.phase))
 
 
 def limit_of(view: RankView, peers: Peers, limits: HangConfig) -> Limit:

@@ -79,7 +79,7 @@ class Watchdog:
         """The views of all ranks, on all nodes."""
         return [view for views in self.views.values() for view in views]
 
-    def look(self, running: Collection[int], now: float) -> Suspicion | None:
+    def suspicion(self, running: Collection[int], now: float) -> Suspicion | None:
         """Return a suspicion about the ranks that still run, after which their stacks are collected.
 
         Called about once a second.

@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from lockstep.errors import ExitCode, PeersMissing, Preempted, UserError
-from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.folder import election
 from lockstep.launch.folder.election import CounterWatch, HeldTerm, TakeoverWatch, Term
 from lockstep.launch.folder.locks import break_locks, hold
@@ -38,7 +38,7 @@ from lockstep.runtime.rendezvous.handshake import Secret
 CONNECT_S = 300.0
 
 # The pause between two tries.
-RETRY_S = 0.2
+SEARCH_RETRY_S = 0.2
 
 # How long a node whose own port is in use waits for an answer from there, before it concludes that no node listens.
 TAKEN_S = 10.0
@@ -135,7 +135,7 @@ class Search:
                 problem = f"no answer from {where} yet ({self._last_problem})"
                 say(f"lockstep: {problem}; trying for {CONNECT_S / 60:.0f} minutes")
 
-            time.sleep(RETRY_S)
+            time.sleep(SEARCH_RETRY_S)
             now = time.monotonic()
 
         raise PeersMissing(
@@ -160,7 +160,7 @@ class Search:
 
             # A term file whose counter stands still was left by a job that has died.
             if term:
-                watch.look(term.number, election.read_counter(self._job.run_dir, term.number), now)
+                watch.note(term.number, election.read_counter(self._job.run_dir, term.number), now)
             else:
                 watch.reset()
 
@@ -296,7 +296,7 @@ class Search:
             if self._signals and not (has_successor and now - began < DELIVER_S):
                 return self._end_on_signal()
 
-            time.sleep(RETRY_S)
+            time.sleep(SEARCH_RETRY_S)
             now = time.monotonic()
 
         minutes = f"{CONNECT_S / 60:.0f} minutes"
@@ -308,7 +308,7 @@ class Search:
     ) -> NextStep | None:
         """Act on the newest term: connect to its coordinator or take over. Return None to wait and look again."""
         run_dir = self._job.run_dir
-        watch.look(term.number, election.read_counter(run_dir, term.number), now)
+        watch.note(term.number, election.read_counter(run_dir, term.number), now)
         alive = watch.is_alive(now)
         still_alive = term.number == last.term.number and alive
 
@@ -368,7 +368,7 @@ class Search:
             resources.enter_context(hold(run_dir))
 
             text = f"{self._name} takes over from {term.host} ({term.address}): {why}"
-            failure = Failure.noticed(Kind.NODE, text, host=term.host)
+            failure = Failure.by_launcher(LauncherFailure.NODE, text, host=term.host)
             return CoordinatorRole(resources.pop_all(), listener, held_term, last.state, failure)
 
     def _where_to_listen(self, local_address: str) -> tuple[str, int]:
@@ -390,7 +390,7 @@ class Search:
         say(f"lockstep: {text}. To resume, if it has not finished: {self._job.resume_command}")
 
         # If the job is to be started again, this node must be there. A job that has finished has nothing left to do.
-        return JobEnd(ExitCode.RESTART, Failure.noticed(Kind.NODE, text, host=self._name))
+        return JobEnd(ExitCode.RESTART, Failure.by_launcher(LauncherFailure.NODE, text, host=self._name))
 
     def end_alone(self, problem: str, code: ExitCode = ExitCode.RESTART) -> JobEnd:
         """End this launcher, because it has no coordinator and does not take over. `problem` is a whole sentence."""
@@ -398,4 +398,4 @@ class Search:
 
         everywhere = "" if shares_log() else ", on every node"
         say(f"lockstep: {text}. To resume{everywhere}: {self._job.resume_command}")
-        return JobEnd(code, Failure.noticed(Kind.NODE, text, host=self._name))
+        return JobEnd(code, Failure.by_launcher(LauncherFailure.NODE, text, host=self._name))

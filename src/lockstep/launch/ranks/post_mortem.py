@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.launch import frames, records
-from lockstep.launch.failure import PREEMPTED, Failure, Kind, RankExit
+from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure, RankExit
 from lockstep.launch.hangs import stacks
 from lockstep.launch.ranks import rank_record
 from lockstep.runtime import heartbeat
@@ -80,10 +80,10 @@ def _without_record(rank: LocalRank, code: int, when: float, log: str) -> Failur
     """Return the failure of a rank that left no record, by its exit code: a negative one is a signal."""
     if code == 0:
         text = "ended with code 0 before its work was done (os._exit, in the program or in a library)"
-        return Failure.noticed(Kind.EXIT, text, rank.number, rank.host, when=when)
+        return Failure.by_launcher(LauncherFailure.EXIT, text, rank.number, rank.host, when=when)
 
     if code > 0:
-        return Failure.noticed(Kind.EXIT, f"ended with code {code}", rank.number, rank.host, when=when)
+        return Failure.by_launcher(LauncherFailure.EXIT, f"ended with code {code}", rank.number, rank.host, when=when)
 
     kind = signal_name(-code)
     message = _explain_signal(kind, rank.oom_kills_before, log)

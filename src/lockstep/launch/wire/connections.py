@@ -27,7 +27,7 @@ from lockstep.runtime.host.network import address_family, as_others_reach_it, jo
 from lockstep.runtime.rendezvous.handshake import HandshakeFailed, HandshakeUnanswered, LineSigner, Secret, authenticate
 
 # How often the coordinator looks at all connections, and not only at those on which something has arrived.
-LOOK_S = 0.5
+ALL_CONNECTIONS_S = 0.5
 
 # How long the coordinator keeps connections open after the job ended.
 DRAIN_S = 2.0
@@ -202,7 +202,7 @@ class Hub:
     def _to_read(self, now: float) -> list[int]:
         """Return the nodes that have sent something, or have more to get; now and then all, some of which are lost."""
         if now >= self._next_look:
-            self._next_look = now + LOOK_S
+            self._next_look = now + ALL_CONNECTIONS_S
             return list(self._connections)
 
         ready = [self._numbers[descriptor] for descriptor in self._ready.descriptors()]

@@ -28,7 +28,7 @@ LONGEST |= {"evaluate": 20.0, "snapshot": 0.5}
 def view(rank, phase, age, step=41, state="S", detail="", host="node-a", **longest):
     known = dict.fromkeys(PHASES, 0.0) | LONGEST | longest
     process = {"rank": rank, "host": host, "pid": 1000 + rank, "state": state}
-    return RankView(beats=100, age=age, step=step, steps_done=30, phase=phase, detail=detail, longest=known, **process)
+    return RankView(beats=100, age=age, step=step, steps_here=30, phase=phase, detail=detail, longest=known, **process)
 
 
 # suspect
@@ -87,7 +87,7 @@ def test_the_first_evaluation_may_take_long():
 
 
 def test_the_first_step_may_compile():
-    first = replace(view(0, "compute", 600.0, step=1, state="R"), steps_done=0)
+    first = replace(view(0, "compute", 600.0, step=1, state="R"), steps_here=0)
     assert suspect([first, view(1, "exchange", 600.0)], HangConfig()) is None
 
 
@@ -193,7 +193,7 @@ def test_a_rank_that_is_behind_in_both_is_just_late():
 
 def look(watch, views, now):
     watch.views = {0: views}
-    return watch.look({view.rank for view in views}, now)
+    return watch.suspicion({view.rank for view in views}, now)
 
 
 def test_a_stopped_rank_is_noticed_after_three_seconds_and_not_before():
@@ -386,7 +386,7 @@ def test_ranks_that_do_not_move_get_no_grace():
     assert not still(waits, view(1, "user code", 2.0))
     assert not still(waits, view(1, "user code", 30.0, **{"user code": 10.0}))  # it often takes that long
     assert not still(waits, view(1, "compute", 30.0, state="R"))  # it works
-    first_batch = replace(view(1, "data", 11.0, step=0), steps_done=0)
+    first_batch = replace(view(1, "data", 11.0, step=0), steps_here=0)
     assert still(replace(first_batch, rank=0), first_batch)
 
 

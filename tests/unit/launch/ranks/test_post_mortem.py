@@ -9,7 +9,7 @@ from dataclasses import asdict
 import pytest
 
 from lockstep.errors import OutOfStep
-from lockstep.launch.failure import Failure, Kind, RankExit, pick_root
+from lockstep.launch.failure import Failure, LauncherFailure, RankExit, pick_root
 from lockstep.launch.ranks import post_mortem, rank_record
 from lockstep.launch.ranks.post_mortem import LocalRank, examine
 from lockstep.runtime.heartbeat import Heartbeat
@@ -46,7 +46,7 @@ def test_a_record_without_an_origin_is_that_of_an_exception(local_rank):
 def test_a_record_of_an_unknown_origin_is_not_valid(local_rank, origin):
     record = {**asdict(Failure(1, "h", 0.0, "ValueError", "m")), "origin": origin}
     (local_rank.folder / "rank-1.json").write_text(json.dumps(record))
-    assert examine(local_rank, 1, WHEN).failure.kind == Kind.EXIT
+    assert examine(local_rank, 1, WHEN).failure.kind == LauncherFailure.EXIT
 
 
 @pytest.mark.parametrize("code", [0, 75])
