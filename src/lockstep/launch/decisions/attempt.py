@@ -131,27 +131,26 @@ class Attempt:
 
         return located
 
-    def overdue(self, stuck: Sequence[RankView] = ()) -> Failure:
-        """Return the failure of ranks that were asked to save and did not exit; `stuck` are ranks that did not move."""
+    def overdue(self) -> Failure:
+        """Return the failure of ranks that were asked to save, move, and take too long."""
+        late = self.running
+        text = plural(
+            len(late), "rank did not exit in time and was killed", "ranks did not exit in time and were killed"
+        )
 
-        # Ranks that move, and take too long.
-        if not stuck:
-            late = self.running
-            text = plural(
-                len(late), "rank did not exit in time and was killed", "ranks did not exit in time and were killed"
-            )
+        first = min(late)
+        return Failure.by_launcher(LauncherFailure.OVERDUE, text, first, self._host_of(first))
 
-            first = min(late)
-            return Failure.by_launcher(LauncherFailure.OVERDUE, text, first, self._host_of(first))
-
-        # Ranks that do not move: the one to name is one that waits for no other.
-        # Of several such ranks, it is the one that has stood still for longest.
+    def standing_still(self, stuck: Sequence[RankView]) -> Failure:
+        """Return the failure of ranks that were asked to save and do not move."""
+        # The rank to name is one that waits for no other; of several, the one that has stood still for longest.
         longest = max(stuck, key=lambda view: (not view.traits.waits, view.age))
 
         count = plural(len(stuck), "rank stood still and was killed", "ranks stood still and were killed")
         text = f"{count}, this one after {longest.age:.0f} s in its phase"
-        where = {"step": longest.step, "phase": longest.phase}
-        return Failure.by_launcher(LauncherFailure.OVERDUE, text, longest.rank, longest.host, **where)
+        return Failure.by_launcher(
+            LauncherFailure.OVERDUE, text, longest.rank, longest.host, step=longest.step, phase=longest.phase
+        )
 
     def count_ended_by(self, failure: Failure) -> int:
         """Return how many ranks end because of a failure of others: they are killed, or have failed as well."""

@@ -43,7 +43,7 @@ class HangCheck:
 
         # Before the first step there is nothing to save.
         trained = any(view.steps_here for view in stuck)
-        self._failure_handler.handle(attempt.overdue(stuck), now, nothing_to_save=not trained)
+        self._failure_handler.handle(attempt.standing_still(stuck), now, nothing_to_save=not trained)
 
     def add_stacks(self, node: int, message: Stacks, now: float) -> None:
         """Take the stacks of a node's ranks. When all nodes have answered, the hang can be judged."""

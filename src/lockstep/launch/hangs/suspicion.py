@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from lockstep.config.sections import HangConfig
 from lockstep.launch import records
@@ -97,18 +97,23 @@ def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
 # ---- all ranks at one moment ----
 
 
+# Why the stacks of all ranks are collected: a process is halted; or every rank has reached its limit; or no rank has
+# advanced for a while. In the last case the job fails only if the stacks prove a deadlock.
+SuspicionKind = Literal["halted", "limit", "inquiry"]
+
+
 @dataclass(frozen=True)
 class Suspicion:
     """A job that seems to hang."""
 
+    kind: SuspicionKind
     reason: str
     awaited: list[int]  # the ranks that the others wait for; none if all wait at the same point
     views: dict[int, RankView]  # by rank
     remedy: str = ""  # the setting to change if this is not a hang
-    within_limit: bool = False  # no limit is reached: the job fails only if the stacks prove a deadlock
 
     @property
-    def halted(self) -> bool:
+    def awaits_halted_rank(self) -> bool:
         """Whether a rank that the others wait for is suspended, dead or gone."""
         return any(self.views[rank].halted for rank in self.awaited)
 
@@ -132,7 +137,7 @@ def suspect(views: list[RankView], limits: HangConfig, places: Places = MappingP
         verb = "is" if len(halted) == 1 else "are"
         reason = f"{len(halted)} of {len(working)} ranks {verb} {what}"
 
-        return Suspicion(reason, [view.rank for view in halted], by_rank)
+        return Suspicion("halted", reason, [view.rank for view in halted], by_rank)
 
     # One rank within its limit is enough: the others may be waiting for it.
     peers = Peers(working)
@@ -148,7 +153,7 @@ def suspect(views: list[RankView], limits: HangConfig, places: Places = MappingP
     value = getattr(limits, setting.removeprefix("hang."))
     remedy = f"if this is slow work and no hang: {setting}={2 * value:g}"
 
-    return Suspicion(reason, awaited_ranks(working), by_rank, remedy)
+    return Suspicion("limit", reason, awaited_ranks(working), by_rank, remedy)
 
 
 class Limit(NamedTuple):

@@ -328,7 +328,7 @@ def inquire(watch, views):
 def test_within_the_limits_ranks_are_only_asked_where_they_are():
     watch = Watchdog(HangConfig())
     views = [view(0, "exchange", 50.0), view(1, "compute", 50.0, state="R")]
-    assert inquire(watch, views).within_limit
+    assert inquire(watch, views).kind == "inquiry"
     watch.stacks = {0: stack(("/u/driver.py", 7, "backward")), 1: stack(("/u/layer.py", 9, "forward"))}
     assert watch.verdict() is None
     text = watch.take_remark()
@@ -342,7 +342,7 @@ def test_within_the_limits_ranks_are_only_asked_where_they_are():
 def test_a_barrier_on_one_rank_is_proof_long_before_the_limit_of_user_code():
     watch = Watchdog(HangConfig())
     views = [view(0, "user code", 50.0), view(1, "exchange", 50.0), view(2, "exchange", 50.0)]
-    assert inquire(watch, views).within_limit
+    assert inquire(watch, views).kind == "inquiry"
     reduces = entries(100, 101, done=False)
     watch.stacks = {0: stack(("/u/task.py", 12, "after_step")), 1: "", 2: ""}
     watch.collectives = {0: [*entries(100), reduces[1] | {"profiling_name": "gloo:barrier"}], 1: reduces, 2: reduces}
