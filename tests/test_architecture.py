@@ -174,6 +174,15 @@ def test_the_tour_names_what_is_there(file, name):
     assert name in defined
 
 
+def test_the_methods_that_the_tour_names_without_a_file_are_there():
+    """In the text, where their file was named before, and in the diagram of a failure."""
+    diagram = re.search(r"```text\n(rank .*?)```", TOUR, re.S)
+    assert diagram, "docs/tour.md has no diagram of a failure"
+    named = set(re.findall(r"`([A-Z]\w*\.[a-z_]\w*)`", TOUR)) | set(re.findall(r"[A-Z]\w*\.\w+", diagram[1]))
+    assert len(named) > 100
+    assert sorted(named - set().union(*(members(path) for path in MODULES))) == []
+
+
 def test_the_tour_names_enough():
     """The pattern above must not quietly stop to match."""
     assert len(names_in_the_tour()) > 40
