@@ -217,7 +217,7 @@ def make_successor(run_dir: Path, nodes: int, ranks: int, last: Membership) -> t
     """Wait until the lost coordinator may be succeeded, as a real node does, and return the new one."""
     job = make_job(run_dir, nodes, ranks, last.term.address)
     agent = SimulatedAgent(job.nproc)
-    role = Search(job, agent.name, [], SECRET, []).after_loss(last, "the connection was closed")
+    role = Search(job, agent.name, [], SECRET).after_loss(last, "the connection was closed")
     assert isinstance(role, CoordinatorRole)
     assert role.failure is not None
     hub = Hub(Acceptor.for_nodes(role.listener, SECRET, nodes))

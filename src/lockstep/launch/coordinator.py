@@ -219,7 +219,7 @@ class Coordinator:
         if watch.removed:
             watch.removed = False
             what = f"run_dir={folder} was removed or replaced while the job runs: nothing can be saved there"
-            say(f"lockstep: {what}; end the job, or move the folder back: what is trained meanwhile is lost")
+            say(f"lockstep: {what}; end the job, or move the folder back: anything trained until then is lost")
 
         # `lockstep resize` leaves a file, whose text the thread has read.
         while watch.resize_requests:

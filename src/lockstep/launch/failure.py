@@ -204,7 +204,7 @@ def pick_root(exits: dict[int, RankExit]) -> Failure | None:
 
     A rank that died by itself comes first (its exit cannot be a consequence), then a rank that raised an error of its
     own, then a rank that only reports a lost peer; among equals, the earliest. A process that dies leaves no record,
-    and its peers record within milliseconds that they lost it, so that time alone would blame one of the peers.
+    and its peers record within milliseconds that they lost it, so time alone would blame one of the peers.
     """
     # False sorts before True. The rank breaks ties, so that failures are never compared.
     failures = []

@@ -82,7 +82,7 @@ def fold(traceback: str) -> list[str]:
     all_lines = traceback.rstrip().splitlines()
     blocks = list(_frame_blocks(all_lines))
 
-    # Lines that are no frames stay, and so does the last frame before such a line, or before the end.
+    # Lines that are not frames stay, and so does the last frame before such a line, or before the end.
     shown = [
         frame is None or frame.in_user_code or following is None
         for (frame, _), (following, _) in pairwise([*blocks, (None, [])])

@@ -68,7 +68,7 @@ def test_a_message_that_can_be_right(attempt, message):
         (NodeBeat([view(0)], {}, 5), r"ranks \[0\]"),
         (NodeBeat([], {"hang": {"least": "long"}}, 5), "settings are not valid"),
         (NodeBeat([], {"other": 1}, 5), "settings are not valid"),
-        (SignalReceived("SIGNAL"), "SIGNAL is no signal"),
+        (SignalReceived("SIGNAL"), "SIGNAL is not a signal"),
         (JobEnd(0), "JobEnd is not for the coordinator"),
     ],
     ids=str,

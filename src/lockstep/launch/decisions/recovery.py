@@ -103,7 +103,7 @@ class Recovery:
             asked = f"the job was asked to save and exit ({situation.preempt_signal})"
             return EndPreempted() if situation.can_be_resumed else End(ExitCode.FAILED, asked)
 
-        # After a takeover the other nodes have yet to join, so that a shortage means nothing.
+        # After a takeover the other nodes have yet to join, so a shortage means nothing yet.
         shortage = self._cluster.shortage if situation.attempt.started_here else None
         if shortage:
             return End(situation.settings.code_if_nodes_are_missing, shortage)

@@ -105,7 +105,7 @@ class Restarts:
 
     def keeps_failing(self, failure: Failure) -> bool:
         """Return whether the last three restarts blame the same slot, with no new checkpoint between them."""
-        # A smaller micro-batch is no fault of a slot, and was not counted.
+        # That the micro-batch is too large is not the slot's fault, and was not counted.
         if failure.asks_for_smaller_micro_batch or self._culprits[-1][0] is None:
             return False
 

@@ -103,11 +103,11 @@ class JobStateMachine:
         self._add_node(node, now)
         self._preemption.include_new_node(now)
 
-    def node_returned(self, old: int, node: Node, now: float) -> None:
-        """Node `old` has made a new connection, under a new number, before the loss of its old one was noticed."""
+    def node_returned(self, old_number: int, node: Node, now: float) -> None:
+        """A node has made a new connection, under a new number, before the loss of its old one was noticed."""
         # Add it first: a job that needs all its nodes would end if one were missing for a moment.
         self._add_node(node, now)
-        self.node_lost(old, "has lost its connection and made a new one", now)
+        self.node_lost(old_number, "has lost its connection and made a new one", now)
         self._preemption.include_new_node(now)
 
     def _add_node(self, node: Node, now: float) -> None:
@@ -115,32 +115,33 @@ class JobStateMachine:
         self.state.cluster.add(node, now)
         if node.number != COORDINATOR:
             text = f"node {node.number} ({node.host}) joined; {plural(len(self.state.cluster.nodes), 'node')}"
-            self.state.outbox.say_about_node("joined", node.host, text, now)
+            self.state.node_news.say("joined", node.host, text, now)
 
-    def node_lost(self, node: int, why: str, now: float) -> None:
+    def node_lost(self, number: int, why: str, now: float) -> None:
         """A node is lost. The attempt fails if ranks were still running there. `why` is a verb phrase: "vanished"."""
         state, attempt = self.state, self.state.attempt
-        if node not in state.cluster.nodes or state.phase is JobPhase.OVER:
+        if number not in state.cluster.nodes or state.phase is JobPhase.OVER:
             return
 
-        host = state.cluster.nodes[node].host
-        state.cluster.remove(node, now)
+        host = state.cluster.nodes[number].host
+        state.cluster.remove(number, now)
+
         # Nothing is expected of it any more: neither stacks, nor the end of its ranks, nor that it starts them.
-        state.unanswered.discard(node)
-        attempt.unconfirmed.discard(node)
-        state.outbox.put(DropNode(node))
+        state.unanswered.discard(number)
+        attempt.unconfirmed.discard(number)
+        state.outbox.put(DropNode(number))
 
         # The failure names a lost rank, from which `Attempt.count_ended_by` finds the node.
-        lost = [rank for rank in attempt.ranks_on(node) if rank not in attempt.exits]
+        lost = [rank for rank in attempt.ranks_on(number) if rank not in attempt.exits]
         failure = Failure.by_launcher(
-            LauncherFailure.NODE, f"node {node} ({host}) {why}", min(lost, default=None), host
+            LauncherFailure.NODE, f"node {number} ({host}) {why}", min(lost, default=None), host
         )
         if state.phase in ACTIVE and lost:
             self._failure_handler.handle(failure, now)
             return
 
         # Between two attempts, or after its ranks ended, losing a node matters only if too few remain for the next one.
-        state.outbox.say_about_node("lost", host, failure.message, now)
+        state.node_news.say("lost", host, failure.message, now)
         if state.phase is JobPhase.JOIN and attempt.started_here:
             self._next_attempt.end_if_too_few()
 
@@ -293,7 +294,7 @@ class JobStateMachine:
         """
         state = self.state
 
-        state.outbox.sum_up(now, len(state.cluster.nodes))
+        state.node_news.sum_up(now, len(state.cluster.nodes))
         if state.phase is JobPhase.JOIN:
             self._next_attempt.tick(now)
 

@@ -43,7 +43,7 @@ def register(path: Path) -> None:
     faulthandler.register(SIGNAL, file, all_threads=True, chain=False)
 
 
-def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[int, str]:
+def collect(folder: Path, pids: dict[int, int], timeout: float) -> dict[int, str]:
     """Ask these ranks for their stacks. The result has "" for a rank that does not answer in time or is suspended.
 
     The stacks of a rank's worker processes precede the rank's own, each after a line that names the process. Worker

@@ -121,7 +121,7 @@ class Suspicion:
 def suspect(views: list[RankView], limits: HangConfig, places: Places = MappingProxyType({})) -> Suspicion | None:
     """Return a suspicion if the job as a whole stands still. `views` are all ranks of the job, on all nodes.
 
-    At `places` an earlier attempt was ended as a hang, so that the limit is higher there.
+    At `places` an earlier attempt was ended as a hang, so the limit is higher there.
     """
     working = [view for view in views if not view.finished]
     by_rank = {view.rank: view for view in working}

@@ -66,7 +66,7 @@ class Watchdog:
         # No suspicion before this time: some rank was found compiling.
         self._quiet_until = -math.inf
 
-        # Rank -> since when it was seen halted.
+        # Rank -> when it was first seen halted.
         self._halted: dict[int, float] = {}
 
         # The current suspicion, and what was collected for it: rank -> stack, rank -> flight recorder's entries.

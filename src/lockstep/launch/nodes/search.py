@@ -86,24 +86,31 @@ NextStep = Connection | CoordinatorRole | JobEnd
 
 
 class Search:
-    """The search of one node for its coordinator: when the node starts, and after it has lost the coordinator.
+    """Finds the coordinator of one node: when the node starts, and whenever it has lost the coordinator."""
 
-    `reconnects` has the times at which this node has reconnected to the coordinator of its term, and gets new ones.
-    """
-
-    def __init__(self, job: Job, name: str, signals: list[str], secret: Secret, reconnects: list[float]):
+    def __init__(self, job: Job, name: str, signals: list[str], secret: Secret):
         self._job = job
         self._name = name
         self._signals = signals
         self._secret = secret
         self._addresses = job.addresses
-        self._reconnects = reconnects
+
+        # When this node has reconnected to the coordinator of its term.
+        self._reconnects: list[float] = []
 
         # Why the last try to reach a coordinator, or to become one, failed.
         self._last_problem = ""
 
         # When no other program was last seen at the port of this machine.
         self._last_not_taken = -math.inf
+
+    def adopt(self, job: Job, new_term: bool) -> None:
+        """Continue with the job as its coordinator describes it. `new_term`: it is another coordinator than before."""
+        self._job = job
+
+        # Reconnects count for one coordinator.
+        if new_term:
+            self._reconnects.clear()
 
     # ---- at the start ----
 
@@ -116,6 +123,7 @@ class Search:
         announced = False
         watch = CounterWatch()
         self._last_not_taken = began
+        self._last_problem = ""
 
         # A node may be started minutes before the others, so one that gets no answer tries again for a while.
         while now - began < CONNECT_S:

@@ -18,6 +18,7 @@ from lockstep.launch import records
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.suspicion import process_stat, view_of
 from lockstep.launch.ranks import post_mortem
+from lockstep.launch.ranks.local_rank import LocalRank
 from lockstep.launch.ranks.zygote import kill_process_group
 from lockstep.launch.wire.messages import NodeBeat, Stacks, Start
 from lockstep.launch.wire.store_server import store_secret
@@ -82,12 +83,12 @@ class LocalAttempt:
         self.preempted = False
         self.killed_at: float | None = None
 
-    def _local_rank(self, number: int, oom_kills: int | None) -> post_mortem.LocalRank:
+    def _local_rank(self, number: int, oom_kills: int | None) -> LocalRank:
         """Return a rank whose process does not exist yet."""
         # Rank 0 writes to the terminal. All attempts append to the same logs, so note where this attempt begins.
         log = self._logs / f"rank-{number}.log" if number else None
         began = log.stat().st_size if log and log.exists() else 0
-        return post_mortem.LocalRank(number, self._host, self.folder, log, began, oom_kills)
+        return LocalRank(number, self._host, self.folder, log, began, oom_kills)
 
     # ---- the environment of the ranks ----
 
@@ -219,7 +220,7 @@ class LocalAttempt:
         for pid in self.pids.values():
             kill_process_group(pid)
 
-    def rank_started(self, rank: post_mortem.LocalRank, pid: int) -> None:
+    def rank_started(self, rank: LocalRank, pid: int) -> None:
         """Note the process of a rank, and carry out the orders that came before it existed."""
         rank.pid = pid
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from lockstep.launch import frames, records
 from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure, RankExit
 from lockstep.launch.hangs import stacks
 from lockstep.launch.ranks import rank_record
+from lockstep.launch.ranks.local_rank import LocalRank
 from lockstep.runtime import heartbeat
 
 # How much of the end of a log is read, in bytes, and how many of its lines are shown.
@@ -33,19 +34,6 @@ _ABORT_REASON = re.compile(
     r"|^((?:free|malloc|realloc|munmap_chunk)\b.*|double free.*|corrupted .*|.*Assertion .*failed.*)$",
     re.MULTILINE,
 )
-
-
-@dataclass
-class LocalRank:
-    """A rank of this node, and the files that show how it ended."""
-
-    number: int
-    host: str
-    folder: Path
-    log: Path | None
-    log_began: int = 0  # the size of the log when this rank was started
-    oom_kills_before: int | None = None
-    pid: int | None = None  # None until the zygote forks it
 
 
 def examine(rank: LocalRank, code: int, when: float) -> RankExit:

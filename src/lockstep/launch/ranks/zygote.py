@@ -236,7 +236,7 @@ def _next_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _read_exactly(control: socket.socket, size: int) -> bytes:
-    """Read so many bytes. Raises ConnectionError if the launcher is gone."""
+    """Read exactly `size` bytes. Raises ConnectionError if the launcher is gone."""
     data = b""
     while len(data) < size:
         # A socket returns what has arrived, which may be less.

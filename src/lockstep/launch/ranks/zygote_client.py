@@ -33,7 +33,8 @@ class ZygoteClient:
         self._imports_too_long = False
         self._unsent: list[tuple[bytes, list[int]]] = []
 
-        # The number of requests without an answer, and since when: a zygote that does not answer in time is killed.
+        # The number of requests without an answer, and the time of the first of them. A zygote that does not answer in
+        # time is killed.
         self._unanswered = 0
         self._since = time.monotonic()
 
@@ -60,7 +61,11 @@ class ZygoteClient:
     # ---- requests ----
 
     def fork(self, rank: int, env: Mapping[str, str], spec: dict[str, Any], log: Path | None, lifeline: int) -> None:
-        """Ask for a rank. Its `lifeline` closes when the launcher dies."""
+        """Ask for a rank, whose reports have the number `rank`. Its `lifeline` closes when the launcher dies.
+
+        `env` has its rank among its peers, which is another number where one zygote serves several worlds
+        (`lockstep verify`).
+        """
         request = json.dumps({"rank": rank, "env": dict(env), "spec": spec, "log": str(log) if log else None})
 
         self._unsent.append((request.encode(), [os.dup(lifeline)]))

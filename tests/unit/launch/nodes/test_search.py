@@ -55,7 +55,7 @@ def last():
 def search(tmp_path, monkeypatch):
     """The search of a node that can reach no other node."""
     job = Job({"resume_command": "again"}, tmp_path, Bounds(1, 1), Bounds(2, 3), join=ADDRESS)
-    made = Search(job, "host-c", [], Secret(b"0" * 32, "a test"), [])
+    made = Search(job, "host-c", [], Secret(b"0" * 32, "a test"))
     monkeypatch.setattr(made, "_reach", lambda *addresses: None)
     return made
 
@@ -139,6 +139,17 @@ def test_a_node_returns_a_few_times_in_an_hour(search, last, clock, tmp_path, mo
     assert "is gone" not in said
     clock.now += HOUR_S + 1
     assert search.after_loss(last, "no answer") is connection
+
+
+@pytest.mark.parametrize("new_term", [False, True])
+def test_returns_count_for_one_coordinator(search, last, clock, tmp_path, monkeypatch, new_term):
+    lives(clock, election.begin_term(tmp_path, None, "host-a", ADDRESS))
+    connection = object()
+    monkeypatch.setattr(search, "_reach", lambda *addresses: connection)
+    for _ in range(MAX_RECONNECTS):
+        search.after_loss(last, "no answer")
+        search.adopt(search._job, new_term)
+    assert (search.after_loss(last, "no answer") is connection) == new_term
 
 
 def test_a_coordinator_that_dies_after_a_sign_of_life_is_not_called_alive(search, last, clock, tmp_path, monkeypatch):

@@ -11,7 +11,8 @@ import pytest
 from lockstep.errors import OutOfStep
 from lockstep.launch.failure import Failure, LauncherFailure, RankExit, pick_root
 from lockstep.launch.ranks import post_mortem, rank_record
-from lockstep.launch.ranks.post_mortem import LocalRank, examine
+from lockstep.launch.ranks.local_rank import LocalRank
+from lockstep.launch.ranks.post_mortem import examine
 from lockstep.runtime.heartbeat import Heartbeat
 
 WHEN = time.mktime((2026, 11, 15, 12, 3, 10, 0, 0, -1))
