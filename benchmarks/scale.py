@@ -40,7 +40,7 @@ from lockstep.checkpoint.saving.writer import Save
 from lockstep.checkpoint.storage import FileSystemStorage
 from lockstep.launch.coordinator import WAIT_S
 from lockstep.launch.decisions import failure_handler, hang_check, next_attempt
-from lockstep.launch.nodes.search import RETRY_S, Membership
+from lockstep.launch.nodes.search import SEARCH_RETRY_S, Membership
 from lockstep.launch.wire import connections
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import Rendezvous, Start
@@ -199,7 +199,7 @@ def takeover_of(nodes: int, ranks: int) -> tuple[str, str]:
             after = usage(ours)
             print(f"{nodes:,} nodes, takeover: {after['cpu'] - before['cpu']:.2f}", file=sys.stderr, flush=True)
             cost = f"{after['cpu'] - before['cpu']:.2f} ({after['mb'] - before['mb']:.0f})"
-            return cost, f"{look / RETRY_S:.4f}"
+            return cost, f"{look / SEARCH_RETRY_S:.4f}"
         finally:
             second.kill()
 

@@ -23,15 +23,15 @@ from typing import Any
 
 from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.failure import PREEMPTED, RankExit
+from lockstep.launch.folder import election
+from lockstep.launch.folder.election import TakeoverWatch
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.nodes import election
-from lockstep.launch.nodes.election import TakeoverWatch
-from lockstep.launch.nodes.search import RETRY_S, STAGGER_S, CoordinatorRole, Membership, Search
+from lockstep.launch.nodes.search import SEARCH_RETRY_S, STAGGER_S, CoordinatorRole, Membership, Search
+from lockstep.launch.times import LOST_AFTER_S
 from lockstep.launch.wire.acceptor import Acceptor
 from lockstep.launch.wire.connections import (
-    LOST_AFTER_S,
     Connection,
     ConnectionLost,
     Hub,
@@ -128,7 +128,7 @@ class Ranks:
                 beats=4 * self._beats,
                 age=age,
                 step=step,
-                steps_done=step,
+                steps_here=step,
                 phase="compute" if number == CULPRIT else "exchange",
                 detail="",
                 longest=LONGEST,
@@ -217,7 +217,7 @@ def make_successor(run_dir: Path, nodes: int, ranks: int, last: Membership) -> t
     """Wait until the lost coordinator may be succeeded, as a real node does, and return the new one."""
     job = make_job(run_dir, nodes, ranks, last.term.address)
     agent = SimulatedAgent(job.nproc)
-    role = Search(job, agent.name, [], SECRET, []).after_loss(last, "the connection was closed")
+    role = Search(job, agent.name, [], SECRET).after_loss(last, "the connection was closed")
     assert isinstance(role, CoordinatorRole)
     assert role.failure is not None
     hub = Hub(Acceptor.for_nodes(role.listener, SECRET, nodes))
@@ -307,7 +307,7 @@ class Nodes:
         ]
         while (term := self._look_all(run_dir, watches)) is None:
             looks += len(watches)
-            time.sleep(RETRY_S)
+            time.sleep(SEARCH_RETRY_S)
 
         cost = (time.process_time() - began) / max(looks, 1)
         self._address = term.address
@@ -329,7 +329,7 @@ class Nodes:
                 return term
 
             now = time.monotonic()
-            watch.look(term.number, election.read_counter(run_dir, term.number), now)
+            watch.note(term.number, election.read_counter(run_dir, term.number), now)
             reason = watch.reason(election.cut_off_nodes(run_dir, term.number), now)
             assert reason is None, f"node {node.number} would take over as well: {reason}"
         return None

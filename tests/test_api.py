@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 import preloaded
 from lockstep import Task, UserError, _version, api, fit
 from lockstep.errors import Preempted, RanksFailed
-from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import Bounds
 from lockstep.launch.supervisor import JobEnd
 
@@ -318,7 +318,7 @@ def test_the_package_names_its_version_and_no_unknown_names():
 
 @pytest.mark.parametrize(("rank", "words"), [(1, "rank 1 failed first"), (None, "they could not be started")])
 def test_processes_that_never_started_are_not_called_a_rank(tmp_path, rank, words):
-    ending = JobEnd(1, Failure.noticed(Kind.ZYGOTE, "out of memory", rank))
+    ending = JobEnd(1, Failure.by_launcher(LauncherFailure.ZYGOTE, "out of memory", rank))
     with pytest.raises(RanksFailed, match=words) as failed:
         api._raise_unless_done(ending, tmp_path, Bounds(2, 2), tmp_path)
     assert "rank None" not in str(failed.value)

@@ -32,6 +32,18 @@ ROWS = [
     {"cli"},
     {"__main__"},
 ]
+# The same inside `launch/`, for its modules and folders.
+LAUNCH_ROWS = [
+    {"frames", "job", "records", "terminal", "times"},
+    {"failure", "folder", "jsonl"},
+    {"hangs"},
+    {"wire"},
+    {"decisions", "ranks"},
+    {"agent", "validation"},
+    {"coordinator"},
+    {"nodes"},
+    {"supervisor"},
+]
 LEVEL = {area: level for level, row in enumerate(ROWS) for area in row}
 # What `lockstep init` writes is a user's own file: it imports the public names alone.
 OPEN_TO_SKELETONS = {*lockstep.__all__, "errors"}
@@ -72,6 +84,30 @@ def test_imports_point_down(path):
     for other in imported_areas(path) - {area}:
         assert other in LEVEL, f"{area} imports {other}, which has no place in ROWS"
         assert LEVEL[other] < LEVEL[area], f"{area} must not import {other}"
+
+
+def imported_in_launch(path: Path) -> set[str]:
+    """Return the modules and folders of `launch/` that a file imports."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "lockstep.launch":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lockstep.launch."):
+            found.add(node.module.split(".")[2])
+    return found
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "launch").rglob("*.py")), ids=lambda path: path.stem)
+def test_imports_inside_the_launcher_point_down(path):
+    level = {part: level for level, row in enumerate(LAUNCH_ROWS) for part in row} | {"__init__": len(LAUNCH_ROWS)}
+    own = path.relative_to(PACKAGE / "launch").parts[0].removesuffix(".py")
+    for other in imported_in_launch(path) - {own}:
+        assert level[other] < level[own], f"launch/{own} must not import launch/{other}"
+
+
+def test_the_tour_has_the_order_of_the_launcher():
+    order = " < ".join(", ".join(sorted(row)) for row in LAUNCH_ROWS)
+    assert f"`{order}`" in " ".join(TOUR.split())
 
 
 def test_nothing_is_named_after_nothing():
@@ -136,6 +172,15 @@ def test_the_tour_names_what_is_there(file, name):
         if isinstance(node, ast.ClassDef):
             defined |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
     assert name in defined
+
+
+def test_the_methods_that_the_tour_names_without_a_file_are_there():
+    """In the text, where their file was named before, and in the diagram of a failure."""
+    diagram = re.search(r"```text\n(rank .*?)```", TOUR, re.S)
+    assert diagram, "docs/tour.md has no diagram of a failure"
+    named = set(re.findall(r"`([A-Z]\w*\.[a-z_]\w*)`", TOUR)) | set(re.findall(r"[A-Z]\w*\.\w+", diagram[1]))
+    assert len(named) > 100
+    assert sorted(named - set().union(*(members(path) for path in MODULES))) == []
 
 
 def test_the_tour_names_enough():

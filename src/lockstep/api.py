@@ -23,10 +23,10 @@ from lockstep.config import Layer, Resolved, check, flatten, from_object, resolv
 from lockstep.config.settings import typed as typed_value
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
+from lockstep.launch import frames
 from lockstep.launch.folder.resize import ask_for_size
 from lockstep.launch.folder.run_dir import choose_run_dir, latest, latest_step, refuse_another_run, run_of, stored
 from lockstep.launch.folder.start_from import step_to_go_back_to
-from lockstep.launch.hangs import stacks
 from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.ranks import rank_record
@@ -398,7 +398,7 @@ def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds, errors: Pat
         error = rank_record.load_exception(errors, culprit)
         if error is not None:
             where = f"raised on rank {culprit.rank} of {count}; {run_dir / 'logs'} holds the output of all ranks"
-            trace = [] if culprit.for_user else stacks.fold(culprit.traceback)
+            trace = [] if culprit.for_user else frames.fold(culprit.traceback)
             error.add_note("\n".join([where, *trace]))
             error.__dict__["lockstep_rank"] = culprit.rank  # its launcher has shown it
             raise error

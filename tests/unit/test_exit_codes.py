@@ -10,7 +10,7 @@ import pytest
 
 from lockstep import api, cli
 from lockstep.errors import EXIT_CODES, FINAL_CODES, ExitCode, PeersMissing, Preempted, final_codes
-from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.wire.messages import JobEnd
 
 PAGE = Path(__file__).parents[2] / "docs" / "multi_node.md"
@@ -33,7 +33,7 @@ def test_every_code_has_one_of_three_answers() -> None:
 def test_the_last_line_names_code_and_reason() -> None:
     failure = Failure(1, "host", 0.0, "SIGKILL", "killed\nlong ago", origin="signal")
     assert api._describe_exit(JobEnd(1, failure)) == "exit code 1 (never restart): rank 1: SIGKILL: killed"
-    lost = Failure.noticed(Kind.NODE, "only 1 node came within 300 s")
+    lost = Failure.by_launcher(LauncherFailure.NODE, "only 1 node came within 300 s")
     assert api._describe_exit(JobEnd(75, lost)) == "exit code 75 (restart): node: only 1 node came within 300 s"
     assert api._describe_exit(JobEnd(75)) == "exit code 75 (restart): it was preempted by a signal"
 

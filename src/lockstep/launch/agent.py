@@ -64,7 +64,7 @@ class Agent:
         # The newest attempt whose ranks were requested from the zygote.
         self._started: int | None = None
 
-        # Whether a zygote died while importing; a new zygote would die as well.
+        # Whether the imports of a zygote have failed; those of a new zygote would fail as well.
         self._cannot_import = False
 
         # What the next `poll` returns.
@@ -200,7 +200,7 @@ class Agent:
         self._check_zygote(self._current)
 
         # The ranks were killed, and all of them are gone.
-        if self._current is not None and self._current.killed_at and not self._current.ranks:
+        if self._current is not None and self._current.killed_at and self._current.all_gone:
             self._messages.append(RanksGone(self._current.number))
             self._close_attempt()
 
@@ -229,8 +229,8 @@ class Agent:
 
     def _check_zygote(self, current: LocalAttempt | None) -> None:
         """Kill a zygote that is stuck, and replace one that has died."""
-        # A zygote that does not say that killed ranks have ended is itself suspended or stuck.
-        if current and current.killed_at and current.ranks and time.monotonic() - current.killed_at > RANKS_KILL_S:
+        # If it has not said that killed ranks ended, it is suspended or stuck, unless a rank is slow to die.
+        if current and current.ranks and current.seconds_since_kill > RANKS_KILL_S and not current.any_process_left:
             self._zygote.kill_zygote()
 
         if not self._zygote.alive and not self._cannot_import:
@@ -238,17 +238,15 @@ class Agent:
 
     def _replace_zygote(self) -> None:
         """Replace a zygote that died and kill the ranks that it forked, whose exit codes would be lost."""
-        self._cannot_import = not self._zygote.ready
         self._zygote.close()
+        self._cannot_import = self._zygote.cannot_import
 
         if self._current is not None:
-            self._current.kill_all()
-            self._current.ranks.clear()
+            self._current.zygote_lost()
 
         # Without its imports a zygote cannot work, and neither could the next one: then the job ends.
         attempt = self._current.number if self._current else None
-        why = "exited while importing; the error is on that node's terminal" if self._cannot_import else "died"
-        text = f"the process {self._zygote.pid} that starts the ranks on {self.name} {why}"
+        text = f"the process {self._zygote.pid} that starts the ranks on {self.name} {self._zygote.how_it_ended}"
         self._messages.append(ZygoteLost(attempt, text, self._cannot_import))
 
         if not self._cannot_import:

@@ -16,15 +16,16 @@ from lockstep.launch.decisions.cluster import Node
 from lockstep.launch.decisions.commands import Command, DropNode, LogEvent, Send, StartAttempt
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.failure import Failure
+from lockstep.launch.folder.election import HeldTerm
 from lockstep.launch.folder.run_dir import commit_is_near, latest_step
 from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.jsonl import append_event
-from lockstep.launch.nodes.election import HeldTerm
 from lockstep.launch.terminal import say
+from lockstep.launch.times import BEAT_S, LOST_AFTER_S
 from lockstep.launch.validation import problem_with, refusal_of
 from lockstep.launch.wire.acceptor import Rejection
-from lockstep.launch.wire.connections import BEAT_S, LOST_AFTER_S, ConnectionLost, Hub, listen_at
+from lockstep.launch.wire.connections import ConnectionLost, Hub, listen_at
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     Announce,
@@ -162,7 +163,7 @@ class Coordinator:
 
         # Let the state machine check its deadlines, then carry out all commands of this iteration.
         self._state_machine.tick(now)
-        for command in self._state_machine.take():
+        for command in self._state_machine.take_commands():
             self._carry_out(command)
 
     def _every_second(self, now: float) -> None:
@@ -218,7 +219,7 @@ class Coordinator:
         if watch.removed:
             watch.removed = False
             what = f"run_dir={folder} was removed or replaced while the job runs: nothing can be saved there"
-            say(f"lockstep: {what}; end the job, or move the folder back: what is trained meanwhile is lost")
+            say(f"lockstep: {what}; end the job, or move the folder back: anything trained until then is lost")
 
         # `lockstep resize` leaves a file, whose text the thread has read.
         while watch.resize_requests:
@@ -248,6 +249,9 @@ class Coordinator:
             case ConnectionLost():
                 self._state_machine.node_lost(node, f"vanished: {message}", now)
 
+            # It would be admitted again, and the ranks asked to save for a node that they have already.
+            case Hello() if node in self._state_machine.state.cluster.nodes:
+                self._state_machine.node_lost(node, "was dropped: it asked to join a second time", now)
             case Hello():
                 self._admit(node, message, now)
 

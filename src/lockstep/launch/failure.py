@@ -12,10 +12,10 @@ import signal
 import time
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Literal
+from typing import Literal
 
 from lockstep.errors import OutOfStep, Preempted, SmallerMicroBatch
-from lockstep.launch.hangs import stacks
+from lockstep.launch import frames
 
 # The exit code of a rank that saved and exited on request, and all codes of ranks that did not fail.
 PREEMPTED = Preempted.CODE
@@ -25,7 +25,7 @@ CLEAN = (0, PREEMPTED)
 Origin = Literal["exception", "signal", "launcher"]
 
 
-class Kind(StrEnum):
+class LauncherFailure(StrEnum):
     """Kinds of failures whose origin is the launcher."""
 
     NODE = "node"  # a machine is lost, or too few machines joined
@@ -59,7 +59,7 @@ class Failure:
     rank: int | None  # None if the failure concerns no rank: a lost node that had none, for example
     host: str
     time: float
-    kind: str  # the exception's type, the signal's name, or a `Kind`, depending on `origin`
+    kind: str  # the exception's type, the signal's name, or a `LauncherFailure`, depending on `origin`
     message: str
     traceback: str = ""
     for_user: bool = False  # whether the message says what to do; then no traceback is shown
@@ -70,13 +70,36 @@ class Failure:
     origin: Origin = "exception"
 
     @classmethod
-    def noticed(
-        cls, kind: Kind, message: str, rank: int | None = None, host: str = "", when: float | None = None, **others: Any
+    def by_launcher(
+        cls,
+        kind: LauncherFailure,
+        message: str,
+        rank: int | None = None,
+        host: str = "",
+        *,
+        when: float | None = None,
+        step: int | None = None,
+        phase: str | None = None,
+        traceback: str = "",
+        log: str = "",
+        cause: str = "",
     ) -> Failure:
-        """Return a failure that the launcher has noticed: now, or at the time `when`. `others` are other fields."""
-        return cls(rank, host, time.time() if when is None else when, kind, message, origin="launcher", **others)
+        """Return a failure that the launcher has noticed: now, or at the time `when`."""
+        return cls(
+            rank,
+            host,
+            time.time() if when is None else when,
+            kind,
+            message,
+            traceback=traceback,
+            step=step,
+            phase=phase,
+            log=log,
+            cause=cause,
+            origin="launcher",
+        )
 
-    def noticed_as(self, *kinds: Kind) -> bool:
+    def is_one_of(self, *kinds: LauncherFailure) -> bool:
         """Return whether the launcher has noticed this failure, as one of these kinds."""
         return self.origin == "launcher" and self.kind in kinds
 
@@ -91,8 +114,14 @@ class Failure:
 
     @property
     def likely_to_repeat(self) -> bool:
-        """Whether this is an exception or an exit code, which the same program would most likely repeat."""
-        return self.noticed_as(Kind.EXIT) or (self.origin == "exception" and not self.asks_for_smaller_micro_batch)
+        """Whether the program raised, or exited with a code: the same program would most likely do so again.
+
+        It would not after an exception of torch that says that a peer is gone: the network may be to blame.
+        """
+        if self.asks_for_smaller_micro_batch or self.reports_lost_peer:
+            return False
+
+        return self.origin == "exception" or self.is_one_of(LauncherFailure.EXIT)
 
     @property
     def reports_lost_peer(self) -> bool:
@@ -110,7 +139,7 @@ class Failure:
     def headline(self) -> str:
         """The first line of the failure: which rank, where, when, and the error."""
         when = time.strftime("%H:%M:%S", time.localtime(self.time))
-        if self.noticed_as(Kind.NODE, Kind.ZYGOTE) or self.raised_as(OutOfStep):
+        if self.is_one_of(LauncherFailure.NODE, LauncherFailure.ZYGOTE) or self.raised_as(OutOfStep):
             return f"lockstep: {self.message} ({when})"
 
         where = f"step {self.step}, phase {self.phase}, " if self.step is not None else ""
@@ -128,7 +157,7 @@ class Failure:
             return self.headline
 
         # After a crash the stack and the last lines of the log are shown. An exception's traceback is in both.
-        detail = stacks.fold(self.traceback)
+        detail = frames.fold(self.traceback)
         last_lines = self.log.rstrip().splitlines()
         if detail and last_lines and self.origin == "signal":
             detail += ["its last lines:", *(f"  {line}" for line in last_lines)]
@@ -161,7 +190,7 @@ class RankExit:
         or if it exited without an exception, or never started.
         """
         killed = self.code < 0 and self.code != -signal.SIGABRT
-        never_raised = self.failure is not None and self.failure.noticed_as(Kind.EXIT, Kind.FORK)
+        never_raised = self.failure is not None and self.failure.is_one_of(LauncherFailure.EXIT, LauncherFailure.FORK)
         return not killed and not never_raised
 
     @property
@@ -175,7 +204,7 @@ def pick_root(exits: dict[int, RankExit]) -> Failure | None:
 
     A rank that died by itself comes first (its exit cannot be a consequence), then a rank that raised an error of its
     own, then a rank that only reports a lost peer; among equals, the earliest. A process that dies leaves no record,
-    and its peers record within milliseconds that they lost it, so that time alone would blame one of the peers.
+    and its peers record within milliseconds that they lost it, so time alone would blame one of the peers.
     """
     # False sorts before True. The rank breaks ties, so that failures are never compared.
     failures = []
@@ -199,4 +228,4 @@ def left_early(rank: int, host: str, report: Failure, exit_line: str) -> Failure
     shorter = "look for a loop that is shorter there"
     by_exit = f"sys.exit at {exit_line}; if that is the end of its script, {shorter}"
     why = by_exit if exit_line else f"its script came to its end: {shorter}"
-    return Failure.noticed(Kind.EXIT, f"{found} ({why})", rank, host, when=report.time)
+    return Failure.by_launcher(LauncherFailure.EXIT, f"{found} ({why})", rank, host, when=report.time)

@@ -60,7 +60,7 @@ def problem_with(message: Message, node: int, attempt: Attempt) -> str | None:
 
         case SignalReceived():
             if message.signal not in [number.name for number in PREEMPT_SIGNALS]:
-                return f"{message.signal} is no signal that preempts a job"
+                return f"{message.signal} is not a signal that preempts a job"
 
         case RankExited():
             ranks = [message.rank]

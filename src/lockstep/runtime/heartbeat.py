@@ -66,7 +66,7 @@ class HeartbeatView:
     beats: int
     age: float  # seconds since the last beat
     step: int
-    steps_done: int  # steps that this process has ended: 0 while the first step compiles
+    steps_here: int  # steps that this process has ended: 0 while the first step compiles
     phase: str
     detail: str
     longest: dict[str, float] = field(default_factory=dict)  # phase -> the longest stay, in seconds
@@ -176,7 +176,7 @@ def read(path: Path) -> HeartbeatView | None:
     if len(data) < SIZE:
         return None
 
-    beats, moment, step, steps_done, phase = _HEAD.unpack_from(data, 0)
+    beats, moment, step, steps_here, phase = _HEAD.unpack_from(data, 0)
     if not beats or phase >= len(PHASES):
         return None
 
@@ -186,7 +186,7 @@ def read(path: Path) -> HeartbeatView | None:
         beats=beats,
         age=max(0.0, time.monotonic() - moment),
         step=step,
-        steps_done=steps_done,
+        steps_here=steps_here,
         phase=list(PHASES)[phase],
         detail=detail.rstrip(b"\0").decode(errors="replace"),
         longest=dict(zip(PHASES, _LONGEST.unpack_from(data, _HEAD.size + _DETAIL.size), strict=True)),

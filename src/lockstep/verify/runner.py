@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from lockstep.config import Layer
-from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import PRELOAD
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.ranks.zygote_client import ZygoteClient
@@ -215,7 +215,7 @@ def _failure(ended: RunningTrial) -> Failure | None:
 
     if ended.hung:
         text = f"still running after {time.monotonic() - ended.began:.0f} s"
-        return Failure.noticed(Kind.HANG, text, 0, "localhost", cause="hang")
+        return Failure.by_launcher(LauncherFailure.HANG, text, 0, "localhost", cause="hang")
 
     if recorded := rank_record.first_failure(ended.folder / "attempt"):
         return recorded
@@ -223,4 +223,6 @@ def _failure(ended: RunningTrial) -> Failure | None:
     # A rank that was killed, or called os._exit, recorded nothing.
     rank, code = next((rank, ended.codes[n]) for rank, n in enumerate(ended.ranks) if ended.codes[n])
     log = (ended.folder / f"rank-{rank}.log").read_text(errors="replace")
-    return Failure.noticed(Kind.EXIT, f"rank {rank} ended with code {code}", rank, "localhost", log=log[-2000:])
+    return Failure.by_launcher(
+        LauncherFailure.EXIT, f"rank {rank} ended with code {code}", rank, "localhost", log=log[-2000:]
+    )

@@ -8,7 +8,8 @@ import pytest
 
 from lockstep.launch.failure import Failure
 from lockstep.launch.ranks import post_mortem, rank_record
-from lockstep.launch.ranks.post_mortem import LocalRank, examine
+from lockstep.launch.ranks.local_rank import LocalRank
+from lockstep.launch.ranks.post_mortem import examine
 
 
 @pytest.fixture

@@ -1,6 +1,21 @@
-"""What the agent of a node gives its ranks."""
+"""The agent of a node: what it gives its ranks, and what it says of a zygote that dies and of ranks that are killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from lockstep.launch import agent as module
+from lockstep.launch.agent import Agent
+from lockstep.launch.job import Bounds, Job
+from lockstep.launch.ranks import local_attempt, zygote_client
+from lockstep.launch.wire.messages import Kill, Message, RanksGone, Rendezvous, Start, ZygoteLost
 from lockstep.runtime.environments.launcher import OF_ONE_JOB
 
 
@@ -13,3 +28,145 @@ def test_a_launcher_inside_a_rank_of_another_job_starts_ranks_of_its_own(monkeyp
     assert not [name for name in env if name.startswith(("LOCKSTEP_", "TORCHELASTIC_"))]
     assert not {*OF_ONE_JOB} & env.keys()
     assert env["MY_OWN"] == "1"
+
+
+START = Start(attempt=0, first_rank=0, count=1, world_size=1, group_rank=0, rendezvous=Rendezvous("127.0.0.1", 1))
+
+
+# ---- a zygote that dies while it imports ----
+
+
+@pytest.fixture
+def importing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Agent]]:
+    """Return a function that makes an agent whose zygote imports a module with this code."""
+    agents = []
+
+    def make(code: str) -> Agent:
+        (tmp_path / "imported.py").write_text(code)
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(sys.path)}")
+        job = Job({}, tmp_path, Bounds(1, 1), entry="json:dumps", preload=("imported",))
+        agents.append(Agent(job, "host-a"))
+        return agents[-1]
+
+    yield make
+    for agent in agents:
+        agent.close()
+
+
+def first_messages(agent: Agent) -> list[Message]:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if messages := agent.poll():
+            return messages
+        time.sleep(0.01)
+    raise AssertionError("no message")
+
+
+def test_a_zygote_that_is_killed_while_it_imports_is_replaced(importing):
+    """The kernel may have killed it for lack of memory. The next one may well succeed."""
+    agent = importing("import time; time.sleep(600)")
+    first = agent._zygote.pid
+    os.kill(first, signal.SIGKILL)
+    (message,) = first_messages(agent)
+    text = f"the process {first} that starts the ranks on host-a was killed by SIGKILL while importing"
+    assert message == ZygoteLost(None, text, cannot_import=False)
+    assert agent._zygote.alive
+    assert agent._zygote.pid != first
+
+
+def test_a_zygote_whose_imports_fail_is_not_replaced(importing, capfd):
+    agent = importing("raise ImportError('no such library')")
+    first = agent._zygote.pid
+    (message,) = first_messages(agent)
+    assert message.cannot_import
+    assert message.why.endswith("exited while importing; the error is on that node's terminal")
+    assert agent._zygote.pid == first
+    assert agent.poll() == []
+    assert "no such library" in capfd.readouterr().err
+
+
+def test_a_zygote_that_imports_for_too_long_is_not_replaced(importing, monkeypatch):
+    """Ten restarts an hour would be no limit: each of them would take ten minutes."""
+    monkeypatch.setattr(zygote_client, "READY_S", 0.0)
+    agent = importing("import time; time.sleep(600)")
+    agent.carry_out(START)
+    (message,) = first_messages(agent)
+    assert message.cannot_import
+    assert message.why.endswith("has not finished its imports within 0 s")
+
+
+# ---- ranks that are slow to die ----
+
+
+class FakeZygote(SimpleNamespace):
+    """A zygote that never reports anything."""
+
+    pid = 1
+    ready = True
+    cannot_import = False
+    how_it_ended = "died"
+
+    def __init__(self, entry, preload, env):
+        super().__init__(env=env, alive=True)
+
+    def fork(self, *arguments):
+        pass
+
+    def drop_unsent(self):
+        pass
+
+    def poll(self):
+        return []
+
+    def kill_zygote(self):
+        self.alive = False
+
+    def close(self):
+        self.alive = False
+
+
+@pytest.fixture
+def slow_rank(tmp_path, monkeypatch):
+    """An agent with one rank, and the process of that rank, which dies only when the test kills it."""
+    monkeypatch.setattr(module, "ZygoteClient", FakeZygote)
+    monkeypatch.setattr(local_attempt, "kill_process_group", lambda pid: None)
+    agent = Agent(Job({}, tmp_path, Bounds(1, 1)), "host-a")
+    agent.carry_out(START)
+    process = subprocess.Popen(["sleep", "600"])
+    agent._current.ranks[0].pid = process.pid
+    yield agent, process
+    process.kill()
+    process.wait()
+    agent.close()
+
+
+def die(process: subprocess.Popen) -> None:
+    """Kill a process, and leave it for its parent to reap."""
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+
+
+def test_a_rank_that_is_slow_to_die_is_not_gone_and_its_zygote_is_not_to_blame(slow_rank):
+    agent, process = slow_rank
+    first = agent._zygote
+    agent.carry_out(Kill(0))
+    agent._current.killed_at -= module.RANKS_KILL_S + 1
+    assert agent.poll() == []
+    assert agent._zygote is first
+
+    # Now the rank is dead, and the zygote does not say so.
+    die(process)
+    lost, gone = agent.poll()
+    assert isinstance(lost, ZygoteLost)
+    assert gone == RanksGone(0)
+    assert agent._zygote is not first
+
+
+def test_a_rank_that_outlives_its_zygote_is_not_gone(slow_rank):
+    agent, process = slow_rank
+    agent._zygote.alive = False
+    assert [type(message) for message in agent.poll()] == [ZygoteLost]
+    agent.carry_out(Kill(0))
+    assert agent.poll() == []
+    die(process)
+    assert agent.poll() == [RanksGone(0)]

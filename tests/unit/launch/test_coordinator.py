@@ -10,11 +10,12 @@ import pytest
 
 from lockstep.launch import coordinator as module
 from lockstep.launch.coordinator import Coordinator
+from lockstep.launch.decisions.commands import DropNode
+from lockstep.launch.folder import election
 from lockstep.launch.folder import watch as folder_watch
 from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.nodes import election
-from lockstep.launch.wire.messages import NodeBeat
+from lockstep.launch.wire.messages import Hello, NodeBeat
 
 ADDRESS = "127.0.0.1:29400"
 
@@ -79,7 +80,7 @@ def test_a_slow_disk_does_not_stop_the_loop(started, monkeypatch):
 def test_the_thread_counts_and_notices_a_successor(started, tmp_path):
     coordinator, _ = started([])
     before = election.read_counter(tmp_path, 1)
-    coordinator._watch.look()
+    coordinator._watch.look_at_folder()
     assert election.read_counter(tmp_path, 1) > before
     assert not coordinator._watch.superseded
     election.begin_term(tmp_path, 1, "host-b", ADDRESS)
@@ -98,6 +99,19 @@ def test_a_coordinator_that_was_suspended_looks_before_it_acts(started, tmp_path
     assert signals == ["SIGTERM"]  # for the successor
 
 
+def test_a_node_that_asks_to_join_twice_is_dropped(started):
+    """It would be admitted again, and running ranks would save and exit for it."""
+    coordinator, _ = started([], nnodes=Bounds(2, 3))
+    hello = Hello("host-b", Bounds(1, 1), coordinator._job.identity)
+    state_machine = coordinator._state_machine
+    coordinator._receive_from_node(1, hello, 0.0)
+    assert sorted(state_machine.state.cluster.nodes) == [0, 1]
+
+    coordinator._receive_from_node(1, hello, 1.0)
+    assert sorted(state_machine.state.cluster.nodes) == [0]
+    assert DropNode(1) in state_machine.take_commands()
+
+
 def test_signals_of_a_superseded_coordinator_are_kept(started, tmp_path):
     signals = ["SIGTERM"]
     coordinator, _ = started(signals)
@@ -109,8 +123,8 @@ def test_signals_of_a_superseded_coordinator_are_kept(started, tmp_path):
 def test_what_lockstep_resize_left_is_read_once(tmp_path):
     watch = FolderWatch(tmp_path, None)
     (tmp_path / "resize").write_text("3\n")
-    watch.look()
-    watch.look()
+    watch.look_at_folder()
+    watch.look_at_folder()
     assert list(watch.resize_requests) == ["3"]
     assert not (tmp_path / "resize").exists()
 
@@ -121,7 +135,7 @@ def test_an_error_in_the_thread_ends_the_job(started, monkeypatch):
     def fail():
         raise ValueError("unexpected")
 
-    monkeypatch.setattr(coordinator._watch, "look", fail)
+    monkeypatch.setattr(coordinator._watch, "look_at_folder", fail)
     with pytest.raises(ValueError, match="unexpected"):
         coordinator.run()
 
@@ -131,10 +145,10 @@ def test_a_loop_that_is_stuck_gives_no_sign_of_life(started, tmp_path):
     coordinator, _ = started([])
     before = election.read_counter(tmp_path, 1)
     coordinator._last_iteration -= module.LOST_AFTER_S + 1
-    coordinator._watch.look()
+    coordinator._watch.look_at_folder()
     assert election.read_counter(tmp_path, 1) == before
     coordinator._iterate()
-    coordinator._watch.look()
+    coordinator._watch.look_at_folder()
     assert election.read_counter(tmp_path, 1) > before
 
 
@@ -154,8 +168,8 @@ def test_an_error_of_the_disk_does_not_lose_a_request_or_the_job(tmp_path, monke
 
     monkeypatch.setattr(os, "stat", failing(stat))
     monkeypatch.setattr(os, "open", failing(opened))
-    watch.look()
+    watch.look_at_folder()
     assert not watch.resize_requests
     monkeypatch.undo()
-    watch.look()
+    watch.look_at_folder()
     assert list(watch.resize_requests) == ["3"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.launch import failure
-from lockstep.launch.failure import Failure, Kind, RankExit, left_early, pick_root
+from lockstep.launch.failure import Failure, LauncherFailure, RankExit, left_early, pick_root
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.ranks.post_mortem import examine
 
@@ -23,7 +23,9 @@ RESET = (
 
 def test_a_rank_that_ends_without_a_word_is_the_cause_of_complaints_about_it(recorded):
     complaint = recorded(0, RuntimeError(RESET))
-    silent = RankExit(3, Failure.noticed(Kind.EXIT, "ended with code 3", 1, "here", when=9e9))  # noticed later
+    silent = RankExit(
+        3, Failure.by_launcher(LauncherFailure.EXIT, "ended with code 3", 1, "here", when=9e9)
+    )  # noticed later
     assert pick_root({0: RankExit(1, complaint), 1: silent}).rank == 1
 
 
@@ -121,7 +123,9 @@ def test_the_users_frames_come_first_and_ours_are_folded():
 
 
 def test_a_lost_node_has_no_rank_to_name():
-    text = Failure.noticed(Kind.NODE, "node 1 (node-b) vanished: no heartbeat for 5 s", 3, "node-b", when=WHEN).text()
+    text = Failure.by_launcher(
+        LauncherFailure.NODE, "node 1 (node-b) vanished: no heartbeat for 5 s", 3, "node-b", when=WHEN
+    ).text()
     assert text == "lockstep: node 1 (node-b) vanished: no heartbeat for 5 s (12:03:10)"
 
 
@@ -129,9 +133,9 @@ def test_a_lost_node_has_no_rank_to_name():
     ("found", "repeats"),
     [
         (Failure(0, "h", 0.0, "ValueError", "m"), True),
-        (Failure.noticed(Kind.EXIT, "m", 0), True),
+        (Failure.by_launcher(LauncherFailure.EXIT, "m", 0), True),
         (Failure(0, "h", 0.0, "SIGKILL", "m", origin="signal"), False),
-        (Failure.noticed(Kind.NODE, "m", 0), False),
+        (Failure.by_launcher(LauncherFailure.NODE, "m", 0), False),
     ],
 )
 def test_what_the_program_would_do_again(found, repeats):
@@ -182,7 +186,7 @@ def test_what_torch_says_of_a_lost_peer(kind, message):
 
 
 def test_a_rank_that_was_never_forked_is_the_cause():
-    refused = RankExit(1, Failure.noticed(Kind.FORK, "refused", 1, "h", when=9e9))
+    refused = RankExit(1, Failure.by_launcher(LauncherFailure.FORK, "refused", 1, "h", when=9e9))
     lost = RankExit(1, Failure(0, "h", 0.0, "DistStoreError", "timed out waiting for clients"))
     assert not refused.may_be_a_consequence
     assert pick_root({0: lost, 1: refused}).kind == "fork"

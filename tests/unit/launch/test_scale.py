@@ -12,7 +12,7 @@ import pytest
 from lockstep.config.sections import HangConfig
 from lockstep.errors import listed_ranks
 from lockstep.launch.decisions import cluster
-from lockstep.launch.decisions.commands import LINES_PER_S, Outbox
+from lockstep.launch.decisions.commands import LINES_PER_S, NodeNews, Outbox
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.flight_recorder import DEFAULT_GROUP, analyse
 from lockstep.launch.hangs.suspicion import RankView, suspect
@@ -76,16 +76,17 @@ def test_the_state_of_many_nodes_is_as_long_as_that_of_few():
 
 def test_screens_name_a_few_nodes_of_many_and_count_the_others():
     outbox = Outbox(Path("logs"))
+    news = NodeNews(outbox)
     for number in range(100):
-        outbox.say_about_node("joined", f"host-{number}", f"node {number} joined", now=10.0)
+        news.say("joined", f"host-{number}", f"node {number} joined", now=10.0)
     assert len(outbox.take()) == LINES_PER_S
-    outbox.sum_up(10.5, 100)
+    news.sum_up(10.5, 100)
     assert outbox.take() == []
-    outbox.sum_up(11.0, 100)
+    news.sum_up(11.0, 100)
     [line] = outbox.take()
     assert line.text.startswith("lockstep: 92 more nodes joined (host-8, host-9, ")
     assert line.text.endswith("and 87 more); 100 nodes now")
-    outbox.say_about_node("lost", "host-3", "node 3 vanished", now=13.0)
+    news.say("lost", "host-3", "node 3 vanished", now=13.0)
     assert len(outbox.take()) == 1
 
 
@@ -105,7 +106,7 @@ class Counted(dict):
 
 def test_the_watchdog_looks_at_each_rank_a_few_times(monkeypatch):
     monkeypatch.setattr(Counted, "reads", 0)
-    rest = {"host": "a", "pid": 1, "state": "S", "detail": "", "beats": 1, "age": 0.1, "step": 5, "steps_done": 4}
+    rest = {"host": "a", "pid": 1, "state": "S", "detail": "", "beats": 1, "age": 0.1, "step": 5, "steps_here": 4}
     views = [RankView(rank=rank, phase="compute", longest=Counted(compute=0.1), **rest) for rank in range(300)]
     assert suspect(views, HangConfig()) is None
     assert 0 < Counted.reads <= 4 * len(views)

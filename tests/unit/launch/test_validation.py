@@ -28,7 +28,7 @@ KILLED = RankExit(-9, Failure(2, "host-1", 0.0, "SIGKILL", "killed", origin="sig
 
 def view(rank: int) -> RankView:
     return RankView(
-        rank=rank, host="host-1", pid=1, state="S", beats=1, age=0.5, step=3, steps_done=2, phase="data", detail=""
+        rank=rank, host="host-1", pid=1, state="S", beats=1, age=0.5, step=3, steps_here=2, phase="data", detail=""
     )
 
 
@@ -68,7 +68,7 @@ def test_a_message_that_can_be_right(attempt, message):
         (NodeBeat([view(0)], {}, 5), r"ranks \[0\]"),
         (NodeBeat([], {"hang": {"least": "long"}}, 5), "settings are not valid"),
         (NodeBeat([], {"other": 1}, 5), "settings are not valid"),
-        (SignalReceived("SIGNAL"), "SIGNAL is no signal"),
+        (SignalReceived("SIGNAL"), "SIGNAL is not a signal"),
         (JobEnd(0), "JobEnd is not for the coordinator"),
     ],
     ids=str,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from lockstep.errors import plural
-from lockstep.launch.failure import PREEMPTED, Failure, Kind, RankExit, left_early, pick_root
+from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure, RankExit, left_early, pick_root
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.hangs.watchdog import Watchdog
 
@@ -90,9 +90,9 @@ class Attempt:
         return any(rank_exit.code == PREEMPTED for rank_exit in self.exits.values())
 
     def has_saved(self, step: int) -> bool:
-        """Return whether this attempt has saved the newest checkpoint, which is of this step."""
+        """Return whether this attempt is known to have saved the newest checkpoint, which is of this step."""
         # Ranks that exit as preempted have saved, perhaps at the very step that they started from.
-        return self.number is not None and (step != self.started_from or self.any_preempted)
+        return self.started_here and (step != self.started_from or self.any_preempted)
 
     def ranks_standing_still(self, now: float) -> list[RankView]:
         """Return all ranks if none has moved since they were asked to save and exit, and time is up; otherwise none."""
@@ -131,34 +131,33 @@ class Attempt:
 
         return located
 
-    def overdue(self, stuck: Sequence[RankView] = ()) -> Failure:
-        """Return the failure of ranks that were asked to save and did not exit; `stuck` are ranks that did not move."""
+    def overdue(self) -> Failure:
+        """Return the failure of ranks that were asked to save, move, and take too long."""
+        late = self.running
+        text = plural(
+            len(late), "rank did not exit in time and was killed", "ranks did not exit in time and were killed"
+        )
 
-        # Ranks that move, and take too long.
-        if not stuck:
-            late = self.running
-            text = plural(
-                len(late), "rank did not exit in time and was killed", "ranks did not exit in time and were killed"
-            )
+        first = min(late)
+        return Failure.by_launcher(LauncherFailure.OVERDUE, text, first, self._host_of(first))
 
-            first = min(late)
-            return Failure.noticed(Kind.OVERDUE, text, first, self._host_of(first))
-
-        # Ranks that do not move: the one to name is one that waits for no other.
-        # Of several such ranks, it is the one that has stood still for longest.
+    def standing_still(self, stuck: Sequence[RankView]) -> Failure:
+        """Return the failure of ranks that were asked to save and do not move."""
+        # The rank to name is one that waits for no other; of several, the one that has stood still for longest.
         longest = max(stuck, key=lambda view: (not view.traits.waits, view.age))
 
         count = plural(len(stuck), "rank stood still and was killed", "ranks stood still and were killed")
         text = f"{count}, this one after {longest.age:.0f} s in its phase"
-        where = {"step": longest.step, "phase": longest.phase}
-        return Failure.noticed(Kind.OVERDUE, text, longest.rank, longest.host, **where)
+        return Failure.by_launcher(
+            LauncherFailure.OVERDUE, text, longest.rank, longest.host, step=longest.step, phase=longest.phase
+        )
 
     def count_ended_by(self, failure: Failure) -> int:
         """Return how many ranks end because of a failure of others: they are killed, or have failed as well."""
         failed = {failure.rank}
 
         # A node, or the process that forked a node's ranks, takes all ranks of that node with it.
-        if failure.noticed_as(Kind.NODE, Kind.ZYGOTE) and failure.rank in self.ranks:
+        if failure.is_one_of(LauncherFailure.NODE, LauncherFailure.ZYGOTE) and failure.rank in self.ranks:
             node, _ = self.ranks[failure.rank]
             failed = set(self.ranks_on(node))
 

@@ -63,13 +63,6 @@ class Outbox:
         self._logs = logs  # the folder of the ranks' logs
         self._commands: list[Command] = []
 
-        # Lines about single nodes: when the current second began, and how many lines it has had.
-        self._second_began = -math.inf
-        self._lines = 0
-
-        # What happened to nodes that had no line, as in SUMMARIES -> their hosts.
-        self._unsaid: dict[str, list[str]] = {}
-
     def take(self) -> list[Command]:
         """Return all commands so far, oldest first, and begin with an empty queue."""
         commands, self._commands = self._commands, []
@@ -86,32 +79,6 @@ class Outbox:
         """Show a line on the screens of all nodes."""
         self.put(Announce(f"lockstep: {text}"))
 
-    def say_about_node(self, what: str, host: str, text: str, now: float) -> None:
-        """Say that a node has joined or was lost; if many do within a second, `sum_up` says the rest in one line."""
-        # A new second begins only when everything that was left out before has been said.
-        if now - self._second_began >= 1.0 and not self._unsaid:
-            self._second_began = now
-            self._lines = 0
-
-        self._lines += 1
-        if self._lines <= LINES_PER_S:
-            self.say(text)
-        else:
-            self._unsaid.setdefault(what, []).append(host)
-
-    def sum_up(self, now: float, nodes: int) -> None:
-        """Say once a second what was left out; `nodes` are there now."""
-        if not self._unsaid or now - self._second_began < 1.0:
-            return
-
-        for what, hosts in self._unsaid.items():
-            one, several = SUMMARIES[what]
-            self.say(f"{plural(len(hosts), one, several)} ({some_names(hosts)}); {plural(nodes, 'node')} now")
-
-        self._unsaid = {}
-        self._second_began = now
-        self._lines = 0
-
     def log(self, event: str, **fields: Any) -> None:
         self.put(LogEvent({"event": event, **fields}))
 
@@ -125,7 +92,7 @@ class Outbox:
         """
         lines = [failure.text()]
 
-        # An error for the user says what to do, and nothing is to be looked up.
+        # An error for the user says what to do, so there is nothing to look up.
         if not failure.for_user:
             facts = []
             if others:
@@ -146,3 +113,43 @@ class Outbox:
         # Events hold no log lines: the log itself stays in the run's folder.
         fields = {name: value for name, value in vars(failure).items() if name != "log"}
         self.log("failure", attempt=attempt, **fields)
+
+
+class NodeNews:
+    """Says which nodes come and go. If many do at once, the first have a line each, and the rest is summed up."""
+
+    def __init__(self, outbox: Outbox):
+        self._outbox = outbox
+
+        # Lines about single nodes: when the current second began, and how many lines it has had.
+        self._second_began = -math.inf
+        self._lines = 0
+
+        # What happened to nodes that had no line, as in SUMMARIES -> their hosts.
+        self._unsaid: dict[str, list[str]] = {}
+
+    def say(self, what: str, host: str, text: str, now: float) -> None:
+        """Say that a node has joined or was lost; if many do within a second, `sum_up` says the rest in one line."""
+        # A new second begins only when everything that was left out before has been said.
+        if now - self._second_began >= 1.0 and not self._unsaid:
+            self._second_began = now
+            self._lines = 0
+
+        self._lines += 1
+        if self._lines <= LINES_PER_S:
+            self._outbox.say(text)
+        else:
+            self._unsaid.setdefault(what, []).append(host)
+
+    def sum_up(self, now: float, nodes: int) -> None:
+        """Say once a second what was left out; `nodes` are there now."""
+        if not self._unsaid or now - self._second_began < 1.0:
+            return
+
+        for what, hosts in self._unsaid.items():
+            one, several = SUMMARIES[what]
+            self._outbox.say(f"{plural(len(hosts), one, several)} ({some_names(hosts)}); {plural(nodes, 'node')} now")
+
+        self._unsaid = {}
+        self._second_began = now
+        self._lines = 0

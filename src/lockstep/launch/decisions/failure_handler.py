@@ -25,12 +25,12 @@ class FailureHandler:
 
     def handle(self, failure: Failure, now: float, nothing_to_save: bool = False) -> None:
         """Decide what follows, announce it with the failure, and kill all ranks. `nothing_to_save`: see `Situation`."""
-        self.decide(failure, now, nothing_to_save)
+        self.settle(failure, now, nothing_to_save)
         self.order_kill(now)
 
     # ---- the decision ----
 
-    def decide(self, failure: Failure, now: float, nothing_to_save: bool) -> Decision:
+    def settle(self, failure: Failure, now: float, nothing_to_save: bool) -> Decision:
         """Decide what follows when all ranks are gone, take note of it and announce it with the failure."""
         state, recovery = self._state, self._state.recovery
 
@@ -42,7 +42,7 @@ class FailureHandler:
 
         match decision:
             case Restart():
-                self._next_attempt.is_restart = True
+                self._next_attempt.mark_restart()
                 recovery.count_restart(decision, failure, situation)
                 self._announce(failure, recovery.describe_restart(decision, failure, situation))
 
@@ -62,7 +62,7 @@ class FailureHandler:
 
         return decision
 
-    def zygote_cannot_import(self, failure: Failure, now: float) -> None:
+    def end_because_imports_fail(self, failure: Failure, now: float) -> None:
         """End the job, because the imports of its program fail. The next attempt would import the same."""
         self._plan_end(failure, ExitCode.FAILED, "it would end the same way")
 
@@ -72,7 +72,7 @@ class FailureHandler:
 
     def _plan_end(self, failure: Failure, code: ExitCode, reason: str) -> None:
         """End the job as failed once its ranks are gone, and announce why it is not restarted."""
-        self._next_attempt.planned_end = JobEnd(code, failure)
+        self._next_attempt.plan_end(JobEnd(code, failure))
         self._announce(failure, f"not restarted: {reason}")
 
     def _undo_resize(self) -> None:

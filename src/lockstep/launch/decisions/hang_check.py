@@ -15,8 +15,8 @@ class HangCheck:
         self._state = state
         self._failure_handler = failure_handler
 
-    def look(self, now: float) -> None:
-        """Look whether any rank advances; called about once a second."""
+    def check(self, now: float) -> None:
+        """Check whether any rank advances; called about once a second."""
         # After a failure the other ranks stand still. That is not a hang, and the failure will be announced soon.
         if self._state.attempt.has_failed:
             return
@@ -30,7 +30,7 @@ class HangCheck:
     def _collect_stacks_on_suspicion(self, now: float) -> None:
         """Collect the stacks of all ranks if the job seems to stand still."""
         state = self._state
-        if state.attempt.watchdog.look(state.attempt.running, now) is not None:
+        if state.attempt.watchdog.suspicion(state.attempt.running, now) is not None:
             state.enter(JobPhase.COLLECT_STACKS, now + NODES_STACKS_S, state.nodes_of_attempt)
             state.order(CollectStacks)
 
@@ -42,8 +42,8 @@ class HangCheck:
             return
 
         # Before the first step there is nothing to save.
-        trained = any(view.steps_done for view in stuck)
-        self._failure_handler.handle(attempt.overdue(stuck), now, nothing_to_save=not trained)
+        trained = any(view.steps_here for view in stuck)
+        self._failure_handler.handle(attempt.standing_still(stuck), now, nothing_to_save=not trained)
 
     def add_stacks(self, node: int, message: Stacks, now: float) -> None:
         """Take the stacks of a node's ranks. When all nodes have answered, the hang can be judged."""

@@ -8,7 +8,7 @@ from lockstep.launch.decisions.commands import StartAttempt
 from lockstep.launch.decisions.phases import JOIN_S, START_S, JobPhase
 from lockstep.launch.decisions.preemption import Preemption
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import COORDINATOR
 from lockstep.launch.wire.messages import JobEnd
@@ -31,14 +31,24 @@ class NextAttempt:
 
         # How the job ends instead, once all ranks are gone. None if another attempt follows, or if the job ends as
         # preempted; a second Ctrl-C sets it at once.
-        self.planned_end: JobEnd | None = None
+        self._planned_end: JobEnd | None = None
 
         # Whether this attempt is logged as a restart when it starts; its size is not known before.
-        self.is_restart = False
+        self._is_restart = False
 
         # How many nodes were missing when that was last said, and when it may be said next.
         self._said_missing = 0
         self._say_missing_at = now + SAY_MISSING_S
+
+    # ---- what was decided before the ranks are gone ----
+
+    def plan_end(self, ending: JobEnd) -> None:
+        """End the job in this way, instead of another attempt."""
+        self._planned_end = ending
+
+    def mark_restart(self) -> None:
+        """Log the next attempt as a restart."""
+        self._is_restart = True
 
     # ---- waiting for nodes ----
 
@@ -95,15 +105,15 @@ class NextAttempt:
         """End the job with a line on the screens: `text`, and how to continue. `problem` goes into the failure."""
         state = self._state
         state.outbox.say(f"{text} {state.how_to_continue(state.latest_step())}")
-        state.end(JobEnd(state.settings.code_if_nodes_are_missing, Failure.noticed(Kind.NODE, problem)))
+        state.end(JobEnd(state.settings.code_if_nodes_are_missing, Failure.by_launcher(LauncherFailure.NODE, problem)))
 
     # ---- the start of an attempt ----
 
     def _end_or_start(self, now: float) -> None:
         """End the job if that is decided already; otherwise start the next attempt if the nodes are there."""
         # In this order: a planned end has an exit code of its own, which a signal must not change.
-        if self.planned_end is not None:
-            self._state.end(self.planned_end)
+        if self._planned_end is not None:
+            self._state.end(self._planned_end)
         elif self._preemption.signal is not None:
             self._preemption.end_job()
         elif self._state.cluster.ready(now):
@@ -116,7 +126,7 @@ class NextAttempt:
         hosts = {node: cluster.nodes[node].host for node in counts}
 
         # A place where earlier attempts seemed to hang gets more time.
-        watchdog = Watchdog(state.settings.hang, state.recovery.restarts.hang_places)
+        watchdog = Watchdog(state.settings.hang, state.recovery.hang_places)
 
         number = state.attempt.next_number
 
@@ -133,8 +143,8 @@ class NextAttempt:
         attempt.confirm_by = now + START_S
 
         # Only now is it known how many ranks restart.
-        if self.is_restart:
-            self.is_restart = False
+        if self._is_restart:
+            self._is_restart = False
             state.outbox.log("restart", attempt=number, ranks=cluster.world_size, step=attempt.started_from)
 
         state.outbox.put(StartAttempt(number, counts))

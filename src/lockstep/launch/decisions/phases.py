@@ -56,8 +56,9 @@ STRAGGLER_GRACE_S = 20.0
 # A node sends a heartbeat every second. If none came for this long, the node is probably lost.
 QUIET_S = 2.0
 
-# How long the coordinator waits for nodes to say that their killed ranks are gone.
-NODES_KILL_S = 10.0
+# How long the coordinator waits for nodes to say that their killed ranks are gone. A process with much memory takes a
+# while to die; a node that is lost altogether is noticed by its missing heartbeats.
+NODES_KILL_S = 30.0
 
 # How long a node may take to confirm that it starts its ranks, which happens before they import anything.
 START_S = 10.0

@@ -86,10 +86,16 @@ class Preemption:
 
     def ask_ranks(self, now: float) -> None:
         """Have the ranks save and exit; they are killed when the grace period is over."""
-        self.enter_phase(now)
+        self._enter_phase(now)
         self._state.order(partial(Preempt, signal=self.signal))
 
-    def enter_phase(self, now: float) -> None:
+    def ranks_were_signalled(self, now: float) -> None:
+        """Note that the scheduler has signalled the ranks directly, bypassing the launcher."""
+        # Which signal it was, they do not say.
+        self.signal = "SIGTERM"
+        self._enter_phase(now)
+
+    def _enter_phase(self, now: float) -> None:
         """Wait for the ranks to save and exit."""
         state = self._state
         deadline = now + state.settings.restart.grace
@@ -116,6 +122,9 @@ class Preemption:
             saved = "ended before anything was saved"
         elif state.attempt.has_saved(step):
             saved = f"saved at step {step}"
+        elif state.attempt.number is not None and not state.attempt.started_here:
+            # The ranks of a lost coordinator may have saved it, or not.
+            saved = f"ended after a takeover; the newest checkpoint is of step {step}"
         else:
             saved = f"ended without another save; the newest checkpoint is of step {step}"
 

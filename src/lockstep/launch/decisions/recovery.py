@@ -10,7 +10,8 @@ from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.cluster import Cluster
 from lockstep.launch.decisions.restarts import Restarts
 from lockstep.launch.decisions.settings import Settings
-from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.failure import Failure, LauncherFailure
+from lockstep.launch.hangs.suspicion import Places
 from lockstep.launch.wire.messages import CoordinatorState
 
 
@@ -84,8 +85,13 @@ class Recovery:
         # The last attempt before a resize, and its ranks on each node, which are restored if the new size fails.
         self._before_resize: tuple[Attempt, Counter[int]] | None = None
 
+    @property
+    def hang_places(self) -> Places:
+        """Where earlier attempts were ended as hanging."""
+        return self.restarts.hang_places
+
     def decide(self, failure: Failure, situation: Situation) -> Decision:
-        """Return what follows a failure. Nothing changes here: `FailureHandler.decide` acts on the answer."""
+        """Return what follows a failure. Nothing changes here: `FailureHandler.settle` acts on the answer."""
         if self._resize_may_be_at_fault(failure, situation):
             return UndoResize()
 
@@ -97,7 +103,7 @@ class Recovery:
             asked = f"the job was asked to save and exit ({situation.preempt_signal})"
             return EndPreempted() if situation.can_be_resumed else End(ExitCode.FAILED, asked)
 
-        # After a takeover the other nodes have yet to join, so that a shortage means nothing.
+        # After a takeover the other nodes have yet to join, so a shortage means nothing yet.
         shortage = self._cluster.shortage if situation.attempt.started_here else None
         if shortage:
             return End(situation.settings.code_if_nodes_are_missing, shortage)
@@ -106,7 +112,7 @@ class Recovery:
         if reason:
             return End(ExitCode.FAILED, reason)
 
-        reached_limit = failure.noticed_as(Kind.HANG) and situation.attempt.watchdog.reached_a_limit
+        reached_limit = failure.is_one_of(LauncherFailure.HANG) and situation.attempt.watchdog.reached_a_limit
         return Restart(raise_limit=reached_limit)
 
     # ---- a restart ----
@@ -114,7 +120,7 @@ class Recovery:
     def count_restart(self, restart: Restart, failure: Failure, situation: Situation) -> None:
         """Count a restart. A node with a slot that keeps failing runs one rank fewer from now on."""
         if restart.raise_limit:
-            self.restarts.hang_places[failure.step, failure.phase] += 1
+            self.restarts.count_hang(failure)
 
         # Not every failure is that of a rank: a lost node may have had none.
         ranks = situation.attempt.ranks

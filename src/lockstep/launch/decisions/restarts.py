@@ -9,23 +9,17 @@ from collections import Counter
 from typing import Any
 
 from lockstep.launch.decisions.settings import Settings
-from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.failure import Failure, LauncherFailure
+from lockstep.launch.times import within_last_hour
 from lockstep.launch.wire.messages import CoordinatorState
 
 # After this many failures of one rank slot in a row, without a new checkpoint, its node runs one rank fewer, if
 # `--nproc` allows it. Which device becomes free is not chosen: the remaining ranks have the lowest local numbers.
 TIMES_IN_A_ROW = 3
 
-HOUR_S = 3600.0
-
 # The machine's name, and the local rank there. They stay the same from attempt to attempt, while the numbers of nodes
 # and ranks may change.
 Slot = tuple[str, int]
-
-
-def within_last_hour(times: list[float], now: float) -> list[float]:
-    """Return the times that are at most an hour ago."""
-    return [moment for moment in times if now - moment <= HOUR_S]
 
 
 class Restarts:
@@ -71,7 +65,7 @@ class Restarts:
         if failure.asks_for_smaller_micro_batch:
             return None
 
-        if failure.noticed_as(Kind.HANG) and settings.hang.action == "stop":
+        if failure.is_one_of(LauncherFailure.HANG) and settings.hang.action == "stop":
             return "hang.action is stop"
 
         if failure.likely_to_repeat and not progress:
@@ -94,8 +88,12 @@ class Restarts:
             self._times.append(now)
 
             # A lost node, or a lost zygote, takes all its ranks with it: no slot is to blame.
-            blameless = failure.noticed_as(Kind.NODE, Kind.ZYGOTE)
+            blameless = failure.is_one_of(LauncherFailure.NODE, LauncherFailure.ZYGOTE)
             self._culprits.append((None if blameless else slot, saved))
+
+    def count_hang(self, failure: Failure) -> None:
+        """Count an attempt that was ended as a hang: the next one gets more time at this step and phase."""
+        self.hang_places[failure.step, failure.phase] += 1
 
     def budget(self, failure: Failure, settings: Settings, now: float) -> str:
         """Return which restart of how many this is, in words."""
@@ -107,7 +105,7 @@ class Restarts:
 
     def keeps_failing(self, failure: Failure) -> bool:
         """Return whether the last three restarts blame the same slot, with no new checkpoint between them."""
-        # A smaller micro-batch is no fault of a slot, and was not counted.
+        # That the micro-batch is too large is not the slot's fault, and was not counted.
         if failure.asks_for_smaller_micro_batch or self._culprits[-1][0] is None:
             return False
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.cluster import Cluster
-from lockstep.launch.decisions.commands import Outbox
+from lockstep.launch.decisions.commands import NodeNews, Outbox
 from lockstep.launch.decisions.phases import JOIN_S, JobPhase
 from lockstep.launch.decisions.recovery import Recovery
 from lockstep.launch.decisions.settings import Settings
@@ -20,7 +20,7 @@ from lockstep.launch.wire.messages import CollectStacks, CoordinatorState, JobEn
 class JobState:
     """The state of a job. `latest_step` returns the step of the newest checkpoint.
 
-    `commit_is_near(ranks)` returns whether so many ranks have written a checkpoint that rank 0 has yet to commit.
+    `commit_is_near(ranks)` returns whether that many ranks have written a checkpoint that rank 0 has yet to commit.
     `inherited` is the last state of a lost coordinator, or an empty one.
     """
 
@@ -43,8 +43,9 @@ class JobState:
         self.recovery = Recovery(self.cluster, inherited, now)
 
         self.outbox = Outbox(job.run_dir / "logs")
+        self.node_news = NodeNews(self.outbox)
 
-        # RUN has a deadline only while an earlier failure may arrive; until then the watchdog covers it. OVER has none.
+        # RUN has a deadline only while an earlier failure may arrive; otherwise the watchdog covers it. OVER has none.
         self.phase = JobPhase.JOIN
         self.deadline = now + JOIN_S
 

@@ -1,15 +1,15 @@
 """The decisions of a job: when ranks are started, on which nodes, and what follows when something happens.
 
-`JobStateMachine` is called with what happens, and issues commands; nothing here starts a process or waits for one. All
-that is read from the disk is the step of the newest checkpoint, where a decision depends on it. An attempt is a set of
-ranks that live and die together. After a failure all of them are killed, and a new attempt resumes from the newest
+`JobStateMachine` is called with what happens, and issues commands; nothing here starts a process or waits for one.
+From the disk it reads the step of the newest checkpoint, and whether one is about to be committed. An attempt is a set
+of ranks that live and die together. After a failure all of them are killed, and a new attempt resumes from the newest
 checkpoint, unless there is a reason not to.
 
 `phases.py` has the phases of the job, with a table of their transitions. What happens is noted in the `JobState`, and
 each part of the state machine looks after some of the phases:
 
     NextAttempt       JOIN: waits for nodes, starts the next attempt, or ends the job
-    HangCheck         RUN, COLLECT_STACKS: finds out whether ranks hang
+    HangCheck         RUN, COLLECT_STACKS, PREEMPT: finds ranks that stand still
     Preemption        PREEMPT: asks the ranks to save and exit
     FailureHandler    KILL: decides what follows a failure, and has all ranks killed
 
@@ -42,7 +42,7 @@ from lockstep.launch.decisions.preemption import Preemption
 from lockstep.launch.decisions.recovery import Restart
 from lockstep.launch.decisions.settings import Settings
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.failure import PREEMPTED, Failure, Kind
+from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure
 from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.wire.messages import (
     CoordinatorState,
@@ -58,7 +58,7 @@ from lockstep.launch.wire.messages import (
 class JobStateMachine:
     """The decisions of a job.
 
-    The public methods are called when something has happened, and issue commands; `take` returns the commands.
+    The public methods are called when something has happened, and issue commands; `take_commands` returns them.
     `latest_step` and `commit_is_near` look at the checkpoints (see `JobState`), and `now` is always the time of a
     monotonic clock. `inherited` is the last state of a lost coordinator.
     """
@@ -82,7 +82,7 @@ class JobStateMachine:
         self._failure_handler = FailureHandler(self.state, self._preemption, self._next_attempt)
         self._hang_check = HangCheck(self.state, self._failure_handler)
 
-    def take(self) -> list[Command]:
+    def take_commands(self) -> list[Command]:
         """Return the commands that were issued since the last call, oldest first."""
         return self.state.outbox.take()
 
@@ -103,11 +103,11 @@ class JobStateMachine:
         self._add_node(node, now)
         self._preemption.include_new_node(now)
 
-    def node_returned(self, old: int, node: Node, now: float) -> None:
-        """Node `old` has made a new connection, under a new number, before the loss of its old one was noticed."""
+    def node_returned(self, old_number: int, node: Node, now: float) -> None:
+        """A node has made a new connection, under a new number, before the loss of its old one was noticed."""
         # Add it first: a job that needs all its nodes would end if one were missing for a moment.
         self._add_node(node, now)
-        self.node_lost(old, "has lost its connection and made a new one", now)
+        self.node_lost(old_number, "has lost its connection and made a new one", now)
         self._preemption.include_new_node(now)
 
     def _add_node(self, node: Node, now: float) -> None:
@@ -115,30 +115,33 @@ class JobStateMachine:
         self.state.cluster.add(node, now)
         if node.number != COORDINATOR:
             text = f"node {node.number} ({node.host}) joined; {plural(len(self.state.cluster.nodes), 'node')}"
-            self.state.outbox.say_about_node("joined", node.host, text, now)
+            self.state.node_news.say("joined", node.host, text, now)
 
-    def node_lost(self, node: int, why: str, now: float) -> None:
+    def node_lost(self, number: int, why: str, now: float) -> None:
         """A node is lost. The attempt fails if ranks were still running there. `why` is a verb phrase: "vanished"."""
         state, attempt = self.state, self.state.attempt
-        if node not in state.cluster.nodes or state.phase is JobPhase.OVER:
+        if number not in state.cluster.nodes or state.phase is JobPhase.OVER:
             return
 
-        host = state.cluster.nodes[node].host
-        state.cluster.remove(node, now)
+        host = state.cluster.nodes[number].host
+        state.cluster.remove(number, now)
+
         # Nothing is expected of it any more: neither stacks, nor the end of its ranks, nor that it starts them.
-        state.unanswered.discard(node)
-        attempt.unconfirmed.discard(node)
-        state.outbox.put(DropNode(node))
+        state.unanswered.discard(number)
+        attempt.unconfirmed.discard(number)
+        state.outbox.put(DropNode(number))
 
         # The failure names a lost rank, from which `Attempt.count_ended_by` finds the node.
-        lost = [rank for rank in attempt.ranks_on(node) if rank not in attempt.exits]
-        failure = Failure.noticed(Kind.NODE, f"node {node} ({host}) {why}", min(lost, default=None), host)
+        lost = [rank for rank in attempt.ranks_on(number) if rank not in attempt.exits]
+        failure = Failure.by_launcher(
+            LauncherFailure.NODE, f"node {number} ({host}) {why}", min(lost, default=None), host
+        )
         if state.phase in ACTIVE and lost:
             self._failure_handler.handle(failure, now)
             return
 
         # Between two attempts, or after its ranks ended, losing a node matters only if too few remain for the next one.
-        state.outbox.say_about_node("lost", host, failure.message, now)
+        state.node_news.say("lost", host, failure.message, now)
         if state.phase is JobPhase.JOIN and attempt.started_here:
             self._next_attempt.end_if_too_few()
 
@@ -151,7 +154,7 @@ class JobStateMachine:
             return
 
         # The ranks are gone already, so a job that was asked to exit ends as preempted.
-        decision = self._failure_handler.decide(failure, now, nothing_to_save=True)
+        decision = self._failure_handler.settle(failure, now, nothing_to_save=True)
         if isinstance(decision, Restart):
             self._next_attempt.say_missing(now)
 
@@ -194,10 +197,8 @@ class JobStateMachine:
 
     def _wait_for_stragglers(self, now: float) -> None:
         """Wait for the other ranks, after one has saved and exited."""
-        # The scheduler may have signalled the ranks directly, bypassing the launcher.
         if self.state.phase is not JobPhase.PREEMPT:
-            self._preemption.signal = "SIGTERM"
-            self._preemption.enter_phase(now)
+            self._preemption.ranks_were_signalled(now)
 
         # Preempted ranks exit together, unless the signal came before the process group existed: then the rest
         # never will.
@@ -226,10 +227,10 @@ class JobStateMachine:
         """The process that forks a node's ranks has died. Between two attempts that is not a failure."""
         # The failure names the node's first rank, from which `Attempt.count_ended_by` finds the others.
         first = min(self.state.attempt.ranks_on(node), default=None)
-        failure = Failure.noticed(Kind.ZYGOTE, message.why, first, self.state.cluster.nodes[node].host)
+        failure = Failure.by_launcher(LauncherFailure.ZYGOTE, message.why, first, self.state.cluster.nodes[node].host)
 
         if message.cannot_import and self.state.phase is not JobPhase.OVER:
-            self._failure_handler.zygote_cannot_import(failure, now)
+            self._failure_handler.end_because_imports_fail(failure, now)
         elif self._concerns_running_ranks(message.attempt):
             self._failure_handler.handle(failure, now)
 
@@ -252,7 +253,7 @@ class JobStateMachine:
 
     def check_for_hangs(self, now: float) -> None:
         """Look for ranks that stand still; called about once a second."""
-        self._hang_check.look(now)
+        self._hang_check.check(now)
 
     def stacks_received(self, node: int, message: Stacks, now: float) -> None:
         """A node has sent the stacks of its ranks, for the watchdog to judge."""
@@ -268,7 +269,7 @@ class JobStateMachine:
             case JobPhase.RUN | JobPhase.COLLECT_STACKS | JobPhase.PREEMPT if at_once:
                 self.state.outbox.say("second Ctrl-C: killing the ranks")
                 # The exit code is that of the first signal, and it is known before the ranks are gone.
-                self._next_attempt.planned_end = JobEnd(self._preemption.exit_code)
+                self._next_attempt.plan_end(JobEnd(self._preemption.exit_code))
                 self._failure_handler.order_kill(now)
 
             case JobPhase.RUN | JobPhase.COLLECT_STACKS:
@@ -293,7 +294,7 @@ class JobStateMachine:
         """
         state = self.state
 
-        state.outbox.sum_up(now, len(state.cluster.nodes))
+        state.node_news.sum_up(now, len(state.cluster.nodes))
         if state.phase is JobPhase.JOIN:
             self._next_attempt.tick(now)
 
@@ -318,7 +319,7 @@ class JobStateMachine:
             case JobPhase.KILL:
                 # Continue without the nodes that could not kill their ranks.
                 for node in sorted(state.unanswered):
-                    self.node_lost(node, f"vanished: its ranks did not end within {NODES_KILL_S:.0f} s", now)
+                    self.node_lost(node, f"was dropped: its killed ranks did not end within {NODES_KILL_S:.0f} s", now)
 
             case JobPhase.PREEMPT if not attempt.has_failed:
                 # Ranks that were asked to save take too long.

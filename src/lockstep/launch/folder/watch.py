@@ -9,10 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.launch import records
+from lockstep.launch.folder.election import HeldTerm
 from lockstep.launch.folder.resize import REQUEST
 from lockstep.launch.folder.run_dir import folder_identity
-from lockstep.launch.nodes.election import HeldTerm
-from lockstep.launch.wire.connections import BEAT_S
+from lockstep.launch.times import BEAT_S
 
 # How long the end of a job waits for the thread that looks at the run folder, whose disk may not answer.
 END_S = 2.0
@@ -52,16 +52,17 @@ class FolderWatch:
     def _run(self) -> None:
         try:
             while not self.superseded:
-                self.look()
+                self.look_at_folder()
                 if self._closed.wait(BEAT_S):
                     return
         except Exception as error:
             # The coordinator's loop raises it, whatever it is: without this thread there is no heartbeat.
             self.error = error
 
-    def look(self) -> None:
+    def look_at_folder(self) -> None:
+        """Look once at everything that the coordinator must know."""
         self._look_at_term()
-        self._look_at_folder()
+        self._notice_removal()
         self._read_resize_request()
 
     def _look_at_term(self) -> None:
@@ -72,7 +73,7 @@ class FolderWatch:
 
             self.superseded = self._held_term.superseded()
 
-    def _look_at_folder(self) -> None:
+    def _notice_removal(self) -> None:
         # Nothing that is trained from now on can be saved: the coordinator says so, once.
         if self._identity is not None and folder_identity(self._run_dir) != self._identity:
             self._identity = None

@@ -6,10 +6,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from lockstep.errors import listed_ranks, plural
-from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.failure import Failure, LauncherFailure
+from lockstep.launch.frames import Frame, describe, line_of
 from lockstep.launch.hangs import flight_recorder
 from lockstep.launch.hangs.flight_recorder import MAX_RANKS_NAMED
-from lockstep.launch.hangs.stacks import Frame, describe, group, line_of, main_thread, workers
+from lockstep.launch.hangs.stacks import group, main_thread, workers
 from lockstep.launch.hangs.suspicion import RankView, Suspicion
 
 # The letters of /proc/PID/stat.
@@ -79,8 +80,8 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
         detail.append(suspicion.remedy)
 
     who = _who_is_ahead(ahead, suspicion, evidence) or _who(suspicion, awaited)
-    return Failure.noticed(
-        Kind.HANG,
+    return Failure.by_launcher(
+        LauncherFailure.HANG,
         f"{suspicion.reason}; {who}",
         culprit.rank,
         culprit.host,

@@ -36,8 +36,14 @@ DEFAULT_GROUP = "default_pg"
 
 # What is read of an entry of the recorder.
 FIELDS = (
-    *("process_group", "collective_seq_id", "is_p2p", "profiling_name"),
-    *("input_sizes", "input_dtypes", "retired", "state"),
+    "process_group",
+    "collective_seq_id",
+    "is_p2p",
+    "profiling_name",
+    "input_sizes",
+    "input_dtypes",
+    "retired",
+    "state",
 )
 
 # Collectives whose inputs must have equal sizes on all ranks.
@@ -86,7 +92,7 @@ def recorded() -> list[dict[str, Any]]:
     return entries
 
 
-def collect(folder: Path, ranks: list[int], timeout: float = 2.0) -> dict[int, list[dict[str, Any]]]:
+def collect(folder: Path, ranks: list[int], timeout: float) -> dict[int, list[dict[str, Any]]]:
     """Ask these ranks for their collectives. Ranks that do not answer in time are missing from the result."""
     # Every request has a new text, which the answers repeat, so that an old answer is not taken for a new one.
     request = str(time.time_ns())
@@ -98,7 +104,7 @@ def collect(folder: Path, ranks: list[int], timeout: float = 2.0) -> dict[int, l
         time.sleep(REQUEST_POLL_S / 10)
 
         # A rank renames its answer into place, so it is complete.
-        for rank in ranks:
+        for rank in set(ranks) - answers.keys():
             answer = json.loads(records.read(folder / f"flight-{rank}.json") or "{}")
             if answer.get("request") == request:
                 answers[rank] = answer["entries"]

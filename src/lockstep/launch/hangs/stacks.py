@@ -11,37 +11,25 @@ import faulthandler
 import os
 import re
 import signal
-import sysconfig
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
-from lockstep.errors import plural
 from lockstep.launch import records
+from lockstep.launch.frames import Frame
 
 SIGNAL = signal.SIGUSR2
 
 # How many worker processes of a rank are asked.
-MAX_LOADERS = 4
+MAX_WORKERS_ASKED = 4
 
 # Lines of faulthandler's output.
 _THREAD_NUMBER = re.compile(r"(?m)(?<=^Thread )0x[0-9a-f]+|(?<=^Current thread )0x[0-9a-f]+")
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
-_TRACEBACK_FRAME = re.compile(r'^  File "(.*)", line (\d+), in (.*)$')
 
 # Around the stacks of a worker process, in an answer of `collect`.
 _WORKER_END = "End of worker"
 _WORKER = re.compile(rf"^Worker (\d+):$(.*?)^{_WORKER_END}$", re.MULTILINE | re.DOTALL)
-_PACKAGE = str(Path(__file__).parents[2]) + "/"
-
-# Frames that every stack has and that never explain a hang.
-_INTERNAL = re.compile(
-    r"/(?:site|dist)-packages/torch/|^<frozen |/importlib/|/(?:runpy|threading|socketserver|contextlib)\.py$"
-    r"|/lockstep/launch/ranks/(?:zygote|rank_process)\.py$"
-)
 
 
 def register(path: Path) -> None:
@@ -55,40 +43,7 @@ def register(path: Path) -> None:
     faulthandler.register(SIGNAL, file, all_threads=True, chain=False)
 
 
-@dataclass(frozen=True)
-class Frame:
-    """One line of a stack."""
-
-    file: str
-    line: str  # text, because faulthandler writes ??? for a line that it does not know
-    function: str
-
-    @property
-    def internal(self) -> bool:
-        """Whether the frame is one that every stack has (torch, imports, the launcher): it does not explain a hang."""
-        return bool(_INTERNAL.search(self.file))
-
-    @property
-    def in_user_code(self) -> bool:
-        """Whether the frame is in neither a library, nor Python's own modules, nor this package."""
-        library = "-packages/" in self.file or self.file.startswith((_PACKAGE, sysconfig.get_path("stdlib")))
-        return not (library or self.internal)
-
-    def __str__(self) -> str:
-        # Relative to this package, to site-packages, or to the working directory.
-        file = self.file
-        if file.startswith(_PACKAGE):
-            file = "lockstep/" + file.removeprefix(_PACKAGE)
-        elif "-packages/" in file:
-            file = file.rpartition("-packages/")[2]
-        else:
-            with contextlib.suppress(FileNotFoundError):  # the working directory may have been deleted
-                file = file.removeprefix(os.getcwd() + "/")
-
-        return f"{file}:{self.line} {self.function}"
-
-
-def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[int, str]:
+def collect(folder: Path, pids: dict[int, int], timeout: float) -> dict[int, str]:
     """Ask these ranks for their stacks. The result has "" for a rank that does not answer in time or is suspended.
 
     The stacks of a rank's worker processes precede the rank's own, each after a line that names the process. Worker
@@ -99,7 +54,7 @@ def collect(folder: Path, pids: dict[int, int], timeout: float = 2.0) -> dict[in
 
     # One worker of each rank is asked at a time: two workers that write at once would mix their lines.
     worker_of = {rank: worker_pids(pid) for rank, pid in pids.items() if answers[rank]}
-    for number in range(MAX_LOADERS):
+    for number in range(MAX_WORKERS_ASKED):
         asked = {rank: found[number] for rank, found in worker_of.items() if len(found) > number}
 
         for rank, text in _collect(folder, asked, deadline).items():
@@ -178,66 +133,6 @@ def main_thread(text: str) -> tuple[Frame, ...]:
             frames.append(Frame(*parts.groups()))
 
     return tuple(frame for frame in frames if not frame.internal) or tuple(frames)
-
-
-def line_of(frames: tuple[Frame, ...]) -> str:
-    """Return the line to look at: the user's most recent frame if there is one, or else the most recent frame."""
-    # Deep inside a library the most recent frame says little; the user's line says what the rank was doing.
-    users_own = [frame for frame in frames if frame.in_user_code]
-    return str((users_own or frames)[0])
-
-
-def describe(frames: tuple[Frame, ...], prefix: str = "") -> list[str]:
-    """Return `prefix` with the line to look at, then all frames, most recent first; nothing if there are none."""
-    if not frames:
-        return []
-
-    return [f"{prefix}at: {line_of(frames)}", *(f"  {frame}" for frame in frames)]
-
-
-def fold(traceback: str) -> list[str]:
-    """Return an exception's traceback without the frames of Lockstep and of libraries, if there are other frames.
-
-    The last frame of each traceback always stays, because the exception was raised there.
-    """
-    all_lines = traceback.rstrip().splitlines()
-    blocks = list(_frame_blocks(all_lines))
-
-    # Lines that are no frames stay, and so does the last frame before such a line, or before the end.
-    shown = [
-        frame is None or frame.in_user_code or following is None
-        for (frame, _), (following, _) in pairwise([*blocks, (None, [])])
-    ]
-
-    # Without a frame of the user, the other frames are all there is to see.
-    has_user_code = any(frame is not None and frame.in_user_code for frame, _ in blocks)
-    if not has_user_code or all(shown):
-        return all_lines
-
-    lines = [line for (_, text), show in zip(blocks, shown, strict=True) if show for line in text]
-    return [*lines, f"(without {plural(shown.count(False), 'frame')} of Lockstep and of libraries: see events.jsonl)"]
-
-
-def _frame_blocks(lines: list[str]) -> Iterator[tuple[Frame | None, list[str]]]:
-    """Yield each frame with its lines, and every other line with None."""
-    frame: Frame | None = None
-    block: list[str] = []
-    for line in lines:
-        head = _TRACEBACK_FRAME.match(line)
-
-        # The code, and marks under it, are indented further.
-        if frame is not None and head is None and line.startswith(("    ", "  [Previous line")):
-            block.append(line)
-            continue
-
-        if block:
-            yield frame, block
-
-        frame = Frame(*head.groups()) if head else None
-        block = [line]
-
-    if block:
-        yield frame, block
 
 
 def _ask(pid: int) -> bool:

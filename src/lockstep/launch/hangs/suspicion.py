@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from lockstep.config.sections import HangConfig
 from lockstep.launch import records
@@ -72,10 +72,15 @@ class RankView(heartbeat.HeartbeatView):
         return heartbeat.PHASES.get(self.phase, heartbeat.Phase())
 
 
+def process_stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state's letter on; [] if there is no such process."""
+    # The process's name, in parentheses, may hold spaces.
+    return records.read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+
+
 def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
     """Read a rank's heartbeat and process state. Return None for a process that is gone and never had a heartbeat."""
-    # The process's name, in parentheses, may hold spaces. Nothing follows if there is no such process.
-    stat = records.read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    stat = process_stat(pid)
     view = heartbeat.read(folder / f"heartbeat-{rank}")
     if view is None and not stat:
         return None
@@ -84,7 +89,7 @@ def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
     if view is None:
         uptime = float(Path("/proc/uptime").read_text().split()[0])
         age = max(0.0, uptime - int(stat[19]) / os.sysconf("SC_CLK_TCK"))
-        view = heartbeat.HeartbeatView(beats=0, age=age, step=0, steps_done=0, phase="start", detail="")
+        view = heartbeat.HeartbeatView(beats=0, age=age, step=0, steps_here=0, phase="start", detail="")
 
     return RankView(rank=rank, host=host, pid=pid, state=stat[0] if stat else "", **vars(view))
 
@@ -92,18 +97,23 @@ def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
 # ---- all ranks at one moment ----
 
 
+# Why the stacks of all ranks are collected: a process is halted; or every rank has reached its limit; or no rank has
+# advanced for a while. In the last case the job fails only if the stacks prove a deadlock.
+SuspicionKind = Literal["halted", "limit", "inquiry"]
+
+
 @dataclass(frozen=True)
 class Suspicion:
     """A job that seems to hang."""
 
+    kind: SuspicionKind
     reason: str
     awaited: list[int]  # the ranks that the others wait for; none if all wait at the same point
     views: dict[int, RankView]  # by rank
     remedy: str = ""  # the setting to change if this is not a hang
-    within_limit: bool = False  # no limit is reached: the job fails only if the stacks prove a deadlock
 
     @property
-    def halted(self) -> bool:
+    def awaits_halted_rank(self) -> bool:
         """Whether a rank that the others wait for is suspended, dead or gone."""
         return any(self.views[rank].halted for rank in self.awaited)
 
@@ -111,7 +121,7 @@ class Suspicion:
 def suspect(views: list[RankView], limits: HangConfig, places: Places = MappingProxyType({})) -> Suspicion | None:
     """Return a suspicion if the job as a whole stands still. `views` are all ranks of the job, on all nodes.
 
-    At `places` an earlier attempt was ended as a hang, so that the limit is higher there.
+    At `places` an earlier attempt was ended as a hang, so the limit is higher there.
     """
     working = [view for view in views if not view.finished]
     by_rank = {view.rank: view for view in working}
@@ -127,7 +137,7 @@ def suspect(views: list[RankView], limits: HangConfig, places: Places = MappingP
         verb = "is" if len(halted) == 1 else "are"
         reason = f"{len(halted)} of {len(working)} ranks {verb} {what}"
 
-        return Suspicion(reason, [view.rank for view in halted], by_rank)
+        return Suspicion("halted", reason, [view.rank for view in halted], by_rank)
 
     # One rank within its limit is enough: the others may be waiting for it.
     peers = Peers(working)
@@ -143,7 +153,7 @@ def suspect(views: list[RankView], limits: HangConfig, places: Places = MappingP
     value = getattr(limits, setting.removeprefix("hang."))
     remedy = f"if this is slow work and no hang: {setting}={2 * value:g}"
 
-    return Suspicion(reason, awaited_ranks(working), by_rank, remedy)
+    return Suspicion("limit", reason, awaited_ranks(working), by_rank, remedy)
 
 
 class Limit(NamedTuple):
@@ -198,7 +208,7 @@ def preempt_limit(view: RankView, peers: Peers, limits: HangConfig) -> float:
 
     # Before its first step ends, a rank has nothing to save.
     limit = PREEMPT_FACTOR * limits.least
-    if not view.steps_done:
+    if not view.steps_here:
         return limit
 
     # `hang.first` would be too long here: a rank that computes is worth waiting for, a rank that sleeps is not.
@@ -215,7 +225,7 @@ def preempt_limit(view: RankView, peers: Peers, limits: HangConfig) -> float:
 
 def _has_history(view: RankView) -> bool:
     """Return whether earlier visits say how long this phase takes."""
-    return view.traits.duration != "unpredictable" and view.steps_done > 0 and bool(view.longest.get(view.phase))
+    return view.traits.duration != "unpredictable" and view.steps_here > 0 and bool(view.longest.get(view.phase))
 
 
 def limit_of(view: RankView, peers: Peers, limits: HangConfig) -> Limit:

@@ -66,7 +66,7 @@ class Watchdog:
         # No suspicion before this time: some rank was found compiling.
         self._quiet_until = -math.inf
 
-        # Rank -> since when it was seen halted.
+        # Rank -> when it was first seen halted.
         self._halted: dict[int, float] = {}
 
         # The current suspicion, and what was collected for it: rank -> stack, rank -> flight recorder's entries.
@@ -79,7 +79,7 @@ class Watchdog:
         """The views of all ranks, on all nodes."""
         return [view for views in self.views.values() for view in views]
 
-    def look(self, running: Collection[int], now: float) -> Suspicion | None:
+    def suspicion(self, running: Collection[int], now: float) -> Suspicion | None:
         """Return a suspicion about the ranks that still run, after which their stacks are collected.
 
         Called about once a second.
@@ -117,13 +117,12 @@ class Watchdog:
 
     def _inquiry(self, views: list[RankView]) -> Suspicion | None:
         """Return a reason to ask where the ranks are, long before a limit is reached; once for each standstill."""
-        # The same beats as at the last inquiry: this standstill is known.
         beats = {view.rank: view.beats for view in views}
         working = [view for view in views if not view.finished]
         youngest = min((view.age for view in working), default=0.0)
         in_debugger = any(view.state == "t" for view in working)
 
-        # Nor is there a reason to ask in a debugger, or while some rank advances.
+        # Not while a rank advances, nor in a debugger, nor twice for the same standstill.
         if youngest < INQUIRE_S or in_debugger or beats == self._beats_when_asked:
             return None
 
@@ -137,12 +136,12 @@ class Watchdog:
         where = f"rank {named.rank} has been in phase {named.phase} of step {named.step} for {named.age:.0f} s"
         reason = f"no rank has advanced for {youngest:.0f} s: {where}; the limit is {limit:.0f} s, by {setting}"
 
-        return Suspicion(reason, awaited_ranks(working), {view.rank: view for view in working}, within_limit=True)
+        return Suspicion("inquiry", reason, awaited_ranks(working), {view.rank: view for view in working})
 
     def take_remark(self) -> str | None:
         """Return, once per attempt, what to show of an inquiry that proved nothing: where the ranks are."""
         suspicion = self._suspicion
-        if suspicion is None or not suspicion.within_limit or self._warned or self._moved(suspicion):
+        if suspicion is None or suspicion.kind != "inquiry" or self._warned or self._moved(suspicion):
             return None
 
         self._warned = True
@@ -170,7 +169,7 @@ class Watchdog:
     @property
     def reached_a_limit(self) -> bool:
         """Whether the current suspicion is about a limit, and not about a halted process or a proven deadlock."""
-        return self._suspicion is not None and bool(self._suspicion.remedy)
+        return self._suspicion is not None and self._suspicion.kind == "limit"
 
     def verdict(self) -> Failure | None:
         """Return the failure, after stacks were collected; None if the ranks turn out to be busy."""
@@ -178,7 +177,7 @@ class Watchdog:
         assert suspicion is not None
 
         # Some rank may have advanced in the meantime: it was slow, or the signal itself woke it up.
-        if self._moved(suspicion) and not suspicion.halted:
+        if self._moved(suspicion) and not suspicion.awaits_halted_rank:
             return None
 
         if self.is_compiling(suspicion, self.stacks):
@@ -187,7 +186,7 @@ class Watchdog:
 
         # Within their limits ranks may just be slow, unless they wait for each other in different collectives.
         evidence = self._evidence(suspicion)
-        if not suspicion.within_limit:
+        if suspicion.kind != "inquiry":
             return explain(suspicion, evidence)
 
         if not (evidence.findings.deadlock or ranks_ahead(suspicion, evidence.findings)):
@@ -216,4 +215,4 @@ class Watchdog:
         # Beyond that limit even compiling counts as a hang.
         young = [view.rank for view in suspicion.views.values() if view.age <= self.limits.first]
         compiling = any(_COMPILING.search(stacks.get(rank, "")) for rank in young)
-        return compiling and not suspicion.halted
+        return compiling and not suspicion.awaits_halted_rank

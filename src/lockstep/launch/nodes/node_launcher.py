@@ -15,14 +15,15 @@ from typing import Any
 from lockstep.errors import ExitCode, UserError
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import WAIT_S, Coordinator
+from lockstep.launch.folder import election
 from lockstep.launch.folder.run_dir import prepare
 from lockstep.launch.job import COORDINATOR, FROM_LAUNCHER, Job
 from lockstep.launch.jsonl import append_event
-from lockstep.launch.nodes import election
 from lockstep.launch.nodes.search import CoordinatorRole, Membership, NextStep, Search
 from lockstep.launch.terminal import say, shares_log
+from lockstep.launch.times import BEAT_S
 from lockstep.launch.wire.acceptor import Acceptor
-from lockstep.launch.wire.connections import BEAT_S, Connection, ConnectionLost, Garbled, Hub, local_address
+from lockstep.launch.wire.connections import Connection, ConnectionLost, Garbled, Hub, local_address
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     Announce,
@@ -56,8 +57,7 @@ class NodeLauncher:
         # None until the node belongs to the job.
         self._membership: Membership | None = None
 
-        # When this node has reconnected to the coordinator of that term.
-        self._reconnects: list[float] = []
+        self._search = Search(job, name, signals, self._secret)
 
         # Whether the job has ended while this node coordinated it.
         self.ended_job = False
@@ -65,7 +65,7 @@ class NodeLauncher:
     def run(self) -> JobEnd:
         """Coordinate the job or follow its coordinator, in turns if nodes are lost, until the job ends."""
         try:
-            next_step = self._search().find_coordinator()
+            next_step = self._search.find_coordinator()
 
             # Each of the two returns what comes next: another role, another connection, or the end.
             while not isinstance(next_step, JobEnd):
@@ -78,10 +78,6 @@ class NodeLauncher:
         finally:
             if self._agent is not None:
                 self._agent.close()
-
-    def _search(self) -> Search:
-        """Return a new search. The job is what this node knows of it by now."""
-        return Search(self._job, self._name, self._signals, self._secret, self._reconnects)
 
     def _coordinate(self, role: CoordinatorRole) -> NextStep:
         """Coordinate the job until it ends, or until another node has taken over."""
@@ -113,7 +109,7 @@ class NodeLauncher:
         self._signals[:0] = coordinator.received_signals
         say("lockstep: another node took over this job while this node did not answer; the ranks here were killed")
         self._membership = Membership(term, COORDINATOR, coordinator.state, address)
-        return self._search().after_loss(self._membership, "this node was superseded")
+        return self._search.after_loss(self._membership, "this node was superseded")
 
     # ---- following ----
 
@@ -133,15 +129,16 @@ class NodeLauncher:
                 # If messages are being tampered with, reconnecting will not help.
                 last = self._membership
                 if isinstance(lost, Garbled):
-                    address = last.term.address if last else ""
-                    return self._search().end_alone(str(lost), address, ExitCode.FAILED)
+                    address = last.term.address if last else self._job.join
+                    problem = f"messages from the coordinating node ({address}) are not valid: {lost}"
+                    return self._search.end_alone(problem, ExitCode.FAILED)
 
                 if last is None:
-                    return self._search().find_coordinator()
+                    return self._search.find_coordinator()
 
                 where = f"{last.term.host} ({last.term.address})"
                 say(f"lockstep: the coordinating node {where} is lost: {lost}; the ranks here were killed")
-                return self._search().after_loss(last, str(lost))
+                return self._search.after_loss(last, str(lost))
 
     def _join(self, connection: Connection) -> list[Message]:
         """Join the job and adopt the coordinator's choices. Return the first orders."""
@@ -193,10 +190,7 @@ class NodeLauncher:
         self._job = job
         self._agent = self._agent or Agent(job, self._name, self._secret)
 
-        # Reconnects count for one coordinator.
-        if last is not None and last.term != welcome.term:
-            self._reconnects.clear()
-
+        self._search.adopt(job, new_term=last is not None and last.term != welcome.term)
         self._membership = Membership(welcome.term, welcome.number, state, local_address)
 
     def _carry_out_orders(self, agent: Agent, connection: Connection, orders: list[Message]) -> JobEnd:

@@ -13,17 +13,16 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from lockstep.errors import ExitCode, PeersMissing, Preempted, UserError
-from lockstep.launch.decisions.restarts import within_last_hour
-from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.failure import Failure, LauncherFailure
+from lockstep.launch.folder import election
+from lockstep.launch.folder.election import CounterWatch, HeldTerm, TakeoverWatch, Term
 from lockstep.launch.folder.locks import break_locks, hold
 from lockstep.launch.folder.resize import remove_old_requests
 from lockstep.launch.job import Job, parse_address
 from lockstep.launch.jsonl import EVENTS
-from lockstep.launch.nodes import election
-from lockstep.launch.nodes.election import CounterWatch, HeldTerm, TakeoverWatch, Term
 from lockstep.launch.terminal import say, shares_log
+from lockstep.launch.times import LOST_AFTER_S, within_last_hour
 from lockstep.launch.wire.connections import (
-    LOST_AFTER_S,
     Connection,
     NoAnswer,
     address_of,
@@ -39,7 +38,7 @@ from lockstep.runtime.rendezvous.handshake import Secret
 CONNECT_S = 300.0
 
 # The pause between two tries.
-RETRY_S = 0.2
+SEARCH_RETRY_S = 0.2
 
 # How long a node whose own port is in use waits for an answer from there, before it concludes that no node listens.
 TAKEN_S = 10.0
@@ -87,24 +86,31 @@ NextStep = Connection | CoordinatorRole | JobEnd
 
 
 class Search:
-    """The search of one node for its coordinator: when the node starts, and after it has lost the coordinator.
+    """Finds the coordinator of one node: when the node starts, and whenever it has lost the coordinator."""
 
-    `reconnects` has the times at which this node has reconnected to the coordinator of its term, and gets new ones.
-    """
-
-    def __init__(self, job: Job, name: str, signals: list[str], secret: Secret, reconnects: list[float]):
+    def __init__(self, job: Job, name: str, signals: list[str], secret: Secret):
         self._job = job
         self._name = name
         self._signals = signals
         self._secret = secret
         self._addresses = job.addresses
-        self._reconnects = reconnects
+
+        # When this node has reconnected to the coordinator of its term.
+        self._reconnects: list[float] = []
 
         # Why the last try to reach a coordinator, or to become one, failed.
         self._last_problem = ""
 
         # When no other program was last seen at the port of this machine.
         self._last_not_taken = -math.inf
+
+    def adopt(self, job: Job, new_term: bool) -> None:
+        """Continue with the job as its coordinator describes it. `new_term`: it is another coordinator than before."""
+        self._job = job
+
+        # Reconnects count for one coordinator.
+        if new_term:
+            self._reconnects.clear()
 
     # ---- at the start ----
 
@@ -117,6 +123,7 @@ class Search:
         announced = False
         watch = CounterWatch()
         self._last_not_taken = began
+        self._last_problem = ""
 
         # A node may be started minutes before the others, so one that gets no answer tries again for a while.
         while now - began < CONNECT_S:
@@ -136,7 +143,7 @@ class Search:
                 problem = f"no answer from {where} yet ({self._last_problem})"
                 say(f"lockstep: {problem}; trying for {CONNECT_S / 60:.0f} minutes")
 
-            time.sleep(RETRY_S)
+            time.sleep(SEARCH_RETRY_S)
             now = time.monotonic()
 
         raise PeersMissing(
@@ -161,7 +168,7 @@ class Search:
 
             # A term file whose counter stands still was left by a job that has died.
             if term:
-                watch.look(term.number, election.read_counter(self._job.run_dir, term.number), now)
+                watch.note(term.number, election.read_counter(self._job.run_dir, term.number), now)
             else:
                 watch.reset()
 
@@ -297,24 +304,27 @@ class Search:
             if self._signals and not (has_successor and now - began < DELIVER_S):
                 return self._end_on_signal()
 
-            time.sleep(RETRY_S)
+            time.sleep(SEARCH_RETRY_S)
             now = time.monotonic()
 
-        return self.end_alone(why, last.term.address)
+        minutes = f"{CONNECT_S / 60:.0f} minutes"
+        lost = f"the connection to {last.term.address} was lost: {why}"
+        return self.end_alone(f"no coordinating node could be reached within {minutes} ({lost})")
 
     def _look_at_term(
         self, term: Term, last: Membership, watch: TakeoverWatch, now: float, why: str
     ) -> NextStep | None:
         """Act on the newest term: connect to its coordinator or take over. Return None to wait and look again."""
         run_dir = self._job.run_dir
-        watch.look(term.number, election.read_counter(run_dir, term.number), now)
+        watch.note(term.number, election.read_counter(run_dir, term.number), now)
         alive = watch.is_alive(now)
         still_alive = term.number == last.term.number and alive
 
         # Each return interrupts the training of all nodes.
         if still_alive and len(within_last_hour(self._reconnects, now)) >= MAX_RECONNECTS:
-            often = f"{why}; this node has returned to it {MAX_RECONNECTS} times within an hour"
-            return self.end_alone(often, last.term.address, ExitCode.FAILED)
+            often = f"this node has returned to it {MAX_RECONNECTS} times within an hour"
+            problem = f"this node cannot stay connected to the coordinating node ({last.term.address}): {why}; {often}"
+            return self.end_alone(problem, ExitCode.FAILED)
 
         connection = self._reconnect(term, last, alive)
         if connection:
@@ -366,7 +376,7 @@ class Search:
             resources.enter_context(hold(run_dir))
 
             text = f"{self._name} takes over from {term.host} ({term.address}): {why}"
-            failure = Failure.noticed(Kind.NODE, text, host=term.host)
+            failure = Failure.by_launcher(LauncherFailure.NODE, text, host=term.host)
             return CoordinatorRole(resources.pop_all(), listener, held_term, last.state, failure)
 
     def _where_to_listen(self, local_address: str) -> tuple[str, int]:
@@ -388,12 +398,12 @@ class Search:
         say(f"lockstep: {text}. To resume, if it has not finished: {self._job.resume_command}")
 
         # If the job is to be started again, this node must be there. A job that has finished has nothing left to do.
-        return JobEnd(ExitCode.RESTART, Failure.noticed(Kind.NODE, text, host=self._name))
+        return JobEnd(ExitCode.RESTART, Failure.by_launcher(LauncherFailure.NODE, text, host=self._name))
 
-    def end_alone(self, why: str, where: str = "", code: ExitCode = ExitCode.RESTART) -> JobEnd:
-        """End this launcher, because it has no coordinator and does not take over."""
-        text = f"the coordinating node ({where or self._job.join}) is gone: {why}; the ranks here were killed"
+    def end_alone(self, problem: str, code: ExitCode = ExitCode.RESTART) -> JobEnd:
+        """End this launcher, because it has no coordinator and does not take over. `problem` is a whole sentence."""
+        text = f"{problem}; the ranks here were killed"
 
         everywhere = "" if shares_log() else ", on every node"
         say(f"lockstep: {text}. To resume{everywhere}: {self._job.resume_command}")
-        return JobEnd(code, Failure.noticed(Kind.NODE, text, host=self._name))
+        return JobEnd(code, Failure.by_launcher(LauncherFailure.NODE, text, host=self._name))

@@ -16,8 +16,9 @@ from pathlib import Path
 from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.launch.hangs import flight_recorder, stacks
-from lockstep.launch.hangs.suspicion import view_of
+from lockstep.launch.hangs.suspicion import process_stat, view_of
 from lockstep.launch.ranks import post_mortem
+from lockstep.launch.ranks.local_rank import LocalRank
 from lockstep.launch.ranks.zygote import kill_process_group
 from lockstep.launch.wire.messages import NodeBeat, Stacks, Start
 from lockstep.launch.wire.store_server import store_secret
@@ -32,10 +33,10 @@ from lockstep.runtime.host.network import (
 from lockstep.runtime.preemption import PREEMPT_FILE
 from lockstep.runtime.rendezvous.handshake import Secret
 
-# How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, so the
-# sum must stay below the silence after which a node counts as lost.
-RANKS_STACKS_S = 2.0
-COLLECTIVES_S = 2.0
+# How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, and its
+# last heartbeat may be BEAT_S old: together with BEAT_S, the sum must stay below LOST_AFTER_S.
+RANKS_STACKS_S = 1.5
+COLLECTIVES_S = 1.5
 
 # How many characters the stacks of all ranks of a node may have: a message has a largest size. The main thread of a
 # rank is at the end of its text.
@@ -67,23 +68,27 @@ class LocalAttempt:
         self.lifeline, write_end = os.pipe()
         self._lifeline_writer = os.fdopen(write_end, "wb", buffering=0)
 
-        # The ranks that have not ended, by number. A later count of OOM kills that is larger than this one means that
-        # the kernel killed a rank for lack of memory.
+        # If a later count of OOM kills is larger than this one, the kernel killed a rank for lack of memory.
         self._oom_kills = post_mortem.oom_kills()
         self._oom_kills_counted = time.monotonic()
+
+        # The ranks that have not ended, by number.
         numbers = range(start.first_rank, start.first_rank + start.count)
         self.ranks = {number: self._local_rank(number, self._oom_kills) for number in numbers}
+
+        # The processes of ranks whose zygote was lost: there is no other way to learn of their end than to look.
+        self._orphans: set[int] = set()
 
         # Whether the ranks were asked to save and exit, and when they were killed.
         self.preempted = False
         self.killed_at: float | None = None
 
-    def _local_rank(self, number: int, oom_kills: int | None) -> post_mortem.LocalRank:
+    def _local_rank(self, number: int, oom_kills: int | None) -> LocalRank:
         """Return a rank whose process does not exist yet."""
         # Rank 0 writes to the terminal. All attempts append to the same logs, so note where this attempt begins.
         log = self._logs / f"rank-{number}.log" if number else None
         began = log.stat().st_size if log and log.exists() else 0
-        return post_mortem.LocalRank(number, self._host, self.folder, log, began, oom_kills)
+        return LocalRank(number, self._host, self.folder, log, began, oom_kills)
 
     # ---- the environment of the ranks ----
 
@@ -215,7 +220,7 @@ class LocalAttempt:
         for pid in self.pids.values():
             kill_process_group(pid)
 
-    def rank_started(self, rank: post_mortem.LocalRank, pid: int) -> None:
+    def rank_started(self, rank: LocalRank, pid: int) -> None:
         """Note the process of a rank, and carry out the orders that came before it existed."""
         rank.pid = pid
 
@@ -224,11 +229,37 @@ class LocalAttempt:
         elif self.preempted:
             _preempt_rank(pid)
 
+    def zygote_lost(self) -> None:
+        """Kill the ranks, because no process reports their ends any more."""
+        self.kill_all()
+        self._orphans |= set(self.pids.values())
+        self.ranks.clear()
+
+    @property
+    def seconds_since_kill(self) -> float:
+        """How long ago the ranks were killed; 0 if they were not."""
+        return 0.0 if self.killed_at is None else time.monotonic() - self.killed_at
+
+    @property
+    def any_process_left(self) -> bool:
+        """Whether the process of some rank still exists. One that is dead, and was not reaped, does not count."""
+        return any(_is_left(pid) for pid in {*self.pids.values(), *self._orphans})
+
+    @property
+    def all_gone(self) -> bool:
+        """Whether all ranks have ended, or will never exist."""
+        return not self.ranks and not self.any_process_left
+
     def close(self) -> None:
         """Kill the ranks that are left, and remove what they shared with their launcher."""
         self.kill_all()
         os.close(self.lifeline)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _is_left(pid: int) -> bool:
+    stat = process_stat(pid)
+    return bool(stat) and stat[0] not in ("Z", "X")
 
 
 def _preempt_rank(pid: int) -> None:

@@ -8,18 +8,22 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from lockstep.launch import records
-from lockstep.launch.failure import PREEMPTED, Failure, Kind, RankExit
+from lockstep.launch import frames, records
+from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure, RankExit
 from lockstep.launch.hangs import stacks
 from lockstep.launch.ranks import rank_record
+from lockstep.launch.ranks.local_rank import LocalRank
 from lockstep.runtime import heartbeat
 
 # How much of the end of a log is read, in bytes, and how many of its lines are shown.
 LOG_SIZE = 100_000
 LAST_LINES = 10
+
+# Where worker processes put the batches that they share with their rank.
+SHARED_MEMORY = Path("/dev/shm")
 
 # Warnings of torch's native code, about name servers for example, which do not explain a failure.
 _TORCH_WARNING = re.compile(r"\[W\S+ \S+ \w+\.cpp")
@@ -30,19 +34,6 @@ _ABORT_REASON = re.compile(
     r"|^((?:free|malloc|realloc|munmap_chunk)\b.*|double free.*|corrupted .*|.*Assertion .*failed.*)$",
     re.MULTILINE,
 )
-
-
-@dataclass
-class LocalRank:
-    """A rank of this node, and the files that show how it ended."""
-
-    number: int
-    host: str
-    folder: Path
-    log: Path | None
-    log_began: int = 0  # the size of the log when this rank was started
-    oom_kills_before: int | None = None
-    pid: int | None = None  # None until the zygote forks it
 
 
 def examine(rank: LocalRank, code: int, when: float) -> RankExit:
@@ -77,22 +68,26 @@ def _without_record(rank: LocalRank, code: int, when: float, log: str) -> Failur
     """Return the failure of a rank that left no record, by its exit code: a negative one is a signal."""
     if code == 0:
         text = "ended with code 0 before its work was done (os._exit, in the program or in a library)"
-        return Failure.noticed(Kind.EXIT, text, rank.number, rank.host, when=when)
+        return Failure.by_launcher(LauncherFailure.EXIT, text, rank.number, rank.host, when=when)
 
     if code > 0:
-        return Failure.noticed(Kind.EXIT, f"ended with code {code}", rank.number, rank.host, when=when)
+        return Failure.by_launcher(LauncherFailure.EXIT, f"ended with code {code}", rank.number, rank.host, when=when)
 
-    # Numbers between the named signals are those of real-time signals.
-    named = [item.name for item in signal.Signals if item == -code]
-    kind = named[0] if named else f"SIG{-code}"
+    kind = signal_name(-code)
     message = _explain_signal(kind, rank.oom_kills_before, log)
 
     # A rank cannot react to SIGKILL: any stack on file is from an earlier hang check. Otherwise the
     # crash was most likely in the main thread, so threads of torch are left out.
     dumped = "" if code == -signal.SIGKILL else records.read(rank.folder / f"stacks-{rank.number}")
-    detail = stacks.describe(stacks.main_thread(dumped))
+    detail = frames.describe(stacks.main_thread(dumped))
 
     return Failure(rank.number, rank.host, when, kind, message, traceback="\n".join(detail), origin="signal")
+
+
+def signal_name(number: int) -> str:
+    """Return SIGKILL for 9. Numbers between the named signals are those of real-time signals: SIG40."""
+    named = [item.name for item in signal.Signals if item == number]
+    return named[0] if named else f"SIG{number}"
 
 
 def _explain_signal(name: str, oom_kills_before: int | None, log: str) -> str:
@@ -110,9 +105,12 @@ def _explain_signal(name: str, oom_kills_before: int | None, log: str) -> str:
             return "killed, but not by the kernel's OOM killer"
 
         case "SIGBUS":
-            # The usual cause is a full /dev/shm, through which worker processes share batches.
-            free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else 0
-            return f"a mapped file had no room or no data: /dev/shm has {free} bytes free"
+            # The usual cause is that there is no room left for shared memory.
+            what = "a mapped file had no room or no data"
+            if not SHARED_MEMORY.exists():
+                return what
+
+            return f"{what}: {SHARED_MEMORY} has {shutil.disk_usage(SHARED_MEMORY).free} bytes free"
 
         case "SIGSEGV":
             return "segmentation fault in native code"

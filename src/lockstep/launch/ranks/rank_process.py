@@ -34,14 +34,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lockstep.launch.failure import CLEAN, PREEMPTED
+from lockstep.launch.folder.election import TermFile
 from lockstep.launch.hangs import flight_recorder, stacks
-from lockstep.launch.nodes.election import TermFile
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.wire.lines import wait_readable
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, TERM_FILE
 
 # How often rank 0 of a job on several machines checks whether its coordinator has been superseded.
-LOOK_S = 1.0
+TERM_LOOK_S = 1.0
 
 
 def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline: int) -> NoReturn:
@@ -96,7 +96,7 @@ def _die_when_abandoned(lifeline: int) -> None:
             break
 
         # Without a term file there is nothing to look for in between.
-        if wait_readable([lifeline], LOOK_S if term_file else None):
+        if wait_readable([lifeline], TERM_LOOK_S if term_file else None):
             break
 
     # This kills its worker processes too, because each rank leads its own process group.
@@ -118,7 +118,7 @@ def exit_without_teardown(code: int) -> NoReturn:
 
     # Flush files that the user left open, which only the garbage collector can list.
     for thing in gc.get_objects():
-        if type(thing) in (io.TextIOWrapper, io.BufferedWriter):
+        if type(thing) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
             with contextlib.suppress(ValueError, OSError):
                 thing.flush()
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from lockstep.errors import OutOfStep, UserError
 from lockstep.launch import records
 from lockstep.launch.failure import Failure
-from lockstep.launch.hangs import stacks
+from lockstep.launch.frames import Frame
 
 # ---- the failure record ----
 
@@ -97,7 +97,7 @@ def end_note(folder: Path, rank: int) -> Path:
 
 def raising_line(error: BaseException) -> str:
     """Return FILE:LINE of the line that raised an error, in the user's code if it went through any; "" if unknown."""
-    frames = [stacks.Frame(f.filename, str(f.lineno), f.name) for f in traceback.extract_tb(error.__traceback__)]
+    frames = [Frame(f.filename, str(f.lineno), f.name) for f in traceback.extract_tb(error.__traceback__)]
 
     # wandb, for example, replaces sys.exit by a function of its own.
     users = [frame for frame in frames if frame.in_user_code]

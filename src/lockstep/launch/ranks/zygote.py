@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.launch.failure import PREEMPTED, Failure, Kind
+from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure
 from lockstep.launch.ranks import rank_process, rank_record
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER
 from lockstep.runtime.parent_death import die_with_parent, signal_on_parents_death
@@ -41,7 +41,7 @@ READY = b"ready\n"
 # How long the zygote tries to fork a rank, and the pause between two tries. The processes of an earlier attempt may
 # still be about to end.
 FORK_S = 2.0
-RETRY_S = 0.1
+FORK_RETRY_S = 0.1
 
 # Signals that are meant for the launcher or for a rank, never for the zygote.
 _BLOCKED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
@@ -178,7 +178,7 @@ class ForkServer:
                     raise
 
                 # A child that has ended counts until it is reaped.
-                time.sleep(RETRY_S)
+                time.sleep(FORK_RETRY_S)
                 self._reap()
 
         if pid == 0:
@@ -204,9 +204,12 @@ class ForkServer:
 
     def clean_up(self) -> None:
         """Kill the ranks and remove the folders of their attempts."""
-        # A rank is reaped only after its process group is killed: until then no other process gets its number.
+        # All are killed before the first is waited for, which may take long to die. A rank is reaped only after its
+        # process group is killed: until then no other process gets its number.
         for pid in self._children:
             kill_process_group(pid)
+
+        for pid in self._children:
             os.waitpid(pid, 0)
 
         for folder in self._folders:
@@ -220,7 +223,7 @@ def _record_refusal(folder: Path, rank: int, error: OSError) -> None:
 
     # Without a record the launcher says that the rank ended with code 1.
     with contextlib.suppress(OSError):
-        rank_record.write(folder, rank, Failure.noticed(Kind.FORK, f"{why} ({limits})", rank))
+        rank_record.write(folder, rank, Failure.by_launcher(LauncherFailure.FORK, f"{why} ({limits})", rank))
 
 
 def _next_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -233,7 +236,7 @@ def _next_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 
 def _read_exactly(control: socket.socket, size: int) -> bytes:
-    """Read so many bytes. Raises ConnectionError if the launcher is gone."""
+    """Read exactly `size` bytes. Raises ConnectionError if the launcher is gone."""
     data = b""
     while len(data) < size:
         # A socket returns what has arrived, which may be less.

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lockstep.launch.ranks.post_mortem import signal_name
 from lockstep.launch.ranks.zygote import LENGTH_BYTES, RankChange, close_all
 from lockstep.launch.wire.lines import LineReader
 
@@ -29,9 +30,11 @@ class ZygoteClient:
 
         # Whether its imports are done. Until then requests wait here, with their file descriptors.
         self.ready = False
+        self._imports_too_long = False
         self._unsent: list[tuple[bytes, list[int]]] = []
 
-        # The number of requests without an answer, and since when: a zygote that does not answer in time is killed.
+        # The number of requests without an answer, and the time of the first of them. A zygote that does not answer in
+        # time is killed.
         self._unanswered = 0
         self._since = time.monotonic()
 
@@ -58,7 +61,11 @@ class ZygoteClient:
     # ---- requests ----
 
     def fork(self, rank: int, env: Mapping[str, str], spec: dict[str, Any], log: Path | None, lifeline: int) -> None:
-        """Ask for a rank. Its `lifeline` closes when the launcher dies."""
+        """Ask for a rank, whose reports have the number `rank`. Its `lifeline` closes when the launcher dies.
+
+        `env` has its rank among its peers, which is another number where one zygote serves several worlds
+        (`lockstep verify`).
+        """
         request = json.dumps({"rank": rank, "env": dict(env), "spec": spec, "log": str(log) if log else None})
 
         self._unsent.append((request.encode(), [os.dup(lifeline)]))
@@ -98,6 +105,7 @@ class ZygoteClient:
         # A zygote that is suspended, or stuck in an import, answers no request.
         timeout = ANSWER_S if self.ready else READY_S
         if self.alive and self._unanswered and time.monotonic() - self._since > timeout:
+            self._imports_too_long = not self.ready
             self.kill_zygote()
 
         # If nothing more will arrive, the process has ended.
@@ -129,9 +137,43 @@ class ZygoteClient:
         self.drop_unsent()
         self._socket.close()
 
-        # While it imports, it does not notice that the socket is closed.
+        # While it imports, it does not notice that the socket is closed. If it has closed its own end, it is about to
+        # end by itself, and its exit code says why.
         try:
-            self._process.wait(timeout=2.0 if self.ready else 0.0)
+            self._process.wait(timeout=2.0 if self.ready or self._lines.ended else 0.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+    # ---- after its end ----
+
+    @property
+    def cannot_import(self) -> bool:
+        """Whether its imports failed or took too long: the next zygote's most likely would as well.
+
+        A zygote that a signal killed while it imported, like the OOM killer's, says nothing about its imports.
+        """
+        if self.ready:
+            return False
+
+        return self._imports_too_long or self._exit_code >= 0
+
+    @property
+    def how_it_ended(self) -> str:
+        """How it ended, as a verb phrase."""
+        if self.ready:
+            return "died"
+
+        if self._imports_too_long:
+            return f"has not finished its imports within {READY_S:.0f} s"
+
+        if self._exit_code >= 0:
+            return "exited while importing; the error is on that node's terminal"
+
+        return f"was killed by {signal_name(-self._exit_code)} while importing"
+
+    @property
+    def _exit_code(self) -> int:
+        """The exit code after `close`; a negative one is a signal."""
+        assert self._process.returncode is not None, "the zygote is closed first"
+        return self._process.returncode

@@ -152,7 +152,7 @@ class Acceptor:
         self._listener = listener
         self._secret = secret
 
-        # The handshakes under way, and since when none is accepted for lack of descriptors.
+        # The handshakes under way, and the time from which on none is accepted for lack of descriptors.
         self._pending: list[Handshake] = []
         self._most = most
         self._paused_until = 0.0

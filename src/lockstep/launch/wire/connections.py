@@ -18,6 +18,7 @@ from typing import Any
 
 from lockstep.errors import UserError
 from lockstep.launch.job import COORDINATOR, parse_address
+from lockstep.launch.times import LOST_AFTER_S
 from lockstep.launch.wire.acceptor import Acceptor, Rejection
 from lockstep.launch.wire.lines import LineReader, ReadySockets, wait_readable
 from lockstep.launch.wire.messages import Message, decode, encode
@@ -25,14 +26,8 @@ from lockstep.launch.wire.secret import SECRET, SECRET_FILE
 from lockstep.runtime.host.network import address_family, as_others_reach_it, join_host_port
 from lockstep.runtime.rendezvous.handshake import HandshakeFailed, HandshakeUnanswered, LineSigner, Secret, authenticate
 
-# A node that sends nothing for this long is lost.
-LOST_AFTER_S = 5.0
-
-# Seconds between two heartbeats of a node.
-BEAT_S = 1.0
-
 # How often the coordinator looks at all connections, and not only at those on which something has arrived.
-LOOK_S = 0.5
+ALL_CONNECTIONS_S = 0.5
 
 # How long the coordinator keeps connections open after the job ended.
 DRAIN_S = 2.0
@@ -207,7 +202,7 @@ class Hub:
     def _to_read(self, now: float) -> list[int]:
         """Return the nodes that have sent something, or have more to get; now and then all, some of which are lost."""
         if now >= self._next_look:
-            self._next_look = now + LOOK_S
+            self._next_look = now + ALL_CONNECTIONS_S
             return list(self._connections)
 
         ready = [self._numbers[descriptor] for descriptor in self._ready.descriptors()]

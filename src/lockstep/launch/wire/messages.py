@@ -12,9 +12,9 @@ from typing import Any
 
 from lockstep.launch import records
 from lockstep.launch.failure import Failure, RankExit
+from lockstep.launch.folder.election import Term
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import COORDINATOR, PROGRAM, Bounds
-from lockstep.launch.nodes.election import Term
 
 # The messages, by their names in JSON.
 _KINDS: dict[str, type[Message]] = {}

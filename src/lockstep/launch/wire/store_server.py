@@ -27,7 +27,7 @@ FORGED = "changed a request of a rank to its store: the signature is wrong"
 PER_RANK = 4
 
 # How often the deadlines of all requests are looked at.
-LOOK_S = 0.1
+DEADLINES_S = 0.1
 
 
 def store_secret(secret: Secret, nonce: str) -> Secret:
@@ -130,7 +130,7 @@ class StoreServer:
 
         # Deadlines are looked at now and then: ranks wait for seconds.
         if now >= self._next_look:
-            self._next_look = now + LOOK_S
+            self._next_look = now + DEADLINES_S
             late = [client for client in self._clients.values() if client.waiting and now >= client.waiting.deadline]
             self._to_check.update(dict.fromkeys(late))
 

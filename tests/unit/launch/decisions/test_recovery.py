@@ -17,6 +17,7 @@ from lockstep.launch.wire.messages import CoordinatorState
 
 KILLED = Failure(1, "host-0", 1000.0, "SIGKILL", "killed", origin="signal")
 RAISED = Failure(1, "host-0", 1000.0, "ValueError", "no such column")
+PEER_LOST = Failure(1, "host-0", 1000.0, "DistBackendError", "NCCL error: ncclRemoteError: remote process exited")
 REFUSED = replace(RAISED, for_user=True)
 
 
@@ -41,6 +42,7 @@ ASKED = {"preempt_signal": "SIGTERM"}
     [
         (KILLED, UNSAVED, Restart(raise_limit=False)),
         (RAISED, SAVED, Restart(raise_limit=False)),
+        (PEER_LOST, UNSAVED, Restart(raise_limit=False)),
         (REFUSED, SAVED, End(ExitCode.REFUSED, "the same program would run into the same error")),
         (KILLED, replace(SAVED, **ASKED), EndPreempted()),
         (KILLED, replace(UNSAVED, **ASKED), End(ExitCode.FAILED, "the job was asked to save and exit (SIGTERM)")),

@@ -14,7 +14,7 @@ from lockstep.launch.decisions.cluster import Node, divide
 from lockstep.launch.decisions.commands import DropNode, LogEvent, Send, StartAttempt
 from lockstep.launch.decisions.settings import Settings
 from lockstep.launch.decisions.state_machine import JobStateMachine
-from lockstep.launch.failure import Failure, Kind, RankExit
+from lockstep.launch.failure import Failure, LauncherFailure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.wire.messages import (
@@ -67,7 +67,7 @@ class Stage:
         """Return the commands since the last tick."""
         self.now += seconds
         self.state_machine.tick(self.now)
-        self.commands = self.state_machine.take()
+        self.commands = self.state_machine.take_commands()
         return self.commands
 
     def exit(self, rank: int, code: int, exit_line: str = "", **failure) -> None:
@@ -253,6 +253,18 @@ def test_a_dead_zygote_is_a_failure(stage):
     stage.state_machine.zygote_lost(0, ZygoteLost(0, "the process that starts ranks died", False), stage.now)
     stage.ranks_gone()
     assert stage.tick()[-1] == StartAttempt(1, {0: 2})
+
+
+def test_zygotes_that_are_killed_while_they_import_use_up_the_restarts(stage):
+    for attempt in range(10):
+        stage.state_machine.zygote_lost(0, ZygoteLost(attempt, "was killed", False), stage.now)
+        stage.ranks_gone()
+        assert stage.tick()[-1] == StartAttempt(attempt + 1, {0: 2})
+
+    stage.state_machine.zygote_lost(0, ZygoteLost(10, "was killed", False), stage.now)
+    stage.ranks_gone()
+    assert stage.tick()[-1].code == 1
+    assert "10 restarts within the last hour, which is the limit" in stage.said
 
 
 def test_a_zygote_that_cannot_import_ends_the_job(stage):
@@ -714,7 +726,7 @@ def test_a_node_that_cannot_stop_its_ranks_is_left_behind():
     stage.tick()
     stage.exit(1, -9)
     stage.ranks_gone(0)
-    stage.tick(9)
+    stage.tick(phases.NODES_KILL_S - 1)
     assert not stage.of(StartAttempt)
     stage.tick(2)
     assert [stage.tick(3.1), stage.of(StartAttempt)][1] == [StartAttempt(1, {0: 1})]
@@ -771,7 +783,9 @@ def taken_over(stage: Stage, nnodes: Bounds = Bounds(1, 2)) -> Stage:
     """The coordinator of `stage` is lost; another node continues with what it had heard, an age later."""
     heard = decode(encode(stage.state_machine.coordinator_state(stage.now)))
     new = Stage(stage.nproc, nnodes, now=5.0, saved=stage.saved, inherited=heard)
-    new.state_machine.took_over(Failure.noticed(Kind.NODE, "host-1 takes over from host-0", host="host-0"), new.now)
+    new.state_machine.took_over(
+        Failure.by_launcher(LauncherFailure.NODE, "host-1 takes over from host-0", host="host-0"), new.now
+    )
     return new
 
 
@@ -836,7 +850,8 @@ def test_a_job_that_was_asked_to_stop_is_not_continued(stage):
     new = taken_over(stage)
     assert not [new.tick(2.9), new.of(JobEnd)][1]  # the other nodes have time to come and hear it
     new.tick(0.2)
-    assert "saved at step 12; to resume: type it again" in new.said
+    assert "ended after a takeover; the newest checkpoint is of step 12; to resume: type it again" in new.said
+    assert "saved at step 12" not in new.said  # it is not known whose that is
     assert new.of(JobEnd) == [JobEnd(75)]
 
 
@@ -888,7 +903,7 @@ def test_too_few_that_are_left_wait():
 
 
 def view(rank: int, age: float, phase: str) -> RankView:
-    heartbeat = {"beats": 9, "age": age, "step": 41, "steps_done": 40, "phase": phase, "longest": {phase: 0.1}}
+    heartbeat = {"beats": 9, "age": age, "step": 41, "steps_here": 40, "phase": phase, "longest": {phase: 0.1}}
     return RankView(rank=rank, host="host-0", pid=1, state="S", detail="", **heartbeat)
 
 
@@ -947,12 +962,12 @@ def test_ranks_that_stand_still_get_no_grace(stage):
     assert "2 ranks stood still and were killed" in stage.said
 
 
-@pytest.mark.parametrize(("steps_done", "code"), [(0, 75), (3, 1)])
-def test_who_is_stopped_before_the_first_step_has_not_failed(stage, steps_done, code):
+@pytest.mark.parametrize(("steps_here", "code"), [(0, 75), (3, 1)])
+def test_who_is_stopped_before_the_first_step_has_not_failed(stage, steps_here, code):
     """A scheduler runs a job with code 75 again: it was only preempted. Code 1 says that steps are lost."""
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.tick(4)
-    stage.beat(*(replace(view(rank, 90.0, "user code"), steps_done=steps_done) for rank in (0, 1)))
+    stage.beat(*(replace(view(rank, 90.0, "user code"), steps_here=steps_here) for rank in (0, 1)))
     stage.now += 2
     stage.state_machine.check_for_hangs(stage.now)
     stage.tick()

@@ -12,7 +12,7 @@ from lockstep import api
 from lockstep.api import make_resume_command
 from lockstep.config import resolve
 from lockstep.errors import UserError
-from lockstep.launch.failure import Failure, Kind
+from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.folder import locks, run_dir
 from lockstep.launch.folder.locks import break_locks, has_launcher, hold, lock
 from lockstep.launch.folder.resize import ask_for_size
@@ -130,7 +130,7 @@ def test_a_launcher_that_waited_for_a_file_that_was_removed_waits_for_the_next(t
 )
 def test_the_launcher_that_coordinates_records_the_error(tmp_path, monkeypatch, rank, coordinated, recorded):
     """A lost node is no rank; and the other launchers have the same folder."""
-    ending = JobEnd(1, Failure.noticed(Kind.NODE, "it broke", rank, "host-a"))
+    ending = JobEnd(1, Failure.by_launcher(LauncherFailure.NODE, "it broke", rank, "host-a"))
     monkeypatch.setattr(api, "supervise", lambda job: (ending, coordinated))
     assert api._launch({}, tmp_path, Bounds(1, 1)) == (ending, coordinated)
     events = tmp_path / "events.jsonl"

@@ -12,10 +12,11 @@ import pytest
 
 from lockstep.config.sections import HangConfig
 from lockstep.launch import records
+from lockstep.launch.frames import line_of
 from lockstep.launch.hangs import watchdog
 from lockstep.launch.hangs.explanation import Evidence, explain
 from lockstep.launch.hangs.flight_recorder import Findings
-from lockstep.launch.hangs.stacks import _WORKER_END, collect, group, line_of, main_thread, worker_pids, workers
+from lockstep.launch.hangs.stacks import _WORKER_END, collect, group, main_thread, worker_pids, workers
 from lockstep.launch.hangs.suspicion import Peers, RankView, limit_of, suspect, view_of
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.runtime.heartbeat import PHASES, Heartbeat
@@ -27,7 +28,7 @@ LONGEST |= {"evaluate": 20.0, "snapshot": 0.5}
 def view(rank, phase, age, step=41, state="S", detail="", host="node-a", **longest):
     known = dict.fromkeys(PHASES, 0.0) | LONGEST | longest
     process = {"rank": rank, "host": host, "pid": 1000 + rank, "state": state}
-    return RankView(beats=100, age=age, step=step, steps_done=30, phase=phase, detail=detail, longest=known, **process)
+    return RankView(beats=100, age=age, step=step, steps_here=30, phase=phase, detail=detail, longest=known, **process)
 
 
 # suspect
@@ -86,7 +87,7 @@ def test_the_first_evaluation_may_take_long():
 
 
 def test_the_first_step_may_compile():
-    first = replace(view(0, "compute", 600.0, step=1, state="R"), steps_done=0)
+    first = replace(view(0, "compute", 600.0, step=1, state="R"), steps_here=0)
     assert suspect([first, view(1, "exchange", 600.0)], HangConfig()) is None
 
 
@@ -192,7 +193,7 @@ def test_a_rank_that_is_behind_in_both_is_just_late():
 
 def look(watch, views, now):
     watch.views = {0: views}
-    return watch.look({view.rank for view in views}, now)
+    return watch.suspicion({view.rank for view in views}, now)
 
 
 def test_a_stopped_rank_is_noticed_after_three_seconds_and_not_before():
@@ -327,7 +328,7 @@ def inquire(watch, views):
 def test_within_the_limits_ranks_are_only_asked_where_they_are():
     watch = Watchdog(HangConfig())
     views = [view(0, "exchange", 50.0), view(1, "compute", 50.0, state="R")]
-    assert inquire(watch, views).within_limit
+    assert inquire(watch, views).kind == "inquiry"
     watch.stacks = {0: stack(("/u/driver.py", 7, "backward")), 1: stack(("/u/layer.py", 9, "forward"))}
     assert watch.verdict() is None
     text = watch.take_remark()
@@ -341,7 +342,7 @@ def test_within_the_limits_ranks_are_only_asked_where_they_are():
 def test_a_barrier_on_one_rank_is_proof_long_before_the_limit_of_user_code():
     watch = Watchdog(HangConfig())
     views = [view(0, "user code", 50.0), view(1, "exchange", 50.0), view(2, "exchange", 50.0)]
-    assert inquire(watch, views).within_limit
+    assert inquire(watch, views).kind == "inquiry"
     reduces = entries(100, 101, done=False)
     watch.stacks = {0: stack(("/u/task.py", 12, "after_step")), 1: "", 2: ""}
     watch.collectives = {0: [*entries(100), reduces[1] | {"profiling_name": "gloo:barrier"}], 1: reduces, 2: reduces}
@@ -385,7 +386,7 @@ def test_ranks_that_do_not_move_get_no_grace():
     assert not still(waits, view(1, "user code", 2.0))
     assert not still(waits, view(1, "user code", 30.0, **{"user code": 10.0}))  # it often takes that long
     assert not still(waits, view(1, "compute", 30.0, state="R"))  # it works
-    first_batch = replace(view(1, "data", 11.0, step=0), steps_done=0)
+    first_batch = replace(view(1, "data", 11.0, step=0), steps_here=0)
     assert still(replace(first_batch, rank=0), first_batch)
 
 
@@ -407,7 +408,7 @@ RANK = """
 import re, sys, threading, time
 from pathlib import Path
 from lockstep.launch.hangs import stacks
-from lockstep.launch.hangs.stacks import line_of
+from lockstep.launch.frames import line_of
 from lockstep.runtime.heartbeat import Heartbeat
 folder, kind = Path(sys.argv[1]), sys.argv[2]
 heartbeat = Heartbeat(folder / f"heartbeat-{sys.argv[3]}")

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from lockstep.launch.folder import election
+from lockstep.launch.folder.election import Term
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.nodes import election, node_launcher
-from lockstep.launch.nodes.election import Term
+from lockstep.launch.nodes import node_launcher
 from lockstep.launch.nodes.node_launcher import NodeLauncher
 from lockstep.launch.nodes.search import CoordinatorRole, Membership, Search
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd, Welcome

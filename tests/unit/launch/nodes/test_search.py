@@ -7,13 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.errors import ExitCode, PeersMissing, UserError
-from lockstep.launch.decisions.restarts import HOUR_S
+from lockstep.launch.folder import election
+from lockstep.launch.folder.election import Term
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.nodes import election
 from lockstep.launch.nodes import search as module
-from lockstep.launch.nodes.election import Term
 from lockstep.launch.nodes.search import DELIVER_S, GONE_S, MAX_RECONNECTS, Membership, Search
-from lockstep.launch.wire.connections import LOST_AFTER_S
+from lockstep.launch.times import HOUR_S, LOST_AFTER_S
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd
 from lockstep.runtime.rendezvous.handshake import Secret
 from ports import free_port
@@ -56,7 +55,7 @@ def last():
 def search(tmp_path, monkeypatch):
     """The search of a node that can reach no other node."""
     job = Job({"resume_command": "again"}, tmp_path, Bounds(1, 1), Bounds(2, 3), join=ADDRESS)
-    made = Search(job, "host-c", [], Secret(b"0" * 32, "a test"), [])
+    made = Search(job, "host-c", [], Secret(b"0" * 32, "a test"))
     monkeypatch.setattr(made, "_reach", lambda *addresses: None)
     return made
 
@@ -134,9 +133,23 @@ def test_a_node_returns_a_few_times_in_an_hour(search, last, clock, tmp_path, mo
         assert search.after_loss(last, "no answer") is connection
     assert search.after_loss(last, "no answer").code == 1
     assert len(reached) == MAX_RECONNECTS  # the last return was not even tried
-    assert f"has returned to it {MAX_RECONNECTS} times within an hour" in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert f"has returned to it {MAX_RECONNECTS} times within an hour" in said
+    assert f"cannot stay connected to the coordinating node ({ADDRESS}): no answer" in said
+    assert "is gone" not in said
     clock.now += HOUR_S + 1
     assert search.after_loss(last, "no answer") is connection
+
+
+@pytest.mark.parametrize("new_term", [False, True])
+def test_returns_count_for_one_coordinator(search, last, clock, tmp_path, monkeypatch, new_term):
+    lives(clock, election.begin_term(tmp_path, None, "host-a", ADDRESS))
+    connection = object()
+    monkeypatch.setattr(search, "_reach", lambda *addresses: connection)
+    for _ in range(MAX_RECONNECTS):
+        search.after_loss(last, "no answer")
+        search.adopt(search._job, new_term)
+    assert (search.after_loss(last, "no answer") is connection) == new_term
 
 
 def test_a_coordinator_that_dies_after_a_sign_of_life_is_not_called_alive(search, last, clock, tmp_path, monkeypatch):
@@ -156,7 +169,7 @@ def test_a_coordinator_that_dies_after_a_sign_of_life_is_not_called_alive(search
     assert 0 < max(cut_off) - began < 1 + LOST_AFTER_S
 
 
-def test_a_slow_attempt_to_connect_is_no_silence_of_the_coordinator(search, last, clock, tmp_path, monkeypatch):
+def test_a_slow_attempt_to_connect_is_no_silence_of_the_coordinator(search, last, clock, tmp_path, monkeypatch, capfd):
     """The counter grows all the time, but this node does not look while it tries to connect."""
     term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
     lives(clock, term)
@@ -164,6 +177,9 @@ def test_a_slow_attempt_to_connect_is_no_silence_of_the_coordinator(search, last
     ending = search.after_loss(last, "no answer")
     assert isinstance(ending, JobEnd)
     assert election.newest(tmp_path).number == 1
+    said = capfd.readouterr().err
+    assert "no coordinating node could be reached within 5 minutes" in said
+    assert "is gone" not in said
 
 
 def test_a_signal_ends_a_node_that_finds_no_coordinator(search, last, clock, tmp_path, capfd):

@@ -9,9 +9,10 @@ from dataclasses import asdict
 import pytest
 
 from lockstep.errors import OutOfStep
-from lockstep.launch.failure import Failure, Kind, RankExit, pick_root
+from lockstep.launch.failure import Failure, LauncherFailure, RankExit, pick_root
 from lockstep.launch.ranks import post_mortem, rank_record
-from lockstep.launch.ranks.post_mortem import LocalRank, examine
+from lockstep.launch.ranks.local_rank import LocalRank
+from lockstep.launch.ranks.post_mortem import examine
 from lockstep.runtime.heartbeat import Heartbeat
 
 WHEN = time.mktime((2026, 11, 15, 12, 3, 10, 0, 0, -1))
@@ -46,7 +47,7 @@ def test_a_record_without_an_origin_is_that_of_an_exception(local_rank):
 def test_a_record_of_an_unknown_origin_is_not_valid(local_rank, origin):
     record = {**asdict(Failure(1, "h", 0.0, "ValueError", "m")), "origin": origin}
     (local_rank.folder / "rank-1.json").write_text(json.dumps(record))
-    assert examine(local_rank, 1, WHEN).failure.kind == Kind.EXIT
+    assert examine(local_rank, 1, WHEN).failure.kind == LauncherFailure.EXIT
 
 
 @pytest.mark.parametrize("code", [0, 75])
@@ -113,6 +114,12 @@ def test_both_kinds_of_control_groups_are_read(tmp_path, monkeypatch, text):
 
 def test_a_full_dev_shm_is_suspected(local_rank):
     assert re.search(r"/dev/shm has \d+ bytes free", examine(local_rank, -signal.SIGBUS, WHEN).failure.message)
+
+
+def test_nothing_is_said_about_shared_memory_where_there_is_none(local_rank, tmp_path, monkeypatch):
+    monkeypatch.setattr(post_mortem, "SHARED_MEMORY", tmp_path / "none")
+    found = examine(local_rank, -signal.SIGBUS, WHEN).failure
+    assert found.message == "a mapped file had no room or no data"
 
 
 def test_a_crash_comes_with_its_stack(local_rank):

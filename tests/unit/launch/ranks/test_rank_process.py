@@ -71,12 +71,14 @@ def test_torch_aborts_an_ordinary_exit(tmp_path: Path, how: str, code: int) -> N
 FILES = """
 import sys
 from lockstep.launch.ranks.rank_process import exit_without_teardown
-file = open(sys.argv[1], "w")
-file.write("left open")
+mode, path = sys.argv[1:]
+file = open(path, mode)
+file.write(b"left open" if "b" in mode else "left open")
 exit_without_teardown(0)
 """
 
 
-def test_files_that_were_left_open_are_flushed(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", FILES, str(tmp_path / "text")], check=True)
+@pytest.mark.parametrize("mode", ["w", "wb", "w+b"])
+def test_files_that_were_left_open_are_flushed(tmp_path: Path, mode: str) -> None:
+    subprocess.run([sys.executable, "-c", FILES, mode, str(tmp_path / "text")], check=True)
     assert (tmp_path / "text").read_text() == "left open"

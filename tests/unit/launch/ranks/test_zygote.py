@@ -104,6 +104,21 @@ def test_a_rank_that_the_system_refuses_has_a_record_and_its_zygote_lives(refuse
     assert "refused to fork its process: Resource temporarily unavailable (see the limits" in failure.message
 
 
+def test_all_ranks_are_killed_before_the_first_is_waited_for(monkeypatch):
+    """One that cannot die must not keep the others alive."""
+    calls = []
+    monkeypatch.setattr(zygote, "kill_process_group", lambda pid: calls.append(("kill", pid)))
+    monkeypatch.setattr(zygote.os, "waitpid", lambda pid, options: calls.append(("wait", pid)))
+    here, there = socket.socketpair()
+    with here, there:
+        server = ForkServer(there, dict)
+        server._children = {11: 0, 12: 1}
+        server.clean_up()
+    assert calls == [("kill", 11), ("kill", 12), ("wait", 11), ("wait", 12)]
+    os.close(server._woken)
+    os.close(server._bell)
+
+
 def test_a_process_that_is_no_rank_is_left_alone():
     """An imported module may start one, and its end must not end the zygote."""
     other = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.launch.failure import Failure, RankExit
+from lockstep.launch.folder.election import Term
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds
-from lockstep.launch.nodes.election import Term
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
@@ -29,7 +29,7 @@ from lockstep.launch.wire.messages import (
     encode,
 )
 
-VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_done": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
+VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_here": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
 MESSAGES = [
     Hello("host", Bounds(1, 2, 1), {"target": "x"}, 2, 1),
     Welcome("runs/b", [], "type it again", 1, Term(2, "host", "10.0.0.1:29400")),

@@ -239,7 +239,7 @@ class CounterWatch:
         # Whether the counter has changed since the first look at this term.
         self.has_grown = False
 
-    def look(self, term: int, counter: str, now: float) -> None:
+    def note(self, term: int, counter: str, now: float) -> None:
         """Note the counter of a term. An empty counter means the file was unreadable, which proves nothing."""
         # What was seen of another term, or before a read that failed, says nothing about this one.
         if not counter or (self._seen and self._seen[0] != term):

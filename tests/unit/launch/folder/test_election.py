@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from lockstep.launch.nodes import election
-from lockstep.launch.nodes.election import CounterWatch, TakeoverWatch, Term, TermFile, begin_term
+from lockstep.launch.folder import election
+from lockstep.launch.folder.election import CounterWatch, TakeoverWatch, Term, TermFile, begin_term
 
 
 def test_a_term_begins_once(tmp_path):
@@ -118,7 +118,7 @@ def test_a_missing_term_file_differs_from_an_unreadable_one(tmp_path, monkeypatc
 
 def watch(number: int, members: list[int]) -> TakeoverWatch:
     made = TakeoverWatch(number, members, patience=5.0, stagger=2.0)
-    made.look(1, "0", 100.0)
+    made.note(1, "0", 100.0)
     return made
 
 
@@ -137,19 +137,19 @@ def test_the_last_of_many_nodes_does_not_wait_for_minutes():
     assert "no sign of life" in last.reason(set(), 125.0)
 
     # The coordinator lives, but no node can reach it.
-    last.look(1, "1", 126.0)
+    last.note(1, "1", 126.0)
     assert last.reason(members, 126.0) is None
     for second in range(127, 146):
-        last.look(1, str(second), float(second))
+        last.note(1, str(second), float(second))
         assert last.reason(members, float(second)) is None
-    last.look(1, "146", 146.0)
+    last.note(1, "146", 146.0)
     assert last.reason(members, 146.0) == "most nodes cannot reach it"
 
 
 def test_a_coordinator_that_lives_is_not_replaced_by_one_that_is_cut_off():
     made = watch(1, [0, 1])
     for second in range(1, 60):
-        made.look(1, str(second), 100.0 + second)
+        made.note(1, str(second), 100.0 + second)
         assert made.is_alive(100.0 + second)
         assert made.reason({1}, 100.0 + second) is None
 
@@ -157,7 +157,7 @@ def test_a_coordinator_that_lives_is_not_replaced_by_one_that_is_cut_off():
 def test_a_coordinator_that_most_cannot_reach_is_replaced():
     first, second = watch(1, [0, 1, 2]), watch(2, [0, 1, 2])
     for one in (first, second):
-        one.look(1, "1", 101.0)
+        one.note(1, "1", 101.0)
         assert one.reason({1}, 101.0) is None
     assert first.reason({1, 2}, 101.5) == "most nodes cannot reach it"
     assert second.reason({1, 2}, 101.5) is None  # the lower number goes first
@@ -166,7 +166,7 @@ def test_a_coordinator_that_most_cannot_reach_is_replaced():
 
 def test_a_successor_that_is_lost_as_well_is_waited_for_anew():
     made = watch(3, [0, 2, 3])
-    made.look(2, "0", 106.0)
+    made.note(2, "0", 106.0)
     assert made.reason(set(), 112.0) is None
     assert made.reason(set(), 113.0)
 
@@ -196,17 +196,17 @@ def test_a_job_inherits_no_reports_of_an_earlier_one(tmp_path):
 
 def test_a_counter_that_has_stopped_is_no_sign_of_life():
     made = watch(1, [0, 1])
-    made.look(1, "1", 101.0)
+    made.note(1, "1", 101.0)
     assert made.is_alive(105.9)
-    made.look(1, "1", 106.0)
+    made.note(1, "1", 106.0)
     assert not made.is_alive(106.0)
 
 
 def test_a_count_that_cannot_be_read_stands_for_nothing():
     made = watch(1, [0, 1])
-    made.look(1, "", 104.0)
+    made.note(1, "", 104.0)
     assert made.reason(set(), 200.0) is None
-    made.look(1, "0", 200.0)
+    made.note(1, "0", 200.0)
     assert not made.has_grown
     assert made.reason(set(), 204.0) is None
     assert made.reason(set(), 205.0)
@@ -215,26 +215,26 @@ def test_a_count_that_cannot_be_read_stands_for_nothing():
 def test_for_how_long_a_count_is_known_to_stand_still():
     made = CounterWatch()
     assert made.still_for(100.0) == 0.0
-    made.look(1, "0", 100.0)
+    made.note(1, "0", 100.0)
     assert made.still_for(104.0) == 4.0
-    made.look(1, "1", 105.0)  # it grows
+    made.note(1, "1", 105.0)  # it grows
     assert made.still_for(106.0) == 1.0
-    made.look(2, "1", 107.0)  # another term
+    made.note(2, "1", 107.0)  # another term
     assert made.still_for(109.0) == 2.0
-    made.look(2, "", 110.0)  # it cannot be read
+    made.note(2, "", 110.0)  # it cannot be read
     assert made.still_for(150.0) == 0.0
 
 
 def test_a_counter_that_cannot_be_read_is_no_sign_of_life():
     """It grew before. Now nothing is known of it, and a node must not be told that it is cut off from a live one."""
     made = watch(1, [0, 1])
-    made.look(1, "1", 101.0)
+    made.note(1, "1", 101.0)
     assert made.has_grown
-    made.look(1, "", 102.0)
+    made.note(1, "", 102.0)
     assert not made.has_grown
-    made.look(1, "1", 103.0)
+    made.note(1, "1", 103.0)
     assert not made.has_grown
-    made.look(1, "2", 104.0)
+    made.note(1, "2", 104.0)
     assert made.has_grown
     made.reset()
     assert not made.has_grown
