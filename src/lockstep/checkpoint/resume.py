@@ -98,8 +98,8 @@ class Resumer:
 
     def _pass_over(self, reader: CheckpointReader) -> None:
         """Warn about newer checkpoints that are not valid. Damaged ones are set aside if they belong to this run."""
-        # Only rank 0 renames, and only its event is logged. A checkpoint with the wrong format is not damaged; `load`
-        # sets it aside with all others that are newer.
+        # Only rank 0 renames, and only its event is logged. A checkpoint that cannot be read, or has the wrong format,
+        # is not damaged; `load` sets it aside with all others that are newer.
         for skipped in reader.skipped:
             name = skipped.checkpoint.name
             problem = f"checkpoint {name} {skipped.verdict}: {skipped.file}: {skipped.why}"
@@ -114,7 +114,7 @@ class Resumer:
     def load(self, reader: CheckpointReader) -> Resumed:
         """Check the settings, restore the state, and set aside later checkpoints of this run. Collective."""
         values = reader.manifest.values
-        missing = {"state", "config", "world"} - values.keys()
+        missing = {"state", "config", "world", "plan"} - values.keys()
         if missing:
             raise UserError(
                 f"the checkpoint cannot be resumed: it does not contain {', '.join(sorted(missing))}",
@@ -131,9 +131,15 @@ class Resumer:
         # Set aside later checkpoints of this run: it goes back to this step and will write them again. All ranks wait
         # here, because none may save before that. The storage of another run must not change.
         in_own_storage = reader.checkpoint.storage == self.storage
-        self.runtime.collectives.run_on_rank0(
-            lambda: set_aside_after(self.storage, steps_done) if in_own_storage else None
+        new_names: dict[str, str] = self.runtime.collectives.run_on_rank0(
+            lambda: set_aside_after(self.storage, steps_done) if in_own_storage else {}
         )
+        for skipped in reader.skipped:
+            name = skipped.checkpoint.name
+            if name in new_names:
+                self.log_event(
+                    "warning", reason=f"checkpoint {name}, which {skipped.verdict}, is kept as {new_names[name]}"
+                )
 
         # As in `CheckpointManager.save`, so that the run draws the same random numbers as if it had not stopped.
         seed_host(derive(self.config.seed, "checkpoint", steps_done))

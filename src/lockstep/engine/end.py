@@ -98,10 +98,15 @@ def _save_weights(run: Run, file: str, ema: bool = False) -> None:
 def _write_weights(run: Run, file: str, weights: dict[str, Tensor], aliases: dict[str, str], ema: bool) -> None:
     """Write the weights, or those of the best checkpoint, as `checkpoint.final` says, on rank 0."""
     if run.config.checkpoint.final == "best":
-        best = run.checkpoints.best()
+        best = None
+        why = "no checkpoint has a finite value"
+        try:
+            best = run.checkpoints.best()
+        except OSError as error:
+            why = f"the checkpoints cannot be listed ({error})"
+
         if best is None:
-            reason = f"checkpoint.final=best: no checkpoint has a finite value, so {file} is of the last step"
-            run.recorder.event("warning", reason=reason)
+            run.recorder.event("warning", reason=f"checkpoint.final=best: {why}, so {file} is of the last step")
         else:
             # A checkpoint may hold float32 masters of weights that the model stores in another format.
             saved, aliases = read_weights(best.checkpoint, ema)
@@ -144,7 +149,14 @@ def close(run: Run, text: str | None = None) -> dict[str, Any]:
 
 def _describe_best(run: Run) -> dict[str, Any] | None:
     """Return the best checkpoint for the summary, or None if there is none."""
-    best = run.checkpoints.best()
+    try:
+        best = run.checkpoints.best()
+    except OSError as error:
+        # The run has trained and saved all the same.
+        reason = f"the summary does not name the best checkpoint: the checkpoints cannot be listed ({error})"
+        run.recorder.event("warning", reason=reason)
+        return None
+
     if best is None:
         return None
 

@@ -98,7 +98,7 @@ class ModelState:
         # Check everything before anything is changed.
         digests = {name: saved_digest for name, saved_digest in saved_model["frozen_digests"].items() if name in state}
         self._check_frozen(digests, frozen_advice)
-        _check_same_names(state, saved, saved_model["frozen_digests"])
+        self._check_same_names(state, saved, saved_model["frozen_digests"])
         _check_same_shapes(state, saved, reader)
         _check_same_ties(state, saved, reader)
 
@@ -130,6 +130,24 @@ class ModelState:
                 advice,
             )
 
+    def _check_same_names(self, state: dict[str, Tensor], saved: list[str], digests: dict[str, str]) -> None:
+        """Check that each tensor of the model is in the checkpoint, at least as a digest, and vice versa."""
+        names = {name for name in state if not is_extra(name)}
+
+        # A model may leave frozen parameters out of its state dict.
+        gone = digests.keys() - names - {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        differences = {
+            "missing in the checkpoint": sorted(names - set(saved) - digests.keys()),
+            "missing in this model": sorted((set(saved) - names) | gone),
+        }
+        descriptions = [
+            f"{plural(len(missing), 'tensor')} {where}, first {missing[0]!r}"
+            for where, missing in differences.items()
+            if missing
+        ]
+        if descriptions:
+            raise different_model("; ".join(descriptions))
+
     # ---- both ----
 
     def _master_or_parameter(self, name: str, value: Tensor) -> Tensor | None:
@@ -151,22 +169,6 @@ def different_model(found: str) -> UserError:
         found,
         "restore the task and its options as they were, or start a new run (leave --resume out)",
     )
-
-
-def _check_same_names(state: dict[str, Tensor], saved: list[str], digests: dict[str, str]) -> None:
-    """Check that each tensor of the model is in the checkpoint, at least as a digest, and vice versa."""
-    names = {name for name in state if not is_extra(name)}
-    differences = {
-        "missing in the checkpoint": sorted(names - set(saved) - digests.keys()),
-        "missing in this model": sorted(set(saved) - names),
-    }
-    descriptions = [
-        f"{plural(len(missing), 'tensor')} {where}, first {missing[0]!r}"
-        for where, missing in differences.items()
-        if missing
-    ]
-    if descriptions:
-        raise different_model("; ".join(descriptions))
 
 
 def _check_same_shapes(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:

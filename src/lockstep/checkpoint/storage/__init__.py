@@ -20,7 +20,7 @@ from typing import Literal
 
 from lockstep.checkpoint.storage.file_system import FileSystemStorage
 from lockstep.checkpoint.storage.object_storage import ObjectStorage
-from lockstep.checkpoint.storage.protocol import CheckpointStorage
+from lockstep.checkpoint.storage.protocol import CheckpointStorage, NotDurable
 from lockstep.launch.folder.run_dir import LATEST, OBJECTS, step_in
 
 __all__ = [
@@ -118,9 +118,15 @@ def set_aside(storage: CheckpointStorage, name: str, suffix: Literal["damaged", 
     Return its new name.
     """
     target = _free_name(name, suffix, storage.folders())
-    storage.rename(name, target)
+    _rename(storage, name, target)
     update_latest(storage)
     return target
+
+
+def _rename(storage: CheckpointStorage, name: str, to: str) -> None:
+    """Rename a folder, for any purpose but a commit: if a power cut undoes it, nothing is lost."""
+    with suppress(NotDurable):
+        storage.rename(name, to)
 
 
 def _free_name(name: str, suffix: str, taken: Container[str]) -> str:
@@ -129,20 +135,24 @@ def _free_name(name: str, suffix: str, taken: Container[str]) -> str:
     return next(candidate for candidate in candidates if candidate not in taken)
 
 
-def set_aside_after(storage: CheckpointStorage, step: int) -> None:
-    """Set aside all checkpoints after `step`, to which the run goes back."""
+def set_aside_after(storage: CheckpointStorage, step: int) -> dict[str, str]:
+    """Set aside all checkpoints after `step`, to which the run goes back. Return their new names by the old ones."""
     # List the folder only once, however many checkpoints there are.
     taken = set(storage.folders())
     undone = [checkpoint.name for checkpoint in committed(storage) if checkpoint.step > step]
-    for name in undone:
-        storage.rename(name, _free_name(name, "undone", taken))
+    new_names = {name: _free_name(name, "undone", taken) for name in undone}
+
+    for name, new_name in new_names.items():
+        _rename(storage, name, new_name)
 
     if undone:
         update_latest(storage)
+
+    return new_names
 
 
 def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None:
     """Delete a committed checkpoint. The folder is renamed first, so that no reader finds half of it."""
     temporary = f"{name}.tmp-{token}-gone{secrets.token_hex(4)}"
-    storage.rename(name, temporary)
+    _rename(storage, name, temporary)
     storage.delete(temporary)

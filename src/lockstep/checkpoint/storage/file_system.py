@@ -119,6 +119,11 @@ def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        # Some network file systems and FUSE refuse an fsync of any folder with these errors. They order their names
+        # themselves, and there is no other way to ask for more.
+        if error.errno not in (errno.EINVAL, errno.EBADF):
+            raise
     finally:
         os.close(handle)
 
