@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.checkpoint.load import newest_valid
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.saver import Saver
 from lockstep.checkpoint.state.reshard import shards_to_write

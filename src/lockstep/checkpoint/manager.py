@@ -27,7 +27,7 @@ import lockstep
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.resume import LoopState, Resumed, Resumer
 from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint
-from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.saving.saver import Saver
 from lockstep.checkpoint.schedule import SaveSchedule
@@ -232,7 +232,7 @@ class CheckpointManager:
         """
         self.settle()
         with self.runtime.heartbeat.visit("snapshot", steps_done):
-            self.pending.start(steps_done, self.contents.collect(self._values(loop, metrics)))
+            self.pending.start(steps_done, self.contents.collect(self._facts(loop, metrics)))
 
         # An update must wait until the optimizers' state has been copied.
         self.before_next_update(self.saver.wait_for_copy)
@@ -240,8 +240,8 @@ class CheckpointManager:
         self.schedule.started(steps_done, metrics)
         seed_host(derive(self.config.seed, "checkpoint", steps_done))
 
-    def _values(self, loop: LoopState, metrics: dict[str, float]) -> dict[str, Any]:
-        """Return the values of a checkpoint besides the state of the run's parts."""
+    def _facts(self, loop: LoopState, metrics: dict[str, float]) -> dict[str, Any]:
+        """Return what the manifest says about the run: settings, plan, versions, loop, metrics."""
         # The keys are part of the file format (see CONTRIBUTING).
         return {
             "config": settings_as_text(self.config),
@@ -257,7 +257,7 @@ class CheckpointManager:
 
         If no save is in flight, this returns True at once, even if the last one was aborted earlier.
         """
-        if self.pending.step is None:
+        if self.pending.steps_done is None:
             return True
 
         if not self.pending.settle():

@@ -13,9 +13,10 @@ from lockstep.checkpoint import inspect, manifest
 from lockstep.checkpoint.format import FileLayout, arrange, file_name
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.draft import Confirmation, SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
-from lockstep.checkpoint.saving.writer import Save
+from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.storage import FileSystemStorage
 
 

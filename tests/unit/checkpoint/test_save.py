@@ -37,9 +37,9 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import commit as committing
-from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed, Written
-from lockstep.checkpoint.saving.writer import Save
+from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.state.state_tree import pack, unpack
 from lockstep.checkpoint.storage import (
     Checkpoint,

@@ -10,30 +10,14 @@ Ranks communicate only through the storage, so that a rank which hangs does not 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.manifest import MANIFEST, File, Piece, TensorEntry, tensors_to_json
-from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.storage import CheckpointStorage, folder_name
-
-
-@dataclass(frozen=True)
-class SaveContext:
-    """The settings that all saves of a run share."""
-
-    storage: CheckpointStorage
-    rank: int
-    world_size: int
-    token: str  # identifies this attempt of the run
-    retention: Retention
-    timeout_s: float = 600.0  # how long rank 0 waits for the other ranks' files
-    on_commit: Callable[[], None] = lambda: None  # called on rank 0 right after the rename; it must not raise
-
-    def __post_init__(self) -> None:
-        assert self.token.isalnum(), self.token  # it becomes part of a folder's name
+from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.storage import folder_name
 
 
 @dataclass(frozen=True)

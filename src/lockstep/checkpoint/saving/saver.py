@@ -15,10 +15,10 @@ from functools import partial
 from typing import Any
 
 from lockstep.checkpoint.format import file_name
-from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import SaveFailed
+from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Snapshot
-from lockstep.checkpoint.saving.writer import Save
 from lockstep.runtime.layout import LocalShard
 
 
@@ -101,7 +101,10 @@ class Saver:
 
     @property
     def failure(self) -> SaveFailed | None:
-        """How the last save failed on this rank; None once all ranks have agreed to abort it."""
+        """How the last save failed on this rank.
+
+        None if it has not failed, or if the ranks have already agreed on the failure (`abort`).
+        """
         if self._last is None or self._last.abort_requested:
             return None
 

@@ -18,7 +18,7 @@ class Contents(NamedTuple):
 
     shards: dict[str, LocalShard]
     aliases: dict[str, str]
-    values: dict[str, Any]
+    values: dict[str, Any]  # of the manifest
     copy_later: frozenset[str]
 
 
@@ -35,8 +35,8 @@ class ContentsCollector:
         """Return the shards that `collect` would return now, without the rest of the state."""
         return self._shards(self._state.tensors())
 
-    def collect(self, values: dict[str, Any]) -> Contents:
-        """Return what this rank writes: its shards of the run's state, and `values` about the run, on rank 0."""
+    def collect(self, facts: dict[str, Any]) -> Contents:
+        """Return what this rank writes: its shards of the run's state, and `facts` about the run, on rank 0."""
         # Rank 0 writes the plain state of all ranks, which may hold different parameters.
         tensors, aliases, plain_state, copy_later = self._state.capture()
         if not self._state.same_on_all_ranks:
@@ -48,7 +48,7 @@ class ContentsCollector:
             self._parts_compared = True
 
         no_tensors: dict[str, torch.Tensor] = {}
-        packed = {"state": plain_state, **pack(values, "values", no_tensors)}
+        packed = {"state": plain_state, **pack(facts, "facts", no_tensors)}
         assert not no_tensors, f"not in the state: {list(no_tensors)}"
         return Contents(self._shards(tensors), aliases, packed, copy_later)
 
