@@ -92,11 +92,11 @@ class Resumer:
 
         reader = newest_valid(storage, world.rank, world.size, self.runtime.collectives.gather_json, only)
         if reader is not None:
-            self._pass_over(reader)
+            self._report_skipped(reader)
 
         return reader
 
-    def _pass_over(self, reader: CheckpointReader) -> None:
+    def _report_skipped(self, reader: CheckpointReader) -> None:
         """Warn about newer checkpoints that are not valid. Damaged ones are set aside if they belong to this run."""
         # Only rank 0 renames, and only its event is logged. A checkpoint that cannot be read, or has the wrong format,
         # is not damaged; `load` sets it aside with all others that are newer.

@@ -41,7 +41,7 @@ def end_training(run: Run) -> None:
 
     # The last evaluation may be the best one.
     at_end = run.config.checkpoint.at_end or run.requests.save_agreed
-    if at_end and run.checkpoints.schedule.due(counters.steps_done, requested=True):
+    if at_end and run.checkpoints.save_due(counters.steps_done, requested=True):
         run.save_checkpoint()
 
     # The weights are written while the checkpoint is being committed, unless they may come from it.
@@ -53,7 +53,7 @@ def end_training(run: Run) -> None:
     try:
         _save_final_weights(run)
     except UserError:
-        # Raised on all ranks. Weights that cannot be written can be had from this checkpoint.
+        # Raised on all ranks. If the weights cannot be written, they can still be exported from this checkpoint.
         run.checkpoints.settle()
         raise
 

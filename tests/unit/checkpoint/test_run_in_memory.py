@@ -259,7 +259,7 @@ def test_a_save_is_aborted_for_the_reason_of_the_rank_where_it_arose(
     lockstep.fit(Dropped(), run_dir=tmp_path / "run")
     [only] = managers
     reasons: list[str] = []
-    only.pending._log_event = lambda event, reason: reasons.append(reason)
+    only._pending._log_event = lambda event, reason: reasons.append(reason)
     for answers in (failures, [repeated, failures[1]], [repeated, none]):
         monkeypatch.setattr(only.runtime.collectives, "gather_json", lambda _, answers=answers: answers)
         assert only.abort_if_failed()

@@ -1,9 +1,9 @@
 """Save while training continues: take a snapshot, write it in a thread, and report the result later.
 
 `start` copies the tensors that the next forward may change, and starts the thread. Before the next update,
-`wait_for_copy` waits until the optimizers' state has been copied. `take_ended` returns the saves that have ended. Each
-has an outcome (`outcome.py`): `Committed` on rank 0 or `Written` on another rank, or `SaveFailed`. A save that fails
-never raises, and does not affect the next one; `pending.py` says how the other ranks learn of it.
+`wait_for_copy` waits until the optimizers' state and the averages have been copied. `take_ended` returns the saves that
+have ended. Each has an outcome (`outcome.py`): `Committed` on rank 0 or `Written` on another rank, or `SaveFailed`. A
+save that fails never raises, and does not affect the next one; `pending.py` says how the other ranks learn of it.
 """
 
 from __future__ import annotations

@@ -58,8 +58,9 @@ class CapturedState(NamedTuple):
     aliases: dict[str, str]  # for tied tensors: other name -> name in `tensors`
     plain_state: JsonDict
 
-    # The names of the tensors that only an update changes: the optimizers' state. In contrast, a forward may change the
-    # model's buffers, and the user's code its parameters.
+    # The tensors that may be copied while training continues: optimizer state and averages, which change only after
+    # `wait_for_copy`. The model is copied at once: a forward may change its buffers, and the user's code its
+    # parameters.
     copy_later: frozenset[str]
 
 

@@ -104,7 +104,10 @@ def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
 
 
 def update_latest(storage: CheckpointStorage) -> None:
-    # Only people and the launcher read this file; `load.newest_valid` lists the checkpoints themselves.
+    """Let `latest` name the newest committed checkpoint. Only people and the launcher read it.
+
+    `load.newest_valid` lists the checkpoints themselves.
+    """
     newest = committed(storage)[:1]
     if newest:
         storage.replace(LATEST, newest[0].name.encode() + b"\n")
