@@ -31,7 +31,7 @@ import xxhash
 from simulated_nodes import SECRET, Nodes, StoreRanks, allow_files, make_coordinator, make_successor
 
 from lockstep.checkpoint import inspect
-from lockstep.checkpoint.format import FileLayout, arrange, file_name
+from lockstep.checkpoint.format import FileLayout, arrange
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import SaveContext
@@ -41,6 +41,7 @@ from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.storage import FileSystemStorage
 from lockstep.launch.coordinator import WAIT_S
 from lockstep.launch.decisions import failure_handler, hang_check, next_attempt
+from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.launch.nodes.search import RETRY_S, Membership
 from lockstep.launch.wire import connections
 from lockstep.launch.wire.lines import wait_readable

@@ -60,10 +60,6 @@ class FileLayout:
         return len(self.header) + self.size
 
 
-def file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
 def arrange(tensors: dict[str, TensorEntry]) -> FileLayout:
     """Lay out one piece of each tensor.
 

@@ -17,7 +17,7 @@ from rich.filesize import decimal as size_text
 
 from lockstep.checkpoint.format import check_size
 from lockstep.checkpoint.format import verify as verify_checkpoint
-from lockstep.checkpoint.manifest import MANIFEST, InvalidCheckpoint, Manifest, read_manifest
+from lockstep.checkpoint.manifest import InvalidCheckpoint, Manifest, read_manifest
 from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint, steps_to_delete
 from lockstep.checkpoint.storage import (
     Checkpoint,
@@ -28,7 +28,7 @@ from lockstep.checkpoint.storage import (
     open_storage,
 )
 from lockstep.errors import UserError, plural
-from lockstep.launch.folder.run_dir import step_in
+from lockstep.launch.folder.checkpoint_names import MANIFEST, step_in
 from lockstep.observe.formats import columns
 
 # How many tensors `show` lists, and how many checkpoints `ls` lists.

@@ -34,11 +34,11 @@ from lockstep.checkpoint.saving.saver import Saver
 from lockstep.checkpoint.schedule import SaveSchedule
 from lockstep.checkpoint.state.contents import ContentsCollector
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, folder_name, update_latest
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, update_latest
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
 from lockstep.errors import UserError, plural
-from lockstep.launch.folder.run_dir import LATEST, step_in
+from lockstep.launch.folder.checkpoint_names import LATEST, folder_name, step_in
 from lockstep.launch.folder.start_from import Beginning, GoBack, Named, Newest
 from lockstep.observe.run_folder import RunFolder
 from lockstep.plan.plan import Plan

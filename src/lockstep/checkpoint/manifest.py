@@ -24,7 +24,7 @@ import xxhash
 
 from lockstep import garbage
 from lockstep.checkpoint.storage import Checkpoint
-from lockstep.launch.folder.run_dir import MANIFEST, step_in
+from lockstep.launch.folder.checkpoint_names import MANIFEST, step_in
 
 # The version of the format of a checkpoint. Other versions are not read. CONTRIBUTING says when it changes.
 FORMAT = 2

@@ -17,7 +17,8 @@ from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, open_stor
 from lockstep.config import RunConfig
 from lockstep.config.changes import Change, config_changes
 from lockstep.errors import UserError
-from lockstep.launch.folder.run_dir import is_checkpoint, run_of, step_in
+from lockstep.launch.folder.checkpoint_names import step_in
+from lockstep.launch.folder.run_dir import is_checkpoint, run_of
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import derive, seed_host
 

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.checkpoint import load as load_module
-from lockstep.checkpoint.format import file_name, find_problems
+from lockstep.checkpoint.format import find_problems
 from lockstep.checkpoint.load import CheckpointReader, ReportedProblem, newest_valid
 from lockstep.checkpoint.manifest import (
     Damaged,
@@ -35,6 +35,7 @@ from lockstep.checkpoint.manifest import (
 )
 from lockstep.checkpoint.storage import Checkpoint, FileSystemStorage
 from lockstep.errors import UserError
+from lockstep.launch.folder.checkpoint_names import file_name
 
 FILES = ["manifest.json", file_name(0), file_name(1)]
 

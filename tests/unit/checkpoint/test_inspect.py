@@ -14,11 +14,11 @@ from checkpoints import commit, state
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
-from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.inspect import export_weights
 from lockstep.checkpoint.storage import Checkpoint, FileSystemStorage, committed
 from lockstep.cli import main
 from lockstep.errors import UserError
+from lockstep.launch.folder.checkpoint_names import file_name
 
 
 @pytest.fixture

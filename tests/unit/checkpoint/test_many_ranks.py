@@ -10,7 +10,7 @@ import pytest
 import xxhash
 
 from lockstep.checkpoint import inspect, manifest
-from lockstep.checkpoint.format import FileLayout, arrange, file_name
+from lockstep.checkpoint.format import FileLayout, arrange
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import SaveContext
@@ -18,6 +18,7 @@ from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.storage import FileSystemStorage
+from lockstep.launch.folder.checkpoint_names import file_name
 
 
 class CountingStorage(FileSystemStorage):

@@ -21,11 +21,11 @@ from test_run_in_memory import Dropped
 import lockstep
 from lockstep.checkpoint import inspect
 from lockstep.checkpoint import load as load_module
-from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.storage import FileSystemStorage, ObjectStorage, open_storage
 from lockstep.errors import Preempted, UserError
+from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.testing import fail_at
 
 

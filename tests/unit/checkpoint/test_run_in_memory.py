@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.checkpoint import load
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.manifest import MANIFEST, encode, read_manifest
+from lockstep.checkpoint.manifest import encode, read_manifest
 from lockstep.checkpoint.resume import LoopState
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy
@@ -29,6 +29,7 @@ from lockstep.config.settings import typed
 from lockstep.engine.setup import run as run_setup
 from lockstep.engine.setup.parts import Parts
 from lockstep.errors import Preempted, UserError
+from lockstep.launch.folder.checkpoint_names import MANIFEST
 from lockstep.observe.sinks import read_jsonl
 from lockstep.testing import fail_at
 

@@ -23,18 +23,8 @@ from rich.filesize import decimal
 from safetensors import safe_open
 
 from lockstep import faults
-from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.manifest import (
-    MANIFEST,
-    File,
-    Manifest,
-    Piece,
-    TensorEntry,
-    decode,
-    encode,
-    read_manifest,
-)
+from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, decode, encode, read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import commit as committing
 from lockstep.checkpoint.saving.context import SaveContext
@@ -54,6 +44,7 @@ from lockstep.checkpoint.storage import (
 )
 from lockstep.checkpoint.storage.protocol import NotDurable
 from lockstep.errors import UserError
+from lockstep.launch.folder.checkpoint_names import MANIFEST, file_name
 from lockstep.runtime.layout import LocalShard, shard_of
 
 DTYPES = [

@@ -23,15 +23,15 @@ from typing import Any
 
 import lockstep
 from lockstep import faults
-from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, decode, encode
 from lockstep.checkpoint.retention import apply_retention
 from lockstep.checkpoint.saving.abort import AbortRequest, SaveError
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import Committed
-from lockstep.checkpoint.storage import Checkpoint, folder_name, set_aside, update_latest
+from lockstep.checkpoint.storage import Checkpoint, set_aside, update_latest
 from lockstep.checkpoint.storage.protocol import NotDurable
 from lockstep.errors import listed_ranks
+from lockstep.launch.folder.checkpoint_names import file_name, folder_name
 
 
 class Commit:

@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from lockstep.checkpoint.format import file_name
-from lockstep.checkpoint.manifest import MANIFEST, File, Piece, TensorEntry, tensors_to_json
+from lockstep.checkpoint.manifest import File, Piece, TensorEntry, tensors_to_json
 from lockstep.checkpoint.saving.context import SaveContext
-from lockstep.checkpoint.storage import folder_name
+from lockstep.launch.folder.checkpoint_names import MANIFEST, confirmation_name, draft_name, file_name
 
 
 @dataclass(frozen=True)
@@ -53,10 +52,7 @@ class Draft:
         """`number` counts the saves of this rank."""
         self.context = context
         self.storage = context.storage
-
-        # The token keeps writers of an earlier attempt out of the folder, and the number keeps out writers of an
-        # earlier save of the same step.
-        self.name = f"{folder_name(step)}.tmp-{context.token}-{number}"
+        self.name = draft_name(step, context.token, number)
 
     # ---- keys in the storage ----
 
@@ -64,7 +60,7 @@ class Draft:
         return f"{self.name}/{file_name(rank)}"
 
     def confirmation(self, rank: int) -> str:
-        return f"{self.name}/rank-{rank:05d}.json"
+        return f"{self.name}/{confirmation_name(rank)}"
 
     @property
     def manifest(self) -> str:

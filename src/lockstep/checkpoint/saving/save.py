@@ -18,7 +18,7 @@ import xxhash
 from rich.filesize import decimal as size_text
 
 from lockstep import faults
-from lockstep.checkpoint.format import FileLayout, file_name
+from lockstep.checkpoint.format import FileLayout
 from lockstep.checkpoint.manifest import File, InvalidCheckpoint
 from lockstep.checkpoint.saving.abort import AbortRequest, SaveError
 from lockstep.checkpoint.saving.commit import Commit
@@ -26,6 +26,7 @@ from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed, SaveOutcome, Written
 from lockstep.checkpoint.storage.protocol import split
+from lockstep.launch.folder.checkpoint_names import file_name
 
 
 class Save:

@@ -14,11 +14,11 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
-from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Snapshot
+from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.runtime.layout import LocalShard
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import re
-import secrets
 from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from typing import Literal
 from lockstep.checkpoint.storage.file_system import FileSystemStorage
 from lockstep.checkpoint.storage.object_storage import ObjectStorage
 from lockstep.checkpoint.storage.protocol import CheckpointStorage, NotDurable
-from lockstep.launch.folder.run_dir import LATEST, OBJECTS, step_in
+from lockstep.launch.folder.checkpoint_names import LATEST, OBJECTS, name_to_delete, step_in, token_in
 
 __all__ = [
     "Checkpoint",
@@ -31,7 +29,6 @@ __all__ = [
     "committed",
     "delete_checkpoint",
     "delete_leftovers",
-    "folder_name",
     "open_storage",
     "set_aside",
     "set_aside_after",
@@ -83,10 +80,6 @@ def open_storage(folder: Path, url: str | None = None) -> CheckpointStorage:
 # ---- the rules for every kind of storage ----
 
 
-def folder_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
 def committed(storage: CheckpointStorage) -> list[Checkpoint]:
     """Return the committed checkpoints, newest first. Their contents are not verified (`load.newest_valid` does it)."""
     checkpoints = [Checkpoint(storage, name) for name in storage.folders() if step_in(name) is not None]
@@ -96,8 +89,7 @@ def committed(storage: CheckpointStorage) -> list[Checkpoint]:
 def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
     """Delete the uncommitted files that other attempts left half written or half deleted."""
     for name in storage.folders():
-        uncommitted = re.fullmatch(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?", name)
-        if uncommitted and uncommitted[1] != token:
+        if token_in(name) not in (None, token):
             # If another attempt still writes into the folder, the next start will delete it.
             with suppress(OSError):
                 storage.delete(name)
@@ -156,6 +148,6 @@ def set_aside_after(storage: CheckpointStorage, step: int) -> dict[str, str]:
 
 def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None:
     """Delete a committed checkpoint. The folder is renamed first, so that no reader finds half of it."""
-    temporary = f"{name}.tmp-{token}-gone{secrets.token_hex(4)}"
+    temporary = name_to_delete(name, token)
     _rename(storage, name, temporary)
     storage.delete(temporary)

@@ -12,11 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.checkpoint.storage.protocol import PAGE, NotDurable
-from lockstep.launch.folder.run_dir import LATEST
+from lockstep.launch.folder.checkpoint_names import LATEST, OWNER
 from lockstep.launch.records import open_regular, read_bytes, replacing
-
-# A small file at the top level, like LATEST: the token of the only attempt allowed to commit.
-OWNER = "owner"
 
 
 class FileSystemStorage:

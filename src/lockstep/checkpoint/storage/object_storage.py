@@ -25,7 +25,7 @@ from typing import Any
 
 from lockstep.checkpoint.storage.file_system import FileSystemStorage, sync_folder, write_file
 from lockstep.errors import UserError
-from lockstep.launch.folder.run_dir import OBJECTS
+from lockstep.launch.folder.checkpoint_names import OBJECTS
 from lockstep.launch.records import read_bytes, replacing
 
 # The end of the name of a file that holds the address of an object.
