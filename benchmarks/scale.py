@@ -32,7 +32,8 @@ from simulated_nodes import SECRET, Nodes, StoreRanks, allow_files, make_coordin
 
 from lockstep.checkpoint import inspect
 from lockstep.checkpoint.format import FileLayout, arrange
-from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest
+from lockstep.checkpoint.manifest import File, Piece, TensorEntry
+from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation

@@ -12,8 +12,9 @@
     objects                                    exists if the contents of some files are in an object store
 
 `manager` is what a run sees of all this. `schedule` says when to save, `resume` finds a checkpoint and loads it, and
-`state` captures and restores the state of a run; `initial` starts a run from other weights. The other
-modules do not depend on models: those in `saving` write, `load` and `inspect` read, `retention` deletes, `manifest` and
-`format` are the two kinds of files. All of them go through the protocol `CheckpointStorage` (`storage`), never to the
-disk itself. The shard of a tensor that a rank writes is a `LocalShard` in memory and a `Piece` in a file.
+`state` captures and restores the state of a run; `initial` starts a run from other weights. The other modules do not
+depend on models: those in `saving` write, `load` and `inspect` read, and `retention` deletes. `format` is the file of a
+rank; `manifest` and `manifest_reader` are the other one. All of them go through the protocol `CheckpointStorage`
+(`storage`), never to the disk itself. The shard of a tensor that a rank writes is a `LocalShard` in memory and a
+`Piece` in a file.
 """

@@ -23,6 +23,8 @@ from lockstep.checkpoint.manifest import (
     Piece,
     TensorEntry,
     byte_count,
+)
+from lockstep.checkpoint.manifest_reader import (
     check_counts,
     check_fields,
     open_file,

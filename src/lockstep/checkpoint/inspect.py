@@ -17,7 +17,8 @@ from rich.filesize import decimal as size_text
 
 from lockstep.checkpoint.format import check_size
 from lockstep.checkpoint.format import verify as verify_checkpoint
-from lockstep.checkpoint.manifest import InvalidCheckpoint, Manifest, read_manifest
+from lockstep.checkpoint.manifest import InvalidCheckpoint, Manifest
+from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint, steps_to_delete
 from lockstep.checkpoint.storage import (
     Checkpoint,

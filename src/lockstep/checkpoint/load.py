@@ -23,8 +23,8 @@ from lockstep.checkpoint.manifest import (
     Unreadable,
     WrongFormat,
     byte_count,
-    open_file,
 )
+from lockstep.checkpoint.manifest_reader import open_file
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
 from lockstep.errors import UserError
 

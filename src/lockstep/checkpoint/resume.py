@@ -11,6 +11,7 @@ from typing import Any
 
 from lockstep.checkpoint.load import CheckpointReader, newest_valid
 from lockstep.checkpoint.manifest import Damaged
+from lockstep.checkpoint.state.part import optional_members
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.state.state_tree import unpack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, open_storage, set_aside, set_aside_after
@@ -159,7 +160,7 @@ class Resumer:
 
     def _check_lasting(self, changed_settings: list[Change]) -> None:
         """Refuse a changed setting on which the task's saved state depends (`Task.lasting`)."""
-        lasting = [key for part in self.state.parts.values() for key in getattr(part, "lasting", ())]
+        lasting = [key for part in self.state.parts.values() for key in optional_members(part).lasting]
         for key, before, now in changed_settings:
             if key in lasting:
                 raise UserError(

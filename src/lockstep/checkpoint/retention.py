@@ -11,7 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from lockstep.checkpoint.manifest import InvalidCheckpoint, read_manifest
+from lockstep.checkpoint.manifest import InvalidCheckpoint
+from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, delete_checkpoint
 from lockstep.launch.folder.checkpoint_names import folder_name
 

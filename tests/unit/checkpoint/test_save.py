@@ -24,7 +24,8 @@ from safetensors import safe_open
 
 from lockstep import faults
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, decode, encode, read_manifest
+from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, encode
+from lockstep.checkpoint.manifest_reader import decode, read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import commit as committing
 from lockstep.checkpoint.saving.context import SaveContext

@@ -23,7 +23,8 @@ from typing import Any
 
 import lockstep
 from lockstep import faults
-from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, decode, encode
+from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, encode
+from lockstep.checkpoint.manifest_reader import decode
 from lockstep.checkpoint.retention import apply_retention
 from lockstep.checkpoint.saving.abort import AbortRequest, SaveError
 from lockstep.checkpoint.saving.draft import Confirmation, Draft

@@ -8,19 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.state.frozen_digests import FrozenDigests
+from lockstep.checkpoint.state.digests import FrozenDigests, digest
+from lockstep.checkpoint.state.model_names import aliases_of, frozen_names, identity, is_extra, tied_names
 from lockstep.checkpoint.state.reshard import read_into
-from lockstep.checkpoint.state.state_tree import (
-    JsonDict,
-    aliases_of,
-    digest,
-    frozen_names,
-    identity,
-    is_extra,
-    pack,
-    tied_names,
-    unpack,
-)
+from lockstep.checkpoint.state.state_tree import JsonDict, pack, unpack
 from lockstep.errors import UserError, plural
 from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.layout import full_tensor
