@@ -9,8 +9,6 @@ what another kind of storage needs, and which code looks at the folder itself. N
 from __future__ import annotations
 
 import io
-import itertools
-from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Literal
 from lockstep.checkpoint.storage.file_system import FileSystemStorage
 from lockstep.checkpoint.storage.object_storage import ObjectStorage
 from lockstep.checkpoint.storage.protocol import CheckpointStorage, NotDurable
-from lockstep.launch.folder.checkpoint_names import LATEST, OBJECTS, name_to_delete, step_in, token_in
+from lockstep.launch.folder.checkpoint_names import LATEST, OBJECTS, name_aside, name_to_delete, step_in, token_in
 
 __all__ = [
     "Checkpoint",
@@ -112,7 +110,7 @@ def set_aside(storage: CheckpointStorage, name: str, suffix: Literal["damaged", 
 
     Return its new name.
     """
-    target = _free_name(name, suffix, storage.folders())
+    target = name_aside(name, suffix, storage.folders())
     _rename(storage, name, target)
     update_latest(storage)
     return target
@@ -124,18 +122,12 @@ def _rename(storage: CheckpointStorage, name: str, to: str) -> None:
         storage.rename(name, to)
 
 
-def _free_name(name: str, suffix: str, taken: Container[str]) -> str:
-    # The same step may have been set aside before.
-    candidates = (f"{name}.{suffix}{number or ''}" for number in itertools.count())
-    return next(candidate for candidate in candidates if candidate not in taken)
-
-
 def set_aside_after(storage: CheckpointStorage, step: int) -> dict[str, str]:
     """Set aside all checkpoints after `step`, to which the run goes back. Return their new names by the old ones."""
     # List the folder only once, however many checkpoints there are.
     taken = set(storage.folders())
     undone = [checkpoint.name for checkpoint in committed(storage) if checkpoint.step > step]
-    new_names = {name: _free_name(name, "undone", taken) for name in undone}
+    new_names = {name: name_aside(name, "undone", taken) for name in undone}
 
     for name, new_name in new_names.items():
         _rename(storage, name, new_name)

@@ -5,8 +5,11 @@ This module imports no torch: the launcher uses it before any rank exists.
 
 from __future__ import annotations
 
+import itertools
 import re
 import secrets
+from collections.abc import Container
+from typing import Literal
 
 # A folder with this file is a complete checkpoint.
 MANIFEST = "manifest.json"
@@ -21,6 +24,7 @@ OBJECTS = "objects"
 WRITTEN = f"{LATEST}|{OWNER}|{OBJECTS}|step-.*"
 
 _COMMITTED = re.compile("step-([0-9]{8}|[1-9][0-9]{8,17})")
+_SET_ASIDE = re.compile(r"step-\d{8,18}\.(damaged|undone)\d*")
 _UNCOMMITTED = re.compile(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?")
 _CONFIRMATION = re.compile(r"rank-\d+\.json")
 
@@ -44,6 +48,17 @@ def step_in(name: str) -> int | None:
 
 def file_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
+
+
+def name_aside(name: str, suffix: Literal["damaged", "undone"], taken: Container[str]) -> str:
+    """Return the first name that is not `taken` for a checkpoint that is set aside."""
+    # The same step may have been set aside before.
+    candidates = (f"{name}.{suffix}{number or ''}" for number in itertools.count())
+    return next(candidate for candidate in candidates if candidate not in taken)
+
+
+def is_set_aside(name: str) -> bool:
+    return _SET_ASIDE.fullmatch(name) is not None
 
 
 # ---- uncommitted ones ----
