@@ -31,15 +31,18 @@ import xxhash
 from simulated_nodes import SECRET, Nodes, StoreRanks, allow_files, make_coordinator, make_successor
 
 from lockstep.checkpoint import inspect
-from lockstep.checkpoint.format import FileLayout, arrange, file_name
-from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest
+from lockstep.checkpoint.format import FileLayout, arrange
+from lockstep.checkpoint.manifest import File, Piece, TensorEntry
+from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.draft import Confirmation, SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed
-from lockstep.checkpoint.saving.writer import Save
+from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.storage import FileSystemStorage
 from lockstep.launch.coordinator import WAIT_S
 from lockstep.launch.decisions import failure_handler, hang_check, next_attempt
+from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.launch.nodes.search import SEARCH_RETRY_S, Membership
 from lockstep.launch.wire import connections
 from lockstep.launch.wire.lines import wait_readable

@@ -265,6 +265,8 @@ def _add_ckpt(parser: argparse.ArgumentParser) -> None:
 
     prune = add("prune", "RUN", "delete all checkpoints but the newest")
     prune.add_argument("--keep", type=int, default=3, metavar="K", help="how many checkpoints to keep (default 3)")
+    aside = "also delete those that were set aside (step-N.undone, step-N.damaged)"
+    prune.add_argument("--set-aside", action="store_true", help=aside)
     prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
 
 
@@ -445,7 +447,7 @@ def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
             _refuse_hf_options(options)
             text, code = inspect.export(options.path, options.out, options.step, options.best, options.ema)
         case "prune":
-            text, code = inspect.prune(options.path, options.keep, options.dry_run)
+            text, code = inspect.prune(options.path, options.keep, options.dry_run, options.set_aside)
         case "ls":
             text, code = inspect.ls(options.path)
         case "show":

@@ -111,7 +111,8 @@ def digests(run: Path, step: int | None = None) -> dict[str, str]:
     import hashlib
 
     from lockstep.checkpoint.load import newest_valid
-    from lockstep.checkpoint.storage import FileSystemStorage, folder_name
+    from lockstep.checkpoint.storage import FileSystemStorage
+    from lockstep.launch.folder.checkpoint_names import folder_name
 
     only = None if step is None else folder_name(step)
     reader = newest_valid(FileSystemStorage(run / "checkpoints"), 0, 1, lambda value: [value], only)

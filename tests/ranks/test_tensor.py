@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.checkpoint.load import newest_valid
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.saver import Saver
 from lockstep.checkpoint.state.reshard import shards_to_write
@@ -307,7 +307,7 @@ def written(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
         run = builder.run
         assert run is not None
         tensors = run.checkpoints.state.capture().tensors
-        mine = {name: shard.local.numel() for name, shard in run.checkpoints.contents.shards().items()}
+        mine = {name: shard.local.numel() for name, shard in run.checkpoints._contents.shards().items()}
         return {name: tensor.numel() - world.size * mine.get(name, 0) for name, tensor in tensors.items()}
 
 

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from lockstep.checkpoint import manifest
+from lockstep.checkpoint import manifest_reader
 from lockstep.checkpoint.storage import Checkpoint, FileSystemStorage
 from lockstep.parallel.cudagraph.device import CudaDevice
 
@@ -39,9 +39,9 @@ def test_a_manifest_that_is_decoded_during_a_capture_does_not_switch_the_collect
         assert capturing.wait(60)
         return "decoded"
 
-    monkeypatch.setattr(manifest, "_decode", slow)
+    monkeypatch.setattr(manifest_reader, "_decode", slow)
     decode = threading.Thread(
-        target=manifest.decode, args=(b"", Checkpoint(FileSystemStorage(tmp_path), "step-00000001"))
+        target=manifest_reader.decode, args=(b"", Checkpoint(FileSystemStorage(tmp_path), "step-00000001"))
     )
     decode.start()
     assert decoding.wait(60)

@@ -23,6 +23,8 @@ from lockstep.checkpoint.manifest import (
     Piece,
     TensorEntry,
     byte_count,
+)
+from lockstep.checkpoint.manifest_reader import (
     check_counts,
     check_fields,
     open_file,
@@ -58,10 +60,6 @@ class FileLayout:
     @property
     def file_size(self) -> int:
         return len(self.header) + self.size
-
-
-def file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
 
 
 def arrange(tensors: dict[str, TensorEntry]) -> FileLayout:

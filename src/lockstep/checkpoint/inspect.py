@@ -17,7 +17,8 @@ from rich.filesize import decimal as size_text
 
 from lockstep.checkpoint.format import check_size
 from lockstep.checkpoint.format import verify as verify_checkpoint
-from lockstep.checkpoint.manifest import MANIFEST, InvalidCheckpoint, Manifest, read_manifest
+from lockstep.checkpoint.manifest import InvalidCheckpoint, Manifest
+from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint, steps_to_delete
 from lockstep.checkpoint.storage import (
     Checkpoint,
@@ -28,7 +29,7 @@ from lockstep.checkpoint.storage import (
     open_storage,
 )
 from lockstep.errors import UserError, plural
-from lockstep.launch.folder.run_dir import step_in
+from lockstep.launch.folder.checkpoint_names import MANIFEST, is_set_aside, step_in
 from lockstep.observe.formats import columns
 
 # How many tensors `show` lists, and how many checkpoints `ls` lists.
@@ -103,8 +104,11 @@ def verify(path: Path) -> tuple[str, int]:
     return columns(rows) if rows else "no checkpoints", exit_code
 
 
-def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
-    """Delete all but the newest `keep` valid checkpoints. Invalid ones do not count and are not deleted."""
+def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tuple[str, int]:
+    """Delete all but the newest `keep` valid checkpoints. Invalid ones do not count and are not deleted.
+
+    With `set_aside`, also delete those that were set aside.
+    """
     if keep < 1:
         raise UserError(f"--keep {keep} would keep no checkpoint", "", "use --keep 1 or more")
 
@@ -120,11 +124,19 @@ def prune(path: Path, keep: int, dry_run: bool) -> tuple[str, int]:
 
     # The newest of the valid ones stay.
     valid = [(step, {}) for step in names if step not in invalid]
+    done = "would delete" if dry_run else "deleted"
     for step in steps_to_delete(valid, Retention(last=keep)):
         if not dry_run:
             delete_checkpoint(storage, names[step], secrets.token_hex(8))
 
-        lines.append(f"{'would delete' if dry_run else 'deleted'} {names[step]}")
+        lines.append(f"{done} {names[step]}")
+
+    # No reader takes these for checkpoints, so they need no other name first.
+    for name in sorted(filter(is_set_aside, storage.folders())) if set_aside else []:
+        if not dry_run:
+            storage.delete(name)
+
+        lines.append(f"{done} {name}")
 
     return "\n".join(lines) or "nothing to delete", 0
 

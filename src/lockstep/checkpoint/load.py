@@ -23,8 +23,8 @@ from lockstep.checkpoint.manifest import (
     Unreadable,
     WrongFormat,
     byte_count,
-    open_file,
 )
+from lockstep.checkpoint.manifest_reader import open_file
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
 from lockstep.errors import UserError
 
@@ -35,6 +35,10 @@ MAX_INVALID = 50
 # looks. NFS may show a directory as it was up to a minute ago.
 LOOKS = 14
 LOOK_PAUSE_S = 5.0
+
+# How many times a checkpoint that cannot be read is tried again, after the same pause. A search waits no longer than
+# this in all: whatever lasts is no transient error of a file server or an object store.
+READ_RETRIES = 3
 
 # An all-gather of JSON values. All ranks call it in the same order.
 Gather = Callable[[Any], list[Any]]
@@ -58,11 +62,18 @@ def newest_valid(
     # The newest checkpoint comes first.
     names = _list_alike(storage, gather, only)
     skipped: list[InvalidCheckpoint] = []
+    retries = READ_RETRIES
 
     for name in names:
         checkpoint = Checkpoint(storage, name)
+
+        # All ranks have the same answers here, because `_verify_together` gathers the problems.
         manifest, problems = _verify_together(checkpoint, rank, world_size, gather)
-        # All ranks have the same answer here, because `_verify_together` has gathered the problems.
+        while problems and retries and isinstance(_invalid(checkpoint, problems), Unreadable):
+            retries -= 1
+            time.sleep(LOOK_PAUSE_S)
+            manifest, problems = _verify_together(checkpoint, rank, world_size, gather)
+
         if manifest is not None and not problems:
             return CheckpointReader(checkpoint, manifest, skipped)
 

@@ -3,21 +3,22 @@
     resume                            before the first step
     ensure_rewind_checkpoint          before the first step: a policy that rewinds needs a checkpoint of the start
     prepare                           after the first step, so that the first save is as short as the others
-    pending.poll                      after each step: did the save in flight fail on this rank?
-    schedule.due, due_by_clock        after each step: is a save due?
-    schedule.is_new_best              after an evaluation
+    poll                              after each step: did the save in flight fail on this rank?
+    save_due, due_by_clock            after each step: is a save due?
+    is_new_best                       after an evaluation
     save                              between two steps
     abort_if_failed                   when the control word says that a rank failed to write its file
     rewind                            when a step was not applied and the policy is rewind
     settle, last_location, close      at the end
 
 `state/contents.py` collects what a rank writes, `saving` writes it, and `resume.py` loads a checkpoint. All ranks call
-these methods at the same step. `best`, `last_location` and `close` are local; all other methods here are collective.
+these methods at the same step. `poll`, `save_due`, `due_by_clock`, `best`, `last_location` and `close` are local; all
+others are collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -27,17 +28,17 @@ import lockstep
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.resume import LoopState, Resumed, Resumer
 from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint
-from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.saving.saver import Saver
 from lockstep.checkpoint.schedule import SaveSchedule
 from lockstep.checkpoint.state.contents import ContentsCollector
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, folder_name, update_latest
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, update_latest
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
 from lockstep.errors import UserError, plural
-from lockstep.launch.folder.run_dir import LATEST, step_in
+from lockstep.launch.folder.checkpoint_names import LATEST, folder_name, step_in
 from lockstep.launch.folder.start_from import Beginning, GoBack, Named, Newest
 from lockstep.observe.run_folder import RunFolder
 from lockstep.plan.plan import Plan
@@ -65,25 +66,24 @@ class CheckpointManager:
         `log_event(event, **fields)` logs an event. `before_next_update(callback)` runs `callback` once, just before the
         next update.
         """
-        # Parts of the run.
+        # The objects of the run.
         self.folder = folder
         self.storage = storage
         self.state = state
         self.config = config
         self.plan = plan
-
         self.runtime = runtime
         self.log_event = log_event
         self.before_next_update = before_next_update
 
         # The parts of this manager, each with one job.
         settings = config.checkpoint
-        self.retention = Retention(settings.keep, settings.keep_every, settings.best, settings.best_mode)
-        self.schedule = SaveSchedule(settings, self.retention, storage, runtime)
-        self.contents = ContentsCollector(state, runtime, log_event)
-        self.saver = Saver(self._save_context(), settings.asynchronous)
-        self.pending = PendingSave(self.saver, storage, runtime, log_event, folder.as_shown)
-        self.resumer = Resumer(storage, state, config, runtime, log_event)
+        self._retention = Retention(settings.keep, settings.keep_every, settings.best, settings.best_mode)
+        self._schedule = SaveSchedule(settings, self._retention, storage, runtime)
+        self._contents = ContentsCollector(state, runtime, log_event)
+        self._saver = Saver(self._save_context(), settings.asynchronous)
+        self._pending = PendingSave(self._saver, storage, runtime, log_event, folder.as_shown)
+        self._resumer = Resumer(storage, state, config, runtime, log_event)
 
         self._rewinds = 0  # since the last committed checkpoint
 
@@ -92,7 +92,7 @@ class CheckpointManager:
         # All ranks write. The token distinguishes their files from those of an earlier attempt.
         world = self.runtime.world
         token, on_commit = self.folder.token, self.folder.end_going_back
-        return SaveContext(self.storage, world.rank, world.size, token, self.retention, on_commit=on_commit)
+        return SaveContext(self.storage, world.rank, world.size, token, self._retention, on_commit=on_commit)
 
     # ---- resuming ----
 
@@ -111,23 +111,23 @@ class CheckpointManager:
                 return None
 
             case Named(path) | GoBack(path):
-                return self.resumer.find_named(path)
+                return self._resumer.find_named(path)
 
             case Newest(otherwise):
-                reader = self.resumer.find_newest()
+                reader = self._resumer.find_newest()
                 if reader is None and otherwise:
-                    return self.resumer.find_named(otherwise)
+                    return self._resumer.find_named(otherwise)
 
                 return reader
 
     def _load(self, reader: CheckpointReader) -> Resumed:
         """Load a checkpoint, and note what follows from it for later saves. Collective."""
-        resumed = self.resumer.load(reader)
+        resumed = self._resumer.load(reader)
 
         # If it was another run's, a later attempt must load it again, until this run has saved one of its own.
         step = resumed.steps_done if resumed.in_own_folder else None
-        self.schedule.loaded(step)
-        self.pending.last_committed = step
+        self._schedule.loaded(step)
+        self._pending.last_committed = step
 
         if self.runtime.is_main and resumed.in_own_folder:
             self.folder.end_going_back()
@@ -138,8 +138,8 @@ class CheckpointManager:
         """Make this attempt the only writer. Rank 0 calls it, before any checkpoint is written."""
         self.storage.claim(self.folder.token)
 
-        # If this attempt fails before it has gone back, the launcher announces this checkpoint. One that was set aside
-        # is not announced: it has not the name of a step.
+        # If this attempt fails before it has gone back, the launcher announces this checkpoint. A checkpoint that was
+        # set aside is not announced, because its name is not that of a step.
         start = self.folder.start_from
         goes_back_to = start.path.resolve().name if isinstance(start, GoBack) else ""
 
@@ -157,22 +157,28 @@ class CheckpointManager:
         if policy is None:
             return
 
-        if type(self.state.source).skip is BatchSource.skip:
-            raise UserError(
-                f"{policy}=rewind cannot be used with this data, which cannot skip samples",
-                f"the data is read by a {type(self.state.source).__name__}, which has no method skip",
-                f"set {policy}=skip, or {policy}=stop",
-            )
+        self._check_can_skip(policy)
+        if self._pending.last_committed is not None:
+            return
 
         # The run goes back to this checkpoint if a step before the next save is not applied.
-        if self.pending.last_committed is None:
-            save()
-            if not self.settle():
-                raise UserError(
-                    f"{policy}=rewind needs a checkpoint of the start, which could not be written",
-                    "",
-                    f"make room on the disk, or set {policy}=skip",
-                )
+        save()
+        if not self.settle():
+            raise UserError(
+                f"{policy}=rewind needs a checkpoint of the start, which could not be written",
+                "",
+                f"make room on the disk, or set {policy}=skip",
+            )
+
+    def _check_can_skip(self, policy: str) -> None:
+        """Raise if the data source cannot leave out the samples of a step, as `policy`=rewind requires."""
+        source = type(self.state.source)
+        if source.skip is BatchSource.skip:
+            raise UserError(
+                f"{policy}=rewind cannot be used with this data, which cannot skip samples",
+                f"the data is read by a {source.__name__}, which has no method skip",
+                f"set {policy}=skip, or {policy}=stop",
+            )
 
     def rewind(self, result: StepResult, span: tuple[int, int] | None) -> Resumed:
         """Go back to the last checkpoint, and from now on skip the samples of the step that was not applied.
@@ -183,7 +189,7 @@ class CheckpointManager:
         self.settle()
         self._count_rewind(result)
 
-        reader = self.resumer.find_newest()
+        reader = self._resumer.find_newest()
         if reader is None:
             raise UserError(
                 f"step {result.step} was not applied, and the run cannot rewind: it has no checkpoint",
@@ -206,7 +212,7 @@ class CheckpointManager:
         return resumed
 
     def _count_rewind(self, result: StepResult) -> None:
-        """Raise if the run has rewound too often since its last checkpoint."""
+        """Count a rewind, and raise if there were too many since the last checkpoint."""
         # Without a limit, a run whose steps fail for some reason other than their samples would rewind forever.
         self._rewinds += 1
         limit = self.config.nonfinite.max_in_a_row
@@ -218,11 +224,25 @@ class CheckpointManager:
                 "lower lr.peak, set clip.norm, or look at the samples that the events name",
             )
 
+    # ---- is a save due? ----
+
+    def save_due(self, steps_done: int, requested: bool) -> bool:
+        """Whether to save now: `SaveSchedule.due` has the rule. Local."""
+        return self._schedule.due(steps_done, requested)
+
+    def due_by_clock(self) -> bool:
+        """Whether rank 0's clock requests a save; the control word carries the request. Local."""
+        return self._schedule.due_by_clock()
+
+    def is_new_best(self, metrics: Mapping[str, float]) -> bool:
+        """Whether these metrics are better than those of all checkpoints by `checkpoint.best`. Collective."""
+        return self._schedule.is_new_best(metrics)
+
     # ---- saving ----
 
     def prepare(self) -> None:
         """Allocate the buffer for snapshots early, so that the first save is as short as the others."""
-        self.saver.prepare(self.contents.shards())
+        self._saver.prepare(self._contents.shards())
 
     def save(self, steps_done: int, loop: LoopState, metrics: dict[str, float]) -> None:
         """Copy the state after `steps_done` steps, and write it in the background while training continues.
@@ -232,16 +252,16 @@ class CheckpointManager:
         """
         self.settle()
         with self.runtime.heartbeat.visit("snapshot", steps_done):
-            self.pending.start(steps_done, self.contents.collect(self._values(loop, metrics)))
+            self._pending.start(steps_done, self._contents.collect(self._facts(loop, metrics)))
 
         # An update must wait until the optimizers' state has been copied.
-        self.before_next_update(self.saver.wait_for_copy)
+        self.before_next_update(self._saver.wait_for_copy)
 
-        self.schedule.started(steps_done, metrics)
+        self._schedule.started(steps_done, metrics)
         seed_host(derive(self.config.seed, "checkpoint", steps_done))
 
-    def _values(self, loop: LoopState, metrics: dict[str, float]) -> dict[str, Any]:
-        """Return the values of a checkpoint besides the state of the run's parts."""
+    def _facts(self, loop: LoopState, metrics: dict[str, float]) -> dict[str, Any]:
+        """Return what the manifest says about the run: settings, plan, versions, loop, metrics."""
         # The keys are part of the file format (see CONTRIBUTING).
         return {
             "config": settings_as_text(self.config),
@@ -252,16 +272,20 @@ class CheckpointManager:
             "metrics": metrics,
         }
 
+    def poll(self) -> bool:
+        """Log a save that is committed by now. Return whether it failed on this rank, for the control word. Local."""
+        return self._pending.poll()
+
     def settle(self) -> bool:
         """Wait until the save in flight is committed, or aborted on all ranks. Return False if this call aborted it.
 
         If no save is in flight, this returns True at once, even if the last one was aborted earlier.
         """
-        if self.pending.step is None:
+        if self._pending.steps_done is None:
             return True
 
-        if not self.pending.settle():
-            self.schedule.aborted()
+        if not self._pending.settle():
+            self._schedule.aborted()
             return False
 
         # Only a committed checkpoint lets the run rewind as often again.
@@ -270,9 +294,9 @@ class CheckpointManager:
 
     def abort_if_failed(self) -> bool:
         """Abort the save in flight on all ranks if it failed on any of them. Return whether it was aborted."""
-        aborted = self.pending.abort_if_failed()
+        aborted = self._pending.abort_if_failed()
         if aborted:
-            self.schedule.aborted()
+            self._schedule.aborted()
 
         return aborted
 
@@ -280,13 +304,13 @@ class CheckpointManager:
 
     def best(self) -> BestCheckpoint | None:
         """Return the best committed checkpoint by `checkpoint.best`."""
-        return best_checkpoint(self.storage, self.retention)
+        return best_checkpoint(self.storage, self._retention)
 
     def last_location(self) -> str | None:
         """Return where the last committed checkpoint of this run is; None if there is none."""
-        step = self.pending.last_committed
+        step = self._pending.last_committed
         return None if step is None else Checkpoint(self.storage, folder_name(step)).location
 
     def close(self, timeout: float = 0.0) -> None:
         """End the saves. One that is being written gets `timeout` seconds to finish."""
-        self.pending.close(timeout)
+        self._pending.close(timeout)

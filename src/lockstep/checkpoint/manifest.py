@@ -1,30 +1,30 @@
 """The manifest of a checkpoint: the position of each tensor, all other values, and the size and digest of each file.
 
-A manifest is not trusted: a checkpoint may have been downloaded, or may be in another user's folder. The digest shows
-that a disk has changed the manifest, but it has no key, so anyone can write one that is valid. Therefore every field is
-checked before it is used: a manifest cannot name a file outside its folder, leave elements of a tensor undefined, or
-claim more memory than its files have bytes. Any error raises `InvalidCheckpoint` and no other exception.
+`Manifest` has the fields of the file. If a run has written it, its `values` have these keys:
 
-This module does not import torch.
+    config, plan, world, versions     settings as text, the plan, the number of ranks (`CheckpointManager._facts`)
+    loop, metrics                     the state of the loop (`LoopState`), and the metrics of an evaluation of this step
+    state.model.extra                 the extra state of modules (`ModelState.capture`)
+    state.model.frozen_digests        of frozen parameters that are not saved (`RunState.capture`)
+    state.optimizers.NUMBER           kind, state, params, initial, settings (`OptimizerStates._capture`)
+    state.parts.NAME                  the state of a part; "data" is the data source (`RunState._collect`)
+    state.next_samples, stepper       a digest of the samples that come next, and the counters (`RunState.capture`)
+
+`Resumer.load` and `RunState.restore` read them. `manifest_reader` reads and checks a manifest. This module does not
+import torch.
 """
 
 from __future__ import annotations
 
-import errno
-import io
 import json
 import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import xxhash
 
-from lockstep import garbage
 from lockstep.checkpoint.storage import Checkpoint
-from lockstep.launch.folder.run_dir import MANIFEST, step_in
 
 # The version of the format of a checkpoint. Other versions are not read. CONTRIBUTING says when it changes.
 FORMAT = 2
@@ -56,20 +56,8 @@ DTYPES = {
     "F64": Dtype("float64", 8),
 }
 
-# Upper limit on the size of a tensor or file, in bytes. A larger number would overflow later.
-_MAX_BYTES = 2**60
-
-# Upper limit on the size of a manifest, which is read into memory, in bytes.
-_MAX_MANIFEST_BYTES = 2**28
-
-# If the pieces of a tensor do not form a grid, they are compared pairwise, so there may be at most this many.
-_MAX_IRREGULAR_PIECES = 4096
-
 # The numbers that strict JSON lacks, by their text in {"$float": TEXT}, as `state_tree.pack` writes them.
 FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-
-# The names of field types in messages.
-_KINDS = {dict: "an object", list: "a list", str: "text", int: "a count"}
 
 
 @dataclass(eq=False)
@@ -188,8 +176,8 @@ def encode(manifest: Manifest) -> bytes:
 
     del content["digest"]
 
-    # The manifest is written as {"content": ..., "digest": ..., "format": ...}, in the order of `_canonical`.
-    text = _canonical(content)
+    # The manifest is written as {"content": ..., "digest": ..., "format": ...}, in the order of `canonical`.
+    text = canonical(content)
     digest = xxhash.xxh3_128(text).hexdigest()
     return b'{"content":%b,"digest":"%b","format":%d}' % (text, digest.encode(), FORMAT)
 
@@ -203,75 +191,6 @@ def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
     }
 
 
-def decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
-    """Parse `data`, the contents of `manifest.json`. Raise WrongFormat, or Damaged if they are invalid in any way."""
-    if len(data) > _MAX_MANIFEST_BYTES:
-        raise Damaged(checkpoint, MANIFEST, f"more than {_MAX_MANIFEST_BYTES:,} bytes")
-
-    try:
-        # A large manifest becomes millions of objects, none of them garbage. The collector would go through all of them
-        # again and again, which takes as long as the rest.
-        with garbage.paused():
-            return _decode(data, checkpoint)
-    except (ValueError, RecursionError) as error:
-        raise Damaged(checkpoint, MANIFEST, str(error)[:300] or "nested too deep") from None
-
-
-def _decode(data: bytes, checkpoint: Checkpoint) -> Manifest:
-    """Parse a manifest, and check its version, its digest and its fields."""
-    outer = parse_json(data)
-
-    # Another format may have other fields, so look at the version first. `type`, not `isinstance`: True is not 1 here.
-    version = outer.get("format") if isinstance(outer, dict) else None
-    if type(version) is int and version != FORMAT:
-        age = "an older" if version < FORMAT else "a newer"
-        why = f"format {str(version)[:40]}, of {age} version of Lockstep; this version reads format {FORMAT}"
-        raise WrongFormat(checkpoint, MANIFEST, why)
-
-    check_fields(outer, "the manifest", format=int, digest=object, content=object)
-
-    digest = xxhash.xxh3_128(_canonical(outer["content"])).hexdigest()
-    require(outer["digest"] == digest, "the digest does not match the contents")
-
-    return _manifest(outer["content"], digest)
-
-
-# ---- reading ----
-
-
-@contextmanager
-def open_file(checkpoint: Checkpoint, file: str) -> Iterator[io.BufferedIOBase]:
-    """Open a file for reading. An OSError, while opening or reading, becomes Damaged or Unreadable."""
-    try:
-        with checkpoint.open(file) as stream:
-            yield stream
-    except FileNotFoundError:
-        raise Damaged(checkpoint, file, "missing") from None
-    except OSError as error:
-        # EINVAL: not a regular file. After any other error, the bytes may still be the ones that were written.
-        kind = Damaged if error.errno == errno.EINVAL else Unreadable
-        raise kind(checkpoint, file, f"cannot be read: {error.strerror or error}") from None
-
-
-def read_manifest(checkpoint: Checkpoint) -> Manifest:
-    """Read and check the manifest of a checkpoint. Raises InvalidCheckpoint."""
-    with open_file(checkpoint, MANIFEST) as stream:
-        data = stream.read(_MAX_MANIFEST_BYTES + 1)
-
-    manifest = decode(data, checkpoint)
-
-    # A copy under the name of a later step would be taken for the newest checkpoint. A copy under a name that is not
-    # the name of a step does no harm.
-    named_step = step_in(checkpoint.name)
-    if named_step is not None and named_step != manifest.step:
-        raise Damaged(checkpoint, MANIFEST, f"belongs to step {manifest.step:,}: the folder was renamed, or is a copy")
-
-    return manifest
-
-
-# ---- JSON ----
-
-
 def float_of(value: Any) -> Any:
     """Return the number that {"$float": TEXT} encodes, and any other `value` as it is."""
     if isinstance(value, dict) and "$float" in value:
@@ -280,216 +199,6 @@ def float_of(value: Any) -> Any:
     return value
 
 
-def parse_json(data: bytes) -> Any:
-    """Parse strict JSON, without NaN and duplicate keys. Raise ValueError or RecursionError if it is invalid."""
-    return json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse_constant)
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object, or raise ValueError if it has a key twice: readers differ in which one counts."""
-    unique = dict(pairs)
-    require(len(unique) == len(pairs), "a key occurs twice")
-    return unique
-
-
-def _refuse_constant(name: str) -> None:
-    """Raise ValueError: Python's JSON would accept NaN and Infinity."""
-    raise ValueError(f"{name} is not JSON")
-
-
-def _canonical(value: Any) -> bytes:
+def canonical(value: Any) -> bytes:
     """Encode `value` in one fixed way, so that equal values have equal digests."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-
-
-# ---- checks of all fields ----
-#
-# A manifest of a large model has millions of fields, so the checks of pieces build a message only if they fail.
-
-
-def require(condition: bool, message: str) -> None:
-    """Raise ValueError with `message` unless `condition` holds."""
-    if not condition:
-        raise ValueError(message)
-
-
-def check_fields(value: Any, what: str, **kinds: type) -> dict[str, Any]:
-    """Return the JSON object `value` if it has exactly these keys, with values of these types (`object`: any type)."""
-    fields = _check(value, dict, what)
-    if fields.keys() != kinds.keys():
-        wrong_keys = sorted(fields.keys() ^ kinds.keys())
-        raise ValueError(f"{what} has missing or unknown keys: {', '.join(wrong_keys)[:100]}")
-
-    for key, kind in kinds.items():
-        # Fast path: skip the call if the type matches. An int still needs its range check.
-        if kind is not object and (kind is int or type(fields[key]) is not kind):
-            _check(fields[key], kind, what, key)
-
-    return fields
-
-
-def check_counts(value: list[Any], what: str, field: str) -> tuple[int, ...]:
-    """Return a shape or an offset, if it is one that torch could have. `field` names it, `what` is its owner."""
-    if len(value) > 64:
-        raise ValueError(f"{what}: {field} has too many dimensions")
-
-    # `type`, not `isinstance`: True must not pass as 1.
-    if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > _MAX_BYTES):
-        raise ValueError(f"{what}: {field} is not a list of counts")
-
-    return tuple(value)
-
-
-def _check(value: Any, kind: type, what: str, field: str = "") -> Any:
-    """Return the value if it is of this type, and if a count is within bounds. Raises ValueError."""
-    # `type`, not `isinstance`: True must not pass as 1.
-    if type(value) is not kind or (kind is int and not 0 <= value <= _MAX_BYTES):
-        where = f"{what}: {field}" if field else what
-        raise ValueError(f"{where} is not {_KINDS[kind]}")
-
-    return value
-
-
-def _manifest(content: Any, digest: str) -> Manifest:
-    """Check all fields of a manifest's content, and return it as a Manifest."""
-    fields = check_fields(
-        content, "content", step=int, time=object, lockstep=str, files=list, tensors=dict, aliases=dict, values=dict
-    )
-
-    # In seconds since 1970: 1e11 is in the year 5138.
-    time = fields["time"]
-    require(type(time) in (int, float) and 0 <= time < 1e11, "time is not a number of seconds since 1970")
-
-    files = tuple(_file(item) for item in fields["files"])
-    names = {file.name for file in files}
-    require(len(names) == len(files), "a file is listed twice")
-
-    # Each tensor of a file is used by one piece only. Otherwise a small file could expand to many large tensors.
-    tensors = {name: _tensor(f"tensor {name!r}", item, names) for name, item in fields["tensors"].items()}
-    used = [(piece.file, piece.key) for entry in tensors.values() for piece in entry.pieces]
-    require(len(set(used)) == len(used), "two pieces are the same tensor of the same file")
-
-    # The target of an alias is a tensor, not another alias.
-    for name, target in fields["aliases"].items():
-        require(
-            isinstance(target, str) and target in tensors and name not in tensors,
-            f"the alias {name!r} has no valid target",
-        )
-
-    _check_floats(fields["values"])
-    return Manifest(
-        fields["step"], float(time), fields["lockstep"], files, tensors, fields["aliases"], fields["values"], digest
-    )
-
-
-def _check_floats(value: Any) -> None:
-    """Check the numbers in `values` that strict JSON lacks. The other markers are checked by what uses them."""
-    match value:
-        case {"$float": text}:
-            require(isinstance(text, str) and text in FLOATS, f"$float = {str(text)[:40]!r} is not a number")
-
-        case dict():
-            for item in value.values():
-                _check_floats(item)
-
-        case list():
-            for item in value:
-                _check_floats(item)
-
-
-def _file(item: Any) -> File:
-    """Check the entry of a file."""
-    file = File(**check_fields(item, "a file", name=str, size=int, digest=str))
-
-    # A name such as "../x" would point outside the checkpoint: allow no separator, and no dot at the beginning.
-    plain = re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,200}", file.name) and file.name != MANIFEST
-    require(bool(plain), f"{file.name[:60]!r} is not a plain file name")
-
-    return file
-
-
-def _tensor(what: str, item: Any, files: set[str]) -> TensorEntry:
-    """Check the entry of a tensor: its dtype, its size, and that its pieces cover it."""
-    fields = check_fields(item, what, dtype=str, shape=list, pieces=list)
-    dtype = fields["dtype"]
-    require(dtype in DTYPES, f"{what} has the unknown dtype {dtype[:40]!r}")
-
-    # Count a dimension of 0 as 1: torch multiplies the others too, and could overflow.
-    shape = check_counts(fields["shape"], what, "shape")
-    require(byte_count((max(length, 1) for length in shape), dtype) <= _MAX_BYTES, f"{what} would be too large")
-
-    what_piece = f"a piece of {what}"
-    pieces = tuple(_piece(piece, what_piece, shape, files) for piece in fields["pieces"])
-    _check_cover(what, shape, pieces)
-
-    return TensorEntry(dtype, shape, pieces)
-
-
-def _piece(item: Any, what: str, full_shape: tuple[int, ...], files: set[str]) -> Piece:
-    """Check a piece of a tensor of shape `full_shape`."""
-    fields = check_fields(item, what, file=str, key=str, offset=list, shape=list)
-    offset = check_counts(fields["offset"], what, "offset")
-    shape = check_counts(fields["shape"], what, "shape")
-
-    # A file that is not listed has no digest.
-    if fields["file"] not in files:
-        raise ValueError(f"{what} is in {fields['file'][:60]!r}, which is not listed")
-
-    if not len(offset) == len(shape) == len(full_shape):
-        raise ValueError(f"{what} has a different number of dimensions")
-
-    for start, length, limit in zip(offset, shape, full_shape, strict=True):
-        if start + length > limit:
-            raise ValueError(f"{what} exceeds the tensor's shape")
-
-    return Piece(fields["file"], fields["key"], offset, shape)
-
-
-def _check_cover(what: str, shape: tuple[int, ...], pieces: tuple[Piece, ...]) -> None:
-    """Check that every element is in exactly one piece: the sizes add up, and no two pieces overlap."""
-    # Empty pieces overlap nothing.
-    nonempty = [piece for piece in pieces if 0 not in piece.shape]
-    if sum(math.prod(piece.shape) for piece in nonempty) != math.prod(shape):
-        raise ValueError(f"the pieces of {what} do not add up to the full tensor")
-
-    if len(nonempty) < 2 or _is_grid(shape, nonempty):
-        return
-
-    # Sharding yields a grid. Irregular pieces are few; comparing many pairwise would be too slow.
-    require(len(nonempty) <= _MAX_IRREGULAR_PIECES, f"{what} has {len(nonempty):,} pieces that are not a grid")
-
-    # Sweep along the dimension with the most pieces: each is compared only with earlier ones that reach past its start.
-    dim = max(range(len(shape)), key=lambda dim: len({piece.offset[dim] for piece in nonempty}))
-
-    active: list[Piece] = []
-    for piece in sorted(nonempty, key=lambda piece: piece.offset[dim]):
-        active = [earlier for earlier in active if earlier.offset[dim] + earlier.shape[dim] > piece.offset[dim]]
-        require(not any(_overlap(piece, earlier) for earlier in active), f"two pieces of {what} overlap")
-        active.append(piece)
-
-
-def _is_grid(shape: tuple[int, ...], pieces: list[Piece]) -> bool:
-    """Return whether the pieces are all cells of a grid, each once: then they cover the tensor without overlaps."""
-    cells = 1
-    for dim, length in enumerate(shape):
-        # The intervals of one dimension, in order, must lie end to end.
-        end = 0
-        intervals = sorted({(piece.offset[dim], piece.shape[dim]) for piece in pieces})
-        for start, size in intervals:
-            if start != end:
-                return False
-
-            end = start + size
-
-        if end != length:
-            return False
-
-        cells *= len(intervals)
-
-    return cells == len(pieces) == len({piece.offset for piece in pieces})
-
-
-def _overlap(a: Piece, b: Piece) -> bool:
-    """Return whether two pieces share an element: their intervals overlap in every dimension."""
-    sides = zip(a.offset, a.shape, b.offset, b.shape, strict=True)
-    return all(a_start < b_start + b_size and b_start < a_start + a_size for a_start, a_size, b_start, b_size in sides)

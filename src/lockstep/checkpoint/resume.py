@@ -11,13 +11,15 @@ from typing import Any
 
 from lockstep.checkpoint.load import CheckpointReader, newest_valid
 from lockstep.checkpoint.manifest import Damaged
+from lockstep.checkpoint.state.part import optional_members
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.state.state_tree import unpack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, open_storage, set_aside, set_aside_after
 from lockstep.config import RunConfig
 from lockstep.config.changes import Change, config_changes
 from lockstep.errors import UserError
-from lockstep.launch.folder.run_dir import is_checkpoint, run_of, step_in
+from lockstep.launch.folder.checkpoint_names import step_in
+from lockstep.launch.folder.run_dir import is_checkpoint, run_of
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import derive, seed_host
 
@@ -92,14 +94,14 @@ class Resumer:
 
         reader = newest_valid(storage, world.rank, world.size, self.runtime.collectives.gather_json, only)
         if reader is not None:
-            self._pass_over(reader)
+            self._report_skipped(reader)
 
         return reader
 
-    def _pass_over(self, reader: CheckpointReader) -> None:
+    def _report_skipped(self, reader: CheckpointReader) -> None:
         """Warn about newer checkpoints that are not valid. Damaged ones are set aside if they belong to this run."""
-        # Only rank 0 renames, and only its event is logged. A checkpoint with the wrong format is not damaged; `load`
-        # sets it aside with all others that are newer.
+        # Only rank 0 renames, and only its event is logged. A checkpoint that cannot be read, or has the wrong format,
+        # is not damaged; `load` sets it aside with all others that are newer.
         for skipped in reader.skipped:
             name = skipped.checkpoint.name
             problem = f"checkpoint {name} {skipped.verdict}: {skipped.file}: {skipped.why}"
@@ -114,7 +116,7 @@ class Resumer:
     def load(self, reader: CheckpointReader) -> Resumed:
         """Check the settings, restore the state, and set aside later checkpoints of this run. Collective."""
         values = reader.manifest.values
-        missing = {"state", "config", "world"} - values.keys()
+        missing = {"state", "config", "world", "plan"} - values.keys()
         if missing:
             raise UserError(
                 f"the checkpoint cannot be resumed: it does not contain {', '.join(sorted(missing))}",
@@ -131,9 +133,15 @@ class Resumer:
         # Set aside later checkpoints of this run: it goes back to this step and will write them again. All ranks wait
         # here, because none may save before that. The storage of another run must not change.
         in_own_storage = reader.checkpoint.storage == self.storage
-        self.runtime.collectives.run_on_rank0(
-            lambda: set_aside_after(self.storage, steps_done) if in_own_storage else None
+        new_names: dict[str, str] = self.runtime.collectives.run_on_rank0(
+            lambda: set_aside_after(self.storage, steps_done) if in_own_storage else {}
         )
+        for skipped in reader.skipped:
+            name = skipped.checkpoint.name
+            if name in new_names:
+                self.log_event(
+                    "warning", reason=f"checkpoint {name}, which {skipped.verdict}, is kept as {new_names[name]}"
+                )
 
         # As in `CheckpointManager.save`, so that the run draws the same random numbers as if it had not stopped.
         seed_host(derive(self.config.seed, "checkpoint", steps_done))
@@ -152,7 +160,7 @@ class Resumer:
 
     def _check_lasting(self, changed_settings: list[Change]) -> None:
         """Refuse a changed setting on which the task's saved state depends (`Task.lasting`)."""
-        lasting = [key for part in self.state.parts.values() for key in getattr(part, "lasting", ())]
+        lasting = [key for part in self.state.parts.values() for key in optional_members(part).lasting]
         for key, before, now in changed_settings:
             if key in lasting:
                 raise UserError(

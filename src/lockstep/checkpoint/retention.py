@@ -11,8 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from lockstep.checkpoint.manifest import InvalidCheckpoint, read_manifest
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, delete_checkpoint, folder_name
+from lockstep.checkpoint.manifest import InvalidCheckpoint
+from lockstep.checkpoint.manifest_reader import read_manifest
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, delete_checkpoint
+from lockstep.launch.folder.checkpoint_names import folder_name
 
 
 @dataclass(frozen=True)

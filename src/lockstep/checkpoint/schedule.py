@@ -31,7 +31,7 @@ class SaveSchedule:
         # When a checkpoint was last saved or loaded, or else the run began.
         self._last_time = time.monotonic()
 
-        # The score (`Retention.score`) of the best checkpoint; None: not looked up yet.
+        # The score (`Retention.score`) of the best checkpoint; None: not known, to be looked up.
         self._best_score: float | None = None
 
     # ---- is a save due? ----
@@ -68,11 +68,19 @@ class SaveSchedule:
         if self._best_score is None:
             self._best_score = self._runtime.collectives.run_on_rank0(self._look_up_best)
 
-        return score > self._best_score
+        # If it cannot be looked up now, the next evaluation tries again.
+        return self._best_score is not None and score > self._best_score
 
     def _look_up_best(self) -> float | None:
-        """Return the score of the best checkpoint so far, which is -inf if there is none. Rank 0 calls it."""
-        best = best_checkpoint(self._storage, self._retention)
+        """Return the score of the best checkpoint so far, which is -inf if there is none. Rank 0 calls it.
+
+        Return None if the checkpoints cannot be listed, which must not end the run.
+        """
+        try:
+            best = best_checkpoint(self._storage, self._retention)
+        except OSError:
+            return None
+
         return -math.inf if best is None else self._retention.score({best.metric: best.value})
 
     # ---- what was saved or loaded ----

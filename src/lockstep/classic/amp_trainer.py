@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.state.state_tree import digest
 from lockstep.classic.amp_config import AMPConfig
 from lockstep.classic.checkpoints import CheckpointCalls, load_state, save_state
 from lockstep.data.loader import to_device

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lockstep.checkpoint.format import verify
 from lockstep.checkpoint.load import CheckpointReader, newest_valid
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.saver import Saver
 from lockstep.checkpoint.state.run_state import RunState

@@ -41,7 +41,7 @@ def end_training(run: Run) -> None:
 
     # The last evaluation may be the best one.
     at_end = run.config.checkpoint.at_end or run.requests.save_agreed
-    if at_end and run.checkpoints.schedule.due(counters.steps_done, requested=True):
+    if at_end and run.checkpoints.save_due(counters.steps_done, requested=True):
         run.save_checkpoint()
 
     # The weights are written while the checkpoint is being committed, unless they may come from it.
@@ -53,7 +53,7 @@ def end_training(run: Run) -> None:
     try:
         _save_final_weights(run)
     except UserError:
-        # Raised on all ranks. The checkpoint still holds the weights that could not be written.
+        # Raised on all ranks. If the weights cannot be written, they can still be exported from this checkpoint.
         run.checkpoints.settle()
         raise
 
@@ -98,10 +98,16 @@ def _save_weights(run: Run, file: str, ema: bool = False) -> None:
 def _write_weights(run: Run, file: str, weights: dict[str, Tensor], aliases: dict[str, str], ema: bool) -> None:
     """Write the weights, or those of the best checkpoint, as `checkpoint.final` says, on rank 0."""
     if run.config.checkpoint.final == "best":
-        best = run.checkpoints.best()
+        best = None
+        why = "no checkpoint has a finite value"
+        try:
+            best = run.checkpoints.best()
+        except OSError as error:
+            why = f"the checkpoints cannot be listed ({error})"
+
         if best is None:
-            found = f"no checkpoint has a finite value, so {file} has the weights of the last step"
-            run.recorder.event("warning", reason=f"checkpoint.final=best: {found}")
+            reason = f"checkpoint.final=best: {why}, so {file} has the weights of the last step"
+            run.recorder.event("warning", reason=reason)
         else:
             # A checkpoint may hold float32 masters of weights that the model stores in another format.
             saved, aliases = read_weights(best.checkpoint, ema)
@@ -144,7 +150,14 @@ def close(run: Run, text: str | None = None) -> dict[str, Any]:
 
 def _describe_best(run: Run) -> dict[str, Any] | None:
     """Return the best checkpoint for the summary, or None if there is none."""
-    best = run.checkpoints.best()
+    try:
+        best = run.checkpoints.best()
+    except OSError as error:
+        # The run has trained and saved all the same.
+        reason = f"the summary does not name the best checkpoint: the checkpoints cannot be listed ({error})"
+        run.recorder.event("warning", reason=reason)
+        return None
+
     if best is None:
         return None
 

@@ -256,8 +256,8 @@ class Run:
     def _request_what_is_due(self) -> None:
         """Put what is due by this rank's clock, and a failed save, into the next control word."""
         # Any rank may fail to write, or receive a signal that asks for a save. The clock of a save is rank 0's.
-        save_failed = self.checkpoints.pending.poll()
-        save = self.checkpoints.schedule.due_by_clock() or self.runtime.notice.asks_for_save()
+        save_failed = self.checkpoints.poll()
+        save = self.checkpoints.due_by_clock() or self.runtime.notice.asks_for_save()
         evaluate = False
 
         # The clocks of the ranks differ, so rank 0 decides, and the others follow.
@@ -286,7 +286,7 @@ class Run:
         self.log.write_if_due()
 
         steps_done = self.stepper.counters.steps_done
-        save_due = self.checkpoints.schedule.due(steps_done, self.requests.save_agreed or self.requests.preempt_agreed)
+        save_due = self.checkpoints.save_due(steps_done, self.requests.save_agreed or self.requests.preempt_agreed)
 
         # A checkpoint needs the result of its step, which may also be that the run must rewind.
         if save_due:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint import inspect
-from lockstep.checkpoint.state.state_tree import digest
+from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.storage import Checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.hf import adapters

@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from lockstep import api
 from lockstep.checkpoint.manifest import float_of
-from lockstep.checkpoint.state.state_tree import digest, pack
+from lockstep.checkpoint.state.digests import digest
+from lockstep.checkpoint.state.state_tree import pack
 from lockstep.data.map_source import MapSource
 from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.run import Run

@@ -14,10 +14,10 @@ import torch
 
 from lockstep.checkpoint.load import CheckpointReader, Gather, newest_valid
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
+from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.saving.saver import Saver
-from lockstep.checkpoint.saving.writer import Save
 from lockstep.checkpoint.state.state_tree import pack, unpack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage
 from lockstep.runtime.layout import LocalShard, shard_of

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from checkpoints import TOKEN, commit, load, same, savers, shard, state
 
-from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.storage import (
     Checkpoint,
@@ -18,6 +17,7 @@ from lockstep.checkpoint.storage import (
     set_aside,
     set_aside_after,
 )
+from lockstep.launch.folder.checkpoint_names import file_name
 
 
 def latest(storage: CheckpointStorage) -> str:

@@ -20,21 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.checkpoint import load as load_module
-from lockstep.checkpoint.format import file_name, find_problems
+from lockstep.checkpoint.format import find_problems
 from lockstep.checkpoint.load import CheckpointReader, ReportedProblem, newest_valid
-from lockstep.checkpoint.manifest import (
-    Damaged,
-    File,
-    Manifest,
-    Piece,
-    TensorEntry,
-    WrongFormat,
-    decode,
-    encode,
-    read_manifest,
-)
+from lockstep.checkpoint.manifest import Damaged, File, Manifest, Piece, TensorEntry, WrongFormat, encode
+from lockstep.checkpoint.manifest_reader import decode, read_manifest
 from lockstep.checkpoint.storage import Checkpoint, FileSystemStorage
 from lockstep.errors import UserError
+from lockstep.launch.folder.checkpoint_names import file_name
 
 FILES = ["manifest.json", file_name(0), file_name(1)]
 
@@ -480,7 +472,7 @@ def of_pieces(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[i
 def test_pieces_in_a_grid_are_not_compared_with_each_other(tmp_path, monkeypatch):
     """Of 200,000 pieces in rows and columns, each was compared with the hundreds that share its row: a minute."""
     compared = []
-    monkeypatch.setattr("lockstep.checkpoint.manifest._overlap", lambda a, b: compared.append(a))
+    monkeypatch.setattr("lockstep.checkpoint.manifest_reader._overlap", lambda a, b: compared.append(a))
     side = 40
     whole = of_pieces((2 * side, side), [((2 * row, column), (2, 1)) for row in range(side) for column in range(side)])
     assert decode(encode(whole), Checkpoint.at(tmp_path)) == whole

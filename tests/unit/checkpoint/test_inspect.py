@@ -14,11 +14,11 @@ from checkpoints import commit, state
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
-from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.inspect import export_weights
-from lockstep.checkpoint.storage import Checkpoint, FileSystemStorage, committed
+from lockstep.checkpoint.storage import Checkpoint, FileSystemStorage, committed, set_aside
 from lockstep.cli import main
 from lockstep.errors import UserError
+from lockstep.launch.folder.checkpoint_names import file_name
 
 
 @pytest.fixture
@@ -143,6 +143,25 @@ def test_prune_deletes_the_old_and_counts_only_whole_ones(run, capsys):
     assert code == 2
     assert "--keep 0 would keep no checkpoint" in text
     assert "use --keep 1 or more" in text
+
+
+def test_prune_deletes_what_was_set_aside_only_if_it_is_told_to(run, capsys):
+    storage = FileSystemStorage(run / "checkpoints")
+    set_aside(storage, "step-00000005", "undone")
+    set_aside(storage, "step-00000010", "damaged")
+    commit(storage, 5)
+    set_aside(storage, "step-00000005", "undone")
+    (run / "checkpoints" / "step-00000007.mine").mkdir()
+    names = ["step-00000005.undone", "step-00000005.undone1", "step-00000010.damaged"]
+
+    assert lockstep(capsys, "ckpt", "prune", run) == (0, "nothing to delete\n")
+    code, text = lockstep(capsys, "ckpt", "prune", run, "--set-aside", "--dry-run")
+    assert (code, text.splitlines()) == (0, [f"would delete {name}" for name in names])
+    assert set(names) < set(storage.folders())
+
+    code, text = lockstep(capsys, "ckpt", "prune", run, "--set-aside")
+    assert (code, text.splitlines()) == (0, [f"deleted {name}" for name in names])
+    assert sorted(storage.folders()) == ["step-00000007.mine", "step-00000015"]
 
 
 def test_a_run_in_a_folder_named_checkpoints_is_a_run(tmp_path, capsys):

@@ -16,8 +16,8 @@ import pytest
 from checkpoints import load, same, state
 
 import preloaded
-from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.storage import FileSystemStorage, committed, delete_leftovers, open_storage
+from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.launch.folder.run_dir import latest_step
 
 HERE = Path(__file__).parent

@@ -9,14 +9,17 @@ from typing import Any
 import pytest
 import xxhash
 
-from lockstep.checkpoint import inspect, manifest
-from lockstep.checkpoint.format import FileLayout, arrange, file_name
-from lockstep.checkpoint.manifest import File, Piece, TensorEntry, read_manifest
+from lockstep.checkpoint import inspect, manifest_reader
+from lockstep.checkpoint.format import FileLayout, arrange
+from lockstep.checkpoint.manifest import File, Piece, TensorEntry
+from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.draft import Confirmation, SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
-from lockstep.checkpoint.saving.writer import Save
+from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.storage import FileSystemStorage
+from lockstep.launch.folder.checkpoint_names import file_name
 
 
 class CountingStorage(FileSystemStorage):
@@ -72,7 +75,7 @@ def test_a_commit_opens_each_file_twice_and_deletes_each_confirmation_once(tmp_p
 def test_a_manifest_that_would_be_too_large_to_read_is_not_committed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest, "_MAX_MANIFEST_BYTES", 1000)
+    monkeypatch.setattr(manifest_reader, "_MAX_MANIFEST_BYTES", 1000)
     _, save = saved(tmp_path / "checkpoints", 16)
     assert isinstance(save.outcome, SaveFailed)
     assert save.outcome.reason.endswith("manifest.json: more than 1,000 bytes")

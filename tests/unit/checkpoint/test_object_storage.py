@@ -20,11 +20,12 @@ from test_run_in_memory import Dropped
 
 import lockstep
 from lockstep.checkpoint import inspect
-from lockstep.checkpoint.format import file_name
+from lockstep.checkpoint import load as load_module
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.storage import FileSystemStorage, ObjectStorage, open_storage
 from lockstep.errors import Preempted, UserError
+from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.testing import fail_at
 
 
@@ -255,6 +256,22 @@ def test_an_address_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.Mon
     assert (objects(tmp_path)[0].name, "abc") in [(name, text) for name, text, _ in synced]
 
 
+def test_the_file_that_says_that_there_are_objects_survives_a_power_cut(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = store_at(tmp_path)
+    sync, synced = os.fsync, []
+
+    def note(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        synced.append((path.name.rpartition(".")[0] or path.name, path.is_file() and path.read_text()))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
+    storage.claim("a")
+    assert synced == [(".objects", (storage.root / "objects").read_text()), (storage.root.name, False)]
+
+
 def test_an_object_that_cannot_be_read_is_not_called_damaged(
     real_store: ObjectStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -269,6 +286,7 @@ def test_an_object_that_cannot_be_read_is_not_called_damaged(
 
     commit(real_store, 1)
     opened = RealStore._open
+    monkeypatch.setattr(load_module, "LOOK_PAUSE_S", 0.0)
     monkeypatch.setattr(RealStore, "_open", lambda self, path, **_: Broken(opened(self, path).read()))
     with pytest.raises(UserError, match="cannot be read: Reset: the store hung up"):
         load(real_store)

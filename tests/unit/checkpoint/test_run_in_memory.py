@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import threading
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -14,16 +15,22 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
+from lockstep.checkpoint import load
 from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.manifest import encode
+from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.resume import LoopState
+from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy
-from lockstep.checkpoint.storage import FileSystemStorage, committed
+from lockstep.checkpoint.schedule import SaveSchedule
+from lockstep.checkpoint.storage import Checkpoint, FileSystemStorage, committed
 from lockstep.config import flatten, resolve
 from lockstep.config.changes import config_changes
 from lockstep.config.settings import typed
 from lockstep.engine.setup import run as run_setup
 from lockstep.engine.setup.parts import Parts
 from lockstep.errors import Preempted, UserError
+from lockstep.launch.folder.checkpoint_names import MANIFEST
 from lockstep.observe.sinks import read_jsonl
 from lockstep.testing import fail_at
 
@@ -185,9 +192,11 @@ def test_a_checkpoint_of_another_version_is_passed_over_and_kept(tmp_path: Path)
     folder = tmp_path / "checkpoints"
     (folder / "step-00000012" / "manifest.json").write_text('{"format": 3}')
     lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto")
-    [warning] = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
+    warning, kept = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
     assert warning.startswith("checkpoint step-00000012 was written by another version of Lockstep: manifest.json: ")
     assert warning.endswith("resuming from step-00000006")
+    assert kept.startswith("checkpoint step-00000012, which was written by another version of Lockstep, is kept as ")
+    assert kept.endswith("step-00000012.undone")
     assert {path.name for path in folder.glob("step-00000012*")} == {"step-00000012", "step-00000012.undone"}
 
 
@@ -202,14 +211,16 @@ def test_a_checkpoint_that_must_not_be_read_is_not_called_damaged(
             raise PermissionError(errno.EACCES, "Permission denied", key)
         return open_file(self, key)
 
+    monkeypatch.setattr(load, "LOOK_PAUSE_S", 0.0)
     monkeypatch.setattr(FileSystemStorage, "open", refuse)
     with pytest.raises(UserError, match=r"step-00000012 cannot be read\n.*Permission denied\n.*let this user read"):
         lockstep.fit(Dropped(), run_dir=tmp_path / "new", resume=str(tmp_path / "checkpoints" / "step-00000012"))
 
     lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto")
-    [warning] = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
+    warning, kept = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
     assert warning.startswith("checkpoint step-00000012 cannot be read: rank-00000.safetensors: ")
     assert warning.endswith("Permission denied; resuming from step-00000006")
+    assert kept == "checkpoint step-00000012, which cannot be read, is kept as step-00000012.undone"
     names = {path.name for path in (tmp_path / "checkpoints").glob("step-00000012*")}
     assert names == {"step-00000012", "step-00000012.undone"}
 
@@ -250,7 +261,7 @@ def test_a_save_is_aborted_for_the_reason_of_the_rank_where_it_arose(
     lockstep.fit(Dropped(), run_dir=tmp_path / "run")
     [only] = managers
     reasons: list[str] = []
-    only.pending._log_event = lambda event, reason: reasons.append(reason)
+    only._pending._log_event = lambda event, reason: reasons.append(reason)
     for answers in (failures, [repeated, failures[1]], [repeated, none]):
         monkeypatch.setattr(only.runtime.collectives, "gather_json", lambda _, answers=answers: answers)
         assert only.abort_if_failed()
@@ -286,3 +297,162 @@ def test_a_registered_part_never_replaces_one_of_the_run(tmp_path: Path) -> None
         run.register("exact", model)
         with pytest.raises(lockstep.UserError, match="'exact'"):
             run.setup(model, task.optimizer(model))
+
+
+# ---- options that an optimizer adds in its step ----
+
+
+class Counted(torch.optim.SGD):
+    """Its rate falls with a counter that its first step() adds to the parameter groups."""
+
+    def step(self, closure: Any = None) -> Any:
+        rates = [group["lr"] for group in self.param_groups]
+        for group in self.param_groups:
+            group["n"] = group.get("n", 0) + 1
+            group["lr"] /= group["n"]
+
+        result = super().step(closure)
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate
+
+        return result
+
+
+class WithCounter(Dropped):
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return Counted(model.parameters(), lr=0.05)
+
+
+def test_an_option_that_the_optimizer_has_added_continues_after_a_resume(tmp_path: Path) -> None:
+    undisturbed = lockstep.fit(WithCounter(), run_dir=tmp_path / "undisturbed")
+    with fail_at(how="term", step=4), pytest.raises(Preempted):
+        lockstep.fit(WithCounter(), run_dir=tmp_path / "parts")
+
+    resumed = lockstep.fit(WithCounter(), run_dir=tmp_path / "parts", resume="auto")
+    for name, weight in undisturbed.weights.items():
+        assert torch.equal(resumed.weights[name], weight), name
+
+
+def test_an_option_that_the_optimizer_has_added_goes_back_in_a_rewind(tmp_path: Path) -> None:
+    counts: list[int | None] = []
+
+    class Watched(WithCounter):
+        def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+            self.made = super().optimizer(model)
+            return self.made
+
+        def after_step(self, run: Any, result: Any) -> None:
+            counts.append(self.made.param_groups[0].get("n"))
+
+    # It goes back to step 4, and in the other run to the beginning, where nothing had been added yet.
+    for every, repeated in ((4, [5, 6]), (100, [1, 2, 3, 4, 5, 6])):
+        counts.clear()
+        with fail_at(how="nan", step=6):
+            lockstep.fit(
+                Watched(),
+                run_dir=tmp_path / str(every),
+                steps=8,
+                nonfinite={"policy": "rewind"},
+                checkpoint={"every": every},
+            )
+        applied = [1, 2, 3, 4, 5, 6]
+        assert counts[:6] == applied
+        assert counts[-len(repeated) - 2 :] == [*repeated, 7, 8]
+
+
+# ---- a storage that fails ----
+
+
+def stale(*_: Any) -> Any:
+    raise OSError(errno.ESTALE, "Stale file handle")
+
+
+class Evaluated(Dropped):
+    def eval_data(self) -> Any:
+        return self.data()
+
+
+def test_an_evaluation_continues_if_the_best_checkpoint_cannot_be_looked_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a save that failed, and at the end, when the best checkpoint is to be described and exported."""
+
+    class Unmounted(Evaluated):
+        def after_step(self, run: Any, result: Any) -> None:
+            if run.steps_done == 3:
+                monkeypatch.setattr(FileSystemStorage, "folders", stale)
+                monkeypatch.setattr(FileSystemStorage, "write", stale)
+
+    checkpoint = {"best": "eval_loss", "final": "best", "every": 4}
+    result = lockstep.fit(Unmounted(), run_dir=tmp_path, evaluate={"every": 2}, checkpoint=checkpoint)
+    reasons = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
+    assert sum("the checkpoints cannot be listed (" in reason for reason in reasons) == 2
+    assert result.best is None
+    assert (tmp_path / "model.safetensors").exists()
+
+
+def test_the_best_checkpoint_is_looked_up_again_when_the_storage_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = MemoryStorage()
+    settings = resolve([("argument", {"checkpoint.best": "eval_loss"})]).config.checkpoint
+    runtime: Any = SimpleNamespace(collectives=SimpleNamespace(run_on_rank0=lambda look: look()))
+    schedule = SaveSchedule(settings, Retention(best="eval_loss"), storage, runtime)
+
+    with monkeypatch.context() as unmounted:
+        unmounted.setattr(storage, "folders", stale)
+        assert not schedule.is_new_best({"eval_loss": 2.0})
+    assert schedule.is_new_best({"eval_loss": 2.0})
+
+
+def test_a_read_error_that_passes_does_not_cost_the_newest_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"every": 6})
+    open_file = FileSystemStorage.open
+    errors = [OSError(errno.EIO, "Input/output error")] * 2
+
+    def fail_twice(self: FileSystemStorage, key: str) -> Any:
+        if key == "step-00000012/rank-00000.safetensors" and errors:
+            raise errors.pop()
+        return open_file(self, key)
+
+    monkeypatch.setattr(load, "LOOK_PAUSE_S", 0.0)
+    monkeypatch.setattr(FileSystemStorage, "open", fail_twice)
+    lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=13)
+    events = read_jsonl(tmp_path / "events.jsonl")
+    assert not errors
+    assert [event for event in events if event["event"] == "warning"] == []
+    assert {path.name for path in (tmp_path / "checkpoints").glob("*.undone")} == set()
+
+
+@pytest.mark.parametrize("missing", ["state", "config", "world", "plan"])
+def test_a_checkpoint_that_lacks_a_value_is_refused_in_words(tmp_path: Path, missing: str) -> None:
+    lockstep.fit(Dropped(), run_dir=tmp_path)
+    checkpoint = Checkpoint.at(tmp_path / "checkpoints" / "step-00000012")
+    manifest = read_manifest(checkpoint)
+    del manifest.values[missing]
+    checkpoint.storage.replace(f"{checkpoint.name}/{MANIFEST}", encode(manifest))
+
+    with pytest.raises(UserError, match=f"cannot be resumed: it does not contain {missing}"):
+        lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=13)
+
+
+class WithTeacher(Dropped):
+    frozen: ClassVar[list[str]] = ["teacher", "critic"]
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        for name in self.frozen:
+            model.register_module(name, nn.Identity())
+            model.get_submodule(name).register_parameter("weight", nn.Parameter(torch.ones(2), requires_grad=False))
+        return model
+
+
+class WithoutCritic(WithTeacher):
+    frozen: ClassVar[list[str]] = ["teacher"]
+
+
+def test_a_frozen_parameter_that_the_model_no_longer_has_is_noticed(tmp_path: Path) -> None:
+    values: Any = {"run_dir": tmp_path, "checkpoint": {"frozen": False}}
+    lockstep.fit(WithTeacher(), **values)
+    with pytest.raises(UserError, match=r"1 tensor missing in this model, first 'critic\.weight'"):
+        lockstep.fit(WithoutCritic(), resume="auto", steps=13, **values)

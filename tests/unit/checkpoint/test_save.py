@@ -7,6 +7,7 @@ import json
 import math
 import os
 import shutil
+import stat
 import subprocess
 import time
 from pathlib import Path
@@ -22,33 +23,29 @@ from rich.filesize import decimal
 from safetensors import safe_open
 
 from lockstep import faults
-from lockstep.checkpoint.format import file_name
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.manifest import (
-    MANIFEST,
-    File,
-    Manifest,
-    Piece,
-    TensorEntry,
-    decode,
-    encode,
-    read_manifest,
-)
+from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, encode
+from lockstep.checkpoint.manifest_reader import decode, read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import commit as committing
-from lockstep.checkpoint.saving.draft import SaveContext
-from lockstep.checkpoint.saving.outcome import SaveFailed, Written
-from lockstep.checkpoint.saving.writer import Save
+from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.outcome import Committed, SaveFailed, Written
+from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.state.state_tree import pack, unpack
 from lockstep.checkpoint.storage import (
     Checkpoint,
     CheckpointStorage,
     FileSystemStorage,
     committed,
+    delete_checkpoint,
     delete_leftovers,
     file_system,
+    set_aside,
+    set_aside_after,
 )
+from lockstep.checkpoint.storage.protocol import NotDurable
 from lockstep.errors import UserError
+from lockstep.launch.folder.checkpoint_names import MANIFEST, file_name
 from lockstep.runtime.layout import LocalShard, shard_of
 
 DTYPES = [
@@ -498,6 +495,42 @@ def test_a_rename_that_may_not_survive_a_power_cut_is_reported_and_older_checkpo
     assert "coughed" in report.outcome.warning
     assert {checkpoint.step for checkpoint in committed(FileSystemStorage(tmp_path))} == {1, 2}
     assert same(load(tmp_path)[1], state(2))
+
+
+def test_only_a_commit_minds_that_a_rename_may_not_survive_a_power_cut(tmp_path, monkeypatch):
+    """Setting aside and deleting go on: an old checkpoint that is back after a power cut does no harm."""
+    storage = FileSystemStorage(tmp_path)
+    for step in (1, 2, 3, 4):
+        commit(storage, step)
+
+    def broken(folder: Path) -> None:
+        raise OSError(errno.EIO, "the disk coughed")
+
+    monkeypatch.setattr(file_system, "sync_folder", broken)
+    with pytest.raises(NotDurable):
+        storage.rename("step-00000004", "step-00000005")
+    assert set_aside(storage, "step-00000005", "damaged") == "step-00000005.damaged"
+    assert set_aside_after(storage, 2) == {"step-00000003": "step-00000003.undone"}
+    delete_checkpoint(storage, "step-00000001", TOKEN)
+    assert folders(storage) == {"step-00000002", "step-00000003.undone", "step-00000005.damaged"}
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF])
+def test_a_file_system_without_an_fsync_of_folders_can_hold_checkpoints(tmp_path, monkeypatch, number):
+    sync = os.fsync
+
+    def refuse(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(number, os.strerror(number))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    [saver] = savers(tmp_path)
+    saver.start(1, shard(state(1), 0, 1), {}, {})
+    [report] = saver.take_ended()
+    assert isinstance(report.outcome, Committed)
+    assert not report.outcome.warning
+    assert same(load(tmp_path)[1], state(1))
 
 
 def test_a_part_that_is_shorter_than_its_rank_says_is_not_committed(storage):

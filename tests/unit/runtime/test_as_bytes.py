@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lockstep.checkpoint.state.state_tree import digest
+from lockstep.checkpoint.state.digests import digest
 from lockstep.runtime.layout import as_bytes
 
 

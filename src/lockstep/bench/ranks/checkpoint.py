@@ -23,7 +23,7 @@ import torch.distributed.checkpoint as dcp
 from lockstep.bench.ranks.turns import in_turn
 from lockstep.checkpoint.load import newest_valid
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.saver import Saver
 from lockstep.checkpoint.storage import FileSystemStorage

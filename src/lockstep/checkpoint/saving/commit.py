@@ -23,14 +23,16 @@ from typing import Any
 
 import lockstep
 from lockstep import faults
-from lockstep.checkpoint.format import file_name
-from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, decode, encode
+from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, encode
+from lockstep.checkpoint.manifest_reader import decode
 from lockstep.checkpoint.retention import apply_retention
+from lockstep.checkpoint.saving.abort import AbortRequest, SaveError
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
-from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError
-from lockstep.checkpoint.storage import Checkpoint, folder_name, set_aside, update_latest
+from lockstep.checkpoint.saving.outcome import Committed
+from lockstep.checkpoint.storage import Checkpoint, set_aside, update_latest
 from lockstep.checkpoint.storage.protocol import NotDurable
 from lockstep.errors import listed_ranks
+from lockstep.launch.folder.checkpoint_names import file_name, folder_name
 
 
 class Commit:
@@ -52,10 +54,10 @@ class Commit:
         # Check that the manifest can be loaded.
         decode(encoded, Checkpoint(self.storage, self.draft.name))
 
-        # Only then are the confirmations not needed any more: the launcher sees by them, or by the manifest, that this
-        # rank is about to commit (`run_dir.commit_is_near`).
         self.storage.write(self.draft.manifest, [memoryview(encoded)])
 
+        # Only now may the confirmations go: until there is a manifest, they tell the launcher
+        # (`run_dir.commit_is_near`) that a commit is near.
         self.draft.delete_confirmations()
         faults.fire("rename", self.step)
 
@@ -75,7 +77,8 @@ class Commit:
 
     def _rename(self) -> str:
         """Give the folder its final name, which is the commit. Return a warning, or an empty text."""
-        # There may be an earlier checkpoint of the same step, either damaged, or written before a rewind.
+        # The same step may have been saved before: an evaluation that a preemption interrupted was repeated
+        # (`Run.save_if_best`), for example.
         name = folder_name(self.step)
         if name in self.storage.folders():
             set_aside(self.storage, name, "undone")

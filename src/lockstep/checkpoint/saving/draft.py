@@ -10,30 +10,13 @@ Ranks communicate only through the storage, so that a rank which hangs does not 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from lockstep.checkpoint.format import file_name
-from lockstep.checkpoint.manifest import MANIFEST, File, Piece, TensorEntry, tensors_to_json
-from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.storage import CheckpointStorage, folder_name
-
-
-@dataclass(frozen=True)
-class SaveContext:
-    """The settings that all saves of a run share."""
-
-    storage: CheckpointStorage
-    rank: int
-    world_size: int
-    token: str  # identifies this attempt of the run
-    retention: Retention
-    timeout_s: float = 600.0  # how long rank 0 waits for the other ranks' files
-    on_commit: Callable[[], None] = lambda: None  # called on rank 0 right after the rename; it must not raise
-
-    def __post_init__(self) -> None:
-        assert self.token.isalnum(), self.token  # it becomes part of a folder's name
+from lockstep.checkpoint.manifest import File, Piece, TensorEntry, tensors_to_json
+from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.launch.folder.checkpoint_names import MANIFEST, confirmation_name, draft_name, file_name
 
 
 @dataclass(frozen=True)
@@ -69,10 +52,7 @@ class Draft:
         """`number` counts the saves of this rank."""
         self.context = context
         self.storage = context.storage
-
-        # The token keeps writers of an earlier attempt out of the folder, and the number keeps out writers of an
-        # earlier save of the same step.
-        self.name = f"{folder_name(step)}.tmp-{context.token}-{number}"
+        self.name = draft_name(step, context.token, number)
 
     # ---- keys in the storage ----
 
@@ -80,7 +60,7 @@ class Draft:
         return f"{self.name}/{file_name(rank)}"
 
     def confirmation(self, rank: int) -> str:
-        return f"{self.name}/rank-{rank:05d}.json"
+        return f"{self.name}/{confirmation_name(rank)}"
 
     @property
     def manifest(self) -> str:

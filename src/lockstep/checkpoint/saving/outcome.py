@@ -1,8 +1,7 @@
-"""How a save ends on one rank (`SaveOutcome`), and how the training thread ends it early (`AbortRequest`)."""
+"""How a save ends on one rank."""
 
 from __future__ import annotations
 
-import threading
 from dataclasses import dataclass
 
 from lockstep.checkpoint.storage import Checkpoint
@@ -19,7 +18,7 @@ class Committed:
 
     checkpoint: Checkpoint
     total_bytes: int  # of all files
-    warning: str = ""  # what went wrong nevertheless, as the end of a sentence: "the checkpoint is ..."
+    warning: str = ""  # what went wrong all the same; completes the sentence "the checkpoint is ..."
 
 
 @dataclass(frozen=True)
@@ -31,38 +30,3 @@ class SaveFailed:
 
 
 SaveOutcome = Written | Committed | SaveFailed
-
-
-class SaveError(Exception):
-    """A save must not be committed, for a reason other than an OSError. The message is the reason."""
-
-    def __init__(self, reason: str, caused_elsewhere: bool = False):
-        super().__init__(reason)
-        self.caused_elsewhere = caused_elsewhere
-
-
-class AbortRequest:
-    """A request of the training thread to end a save. The writing thread looks for it now and then."""
-
-    def __init__(self) -> None:
-        self.reason = ""
-        self._requested = threading.Event()
-
-    def request(self, why: str) -> None:
-        """Ask the writing thread to end the save. `why` becomes the reason of its failure."""
-        self.reason = why
-        self._requested.set()
-
-    @property
-    def requested(self) -> bool:
-        return self._requested.is_set()
-
-    def check(self) -> None:
-        """Raise SaveError if the save is to end."""
-        if self.requested:
-            raise SaveError(self.reason)
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep, but wake up and raise SaveError as soon as the save is to end."""
-        self._requested.wait(seconds)
-        self.check()

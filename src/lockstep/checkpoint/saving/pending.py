@@ -1,6 +1,6 @@
 """The save in flight, seen from the training loop: all ranks learn together whether it is committed or aborted.
 
-A save fails on one rank, in its writing thread (`writer.py`). The others learn of it in these steps:
+A save fails on one rank, in its writing thread (`save.py`). The others learn of it in these steps:
 
     Save.fail                     sets the outcome, and deletes this rank's uncommitted files
     PendingSave.poll              sees it after the next step, and the control word tells all ranks
@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lockstep.checkpoint.saving.outcome import Committed
+from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.saving.saver import Saver
-from lockstep.checkpoint.saving.writer import Save
 from lockstep.checkpoint.state.contents import Contents
 from lockstep.checkpoint.storage import CheckpointStorage, committed
 from lockstep.runtime.context import EventLogger, Runtime
@@ -44,20 +44,20 @@ class PendingSave:
         self._as_shown = as_shown
 
         # How many steps were done at the save in flight; None: no save is in flight.
-        self.step: int | None = None
+        self.steps_done: int | None = None
 
         # How many steps were done at the last checkpoint that is committed in this run's folder; None: there is none.
         self.last_committed: int | None = None
 
-    def start(self, step: int, contents: Contents) -> None:
+    def start(self, steps_done: int, contents: Contents) -> None:
         """Copy this rank's contents, and begin to write them. Call `settle` first."""
-        assert self.step is None, f"the save of step {self.step} is not settled"
-        self._saver.start(step, *contents)
-        self.step = step
+        assert self.steps_done is None, f"the save of step {self.steps_done} is not settled"
+        self._saver.start(steps_done, *contents)
+        self.steps_done = steps_done
 
     def poll(self) -> bool:
         """Log a save that is committed by now. Return whether the save failed on this rank, for the control word."""
-        if self.step is None:
+        if self.steps_done is None:
             return False
 
         self._log_committed(self._saver.take_ended(0))
@@ -76,8 +76,8 @@ class PendingSave:
             if self.abort_if_failed():
                 return False
 
-        self.last_committed = self.step
-        self.step = None
+        self.last_committed = self.steps_done
+        self.steps_done = None
         return True
 
     def abort_if_failed(self) -> bool:
@@ -104,10 +104,10 @@ class PendingSave:
         # The failure is logged here, once, with the reasons of all ranks.
         self._log_event(
             "warning",
-            reason=f"THE CHECKPOINT OF STEP {self.step} WAS NOT WRITTEN: {reason}. Training continues; "
+            reason=f"THE CHECKPOINT OF STEP {self.steps_done} WAS NOT WRITTEN: {reason}. Training continues; "
             f"{self._last_good()}",
         )
-        self.step = None
+        self.steps_done = None
         return True
 
     def _last_good(self) -> str:

@@ -1,9 +1,9 @@
 """Save while training continues: take a snapshot, write it in a thread, and report the result later.
 
 `start` copies the tensors that the next forward may change, and starts the thread. Before the next update,
-`wait_for_copy` waits until the optimizers' state has been copied. `take_ended` returns the saves that have ended. Each
-has an outcome (`outcome.py`): `Committed` on rank 0 or `Written` on another rank, or `SaveFailed`. A save that fails
-never raises, and does not affect the next one; `pending.py` says how the other ranks learn of it.
+`wait_for_copy` waits until the optimizers' state and the averages have been copied. `take_ended` returns the saves that
+have ended. Each has an outcome (`outcome.py`): `Committed` on rank 0 or `Written` on another rank, or `SaveFailed`. A
+save that fails never raises, and does not affect the next one; `pending.py` says how the other ranks learn of it.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
-from lockstep.checkpoint.format import file_name
-from lockstep.checkpoint.saving.draft import SaveContext
+from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import SaveFailed
+from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Snapshot
-from lockstep.checkpoint.saving.writer import Save
+from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.runtime.layout import LocalShard
 
 
@@ -101,7 +101,10 @@ class Saver:
 
     @property
     def failure(self) -> SaveFailed | None:
-        """How the last save failed on this rank; None once all ranks have agreed to abort it."""
+        """How the last save failed on this rank.
+
+        None if it has not failed, or if the ranks have already agreed on the failure (`abort`).
+        """
         if self._last is None or self._last.abort_requested:
             return None
 

@@ -1,7 +1,7 @@
 """Copy the state to host memory.
 
-Model tensors are copied while training waits; optimizer state is copied during the next forward and backward
-(`BackgroundCopy`).
+Model tensors are copied while training waits; optimizer state and averages are copied during the next forward and
+backward (`BackgroundCopy`).
 
 All copies are in one buffer, which is written as it is: it is the data section of the file. Tensors on the CPU are
 copied too, because training may change them before they are written.
@@ -93,8 +93,8 @@ class BackgroundCopy:
     def __init__(self, pairs: Pairs):
         self._pairs = [(view, source.detach()) for view, source in pairs]
 
-        # If a version counter has changed before `wait`, a tensor was changed while it was copied: the copy is torn.
-        # Whichever comes first compares the versions: `wait`, before an update may change them, or the end of `run`.
+        # A copy is torn if a tensor changed while it was copied. Its version counter shows that. `wait` compares first
+        # if an update is about to change the tensors; otherwise `run` compares when it is done.
         self._versions = self._versions_now()
         self._torn: bool | None = None
         self._lock = threading.Lock()

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.checkpoint.state.reshard import replicated_sizes, shards_to_write
-from lockstep.checkpoint.state.run_state import RunState, merge_plain_state
+from lockstep.checkpoint.state.run_state import CapturedState, RunState, merge_plain_state
 from lockstep.checkpoint.state.state_tree import pack
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.layout import LocalShard
@@ -18,7 +18,7 @@ class Contents(NamedTuple):
 
     shards: dict[str, LocalShard]
     aliases: dict[str, str]
-    values: dict[str, Any]
+    values: dict[str, Any]  # of the manifest
     copy_later: frozenset[str]
 
 
@@ -35,22 +35,23 @@ class ContentsCollector:
         """Return the shards that `collect` would return now, without the rest of the state."""
         return self._shards(self._state.tensors())
 
-    def collect(self, values: dict[str, Any]) -> Contents:
-        """Return what this rank writes: its shards of the run's state, and `values` about the run, on rank 0."""
+    def collect(self, facts: dict[str, Any]) -> Contents:
+        """Return what this rank writes: its shards of the run's state, and `facts` about the run, on rank 0."""
         # Rank 0 writes the plain state of all ranks, which may hold different parameters.
-        tensors, aliases, plain_state, copy_later = self._state.capture()
+        captured = self._state.capture()
+        plain_state = captured.plain_state
         if not self._state.same_on_all_ranks:
             plain_state = merge_plain_state(self._runtime.collectives.gather_json(plain_state))
 
         # Only the first save compares the parts between ranks, because the digests take time.
         if not self._parts_compared:
-            self._warn_of_differences()
+            self._warn_of_differences(captured)
             self._parts_compared = True
 
         no_tensors: dict[str, torch.Tensor] = {}
-        packed = {"state": plain_state, **pack(values, "values", no_tensors)}
+        packed = {"state": plain_state, **pack(facts, "facts", no_tensors)}
         assert not no_tensors, f"not in the state: {list(no_tensors)}"
-        return Contents(self._shards(tensors), aliases, packed, copy_later)
+        return Contents(self._shards(captured.tensors), captured.aliases, packed, captured.copy_later)
 
     def _shards(self, tensors: dict[str, torch.Tensor]) -> dict[str, LocalShard]:
         world = self._runtime.world
@@ -61,9 +62,9 @@ class ContentsCollector:
         all_sizes = [sizes] * world.size if same else self._runtime.collectives.gather_json(sizes)
         return shards_to_write(tensors, world.rank, all_sizes, self._state.duplicates)
 
-    def _warn_of_differences(self) -> None:
+    def _warn_of_differences(self, captured: CapturedState) -> None:
         """Warn if the state of a part differs between ranks, because only rank 0's is saved."""
-        digests = self._runtime.collectives.gather_json(self._state.digest_replicated())
+        digests = self._runtime.collectives.gather_json(self._state.digest_replicated(captured))
         for name in digests[0]:
             if len({by_name[name] for by_name in digests}) > 1:
                 reason = f"the state of {name!r} differs between the ranks: rank 0's is saved"

@@ -8,19 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.state.frozen_digests import FrozenDigests
+from lockstep.checkpoint.state.digests import FrozenDigests, digest
+from lockstep.checkpoint.state.model_names import aliases_of, frozen_names, identity, is_extra, tied_names
 from lockstep.checkpoint.state.reshard import read_into
-from lockstep.checkpoint.state.state_tree import (
-    JsonDict,
-    aliases_of,
-    digest,
-    frozen_names,
-    identity,
-    is_extra,
-    pack,
-    tied_names,
-    unpack,
-)
+from lockstep.checkpoint.state.state_tree import JsonDict, pack, unpack
 from lockstep.errors import UserError, plural
 from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.layout import full_tensor
@@ -98,7 +89,7 @@ class ModelState:
         # Check everything before anything is changed.
         digests = {name: saved_digest for name, saved_digest in saved_model["frozen_digests"].items() if name in state}
         self._check_frozen(digests, frozen_advice)
-        _check_same_names(state, saved, saved_model["frozen_digests"])
+        self._check_same_names(state, saved, saved_model["frozen_digests"])
         _check_same_shapes(state, saved, reader)
         _check_same_ties(state, saved, reader)
 
@@ -130,6 +121,24 @@ class ModelState:
                 advice,
             )
 
+    def _check_same_names(self, state: dict[str, Tensor], saved: list[str], digests: dict[str, str]) -> None:
+        """Check that each tensor of the model is in the checkpoint, at least as a digest, and vice versa."""
+        names = {name for name in state if not is_extra(name)}
+
+        # A model may leave frozen parameters out of its state dict.
+        gone = digests.keys() - names - {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        differences = {
+            "missing in the checkpoint": sorted(names - set(saved) - digests.keys()),
+            "missing in this model": sorted((set(saved) - names) | gone),
+        }
+        descriptions = [
+            f"{plural(len(missing), 'tensor')} {where}, first {missing[0]!r}"
+            for where, missing in differences.items()
+            if missing
+        ]
+        if descriptions:
+            raise different_model("; ".join(descriptions))
+
     # ---- both ----
 
     def _master_or_parameter(self, name: str, value: Tensor) -> Tensor | None:
@@ -151,22 +160,6 @@ def different_model(found: str) -> UserError:
         found,
         "restore the task and its options as they were, or start a new run (leave --resume out)",
     )
-
-
-def _check_same_names(state: dict[str, Tensor], saved: list[str], digests: dict[str, str]) -> None:
-    """Check that each tensor of the model is in the checkpoint, at least as a digest, and vice versa."""
-    names = {name for name in state if not is_extra(name)}
-    differences = {
-        "missing in the checkpoint": sorted(names - set(saved) - digests.keys()),
-        "missing in this model": sorted(set(saved) - names),
-    }
-    descriptions = [
-        f"{plural(len(missing), 'tensor')} {where}, first {missing[0]!r}"
-        for where, missing in differences.items()
-        if missing
-    ]
-    if descriptions:
-        raise different_model("; ".join(descriptions))
 
 
 def _check_same_shapes(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:

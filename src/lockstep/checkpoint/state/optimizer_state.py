@@ -162,8 +162,8 @@ class OptimizerStates:
     ) -> tuple[list[str], list[JsonDict]]:
         """Return the user's changes to the parameter groups, and the options to use for each group.
 
-        An option that the user's code has changed keeps its new value. All other options get their values at the save,
-        since some optimizers keep counters there.
+        An option that the user's code has changed keeps its new value. All other options are those of the save: some
+        optimizers keep counters there, and some add theirs in the first step().
         """
         options = _group_options(self.optimizers.all[number])
         initial = unpack(saved["initial"], reader.read, self._device)
@@ -178,11 +178,14 @@ class OptimizerStates:
         changed = []
 
         for group, (now, before) in enumerate(zip(self._initial_options[number], initial, strict=True)):
-            for key in options[group]:
-                if key in before and repr(before[key]) == repr(now[key]):
-                    options[group][key] = at_save[group][key]
-                elif key != "fused":  # depends on the device and does not change results
-                    changed.append(f"optimizer {number}, group {group}: {key} {before.get(key)} -> {now[key]}")
+            different = _different_keys(before, now)
+            kept = {key: value for key, value in options[group].items() if key in different & now.keys()}
+            as_saved = {key: value for key, value in at_save[group].items() if key not in different}
+            options[group] = kept | as_saved
+
+            # `fused` depends on the device and does not change results.
+            for key in sorted(different - {"fused"}):
+                changed.append(f"optimizer {number}, group {group}: {key} {before.get(key)} -> {now.get(key)}")
 
         return changed, options
 
@@ -206,6 +209,13 @@ def merge_optimizers(by_rank: list[list[JsonDict]]) -> list[JsonDict]:
 def _group_options(optimizer: torch.optim.Optimizer) -> list[JsonDict]:
     """Return a copy of the options of each parameter group, without the learning rate, which the schedule sets."""
     return [{k: v for k, v in group.items() if k not in ("params", "lr")} for group in optimizer.param_groups]
+
+
+def _different_keys(before: JsonDict, now: JsonDict) -> set[str]:
+    """Return the keys that only one of two dicts has, or that have different values in them."""
+    in_both = before.keys() & now.keys()
+    changed = {key for key in in_both if repr(before[key]) != repr(now[key])}
+    return (before.keys() ^ now.keys()) | changed
 
 
 def _on_device_of(parameter: Tensor, key: str, value: Any, group: JsonDict) -> Any:

@@ -14,15 +14,17 @@ Nothing in it depends on the number of ranks: a checkpoint can be resumed on any
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.optimizer_state import OptimizerStates, merge_optimizers
+from lockstep.checkpoint.state.part import Part, optional_members
 from lockstep.checkpoint.state.reshard import read_into
-from lockstep.checkpoint.state.state_tree import JsonDict, digest, pack, unpack
+from lockstep.checkpoint.state.state_tree import JsonDict, pack, unpack
 from lockstep.config.changes import Change
 from lockstep.errors import UserError, plural
 from lockstep.optim.optimizers import Optimizers
@@ -36,21 +38,6 @@ CALLBACK = "callback "
 ORDER_SETTINGS = ("seed", "data.", "global_batch", "tail", "task.")
 
 
-class Part(Protocol):
-    """An object whose state is saved with the run, under a name: the task, the data source or a scheduler, for example.
-
-    Optional members, looked up with `getattr`:
-
-    read(name, reader)       reads this rank's shard of a tensor. Without it, the state is the same on every rank
-    changes_since(state)     lists what the user's code has changed since `state` was saved
-    lasting, frozen_advice   see `Task`
-    """
-
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
-
-
 class CapturedState(NamedTuple):
     """The result of `RunState.capture`. The tensors are not copied or gathered."""
 
@@ -58,8 +45,12 @@ class CapturedState(NamedTuple):
     aliases: dict[str, str]  # for tied tensors: other name -> name in `tensors`
     plain_state: JsonDict
 
-    # The names of the tensors that only an update changes: the optimizers' state. In contrast, a forward may change the
-    # model's buffers, and the user's code its parameters.
+    # What each part's state_dict() returned, which `plain_state` and `tensors` encode.
+    part_states: dict[str, Any]
+
+    # The tensors that may be copied while training continues: optimizer state and averages, which change only after
+    # `wait_for_copy`. The model is copied at once: a forward may change its buffers, and the user's code its
+    # parameters.
     copy_later: frozenset[str]
 
 
@@ -143,17 +134,16 @@ class RunState:
         tensors |= averages
         copy_later = copy_later | averages.keys()
 
+        parts = {"data": self.source, **self.parts}
+        part_states = {name: part.state_dict() for name, part in parts.items()}
+
         # The keys are part of the file format (see CONTRIBUTING), like those that `capture` adds.
         plain_state: JsonDict = {
             "model": model,
             "optimizers": optimizers,
-            "parts": self._capture_parts(tensors),
+            "parts": {name: pack(state, f"part.{name}", tensors) for name, state in part_states.items()},
         }
-        return CapturedState(tensors, aliases, plain_state, copy_later)
-
-    def _capture_parts(self, tensors: dict[str, Tensor]) -> JsonDict:
-        parts = {"data": self.source, **self.parts}
-        return {name: pack(part.state_dict(), f"part.{name}", tensors) for name, part in parts.items()}
+        return CapturedState(tensors, aliases, plain_state, part_states, copy_later)
 
     def bytes_at_start(self) -> tuple[int, int]:
         """Return the bytes of model and parts, and an estimate for the optimizers, which allocate their state later."""
@@ -174,9 +164,10 @@ class RunState:
 
         return known, self._optimizer_states.estimated_bytes()
 
-    def digest_replicated(self) -> dict[str, str]:
-        """Return a digest of each part whose state is replicated on every rank."""
-        return {name: digest(part.state_dict()) for name, part in self.parts.items() if not getattr(part, "read", None)}
+    def digest_replicated(self, captured: CapturedState) -> dict[str, str]:
+        """Return a digest of the state of each part that is replicated on every rank."""
+        replicated = [name for name, part in self.parts.items() if optional_members(part).read is None]
+        return {name: digest(captured.part_states[name]) for name in replicated}
 
     # ---- restoring ----
 
@@ -209,7 +200,7 @@ class RunState:
         return changes
 
     def _frozen_advice(self) -> str:
-        advice = [getattr(part, "frozen_advice", None) for part in self.parts.values()]
+        advice = [optional_members(part).frozen_advice for part in self.parts.values()]
         return next(filter(None, advice), Task.frozen_advice)
 
     def _restore_average(self, reader: CheckpointReader) -> list[str]:
@@ -251,10 +242,7 @@ class RunState:
 
             # What changed between the two is reported, not refused: a part that is no callback may come and go.
             if saved:
-                changes_since = getattr(part, "changes_since", None)
-                if changes_since:
-                    changed += changes_since(saved)
-
+                changed += optional_members(part).changes_since(saved)
                 part.load_state_dict(saved)
                 if not current:
                     changed.append(f"{name}: has state in the checkpoint, but none in this run")
@@ -271,7 +259,7 @@ class RunState:
         if name != "data" and name not in self.parts:
             return state
 
-        own_read = getattr(self.parts.get(name), "read", None)
+        own_read = optional_members(self.parts.get(name)).read
         read = (lambda tensor: own_read(tensor, reader)) if own_read else reader.read
         return unpack(state, read, self._device)
 

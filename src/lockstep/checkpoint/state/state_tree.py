@@ -1,24 +1,18 @@
-"""Encode state (nested dicts and lists of tensors and numbers) as named tensors and plain JSON, and back. No pickle.
-
-Further below: the names of a model's state dict, and digests of any state.
-"""
+"""Encode state (nested dicts and lists of tensors and numbers) as named tensors and plain JSON, and back. No pickle."""
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from lockstep.checkpoint.manifest import FLOATS
 from lockstep.errors import UserError
 from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.layout import as_bytes, local
 
 # Plain state, as it is in the manifest.
 JsonDict = dict[str, Any]
@@ -130,80 +124,3 @@ def gather_state(collectives: Collectives, state: Any) -> list[Any]:
         states.append(unpack(packed, host.__getitem__, collectives.device))
 
     return states
-
-
-def is_extra(name: str) -> bool:
-    """Whether a key of a state dict holds the result of a module's `get_extra_state`, which may be any object."""
-    return name.rpartition(".")[2] == "_extra_state"
-
-
-def frozen_names(model: nn.Module) -> set[str]:
-    """Return all names of the frozen parameters; tied ones have several."""
-    return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
-
-
-def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
-    """Return the aliases of the tied tensors in a state dict: {other name: first name}."""
-    return aliases_of({name: identity(value) for name, value in state.items() if not is_extra(name)})
-
-
-def aliases_of(identities: Mapping[str, Any]) -> dict[str, str]:
-    """Return {name: first name with the same identity}, without the first names themselves."""
-    first_names: dict[Any, str] = {}
-    first_of = {name: first_names.setdefault(identity, name) for name, identity in identities.items()}
-    return {name: first for name, first in first_of.items() if first != name}
-
-
-def identity(tensor: Tensor) -> Any:
-    """Return a key that is equal for two tensors that share all their memory."""
-    tensor = local(tensor)
-
-    # An empty shard has no data pointer, but it has a storage object.
-    if tensor.numel() == 0:
-        return tensor.untyped_storage()._cdata
-
-    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def digest(data: Any) -> str:
-    """Return a digest of all tensors and values in `data`, nested in any way."""
-    sha = hashlib.sha256()
-    _feed(sha, data)
-    return sha.hexdigest()
-
-
-def _feed(sha: Any, data: Any) -> None:
-    match data:
-        case Tensor():
-            sha.update(f"{data.dtype}{tuple(data.shape)}".encode())
-
-            # Every rank holds a different shard of a DTensor, so only its dtype and shape count.
-            if not isinstance(data, DTensor):
-                sha.update(as_bytes(data.cpu()).numpy().tobytes())
-
-        case np.ndarray() if data.dtype != object:
-            # Not its repr, which omits digits, and the middle of a large array.
-            sha.update(f"{data.dtype}{data.shape}".encode())
-            sha.update(data.tobytes())
-
-        case Mapping():
-            # Sorted, since ranks may have filled it in different orders.
-            for key in sorted(data, key=str):
-                sha.update(str(key).encode())
-                _feed(sha, data[key])
-
-        case list() | tuple() | np.ndarray():
-            for value in data:
-                _feed(sha, value)
-
-        case set() | frozenset():
-            # Sorted, since the order of strings in a set differs between processes.
-            _feed(sha, sorted(data, key=repr))
-
-        case _ if type(data).__repr__ is object.__repr__:
-            # The default repr contains an address, so use the class and the attributes.
-            sha.update(type(data).__qualname__.encode())
-            _feed(sha, getattr(data, "__dict__", {}))
-
-        case _:
-            sha.update(repr(data).encode())

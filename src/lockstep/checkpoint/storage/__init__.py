@@ -9,10 +9,6 @@ what another kind of storage needs, and which code looks at the folder itself. N
 from __future__ import annotations
 
 import io
-import itertools
-import re
-import secrets
-from collections.abc import Container
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +16,8 @@ from typing import Literal
 
 from lockstep.checkpoint.storage.file_system import FileSystemStorage
 from lockstep.checkpoint.storage.object_storage import ObjectStorage
-from lockstep.checkpoint.storage.protocol import CheckpointStorage
-from lockstep.launch.folder.run_dir import LATEST, OBJECTS, step_in
+from lockstep.checkpoint.storage.protocol import CheckpointStorage, NotDurable
+from lockstep.launch.folder.checkpoint_names import LATEST, OBJECTS, name_aside, name_to_delete, step_in, token_in
 
 __all__ = [
     "Checkpoint",
@@ -31,7 +27,6 @@ __all__ = [
     "committed",
     "delete_checkpoint",
     "delete_leftovers",
-    "folder_name",
     "open_storage",
     "set_aside",
     "set_aside_after",
@@ -83,10 +78,6 @@ def open_storage(folder: Path, url: str | None = None) -> CheckpointStorage:
 # ---- the rules for every kind of storage ----
 
 
-def folder_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
 def committed(storage: CheckpointStorage) -> list[Checkpoint]:
     """Return the committed checkpoints, newest first. Their contents are not verified (`load.newest_valid` does it)."""
     checkpoints = [Checkpoint(storage, name) for name in storage.folders() if step_in(name) is not None]
@@ -96,15 +87,17 @@ def committed(storage: CheckpointStorage) -> list[Checkpoint]:
 def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
     """Delete the uncommitted files that other attempts left half written or half deleted."""
     for name in storage.folders():
-        uncommitted = re.fullmatch(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?", name)
-        if uncommitted and uncommitted[1] != token:
+        if token_in(name) not in (None, token):
             # If another attempt still writes into the folder, the next start will delete it.
             with suppress(OSError):
                 storage.delete(name)
 
 
 def update_latest(storage: CheckpointStorage) -> None:
-    # Only people and the launcher read this file; `load.newest_valid` lists the checkpoints themselves.
+    """Let `latest` name the newest committed checkpoint. Only people and the launcher read it.
+
+    `load.newest_valid` lists the checkpoints themselves.
+    """
     newest = committed(storage)[:1]
     if newest:
         storage.replace(LATEST, newest[0].name.encode() + b"\n")
@@ -117,32 +110,36 @@ def set_aside(storage: CheckpointStorage, name: str, suffix: Literal["damaged", 
 
     Return its new name.
     """
-    target = _free_name(name, suffix, storage.folders())
-    storage.rename(name, target)
+    target = name_aside(name, suffix, storage.folders())
+    _rename(storage, name, target)
     update_latest(storage)
     return target
 
 
-def _free_name(name: str, suffix: str, taken: Container[str]) -> str:
-    # The same step may have been set aside before.
-    candidates = (f"{name}.{suffix}{number or ''}" for number in itertools.count())
-    return next(candidate for candidate in candidates if candidate not in taken)
+def _rename(storage: CheckpointStorage, name: str, to: str) -> None:
+    """Rename a folder, for any purpose but a commit: if a power cut undoes it, nothing is lost."""
+    with suppress(NotDurable):
+        storage.rename(name, to)
 
 
-def set_aside_after(storage: CheckpointStorage, step: int) -> None:
-    """Set aside all checkpoints after `step`, to which the run goes back."""
+def set_aside_after(storage: CheckpointStorage, step: int) -> dict[str, str]:
+    """Set aside all checkpoints after `step`, to which the run goes back. Return their new names by the old ones."""
     # List the folder only once, however many checkpoints there are.
     taken = set(storage.folders())
     undone = [checkpoint.name for checkpoint in committed(storage) if checkpoint.step > step]
-    for name in undone:
-        storage.rename(name, _free_name(name, "undone", taken))
+    new_names = {name: name_aside(name, "undone", taken) for name in undone}
+
+    for name, new_name in new_names.items():
+        _rename(storage, name, new_name)
 
     if undone:
         update_latest(storage)
 
+    return new_names
+
 
 def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None:
     """Delete a committed checkpoint. The folder is renamed first, so that no reader finds half of it."""
-    temporary = f"{name}.tmp-{token}-gone{secrets.token_hex(4)}"
-    storage.rename(name, temporary)
+    temporary = name_to_delete(name, token)
+    _rename(storage, name, temporary)
     storage.delete(temporary)

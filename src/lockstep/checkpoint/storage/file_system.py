@@ -12,11 +12,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.checkpoint.storage.protocol import PAGE, NotDurable
-from lockstep.launch.folder.run_dir import LATEST
+from lockstep.launch.folder.checkpoint_names import LATEST, OWNER
 from lockstep.launch.records import open_regular, read_bytes, replacing
-
-# A small file at the top level, like LATEST: the token of the only attempt allowed to commit.
-OWNER = "owner"
 
 
 class FileSystemStorage:
@@ -119,6 +116,11 @@ def sync_folder(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        # Some network file systems and FUSE refuse an fsync of any folder with these errors. They order their names
+        # themselves, and there is no other way to ask for more.
+        if error.errno not in (errno.EINVAL, errno.EBADF):
+            raise
     finally:
         os.close(handle)
 

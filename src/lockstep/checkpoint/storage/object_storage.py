@@ -25,7 +25,7 @@ from typing import Any
 
 from lockstep.checkpoint.storage.file_system import FileSystemStorage, sync_folder, write_file
 from lockstep.errors import UserError
-from lockstep.launch.folder.run_dir import OBJECTS
+from lockstep.launch.folder.checkpoint_names import OBJECTS
 from lockstep.launch.records import read_bytes, replacing
 
 # The end of the name of a file that holds the address of an object.
@@ -69,9 +69,7 @@ class ObjectStorage(FileSystemStorage):
         # The address must be whole and durable before the object exists.
         address = self._new_address(key)
         address_file = self.root / f"{key}{_ADDRESS}"
-        with replacing(address_file, str(os.getpid())) as draft:
-            write_file(draft, [memoryview(address.encode())])
-        sync_folder(address_file.parent)
+        _replace_durably(address_file, address)
 
         with _create_object(address) as file:
             for chunk in chunks:
@@ -100,9 +98,10 @@ class ObjectStorage(FileSystemStorage):
     def claim(self, token: str) -> None:
         super().claim(token)
 
-        # Without the setting, `open_storage` knows by this file that checkpoints have objects.
+        # Without the setting, `open_storage` knows by this file that checkpoints have objects. So it must survive a
+        # power cut: without it, the objects would be lost to a resume, to `lockstep ckpt` and to `lockstep rm`.
         if self.url is not None:
-            self.replace(OBJECTS, f"{self.url}\n".encode())
+            _replace_durably(self.root / OBJECTS, f"{self.url}\n")
 
     def free_bytes(self) -> int:
         # No object store says how much it can take.
@@ -140,6 +139,14 @@ def check_url(url: str) -> None:
 
 
 # ---- objects ----
+
+
+def _replace_durably(file: Path, text: str) -> None:
+    """Replace the contents of a small file. The contents and the name are durable when this returns."""
+    with replacing(file, str(os.getpid())) as draft:
+        write_file(draft, [memoryview(text.encode())])
+
+    sync_folder(file.parent)
 
 
 def _read_address(file: Path) -> str | None:

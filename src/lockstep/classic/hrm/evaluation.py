@@ -25,7 +25,7 @@ from lockstep.checkpoint.storage import Checkpoint, committed, open_storage
 from lockstep.classic.hrm.messages import check_names, help_text, translate
 from lockstep.classic.hrm.pretrain_config import generate_name
 from lockstep.errors import UserError
-from lockstep.launch.folder.run_dir import step_in
+from lockstep.launch.folder.checkpoint_names import step_in
 from lockstep.recipes.hrm import HRM
 from lockstep.recipes.hrm.arguments import overrides
 from lockstep.task import Loss

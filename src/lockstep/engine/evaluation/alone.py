@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.manifest import read_manifest
+from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.state.reshard import read_into
 from lockstep.checkpoint.state.state_tree import unpack
 from lockstep.checkpoint.storage import Checkpoint

@@ -77,7 +77,7 @@ class Evaluations:
         # The best checkpoint is that of the best evaluation, so it is saved now and not when the next save is due.
         if self._best_metric:
             check_metric("checkpoint.best", self._best_metric, results)
-            self._requests.save_agreed |= self._checkpoints.schedule.is_new_best(results)
+            self._requests.save_agreed |= self._checkpoints.is_new_best(results)
 
         # Unlike the others, ReduceLROnPlateau counts calls: a second evaluation at one step would be a bad step for it.
         if not self._learning_rate.observe(evaluation.loss, evaluation.step):

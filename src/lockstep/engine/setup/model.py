@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.checkpoint.initial.weights import InitialWeights, load_initial_weights
-from lockstep.checkpoint.state.state_tree import frozen_names
+from lockstep.checkpoint.state.model_names import frozen_names
 from lockstep.checkpoint.storage import committed, open_storage
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas

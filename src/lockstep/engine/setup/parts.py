@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lockstep.checkpoint.state.run_state import Part
+from lockstep.checkpoint.state.part import Part
 from lockstep.errors import UserError
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lockstep.causes import Cause, named
-from lockstep.checkpoint.state.state_tree import digest
+from lockstep.checkpoint.state.digests import digest
 from lockstep.data.dataset_source import DatasetSource
 from lockstep.data.loader import Request
 from lockstep.data.map_source import MapSource

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
-from lockstep.checkpoint.state.state_tree import digest
+from lockstep.checkpoint.state.digests import digest
 from lockstep.data.loader import Request
 from lockstep.data.map_source import MapSource
 from lockstep.data.streams.epochs import EpochSource

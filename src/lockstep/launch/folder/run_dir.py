@@ -19,19 +19,12 @@ import yaml
 from lockstep.config import yaml_dialect
 from lockstep.errors import UserError
 from lockstep.launch import records
+from lockstep.launch.folder import checkpoint_names
+from lockstep.launch.folder.checkpoint_names import LATEST, MANIFEST, is_confirmation, is_draft, step_in
 from lockstep.runtime.environments.launcher import TORCHRUN_ID, TORCHRUN_RESTARTS
-
-# A folder with this file is a complete checkpoint. The other file, next to the checkpoints, names the newest one.
-MANIFEST = "manifest.json"
-LATEST = "latest"
-
-# This file, next to the checkpoints, exists if the contents of some are in an object store.
-OBJECTS = "objects"
 
 # The file that exists until the newest checkpoint is the one that --resume named, or follows it.
 GOING_BACK = ".going-back"
-
-_CHECKPOINT_NAME = re.compile("step-([0-9]{8}|[1-9][0-9]{8,17})")
 
 # The largest settings or plan file of a run, in bytes.
 LARGEST_SETTINGS = 2**26
@@ -41,7 +34,7 @@ WRITTEN = {
     ".": r"\..*|(config|plan|summary|metrics|events|report|model|micro_batch)\b.*|resize|logs|checkpoints|samples",
     "logs": ".*",
     "samples": ".*",
-    "checkpoints": "latest|owner|objects|step-.*",
+    "checkpoints": checkpoint_names.WRITTEN,
 }
 
 
@@ -255,19 +248,12 @@ def latest_step(checkpoints: Path) -> int | None:
 
 def commit_is_near(checkpoints: Path, ranks: int) -> bool:
     """Whether all ranks have written a checkpoint that rank 0 has yet to commit, which takes it milliseconds."""
-    for draft in checkpoints.glob("step-*.tmp-*"):
-        # Names with "-gone" are of old checkpoints that are being deleted. Others may be renamed at this moment.
+    for draft in checkpoints.glob("step-*"):
+        # It may be renamed at this moment.
         with suppress(OSError):
-            names = [] if "-gone" in draft.name else os.listdir(draft)
-            confirmed = sum(re.fullmatch(r"rank-\d+\.json", name) is not None for name in names)
+            names = os.listdir(draft) if is_draft(draft.name) else []
+            confirmed = sum(is_confirmation(name) for name in names)
             if confirmed == ranks or MANIFEST in names:
                 return True
 
     return False
-
-
-def step_in(name: str) -> int | None:
-    """Return the step whose checkpoint has this name; None if no step has it."""
-    # A step has only one name, padded to eight digits: "step-000000007" is not a name of step 7.
-    match = _CHECKPOINT_NAME.fullmatch(name)
-    return int(match[1]) if match else None

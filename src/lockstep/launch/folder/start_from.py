@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from lockstep.launch.folder.run_dir import GOING_BACK, is_checkpoint, run_of, step_in
+from lockstep.launch.folder.checkpoint_names import step_in
+from lockstep.launch.folder.run_dir import GOING_BACK, is_checkpoint, run_of
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.launch.folder.run_dir import GOING_BACK, MANIFEST, commit_is_near
+from lockstep.launch.folder.checkpoint_names import MANIFEST
+from lockstep.launch.folder.run_dir import GOING_BACK, commit_is_near
 from lockstep.launch.folder.start_from import (
     Beginning,
     GoBack,

@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lockstep.checkpoint.state import frozen_digests
-from lockstep.checkpoint.state.frozen_digests import FrozenDigests
-from lockstep.checkpoint.state.state_tree import digest
+from lockstep.checkpoint.state import digests
+from lockstep.checkpoint.state.digests import FrozenDigests, digest
 
 
 def test_a_digest_is_computed_again_only_if_its_parameter_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     computed = []
-    monkeypatch.setattr(frozen_digests, "digest", lambda tensor: computed.append(1) or digest(tensor))
+    monkeypatch.setattr(digests, "digest", lambda tensor: computed.append(1) or digest(tensor))
     parameters = {name: torch.nn.Parameter(torch.randn(3), requires_grad=False) for name in "ba"}
     found = FrozenDigests(parameters, on_any_rank=bool)
 

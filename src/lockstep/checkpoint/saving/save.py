@@ -18,12 +18,15 @@ import xxhash
 from rich.filesize import decimal as size_text
 
 from lockstep import faults
-from lockstep.checkpoint.format import FileLayout, file_name
+from lockstep.checkpoint.format import FileLayout
 from lockstep.checkpoint.manifest import File, InvalidCheckpoint
+from lockstep.checkpoint.saving.abort import AbortRequest, SaveError
 from lockstep.checkpoint.saving.commit import Commit
-from lockstep.checkpoint.saving.draft import Confirmation, Draft, SaveContext
-from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError, SaveFailed, SaveOutcome, Written
+from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.draft import Confirmation, Draft
+from lockstep.checkpoint.saving.outcome import Committed, SaveFailed, SaveOutcome, Written
 from lockstep.checkpoint.storage.protocol import split
+from lockstep.launch.folder.checkpoint_names import file_name
 
 
 class Save:
@@ -144,7 +147,7 @@ class Save:
         return self._abort.requested
 
     def finish_abort(self) -> None:
-        """Fail the save, whose thread has ended since `request_abort`, even if the thread did not see the request."""
+        """Make the save failed after its thread has ended, even if the thread never saw the request."""
         self.draft.delete()
         if isinstance(self.outcome, Written):
             self.outcome = SaveFailed(self._abort.reason)
@@ -196,5 +199,5 @@ class Save:
 
 
 def _as_text(error: BaseException) -> str:
-    """Return an error with its type, which many messages need to make sense."""
+    """Return the error with its type: many messages mean nothing without it."""
     return f"{type(error).__name__}: {error}"
