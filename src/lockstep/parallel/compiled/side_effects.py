@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 
 Function = Callable[..., Any]  # (model, *args), such as a task's loss
+Backend = Callable[[torch.fx.GraphModule, Any], Any]  # what compiles a graph
 
 
 class Unsuitable(Exception):
     """Something that torch could compile, and that must not be compiled."""
 
 
-def checked_backend(function: Function, alone: bool, backend: Any) -> Any:
+def checked_backend(function: Function, alone: bool, backend: Backend) -> Backend:
     """Return a backend that compiles the graph of `function`, but first refuses what must not be compiled.
 
     alone: there is one rank, so that collectives do not matter. backend: what compiles the graph in the end
@@ -44,9 +45,7 @@ def checked_backend(function: Function, alone: bool, backend: Any) -> Any:
             if "c10d" in str(node.target) or home.startswith("torch.distributed"):
                 raise Unsuitable(f"it contains a collective ({node.target})")
 
-        # The backend itself, which may be given by its name.
-        compile_checked = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
-        return compile_checked(graph, inputs)
+        return backend(graph, inputs)
 
     return compile_graph
 
