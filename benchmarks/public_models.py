@@ -48,7 +48,7 @@ from lockstep.config import resolve_for
 from lockstep.data.packing import packed_batch
 from lockstep.hf import CausalLM, packed_inputs
 from lockstep.observe.sinks import read_jsonl
-from lockstep.parallel.compiled.deadline import deadline
+from lockstep.parallel.compiled.deadline import Deadline
 from lockstep.precision import choose_precision
 from lockstep.runtime import context
 from lockstep.runtime.context import Runtime
@@ -370,8 +370,8 @@ def measure_model(name: str, runtime: Runtime, folder: str, given: argparse.Name
         report(name, f"lockstep, steps={steps}", ours[steps])
 
     # A compiled loop on a CPU would only test the C++ compiler.
-    # torch.compile may take hours.
-    with empty_cache(folder), deadline(MOST_S, lambda _: None):
+    # torch.compile may take hours: it is given up at the next graph.
+    with empty_cache(folder), Deadline(MOST_S):
         plain = by_hand(task, runtime.device, compiled=not given.tiny)
         plain_ends = seconds_of(plain, first)
     report(name, "by hand", plain_ends)

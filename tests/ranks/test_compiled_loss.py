@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -25,7 +26,7 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import open_run
 from lockstep.parallel import apply
 from lockstep.parallel.compiled import compilation, decision, history, targets
-from lockstep.parallel.compiled.deadline import deadline
+from lockstep.parallel.compiled.deadline import Deadline
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -180,11 +181,14 @@ class Short:
         return run
 
 
-def endless(graph: Any, inputs: Any) -> Any:
-    """A compiler that does not come to an end, as far as a test can wait."""
-    for _ in range(600):
-        time.sleep(0.1)
-    return graph
+def slow_compiler(seconds: float) -> Any:
+    """Return a compiler that takes so long for each forward."""
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        time.sleep(seconds)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    return backend
 
 
 def trained(
@@ -336,12 +340,31 @@ def test_a_shortage_of_memory_leaves_less_or_nothing_compiled(times: int, pool: 
     assert all(torch.equal(value, found["weights"][name]) for name, value in plain["weights"].items())
 
 
-def test_a_compilation_without_end_is_given_up(pool: Any, tmp_path: Any) -> None:
+def test_a_compilation_that_takes_too_long_is_given_up(pool: Any, tmp_path: Any) -> None:
+    """No other target is tried, and the run goes on as if nothing had happened."""
     plain = start(pool, tmp_path / "plain", compile=False)[0]
-    found = start(pool, tmp_path / "endless", backend=endless, **{"hang.first": 1})[0]
+    found = pool.run(too_slow, str(tmp_path / "slow"), world=1)[0]
     (reason,) = found["events"]
     assert reason == "nothing: not the loss with the model: it takes longer than 1 s to compile"
     assert all(torch.equal(value, found["weights"][name]) for name, value in plain["weights"].items())
+
+
+def too_slow(world: World, store: Any, folder: str) -> dict[str, Any]:
+    return trained(world, store, folder, backend=slow_compiler(1.2), **{"hang.first": 1})
+
+
+def too_slow_for_judgement(world: World, store: Any, folder: str) -> dict[str, Any]:
+    return trained(world, store, folder, backend=slow_compiler(1.2), judged=True, steps=14, **{"hang.first": 1})
+
+
+def test_how_long_it_took_is_remembered(pool: Any, tmp_path: Any) -> None:
+    found = pool.run(too_slow_for_judgement, str(tmp_path / "slow"), world=1)[0]
+    assert found["events"][-1] == "nothing: not the loss with the model: it takes longer than 1 s to compile"
+
+    (of_model,) = json.loads((tmp_path / "compile.json").read_text()).values()
+    record = of_model[decision.LOSS]
+    assert not record["measured"]
+    assert record["cost_s"] >= 1.2
 
 
 @pytest.mark.long
@@ -423,22 +446,22 @@ def test_a_function_before_the_model(tmp_path: Any) -> None:
 
 
 def limits(world: World, store: Any, folder: str) -> list[float]:
-    """Return how many seconds a rank was given for a compilation that does not end."""
+    """Return how many seconds a rank was given for each compilation, all of which take too long."""
     given: list[float] = []
 
-    def noted(limit_s: float, progress: Any) -> Any:
+    def noted(limit_s: float) -> Any:
         given.append(limit_s)
-        return deadline(limit_s, progress)
+        return Deadline(limit_s)
 
-    with patch.object(compilation, "deadline", noted):
-        trained(world, store, folder, backend=endless, **{"hang.first": 4})
+    with patch.object(compilation, "Deadline", noted):
+        trained(world, store, folder, backend=slow_compiler(3.5), **{"hang.first": 4})
     return given
 
 
 def test_ranks_that_wait_for_the_first_one_do_not_take_as_long_again(pool: Any, tmp_path: Any) -> None:
     first, second = pool.run(limits, str(tmp_path / "run"), world=2)
     assert first == [pytest.approx(3.2, abs=0.1)]
-    assert second == [1.0]
+    assert second == []
 
 
 class Noticing(Words):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -16,7 +18,7 @@ import torch
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.call_state import StateSnapshot
-from lockstep.parallel.compiled.deadline import TookTooLong, deadline
+from lockstep.parallel.compiled.deadline import Deadline, TookTooLong
 from lockstep.parallel.compiled.isolated_call import RANDOM, CallResult, IsolatedCall, difference, gradient_difference
 from lockstep.parallel.compiled.shapes import Arguments, Dims
 from lockstep.parallel.compiled.side_effects import Function, Unsuitable
@@ -24,8 +26,8 @@ from lockstep.parallel.compiled.targets import Target, compiling
 from lockstep.parallel.cudagraph.checks import first_line
 from lockstep.parallel.driver import Driver
 
-LEAST_S = 1.0  # that a rank is given to compile, so that all of them try the same
-FIRST_RANK = timedelta(seconds=120)  # the other ranks of a machine wait at most so long for the first one's code
+PROGRESS_S = 5.0  # seconds between two calls of `progress`
+FIRST_RANK = timedelta(seconds=120)  # the other ranks wait at most so long for the first one of every machine
 
 
 @dataclass
@@ -54,13 +56,13 @@ class Compilation:
     def run(self, name: str, limit_s: float) -> str | None:
         """Compile one target, and return what is wrong with it on some rank, or None. Collective.
 
-        limit_s: compiling is given up after so long
+        limit_s: compiling is given up after so long, see `deadline.py`
         """
         runtime = self.driver.runtime
         began = time.monotonic()
 
-        # The first rank of each machine compiles before the others, which find its code on disk. Their wait counts: if
-        # it was given up there, it is hardly tried here.
+        # The first rank of each machine compiles before the others, which find its code on disk. The others wait for
+        # the first ranks of all machines. Their wait counts: if no time is left, they do not try it themselves.
         first = runtime.world.local_rank == 0
         if not first:
             self._wait("compiled first", FIRST_RANK)
@@ -69,9 +71,10 @@ class Compilation:
         # because the others compile at another time.
         runtime.heartbeat.beat("compile")
         with StateSnapshot(self.driver.model, self._generator()) as snapshot, self.driver.no_exchange():
-            problem = self._try(name, snapshot, max(LEAST_S, limit_s - (time.monotonic() - began)))
+            left_s = limit_s - (time.monotonic() - began)
+            problem = self._try(name, snapshot, left_s) if left_s > 0 else self._give_up(TookTooLong(limit_s))
 
-        # Post without waiting: the other ranks of this machine may now look for this rank's code.
+        # Post without waiting: the other ranks may now look for this rank's code.
         if first:
             runtime.store_barrier("compiled first", timedelta(0))
         self._meet()
@@ -98,21 +101,21 @@ class Compilation:
         trainable = [parameter for parameter in driver.model.parameters() if parameter.requires_grad]
         isolated = IsolatedCall(trainable, self.arguments)
 
+        began = time.monotonic()
+        num_blocks = len(find_blocks(driver.model))
+        alone = driver.runtime.world.alone
+
         # Whatever is raised here is a problem of this target, not of the run: the next target is tried, or none.
         try:
-            target = self.target = Target(
-                name, driver.model, self.function, bool(self.dynamic), driver.runtime.world.alone
-            )
-            num_blocks = len(find_blocks(driver.model))
-            progress = partial(self.progress, name)
-            with compiling(num_blocks), deadline(limit_s, progress):
-                found = self._run_compiled(isolated, target)
+            with compiling(num_blocks), reported(partial(self.progress, name)), Deadline(limit_s) as deadline:
+                self.target = Target(name, driver.model, self.function, bool(self.dynamic), alone, deadline.check)
+                found = self._run_compiled(isolated, self.target)
         except torch.OutOfMemoryError:
             return "out of memory"
         except TookTooLong as error:
-            # Other ranks may have compiled it: `run` asks all of them.
-            self.gave_up = True
-            return str(error)
+            # One graph may have taken far longer than the limit: the next run should know.
+            self.progress(name, time.monotonic() - began)
+            return self._give_up(error)
         except Exception as error:
             return explain(error)
 
@@ -127,6 +130,11 @@ class Compilation:
             return None
         except Exception as error:
             return explain(error)
+
+    def _give_up(self, error: TookTooLong) -> str:
+        """Return what is wrong on this rank. Other ranks may have compiled it: `run` asks all of them."""
+        self.gave_up = True
+        return str(error)
 
     def _run_compiled(self, isolated: IsolatedCall, target: Target) -> CallResult:
         """Compile by running forward and backward, and once more to see that nothing is compiled again."""
@@ -198,6 +206,25 @@ class Compilation:
         if device.type == "cuda":
             return torch.cuda.default_generators[device.index or 0]
         return torch.default_generator
+
+
+@contextmanager
+def reported(progress: Callable[[float], None]) -> Iterator[None]:
+    """Call `progress` with the seconds so far, every few seconds in a `with` block, from a thread of its own."""
+    began = time.monotonic()
+    ended = threading.Event()
+
+    def report() -> None:
+        while not ended.wait(PROGRESS_S):
+            progress(time.monotonic() - began)
+
+    thread = threading.Thread(target=report, name="compile progress", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def explain(error: Exception) -> str:

@@ -55,7 +55,7 @@ class Candidates:
     @property
     def seconds_left(self) -> float:
         """Seconds that are left for the next try."""
-        # At least one, so that all ranks try the same targets.
+        # At least one, so that all ranks try the same targets: their costs differ a little.
         return max(1.0, self.limit_s - self.cost_s)
 
     @property
@@ -81,7 +81,6 @@ class Compiler:
         self.compiles = 0  # how often code was installed
 
         # Measurements of the steps, and what follows from them.
-
         self._judge = Judge(driver, config)
         self._watch = BatchWatch()
         self._timer: StepTimer | None = StepTimer(*STEPS) if judged else None
@@ -128,7 +127,6 @@ class Compiler:
 
     def call_model(self, link: Link, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the model itself in a training step, for its link."""
-
         # With a function around the model (`around`), the sizes of its arguments are noted, not those of the model.
         if self.stage in ("watch", "try") and self.function is None:
             self._watch.note((args, kwargs))
@@ -173,6 +171,7 @@ class Compiler:
         if self._avoids_plans:
             self._settings.close()
             self._settings.enter_context(without_cudnn())
+
         if self._timer:
             self._timer.begin_step()
 
@@ -215,6 +214,7 @@ class Compiler:
         """Compare the steps with those before compiling, remember the result, or go back to eager."""
         eager_s = self._judge.eager_s
         speedup = eager_s / compiled_s
+
         # A slow-down is remembered as well: the next run of this model then does not compile.
         self._judge.remember(code.target.name, Payoff(self._candidates.cost_s, speedup))
 
@@ -238,6 +238,7 @@ class Compiler:
             return
 
         self._watch.agree(self.driver.runtime.collectives)
+
         # With compile=auto it must pay once more, and the limit is lower by what was spent before.
         candidates = Candidates(self._judge.preferred(self.function, self._watch.varying))
         if self.judged:
@@ -285,8 +286,8 @@ class Compiler:
             limit_s = min(candidates.seconds_left, PATIENCE * self.config.hang.first)
             given_up = f"it is given up after {limit_s:.0f} s, and compile=false compiles nothing"
             self.log_event("compile", reason=f"begins with {name}: {given_up}")
-
             problem = compilation.run(name, limit_s)
+
             # A try that fails costs time as well, and leaves less for the next one.
             candidates.cost_s += time.perf_counter() - began
             began = time.perf_counter()

@@ -83,8 +83,10 @@ class Constants:
 
     def _note_attribute(self, name: str) -> list[FunctionType]:
         """Note a name if it is an attribute of the task. Return the function to read, if it is a method or property."""
-        # Statically, so that no property runs: a method, a static or class method, or a property is read as code.
+        # Statically, so that no property runs.
         value = inspect.getattr_static(self._owner, name, None)
+
+        # A method, a static or class method, or a property: its code is read.
         for code in (value, getattr(value, "__func__", None), getattr(value, "fget", None)):
             if isinstance(code, FunctionType):
                 return [code]

@@ -1,150 +1,66 @@
-"""Give up a compilation that takes too long, so that it cannot cost the run.
+"""Give up a compilation that takes too long, so that it costs the run less.
 
-torch.compile has no limit of its own. Here a thread raises an exception in the thread that compiles, which is another
-one than ours if autograd runs the backward. It arrives when that thread next runs Python: a compiler that waits for a
-process of its own is given up when that ends.
+torch.compile has no limit of its own. So we look at the clock wherever torch hands over to us while it compiles, and
+raise an exception there, which torch treats like any other failure to compile:
 
-An exception may not arrive just anywhere: some of torch's C++ calls Python where it cannot pass an exception on, and
-then the process aborts. So it is raised only when the thread is seen at a place where it continues in Python itself.
+    before it traces a function, or goes on behind a graph break
+    when it has traced a graph, before code is generated for it (see `targets.py`)
+    before it compiles a backward, which it does when the first one runs: on a GPU in a thread of autograd
+
+Nothing is interrupted between these places. One graph whose code alone takes very long to generate is finished, and
+given up at the next look at the clock, if there is one. How long it took is remembered, also if the run is killed
+meanwhile (`Compilation.progress`), so that the next run does not try.
 """
 
 from __future__ import annotations
 
-import ctypes
-import dis
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from contextlib import suppress
+from math import inf
+from typing import Any, Self
 
-# Of a thread that traces or compiles, and of none that only reads what compiler processes say.
-PARTS_OF_TORCH = ("/torch/_dynamo/", "/torch/_functorch/")
-PROGRESS_S = 5.0  # seconds between two calls of `progress`
-AGAIN_S = 3.0  # raise once more if it still compiles after so long: Python drops what is raised in some callbacks
-SOON_S = 0.02  # look again after so long, if no thread can be interrupted now
-
-# Where Python lets other threads run, and looks for exceptions at once when it runs again.
-PAUSES = {dis.opmap[name] for name in ("RESUME", "JUMP_BACKWARD")}
-# Not in code that C++ or the garbage collector calls, nor where a `with` block begins or ends.
-UNSAFE_FILES = ("/torch/_library/", "/torch/fx/experimental/sym_node.py", "/weakref.py", "/contextlib.py")
-UNSAFE_NAMES = {"<lambda>", "__del__", "__enter__", "__exit__", "__torch_dispatch__", "__torch_function__"}
+import torch
 
 
 class TookTooLong(Exception):
     """Compiling has reached its limit."""
 
-
-class _Interrupt(BaseException):
-    """Raised in the compiler. Not an Exception: torch catches many of those, to try something else."""
-
-
-@contextmanager
-def deadline(limit_s: float, progress: Callable[[float], None]) -> Iterator[None]:
-    """Raise TookTooLong if the `with` block compiles for longer than this. `progress` is called with the seconds."""
-    watch = _Watch(limit_s, progress)
-    watch.start()
-    try:
-        try:
-            yield
-        finally:
-            watch.stop()
-    except _Interrupt:
-        # It may arrive as late as in `stop`.
-        watch.stop()
-        raise TookTooLong(f"it takes longer than {limit_s:.0f} s to compile") from None
+    def __init__(self, limit_s: float):
+        super().__init__(f"it takes longer than {limit_s:.0f} s to compile")
 
 
-class _Watch(threading.Thread):
-    """The thread that reports progress, and interrupts the compiler after the limit."""
+class Deadline:
+    """A limit, from now on, for all that torch compiles inside a `with` block, which then raises TookTooLong."""
 
-    def __init__(self, limit_s: float, progress: Callable[[float], None]):
-        super().__init__(name="compile deadline", daemon=True)
+    def __init__(self, limit_s: float):
         self._limit_s = limit_s
-        self._progress = progress
-        self._caller = threading.get_ident()
-        self._interrupted: set[int] = set()  # threads in which was raised
-        self._stopped = threading.Event()
-        self._lock = threading.Lock()  # nothing is raised once `stop` has returned
+        self._ends = time.monotonic() + limit_s
+        self._thread = threading.get_ident()  # the one that runs the block
+        self._gave_up = False
 
-    def run(self) -> None:
-        """Call `progress` every few seconds. From the limit on, interrupt until `stop` is called."""
-        began = time.monotonic()
-        passed_s = 0.0
-        next_s = self._limit_s  # when to interrupt next, in seconds since the start
+    def check(self) -> None:
+        """Raise if the time is over. After the block it never is."""
+        if time.monotonic() > self._ends:
+            self._gave_up = True
+            raise TookTooLong(self._limit_s)
 
-        while not self._stopped.wait(min(PROGRESS_S, next_s - passed_s)):
-            passed_s = time.monotonic() - began
-            self._progress(passed_s)
+    def __enter__(self) -> Self:
+        torch._dynamo.callback_handler.register_start_callback(self._begin)
+        return self
 
-            # Now and then no thread can be interrupted, because it imports a module.
-            if passed_s >= next_s:
-                next_s = passed_s + (AGAIN_S if self._interrupt() else SOON_S)
+    def _begin(self, compilation: Any) -> None:
+        """Check the time before torch compiles something, unless a thread of the user compiles for itself."""
+        is_backward = compilation.callback_trigger.name == "LAZY_BACKWARD"
+        if is_backward or threading.get_ident() == self._thread:
+            self.check()
 
-    def _interrupt(self) -> bool:
-        """Raise in the threads that compile. Return whether there are any that can be interrupted now."""
-        with self._lock:
-            raised = False
-            for ident in [] if self._stopped.is_set() else compiling_threads(self._caller):
-                # Looked at again, and nothing between the look and the exception: the thread stays where it is as long
-                # as this one runs.
-                self._interrupted.add(ident)
-                if _is_safe(sys._current_frames().get(ident)):
-                    _raise_in(ident, _Interrupt)
-                    raised = True
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self._ends = inf
+        # torch._dynamo.reset() has removed it already.
+        with suppress(ValueError):
+            torch._dynamo.callback_handler.remove_start_callback(self._begin)
 
-        return raised
-
-    def stop(self) -> None:
-        """End the thread, and take back the interrupts that have not arrived yet."""
-        self._stopped.set()
-        with self._lock:
-            # Autograd's thread may have left the compiler: it would end a later backward.
-            for ident in self._interrupted:
-                _raise_in(ident, None)
-
-
-def compiling_threads(caller: int) -> list[int]:
-    """Return the threads that are inside torch's compiler: `caller`, and those of autograd.
-
-    Threads that Python code has started are left alone: one that loads data may call torch.func, for example.
-    """
-    started = {t.ident for t in threading.enumerate() if not isinstance(t, threading._DummyThread)} - {caller}
-    frames = sys._current_frames()
-    return [ident for ident, frame in frames.items() if ident not in started and _is_compiling(frame)]
-
-
-def _is_compiling(frame: FrameType | None) -> bool:
-    """Return whether the stack of a thread, given by its innermost frame, is inside torch's compiler."""
-    compiles = False
-    while frame is not None:
-        file, name = frame.f_code.co_filename, frame.f_code.co_name
-
-        # A module whose import is interrupted would stay incomplete. While a thread starts another one, Python may take
-        # the new one for it.
-        if file.startswith("<frozen importlib") or (name == "start" and file.endswith("/threading.py")):
-            return False
-
-        compiles |= any(part in file for part in PARTS_OF_TORCH)
-        frame = frame.f_back
-
-    return compiles
-
-
-def _is_safe(frame: FrameType | None) -> bool:
-    """Return whether an exception that is raised in a thread now arrives in this frame, and harms nothing there."""
-    if frame is None or frame.f_code.co_name in UNSAFE_NAMES:
-        return False
-
-    file = frame.f_code.co_filename
-    if any(part in file for part in UNSAFE_FILES):
-        return False
-
-    # Code of torch may be inside C++, which may call other Python before it returns. Other code sleeps, waits or reads.
-    return "/torch/" not in file or frame.f_code.co_code[frame.f_lasti] in PAUSES
-
-
-def _raise_in(ident: int, error: type[BaseException] | None) -> None:
-    """Raise in another thread, or take back what has not arrived yet."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(error) if error else None)
+        # By now torch has put the exception into one of its own, or dropped it and run something eagerly.
+        if self._gave_up and (error is None or isinstance(error, Exception)):
+            raise TookTooLong(self._limit_s) from None

@@ -90,7 +90,7 @@ def decide(facts: Facts) -> Decision:
     eager_s = facts.eager_s  # the yardstick: the rest of the run without compiling
     left = f"{facts.steps_left} steps of {facts.step_s * 1e3:.3g} ms are left"
 
-    # How long the run takes with each target that pays.
+    # What each target costs and gains, and how long the run takes with those that pay.
     payoffs = {target: expected(facts, target) for target in preferred(facts)}
     paying = {target: payoff for target, payoff in payoffs.items() if pays(facts, payoff)}
     seconds = {target: payoff.cost_s + eager_s / payoff.speedup for target, payoff in paying.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -52,34 +53,29 @@ class IsolatedCall:
         # Autocast caches converted weights. This call must neither use copies from outside nor leave its own behind.
         torch.clear_autocast_cache()
         returned = call(*args, **kwargs)
-        results = differentiable(returned)
         torch.clear_autocast_cache()
+
+        # A backward starts from these. Of a Loss, the weight is compared as well: a wrong one would scale every
+        # gradient. Metrics are not, since rounding may change them.
+        if isinstance(returned, Loss):
+            results = [returned.total]
+            others = [torch.as_tensor(returned.weight, dtype=torch.float64)]
+        else:
+            results = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.requires_grad]
+            others = []
 
         # Not backward(), which would leave gradients on the parameters. Each result gets a gradient of ones.
         with torch.autocast(results[0].device.type, enabled=False):  # as in autograd's own threads
             ones = [torch.ones_like(result) for result in results]
             gradients = torch.autograd.grad(results, self.parameters, ones, allow_unused=True)
 
-        compared = [*results, *numbers(returned)]
-        return CallResult([result.detach() for result in compared], list(gradients))
-
-
-def differentiable(result: Any) -> list[Tensor]:
-    """Return the tensors of a result that a backward starts from."""
-    if isinstance(result, Loss):
-        return [result.total]
-    return [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
-
-
-def numbers(result: Any) -> list[Tensor]:
-    """Return the weight of a Loss: a wrong one would scale every gradient. Rounding may change metrics."""
-    return [torch.as_tensor(result.weight, dtype=torch.float64)] if isinstance(result, Loss) else []
+        return CallResult([result.detach() for result in [*results, *others]], list(gradients))
 
 
 def difference(expected: CallResult, found: CallResult) -> float:
     """Return the largest relative difference between two results; infinite if they do not have the same parts."""
     if len(expected.results) != len(found.results):
-        return float("inf")
+        return math.inf
 
     # Results are compared one by one, each relative to its own norm.
     results = zip(expected.results, found.results, strict=True)
@@ -98,7 +94,7 @@ def gradient_difference(expected: CallResult, found: CallResult) -> float:
     pairs = _gradient_pairs(expected, found)
     distance = sum(_norm(a.float() - b.float()) ** 2 for a, b in pairs) ** 0.5
     size = sum(_norm(a) ** 2 for a, _ in pairs) ** 0.5
-    return distance / size if size > 0 else float("inf")
+    return distance / size if size > 0 else math.inf
 
 
 def _gradient_pairs(expected: CallResult, found: CallResult) -> list[tuple[Tensor, Tensor]]:
@@ -117,15 +113,17 @@ def _gradient_pairs(expected: CallResult, found: CallResult) -> list[tuple[Tenso
 def _relative(expected: Tensor, found: Tensor, floor: float) -> float:
     """Return the norm of the difference, relative to that of `expected`, or to `floor` if that is larger."""
     if expected.shape != found.shape:
-        return float("inf")
+        return math.inf
 
     distance = _norm(expected.float() - found.float())
-    size = max(_norm(expected), floor)
     if distance == 0.0:
         return 0.0
 
     # A result that is not finite differs from everything: nan is not below any tolerance.
-    return distance / size if size > 0 and distance == distance else float("inf")
+    size = max(_norm(expected), floor)
+    if size == 0.0 or math.isnan(distance):
+        return math.inf
+    return distance / size
 
 
 def _norm(tensor: Tensor) -> float:

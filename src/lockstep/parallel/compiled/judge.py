@@ -50,21 +50,21 @@ class Judge:
         """
         # Only rank 0 reads the file: the caches of two machines differ, and all ranks must decide by the same facts.
         self._key = history.signature(self._model, self._runtime.device, [watch.sizes.describe(), bool(function)])
-        known = self._runtime.collectives.run_on_rank0(
-            lambda: {
-                "cold": history.is_cold(),
-                "records": {target: asdict(payoff) for target, payoff in history.read(self._key).items()},
-            }
-        )
+        cold, records = self._runtime.collectives.run_on_rank0(self._read_history)
 
         facts = replace(
             self._facts(function, watch.varying),
             steps_left=steps_left,
-            cold=known["cold"],
-            records={target: Payoff(**values) for target, values in known["records"].items()},
+            cold=cold,
+            records={target: Payoff(**values) for target, values in records.items()},
             spent_s=spent_s,
         )
         return decide(facts)
+
+    def _read_history(self) -> tuple[bool, dict[str, dict[str, float]]]:
+        """Return whether torch has compiled nothing on this machine, and the fields of the records by target."""
+        records = {target: asdict(payoff) for target, payoff in history.read(self._key).items()}
+        return history.is_cold(), records
 
     def remember(self, target: str, payoff: Payoff) -> None:
         """Write down for later runs what a target cost and gained, if this run has decided by measurements."""

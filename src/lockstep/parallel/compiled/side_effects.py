@@ -15,13 +15,14 @@ import torch
 import torch.nn.functional as F
 
 Function = Callable[..., Any]  # (model, *args), such as a task's loss
+Backend = Callable[[torch.fx.GraphModule, Any], Any]  # what compiles a graph
 
 
 class Unsuitable(Exception):
     """Something that torch could compile, and that must not be compiled."""
 
 
-def checked_backend(function: Function, alone: bool, backend: Any) -> Any:
+def checked_backend(function: Function, alone: bool, backend: Backend) -> Backend:
     """Return a backend that compiles the graph of `function`, but first refuses what must not be compiled.
 
     alone: there is one rank, so that collectives do not matter. backend: what compiles the graph in the end
@@ -44,9 +45,7 @@ def checked_backend(function: Function, alone: bool, backend: Any) -> Any:
             if "c10d" in str(node.target) or home.startswith("torch.distributed"):
                 raise Unsuitable(f"it contains a collective ({node.target})")
 
-        # The backend itself, which may be given by its name.
-        compile_checked = torch._dynamo.lookup_backend(backend) if isinstance(backend, str) else backend
-        return compile_checked(graph, inputs)
+        return backend(graph, inputs)
 
     return compile_graph
 
@@ -80,18 +79,7 @@ VIEWS = {
 
 # What changes its first argument, besides functions whose names end in an underscore, and names that only look so.
 IN_PLACE = {
-    "setitem",
-    "iadd",
-    "isub",
-    "imul",
-    "itruediv",
-    "ifloordiv",
-    "imod",
-    "ipow",
-    "imatmul",
-    "iand",
-    "ior",
-    "ixor",
+    *("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"),
 }
 NOT_IN_PLACE = {"and_", "or_", "not_", "is_"}
 # What changes its second and third argument, running statistics, if the sixth says so; its name, and its default.
@@ -122,16 +110,22 @@ def _changed_arguments(node: torch.fx.Node) -> list[Any]:
     """Return the arguments that an operation changes."""
     if node.op not in ("call_function", "call_method"):
         return []
+
+    # A norm updates its running statistics.
     if node.target in NORMS:
         name, default = NORMS[node.target]
         updates = node.args[5] if len(node.args) > 5 else node.kwargs.get(name, default)
-        return [*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")] if updates else []
+        if not updates:
+            return []
+        return [*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
+
     if not _is_in_place(node):
         return []
 
     # Operations on lists (`torch._foreach_mul_`) change every element.
     first = node.args[0] if node.args else None
-    return [node.kwargs.get("out"), *(first if isinstance(first, list | tuple) else [first])]
+    elements = first if isinstance(first, list | tuple) else [first]
+    return [node.kwargs.get("out"), *elements]
 
 
 def _is_in_place(node: torch.fx.Node) -> bool:

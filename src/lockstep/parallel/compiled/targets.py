@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -22,19 +22,37 @@ MOST_VERSIONS = 8  # of one block, for classes of sizes
 class Target:
     """The compiled code of one target. It stays on the model until `remove`."""
 
-    def __init__(self, name: str, model: nn.Module, function: Function | None, dynamic: bool, alone: bool):
-        """`dynamic`: sizes vary. `alone`: there is one rank, so that collectives do not matter."""
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        function: Function | None,
+        dynamic: bool,
+        alone: bool,
+        check_time: Callable[[], None],
+    ):
+        """`dynamic`: sizes vary. `alone`: there is one rank, so that collectives do not matter.
+
+        check_time: called with every graph that torch has traced; it raises if too much time has passed
+        """
         self.name = name
         self.model = model
         self.function: Function | None = None  # the compiled function, if the target is the loss
         self._modules: list[nn.Module] = []
 
+        # One function for all blocks: torch lets them share code only if their backends are equal.
+        compile_any = torch._dynamo.lookup_backend(BACKEND)  # which is a name, or already a function
+
+        def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            check_time()
+            return compile_any(graph, inputs)
+
         if name == LOSS:
             assert function is not None
             # Dimensions that vary are marked in the first call; all others are static.
             sizes = None if dynamic else False
-            backend = checked_backend(function, alone, BACKEND)
-            self.function = torch.compile(function, fullgraph=True, dynamic=sizes, backend=backend)
+            checked = checked_backend(function, alone, backend)
+            self.function = torch.compile(function, fullgraph=True, dynamic=sizes, backend=checked)
             return
 
         # A model that overrides `compile` compiles parts of itself, so every module may change.
@@ -43,7 +61,7 @@ class Target:
         modules = find_blocks(model) if name == BLOCKS else [model]
         for module in modules:
             # Such a model chooses its own options, and its `compile` need not take any.
-            options = {} if compiles_itself(module) else {"dynamic": dynamic, "backend": BACKEND}
+            options = {} if compiles_itself(module) else {"dynamic": dynamic, "backend": backend}
             CallChain.of(module).compile(**options)
 
         # Those whose call is another one now, to undo exactly that.
