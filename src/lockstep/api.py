@@ -452,6 +452,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
         except SystemExit as error:
             if error.code:
                 raise
+
             regular_exit = error  # sys.exit() inside the loop is a regular end, if all ranks do it
 
         own.close(f"sys.exit() at {rank_record.raising_line(regular_exit)}" if regular_exit else "")
@@ -497,6 +498,7 @@ def _fit_here(task: Task, resolved: Resolved, name: str, callbacks: Sequence[Any
     with running(resolved, name, task.unit) as builder:
         builder.callbacks += callbacks
         summary = loop.fit(task, builder)
+
     return RunResult(builder.folder.path, summary, task)
 
 

@@ -119,6 +119,7 @@ def parse_worlds(text: str | None) -> list[int]:
     if text is None:
         most = visible_gpus() or available_cores()
         return [world for world in (1, 2, 4, 8) if world <= max(2, most)]
+
     return sorted(set(_numbers("--worlds", text)))
 
 
@@ -240,6 +241,7 @@ def layers_of(way: str) -> list[Any]:
         words = shlex.split(way)
     except ValueError as error:
         raise UserError(f"--way {way} cannot be read: {error}", "", "use --way 'key=value key=value'") from None
+
     return read_layers([], words)
 
 

@@ -26,6 +26,7 @@ def write_pictures_and_page(result: Result, folder: Path) -> Path:
     page = folder / "report.html"
     with replacing(page) as draft:
         draft.write_text(page_of(result, pictures), encoding="utf-8")
+
     return page
 
 
@@ -166,5 +167,6 @@ def _cell(value: Any) -> str:
     spread = ""
     if number:
         text, _, spread = text.partition(" (")
+
     below = f"<br/><small>{escaped(spread.rstrip(')'))}</small>" if spread else ""
     return f"<td{style}>{escaped(text)}{below}</td>"

@@ -235,6 +235,7 @@ class Team:
         """Resume all ranks with a command and return their answers, by rank."""
         for pipe in self._commands:
             pipe.write(f"{command}\n".encode())
+
         return self._collect()
 
     def __enter__(self) -> Team:

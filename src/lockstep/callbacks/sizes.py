@@ -28,6 +28,7 @@ class ProgressiveSizes:
             raise UserError(
                 f"ProgressiveSizes({dict(sizes)}) has no size for step 0", "", "give a size for 0: {0: 128, 5000: 224}"
             )
+
         for step in sizes:
             if not isinstance(step, int) or step < 0:
                 raise UserError(
@@ -35,6 +36,7 @@ class ProgressiveSizes:
                     "",
                     "give whole numbers: {0: 128, 5000: 224}",
                 )
+
         self.sizes = dict(sorted(sizes.items()))
         self.resize = resize
 

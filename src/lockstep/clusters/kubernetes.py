@@ -179,6 +179,7 @@ def _processes(request: JobRequest, options: argparse.Namespace) -> tuple[int | 
         gpus = most
     if gpus < 0:
         raise UserError(f"--gpus-per-node {gpus} is not a number of GPUs", "", "use 0 or more")
+
     if gpus and most and most > gpus:
         raise UserError(
             f"--nproc {request.nproc} needs more GPUs than a pod has",
@@ -257,6 +258,7 @@ def _plain_names(dumper: yaml.SafeDumper, fields: Manifest) -> yaml.MappingNode:
         is_plain = re.fullmatch(r"[A-Za-z][A-Za-z0-9]+([./-][A-Za-z0-9]+)*", key.value)
         if is_plain and key.value.lower() not in ("yes", "no", "on", "off", "true", "false", "null"):
             key.style = None
+
     return node
 
 

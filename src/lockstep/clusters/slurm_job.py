@@ -221,6 +221,7 @@ def _combinations(vary: Sequence[str]) -> tuple[tuple[str, ...], ...]:
         key, equals, values = word.partition("=")
         if not (key and equals and values):
             raise UserError(f"--vary {word} is not a setting", "the form is key=A,B", "use --vary lr.peak=1e-3,3e-4")
+
         if key in ("run_dir", "resume"):
             raise UserError(
                 f"--vary {key} is not possible: each run of an array has a folder of its own, in which it resumes",

@@ -67,7 +67,9 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for key, value in pairs:
         if key in values:
             raise ValueError(f"{key} is set twice")
+
         values[key] = value
+
     return values
 
 

@@ -21,6 +21,7 @@ class DatasetSource(BatchSource):
         """End the worker processes, if there are any."""
         if isinstance(self._reading, LoaderBatches):
             self._reading.close()
+
         self._reading = None
 
     def read_again(self, micro: MicroBatch) -> Any:

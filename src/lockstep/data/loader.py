@@ -168,6 +168,7 @@ def is_empty(batch: Any) -> bool:
     for tensor in _tensors(batch):
         if tensor.dim() and tensor.shape[0]:
             return False
+
         has_tensors |= tensor.dim() > 0
 
     return has_tensors

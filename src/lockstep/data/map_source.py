@@ -176,6 +176,7 @@ class MapSource(DatasetSource):
         if self._padding_batch is None:
             with self.reading_here():
                 batch = self.reader.nonempty_batch(self.options.micro_batch)
+
             self._padding_batch = to_device(batch, self.options.device)
 
         micro.data = self._padding_batch

@@ -201,6 +201,7 @@ class StepOrder:
         for start, stop in self.skipped_spans:
             if start <= position < stop:
                 position = stop
+
         window = next_window(position, self.epoch_length, self.options.global_batch, self.options.tail)
         if not self.skipped_spans:
             return window

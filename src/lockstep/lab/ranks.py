@@ -52,6 +52,7 @@ def _asked(text: str) -> int:
             "no GPU is visible here" if text == "gpu" else "",
             'set it to a number above 0, or to "gpu" for one rank on each GPU',
         )
+
     return count
 
 

@@ -53,6 +53,7 @@ class Adafactor(torch.optim.Optimizer):
         for p in parameters:
             if not self.state[p]:
                 self.state[p].update(_first_state(p))
+
             self.state[p]["step"] += 1
 
         # A column mean of a matrix runs over rows on several ranks. A tensor with more dimensions is sharded along its

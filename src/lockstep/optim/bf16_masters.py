@@ -229,6 +229,7 @@ def _scrambled(indices: Tensor, key: int) -> Tensor:
     mixed = indices * _signed(0x9E3779B1) + _signed(key)
     for factor in (0x85EBCA6B, 0xC2B2AE35):
         mixed = (mixed ^ (mixed >> 15 & 0x1FFFF) ^ _signed(key >> 32)) * _signed(factor)
+
     return mixed ^ (mixed >> 16 & LOW_BITS)
 
 

@@ -224,6 +224,7 @@ class Optimizers:
             before_change()
             for optimizer in self._switching:
                 getattr(optimizer, mode)()
+
             self._after_step()
 
     def refuse_coupled(self, owner: str) -> None:
@@ -325,6 +326,7 @@ class Optimizers:
         """Allow the user to step the optimizers again."""
         for hook in self._hooks:
             hook.remove()
+
         self._hooks = []
 
     def _all_fused(self, kinds: tuple[type[torch.optim.Optimizer], ...]) -> bool:

@@ -184,6 +184,7 @@ class SchedulerRate(GuardedRates):
         else:
             for entry, saved in zip(self._entries, state["schedulers"], strict=True):
                 load(entry.scheduler, saved["state"])
+
             for group, rate in zip(self.groups, state["rates"], strict=True):
                 set_rate(group, rate)
 

@@ -37,6 +37,7 @@ class ShardedOptimizers(Optimizers):
         for optimizer in self.all:
             for group in optimizer.param_groups:
                 group["params"] = [p for p in group["params"] if id(p) in owned]
+
             # Some optimizers, such as Adagrad, create their state in the constructor.
             for p in [p for p in optimizer.state if id(p) not in owned]:
                 del optimizer.state[p]

@@ -65,6 +65,7 @@ def apply(
     # Replace single layers before the model's calls are wrapped.
     if axes and not pipelined and mesh.sizes["tp"] > 1:
         shard_layers(model, task, axes, runtime)
+
     _adapt_layers(model, config, runtime, pipelined)
 
     # What the user has compiled stays as it is.

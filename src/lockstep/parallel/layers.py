@@ -83,6 +83,7 @@ def adapt_sync_batchnorm(model: nn.Module, runtime: Runtime, pipelined: bool) ->
     for name, module in model.named_modules():
         if not isinstance(module, nn.SyncBatchNorm):
             continue
+
         if pipelined:
             raise UserError(
                 f"{name!r} is a SyncBatchNorm, which cannot be used in a pipeline (mesh.pp)",

@@ -53,6 +53,7 @@ class Option:
     def text(self, missing: int | None) -> str:
         if self.saves is None:
             return self.typed
+
         verdict = ", enough by itself" if self.enough(missing) else ""
         return f"{self.typed} (about {amount(self.saves)} less{verdict})"
 
@@ -64,6 +65,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     for tensor in tensors:
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         sizes[local.data_ptr() if local.numel() else id(local)] = local.nbytes
+
     return sum(sizes.values())
 
 
@@ -115,5 +117,7 @@ def amount(count: float) -> str:
     for unit in ("B", "KiB", "MiB"):
         if abs(count) < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+
         count /= 1024
+
     return f"{count:.1f} GiB"

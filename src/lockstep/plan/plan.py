@@ -131,6 +131,7 @@ def _global_batch(config: RunConfig, data_size: int) -> tuple[int, str]:
     """Return the samples of a step. The two keys exclude each other (config/conflicts.py)."""
     if config.local_batch is not None:
         return config.local_batch * data_size, f"local_batch {config.local_batch} x {_ranks(config, data_size)}"
+
     if config.global_batch is None:
         raise UserError(
             "neither global_batch nor local_batch is set",

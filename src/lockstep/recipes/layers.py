@@ -80,7 +80,9 @@ class SelfAttention(nn.Module):
         if self.norm_eps is not None:
             q = rms(q, self.norm_eps)
             k = rms(k, self.norm_eps)
+
         if rotation is not None:
             q = rotate(q, rotation)
             k = rotate(k, rotation)
+
         return self.out(merge_heads(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)))

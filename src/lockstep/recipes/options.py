@@ -31,6 +31,7 @@ def takes_options(*groups: type[Any]) -> Callable[[Constructor], Constructor]:
             for name, value in options.items():
                 if name not in group_of:
                     raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}")
+
                 values[group_of[name]][name] = value
 
             init(self, *(group(**chosen) for group, chosen in values.items()))

@@ -195,7 +195,9 @@ def human(size: int) -> str:
     for unit in ("B", "KB", "MB"):
         if size < 1024:
             return f"{size:g} {unit}"
+
         size //= 1024
+
     return f"{size:g} GB"
 
 

@@ -131,6 +131,7 @@ class TrainProcess:
             for record in found:
                 if record["time"] > since and event in (None, record.get("event")):
                     return record
+
             time.sleep(0.02)
 
         raise self._failure(file)

@@ -86,12 +86,14 @@ def first_step(way: str, world: int, folder: Path, threads: int) -> tuple[float,
         )
     except subprocess.TimeoutExpired:
         raise RanksEnded(f"{way} did not end", f"for {LIMIT_S:.0f} s", "look at the load of the machine") from None
+
     ended = time.time() - began
 
     if done.returncode or not stamp.exists():
         raise RanksEnded(
             f"{way} failed with exit code {done.returncode}", done.stderr[-1500:], "fix that, and measure again"
         )
+
     return float(stamp.read_text()) - began, ended
 
 
@@ -101,6 +103,7 @@ def _command(way: str, world: int) -> list[str]:
         launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(world), SCRIPT.name]
     else:
         launcher = ["lockstep", "train", SCRIPT.name, "--nproc", str(world)]
+
     return [sys.executable, "-m", *launcher]
 
 
@@ -111,4 +114,5 @@ def _row(way: str, world: int, taken: dict[str, list[tuple[float, float]]]) -> d
         these, those = ([found[index] for found in taken[each]] for each in (way, BASE))
         row[f"{name}_s"] = estimate(these)
         row[f"{name}_ratio"] = ratio(these, those)
+
     return row

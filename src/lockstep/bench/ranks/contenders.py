@@ -308,6 +308,7 @@ def with_lightning(workload: Workload) -> Iterator[None]:
             raise errors[0]
         if ended.is_set():
             return
+
         yield
 
 

@@ -246,6 +246,7 @@ class _ObjectReader(io.RawIOBase):
         if not self.closed:
             with _as_os_error(self._address):
                 self._file.close()
+
         super().close()
 
 

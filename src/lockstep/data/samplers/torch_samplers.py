@@ -33,9 +33,11 @@ def as_sampler(sampler: Any, samples: int, seed: int) -> Sampler:
     """
     if sampler is None:
         return ShuffledSampler(samples, seed)
+
     if isinstance(sampler, Sampler):
         _check_fits(sampler, samples)
         return sampler.with_seed(seed) if hasattr(sampler, "with_seed") else sampler
+
     if isinstance(sampler, TorchSampler):
         return from_torch(sampler, samples, seed)
 
@@ -87,6 +89,7 @@ def from_torch(sampler: Any, samples: int, seed: int) -> Sampler:
         return SequentialSampler(samples)
     if kind is WeightedRandomSampler:
         return WeightedSampler(sampler.weights.numpy(), sampler.num_samples, sampler.replacement, seed)
+
     if kind is DistributedSampler:
         # A run divides the samples among the ranks itself.
         return ShuffledSampler(samples, seed) if sampler.shuffle else SequentialSampler(samples)

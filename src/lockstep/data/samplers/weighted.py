@@ -56,6 +56,7 @@ class WeightedSampler(SeededSampler):
         if not self.replacement:
             order = self._orders.get(epoch, lambda: _Order(self._clocks(epoch)))
             return self._drawable[order.part(start, stop)]
+
         # A draw is the place of a uniform number among the cumulated weights.
         draws = uniforms(self.key("weighted", epoch), start, stop) * self._bounds[-1]
         places = np.searchsorted(self._bounds, draws, side="right")

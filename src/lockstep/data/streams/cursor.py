@@ -82,7 +82,9 @@ class Cursor:
             sample = self._next()
             if sample is _END:
                 break
+
             samples.append(sample)
+
         self.taken += len(samples)
 
         # The state comes before the look at the next sample, which is not taken yet.
@@ -170,6 +172,7 @@ class Cursor:
                 row = self._named(apply, shards.after, row)
                 if row is not DROPPED:
                     return row
+
                 continue
 
             # At the end of the files, the packer completes the rows that are still open.
@@ -188,6 +191,7 @@ class Cursor:
                 continue
             if packer is None:
                 return sample
+
             self._named(packer.add, sample)
 
     def _named(self, function: Callable[..., Any], *arguments: Any) -> Any:

@@ -186,6 +186,7 @@ class _Shard(IterableDataset):
         if self.only_worker is not None:
             if worker != self.only_worker:
                 return
+
             workers, worker = 1, 0
 
         # Every worker reads all micro-batches of the rank, and collates and sends its own.

@@ -43,6 +43,7 @@ def grade(learner: Learner) -> Iterator[Finding]:
 
     if right:
         yield from _loop(learner)
+
     yield from _proof(learner)
 
 
@@ -265,6 +266,7 @@ def _loop(learner: Learner) -> Iterator[Finding]:
     )
     if len(orders) != 2:
         return
+
     yield Finding(
         "the order of the samples changes with the epoch",
         orders[0] != orders[1],
@@ -333,6 +335,7 @@ def _train(module: ModuleType) -> dict[str, Any]:
 
             if forget:
                 optimizer.zero_grad()
+
             F.cross_entropy(copied(torch.stack(x)), torch.tensor(y)).backward()
 
             optimizer.step()

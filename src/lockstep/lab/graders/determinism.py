@@ -65,6 +65,7 @@ def _sum(module: ModuleType) -> tuple[Tensor, int]:
     parts = _parts()
     with CountCollectives() as counted:
         total = module.add_up([parts[index] for index in module.mine(rank, world)])
+
     return total, counted.bytes()
 
 

@@ -40,6 +40,7 @@ def grade(learner: Learner) -> Iterator[Finding]:
     sharded = yield from _sharding(learner)
     if not sharded:
         return
+
     yield from _training(learner)
     yield from _bytes(learner)
     yield from _precision(learner)
@@ -84,6 +85,7 @@ def _sharding(learner: Learner) -> Iterator[Finding]:
     )
     if plain:
         return False
+
     yield Finding(
         "each block is gathered by itself",
         gathers > LAYERS,
@@ -108,8 +110,10 @@ def _shard(module: ModuleType) -> tuple[list[str], int, int]:
     plain = [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]
     with CountCollectives() as counted:
         loss = language_loss(model, _text(0))
+
     with CountCollectives() as again:
         loss.backward()
+
     return plain, counted.count("all_gather"), again.count("all_gather")
 
 
@@ -172,6 +176,7 @@ def _bytes(learner: Learner) -> Iterator[Finding]:
         why = "count what this rank holds"
         if abs(times - RANKS) < 0.2:
             why = "numel() of a DTensor is that of the whole tensor: count to_local()"
+
         yield Finding(
             f"bytes of {name} on a rank are 1 / {RANKS} of all",
             abs(times - 1) < 0.01,
@@ -262,6 +267,7 @@ def _full(learner: Learner, folder: Path) -> Iterator[Finding]:
     # A file that several ranks have written holds what the last of them had, which says nothing more.
     if not alone:
         return
+
     if not path.exists():
         yield Finding("it writes the path that it is given", False, "no file", "")
         return
@@ -330,6 +336,7 @@ def _explain_resharded(off: float, moments: bool, lr: float) -> str:
             "dcp.load fills the tensors of the dictionary that it gets. Plain numbers, such as the learning rate, and "
             "tensors that were copied come back with set_state_dict only: call it afterwards"
         )
+
     if off < 0.01:
         return "the weights came back, but Adam began again: save and load the optimizer's state as well"
     return "dcp.load fills the tensors of the dictionary that it gets: give it to set_state_dict afterwards"
@@ -358,6 +365,7 @@ def _load_sharded(module: ModuleType, folder: Path, expected: dict[str, Tensor])
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
+
     module.load_sharded(model, optimizer, folder)
     moments = any(bool(state["exp_avg"].to_local().any()) for state in optimizer.state.values())
     return _off(_next(model, optimizer), expected), moments, optimizer.param_groups[0]["lr"]

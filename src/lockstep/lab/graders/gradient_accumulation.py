@@ -121,6 +121,7 @@ def _same(got: Tensor, wanted: Tensor, parts: int, samples: int) -> tuple[bool, 
 
     if factor == 0:
         return False, ("the weights did not change", "call optimizer.step() after the last micro-batch")
+
     return False, (
         f"its gradient is {factor:.3g} times as long as the batch's",
         "add up the gradients of all micro-batches before optimizer.step(), with no zero_grad and no step in between",
@@ -238,6 +239,7 @@ def _epoch(learner: Learner) -> Iterator[Finding]:
     )
     if steps != 3:
         return
+
     yield Finding(
         "8 micro-batches, 4 to an update, are 2 updates",
         even == 2,

@@ -36,6 +36,7 @@ def grade(learner: Learner) -> Iterator[Finding]:
     # What one rank does wrong would only show again on two.
     if not all(finding.passed for finding in alone):
         return
+
     applied, same = zip(*learner.run(_two_ranks), strict=True)
     together = applied[0] == applied[1] and all(same)
     yield Finding(
@@ -136,6 +137,7 @@ def _overflowed(module: Any, value: float, layers: tuple[int, ...]) -> dict[str,
     weights = list(model.parameters())
     for weight in weights:
         nn.init.constant_(weight, 0.25)
+
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
     scaler, batch = module.LossScaler(SCALE), torch.full((2, 4), 0.5)
     applied = module.train_step(model, _mean, batch, optimizer, scaler, torch.float16)
@@ -147,6 +149,7 @@ def _overflowed(module: Any, value: float, layers: tuple[int, ...]) -> dict[str,
     before = tensors()
     for place in layers:
         weights[place].register_hook(lambda gradient: gradient * value)
+
     batch = batch if layers else batch * value
     reported = module.train_step(model, _mean, batch, optimizer, scaler, torch.float16)
     after = tensors()
@@ -279,6 +282,7 @@ def _scales(found: dict[str, Any]) -> Iterator[Finding]:
     )
     if scales[2] != half:
         return
+
     expected = [SCALE, SCALE, half, half, half, SCALE, SCALE, SCALE, 2 * SCALE, 2 * SCALE, 2 * SCALE]
     yield Finding(
         "3 good steps in a row double it, and 3 more again",
@@ -292,6 +296,7 @@ def _explain_scales(scales: list[float], half: float) -> str:
     """Return what is wrong with the scales after good steps, an overflow in step 3, and good steps again."""
     if scales[2] == half and scales[3] > half:
         return "An overflow must begin the count of good steps again: the scale grew too early."
+
     if any(later < earlier for earlier, later in pairwise(scales[2:])):
         return (
             "The scale fell after good steps: halve it only after an overflow, and call optimizer.zero_grad() in every "

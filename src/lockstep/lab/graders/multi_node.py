@@ -178,6 +178,7 @@ def _readable(path: Path) -> bool:
         torch.load(path)
     except Exception:  # torch raises several kinds for a torn file
         return False
+
     return True
 
 
@@ -187,6 +188,7 @@ def _counted_writes(module: Any, place: Path) -> int:
     mine.mkdir()
     with mock.patch("torch.save", side_effect=torch.save) as saved:
         module.save(mine, 3, *_net(1))
+
     return saved.call_count
 
 
@@ -231,6 +233,7 @@ def _alone(found: dict[str, Any]) -> Iterator[Finding]:
     )
     if not skipped:
         return
+
     yield Finding(
         "it loads the weights", found["weights"], "", "model.load_state_dict is missing, or loads the wrong file."
     )

@@ -144,6 +144,7 @@ class _AllReduceWatch:
         if not kwargs.get("async_op"):
             self.blocking += 1
             return self.real(tensor, *args, **kwargs)
+
         self.works.append(_Watched(self.real(tensor, *args, **kwargs), self))
         return self.works[-1]
 
@@ -156,6 +157,7 @@ def _watched(module: Any, watch: _AllReduceWatch) -> Iterator[None]:
         stack.enter_context(mock.patch("torch.distributed.all_reduce", watch.all_reduce))
         for name in names:
             stack.enter_context(mock.patch.object(module, name, watch.all_reduce))
+
         yield
 
 
@@ -204,6 +206,7 @@ def _in_shared_buckets(module: Any) -> list[float]:
         model(torch.full((2, 64), 1.0 + dist.get_rank())).square().sum().backward()
         sync.finish()
         ratios.append(_ratio(model, _uneven(), lambda output: output.square().sum()))
+
     return ratios
 
 
@@ -215,6 +218,7 @@ def _shared(ranks: list[list[float]]) -> Finding:
     )
     if all(abs(ratio - ratios[0]) < 1e-3 for ratio in ratios) and ratios[0]:
         why = f"On {len(ranks)} ranks they are {ratios[0]:.3g} times the average: divide by dist.get_world_size()."
+
     return Finding(
         f"and so they are on {len(ranks)} ranks, with several parameters of different shapes in a bucket",
         all(abs(ratio - 1) < 1e-3 for ratio in ratios),
@@ -230,6 +234,7 @@ def _ratio(
     average = average or _net()
     for rank in range(dist.get_world_size()):
         (loss_of(average(torch.full((2, 64), 1.0 + rank))) / dist.get_world_size()).backward()
+
     expected = torch.cat([parameter.grad.flatten() for parameter in average.parameters() if parameter.grad is not None])
     found = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
     ratio = (found.norm() / expected.norm()).item()
@@ -244,6 +249,7 @@ def _synchronised(ranks: list[dict[str, Any]]) -> Iterator[Finding]:
     # The calls of the second step are judged: they say nothing if that step did not begin anew.
     if not averaged.passed and abs(ranks[0]["ratios"][0] - 1) < 1e-4:
         return
+
     yield from _recorded(ranks[0])
     yield from _overlapped(ranks[0])
 
@@ -344,6 +350,7 @@ def _arithmetic(found: dict[str, Any]) -> Iterator[Finding]:
     why = "Time in which two all-reduces run counts once, and time that compute hides does not count."
     if abs(fraction - 0.6) < 1e-9:
         why = "This is all communication. Only the part that no compute hides makes the step longer."
+
     yield Finding("25 of 100 are exposed communication", abs(fraction - 0.25) < 1e-9, f"{100 * fraction:.0f}", why)
 
     gaps = found["gaps"]

@@ -31,6 +31,7 @@ def cause_of(report: VerifyReport) -> str:
 def _explain(report: VerifyReport) -> str:
     if not report.causes:
         return f"type `lockstep verify {report.target}` to see the table"
+
     cause = report.causes[0]
     evidence = f" ({cause.evidence})" if cause.evidence else ""
     return f"{cause.title}{evidence}. To fix it: {cause.fix}"

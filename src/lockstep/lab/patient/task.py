@@ -100,6 +100,7 @@ class Patient(Task):
         for fault in self.faults:
             if self.step == fault.step and int(os.environ.get("RANK", "0")) == fault.rank and self._note(fault):
                 return fault.cause
+
         return None
 
     def _note(self, fault: PlantedFault) -> bool:
@@ -108,6 +109,7 @@ class Patient(Task):
             (self.marks / fault.cause).touch(exist_ok=False)
         except FileExistsError:
             return False
+
         return True
 
 

@@ -70,6 +70,7 @@ def _step_copy(
     for scale in SCALES:
         for p in parameters:
             p.grad = (scale * torch.randn(p.shape, generator=generator, dtype=dtype)).to(p)
+
         if one_by_one:
             step_with_stand_ins(copied, gather=True)
         else:
@@ -137,4 +138,5 @@ def _state_like(value: Any, p: Tensor, tensor: Tensor) -> Any:
     if isinstance(value, Tensor) and value.dim() and value.shape == p.shape:
         first = local(value).flatten()[:1]
         return torch.full_like(tensor, float(first) if first.numel() else 0.0, requires_grad=False)
+
     return copy.deepcopy(value)

@@ -77,6 +77,7 @@ class Compilation:
         # Post without waiting: the other ranks may now look for this rank's code.
         if first:
             runtime.store_barrier("compiled first", timedelta(0))
+
         self._meet()
 
         # All ranks keep the target, or none of them does: compiled and eager ranks would differ in the last bits.

@@ -384,5 +384,6 @@ class ModelCall(Link):
         # `_call_impl` is the model's call without links; blocks inside it may be compiled by themselves.
         if compiler.code is None:
             return self.inner(*args, **kwargs)
+
         with compiler.code.target.uncompiled():
             return compiler.driver.model._call_impl(*args, **kwargs)

@@ -76,6 +76,7 @@ def fits(shapes: Sequence[Shape], compiled: Sequence[Shape], dynamic: Dims) -> b
     for index, (shape, expected) in enumerate(zip(shapes, compiled, strict=True)):
         if len(shape) != len(expected):
             return False
+
         for dim, (size, known) in enumerate(zip(shape, expected, strict=True)):
             if size == known:
                 continue

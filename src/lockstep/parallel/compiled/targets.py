@@ -80,6 +80,7 @@ class Target:
         with ExitStack() as stack:
             for module in self._modules:
                 stack.enter_context(CallChain.of(module).bypassed())
+
             yield
 
     def remove(self) -> None:

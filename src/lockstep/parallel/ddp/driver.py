@@ -195,6 +195,7 @@ class DDPDriver(Driver):
         if not self._replica._lockstep_calls.with_gradients:
             if self._replica._lockstep_calls.any:
                 raise no_gradient()
+
             raise UserError(
                 "the loss was computed without calling the model that Lockstep passed in",
                 f"{type(self.model).__name__} or a part of it was called directly, so its gradients would not be "
@@ -303,6 +304,7 @@ def check_reached(missed: list[str], trainable: int) -> None:
     """Raise if a backward missed some parameters. `trainable` is the number of all trainable parameters."""
     if len(missed) == trainable:
         raise no_gradient()
+
     if missed:
         raise UserError(
             f"the loss of a micro-batch does not depend on every trainable parameter: no gradient for "

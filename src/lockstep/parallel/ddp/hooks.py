@@ -81,6 +81,7 @@ class CommHook:
         if ddp_bucket.is_last():
             while self._pending:
                 self._pending = _advance(self._pending)
+
             self.finish()
 
         return done

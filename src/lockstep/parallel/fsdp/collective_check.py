@@ -110,6 +110,7 @@ class CollectiveCheck:
         # Without any gradient, torch starts no collective.
         if any(has_gradient):
             self.compare(REDUCE, number, has_gradient)
+
         original(*unused)
 
 

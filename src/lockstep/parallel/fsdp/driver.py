@@ -307,6 +307,7 @@ def describe_blocks(count: int, separate: int) -> dict[str, str]:
     """Return a banner line if not all of the `count` blocks are sharded separately, because some share parameters."""
     if separate == count:
         return {}
+
     reason = "share a parameter with others: they are gathered together with the rest"
     return {"fsdp": f"{count - separate} of {count} blocks {reason}"}
 

@@ -184,6 +184,7 @@ def _is_set(cell: types.CellType) -> bool:
         cell.cell_contents  # noqa: B018 an empty cell raises
     except ValueError:
         return False
+
     return True
 
 

@@ -180,6 +180,7 @@ class PipelineDriver(ShardedDriver):
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         if self._tp.world.alone and not self._sharded:
             return list(torch._foreach_norm(tensors)) if tensors else []  # a stage holds its tensors in full
+
         squared = self._tp.all_reduce_(self._replicas.all_reduce_(self._squared_terms(tensors)))
         return list(squared.sqrt().unbind())
 

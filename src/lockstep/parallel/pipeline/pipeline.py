@@ -192,6 +192,7 @@ class Pipeline:
             # If the ranks group their micro-batches differently, each micro-batch goes alone.
             if any(peer_groups != groups for peer_groups, _ in peers):
                 groups = [[index] for index in indices]
+
             # A shape that is new on one rank is inferred on all of them.
             new = [any(flags) for flags in zip(*(peer_new for _, peer_new in peers), strict=True)]
 
@@ -353,6 +354,7 @@ class _SendingStage(PipelineStage):
                 torch.zeros_like(received.buffer) if gradient is None else gradient  # pyrefly: ignore[bad-argument-type]
                 for gradient, received in pairs
             )
+
         return super().get_bwd_send_ops(bwd_chunk_id)
 
 
@@ -393,6 +395,7 @@ class _PreparedSchedule:
             # torch wraps an error from a stage in a RuntimeError.
             if error.__cause__ is None:
                 raise
+
             raise error.__cause__ from None
 
 

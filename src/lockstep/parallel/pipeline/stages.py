@@ -87,6 +87,7 @@ def list_layers(model: nn.Module, listed: Sequence[nn.Module] | None) -> list[nn
 def _flatten_sequential(module: nn.Module) -> list[nn.Module]:
     if type(module).forward is not nn.Sequential.forward:
         return [module]
+
     # Not children(), which yields a layer that occurs twice (a shared ReLU) only once.
     children = [child for child in module._modules.values() if child is not None]
     return [layer for child in children for layer in _flatten_sequential(child)]

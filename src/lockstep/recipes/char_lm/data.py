@@ -108,6 +108,7 @@ class Windows(Dataset[Tensor]):
         if limit is not None and limit < len(windows):
             # Evenly spaced, so that a small evaluation still covers the whole text.
             windows = windows[torch.arange(limit) * len(windows) // limit]
+
         self.windows = windows
 
     def __len__(self) -> int:

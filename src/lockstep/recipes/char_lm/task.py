@@ -165,4 +165,5 @@ class CharLM(Task):
                 "a window takes one character more than the context",
                 "set a larger task.max_bytes, or a smaller task.context",
             )
+
         return training, validation

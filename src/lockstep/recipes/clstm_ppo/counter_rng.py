@@ -24,6 +24,7 @@ def random_bits(*keys: int | Tensor) -> Tensor:
     bits = torch.zeros((), dtype=torch.int64)
     for key in keys:
         bits = _mix(bits + _STRIDE + key)
+
     return bits
 
 

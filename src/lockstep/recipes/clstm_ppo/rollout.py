@@ -91,6 +91,7 @@ class Cohort:
         for reward, starts in zip(days["rewards"].unbind(1), days["starts"].unbind(1), strict=True):
             self.discounted = self.discounted * discount * _like(~starts, reward) + reward
             sums.append(self.discounted)
+
         return torch.stack(sums, dim=1)
 
 

@@ -96,6 +96,7 @@ class RegimeSeries:
             days = torch.arange(length, device=envs.device)
             factor = counter_rng.normal(self.seed, counter_rng.RETURN, envs[:, None], episodes[:, None], days, -1)
             shock = (1 - self.correlation) ** 0.5 * shock + self.correlation**0.5 * factor[..., None]
+
         return self.drift * self.regimes(envs, episodes, length) + self.volatility * shock
 
     def regimes(self, envs: Tensor, episodes: Tensor, length: int) -> Tensor:

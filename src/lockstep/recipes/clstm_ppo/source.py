@@ -140,6 +140,7 @@ class Rollouts(BatchSource):
     def take(self) -> StepBatches:
         if self.days is None:
             self._collect()
+
         micros = [self._micro_batch(local) for local in range(len(self.cohorts))]
         return StepBatches(len(micros), micros, self.context.global_batch)
 

@@ -35,6 +35,7 @@ def update_(
         for p, grad, mean, square in zip(params, grads, means, squares, strict=True):
             if not p.numel():
                 continue
+
             _update[(triton.cdiv(p.numel(), BLOCK),)](
                 p, grad, mean, square, correction, divisor, skip,
                 float(lr), 1 - beta1, float(beta2), 1 - beta2, 1 - lr * weight_decay,

@@ -62,6 +62,7 @@ class Puzzles:
         """Make every example a puzzle and a group of its own. Without `ids` all have the same rule, number 0."""
         if ids is None:
             ids = np.zeros(len(inputs), dtype=np.int64)
+
         edges = np.arange(len(inputs) + 1)
         return Puzzles(inputs.astype(np.uint8), labels.astype(np.uint8), ids, edges, edges, symbols, id_count)
 
@@ -197,4 +198,5 @@ def _join_offsets(offsets: list[Array]) -> Array:
     joined = [np.zeros(1, dtype=np.int64)]
     for edges in offsets:
         joined.append(edges[1:].astype(np.int64) + joined[-1][-1])
+
     return np.concatenate(joined)

@@ -140,6 +140,7 @@ class Block(nn.Module):
             self.mix = SelfAttention(config.width, config.heads)
         else:
             self.mix = SwiGLU(config.positions_in_all, config.expansion)
+
         self.mlp = SwiGLU(config.width, config.expansion)
 
     def forward(self, x: Tensor, rotation: Rotation | None) -> Tensor:
@@ -165,6 +166,7 @@ class Level(nn.Module):
         x = state + (injection if more is None else injection + more)
         for block in self.blocks:
             x = block(x, rotation)
+
         return x
 
 

@@ -153,6 +153,7 @@ def _suits_kernel(tensor: Tensor) -> bool:
 def _kernel() -> Callable[..., None] | None:
     if not find_spec("triton"):
         return None
+
     from lockstep.recipes.hrm.adam_atan2_kernel import update_
 
     return update_

@@ -71,6 +71,7 @@ def make_splits(options: PuzzleOptions) -> tuple[Puzzles | IdGrids, Puzzles]:
     if options.data_path:
         folder = Path(options.data_path)
         return read_puzzles(folder / "train"), read_puzzles(folder / "test")
+
     if options.puzzle in SUDOKUS:
         return _sudoku_splits(options)
     return _maze_splits(options) if options.puzzle == "maze" else _id_grid_splits(options)
@@ -217,6 +218,7 @@ def shortest_way(grid: Array, start: Cell, goal: Cell) -> list[Cell] | None:
     while way[-1] != start:
         if len(came_from[way[-1]]) > 1:
             return None
+
         way.append(came_from[way[-1]][0])
 
     return way[::-1]

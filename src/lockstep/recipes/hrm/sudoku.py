@@ -148,6 +148,7 @@ class Solver:
                 cell = next((c for c in unit if candidates[c] & bit), None)
                 if cell is None:  # two digits fit only this one cell
                     return None
+
                 if candidates[cell] != bit:
                     candidates[cell] = bit
                     fixed += 1
@@ -207,6 +208,7 @@ def difficulty(grid: Grid, n: int, rng: random.Random, orders: int = 5) -> float
     solver = Solver(n, rng)
     for _ in range(orders):
         solver.solutions(grid, most=1)
+
     return solver.guesses / orders
 
 

@@ -220,6 +220,7 @@ class HRM(Task):
                 # Reported after 1, 2, 4, ... segments.
                 if segment & (segment - 1) == 0:
                     metrics[f"exact_{segment}"] = solved(*correct_cells(thought.logits.argmax(dim=-1), labels)).sum()
+
                 thought = model(thought.z_h, thought.z_l, batch["inputs"], puzzle)
 
         # The last segment gives the answer that counts.

@@ -112,6 +112,7 @@ class WireData(torch.utils.data.Dataset[Batch]):
         """Return the bytes that the wire carries: of `context` (N, C), and in mode `prompt` also of each question."""
         if self.mode == "context":
             return self.bytes.encode(context)
+
         shape = (*asked.answer.shape, context.shape[-1])
         return self.bytes.encode(np.concatenate([np.broadcast_to(context[:, None], shape), asked.question], -1))
 

@@ -141,6 +141,7 @@ class Blocks(nn.ModuleList):
         rotation = rotation_table(x.shape[1], self.head_width, x.device)
         for number, block in enumerate(self):
             x = block(x, rotation, added[number] if added is not None else NOTHING)
+
         return x
 
 

@@ -104,6 +104,7 @@ def _check_digest(weights: Path, about: Path) -> None:
     fix = f"remove {about} to train it again; a wire that was trained with the old one does not fit the new one"
     if not weights.exists():
         raise UserError(f"the frozen reader {weights} is missing", "", fix)
+
     if _digest(weights) != json.loads(about.read_text())["sha256"]:
         raise UserError(
             f"the frozen reader {weights} has changed", "its bytes are not those that were trained (sha256)", fix

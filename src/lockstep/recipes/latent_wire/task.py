@@ -182,6 +182,7 @@ class LatentWire(Task):
         with lockstep.run_eagerly(model):
             total, rows, reads = self._total(model, batch, write=True)
             metrics = evaluation_metrics(list(model.readers), batch, reads, model(batch, "other"), blanks, self.shape)
+
         return Loss(total, rows, metrics)
 
     def show(self, model: nn.Module) -> str:
@@ -277,5 +278,6 @@ def _is_reader(shape: list[Any]) -> bool:
     tokens, *sizes = shape or [None]
     if tokens not in TOKENIZERS or len(sizes) not in (3, 4) or not all(isinstance(size, int) for size in sizes):
         return False
+
     width, _, heads = sizes[:3]
     return min(sizes[:3]) > 0 and min(sizes) >= 0 and width % (2 * heads) == 0

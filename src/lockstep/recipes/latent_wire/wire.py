@@ -72,6 +72,7 @@ class WireShape:
         """Return where in the text, from 0 to 1, each vector looks first. Every group of vectors covers all of it."""
         if not self.spread:
             return None
+
         groups = (self.vectors, *[self.private] * readers)
         return [(i + 0.5) / count for count in groups for i in range(count)]
 

@@ -75,6 +75,7 @@ class LayerCache:
         """Append the keys and values of a word to the layer's own. Return all of them."""
         if self.own:
             new = tuple(torch.cat(pair, dim=2) for pair in zip(self.own, new, strict=True))
+
         self.own = new
         return new
 
@@ -212,6 +213,7 @@ class ImageEncoder(nn.Module):
 
         for layer in self.layers:
             x = layer(x)
+
         return self.pool(self.norm(x))
 
 

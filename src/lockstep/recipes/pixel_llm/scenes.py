@@ -186,6 +186,7 @@ class ShapeScenes(Dataset[Sample]):
             scene = draw_scene(self.kind, self.size, stream.at(index, attempt))
             if is_held_out(scene) == (self.split == COMP):
                 return scene
+
         raise AssertionError("no combination of this kind belongs to the split")
 
 

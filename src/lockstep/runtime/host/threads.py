@@ -110,6 +110,7 @@ def share_cores(env: MutableMapping[str, str], ranks: int) -> None:
     """Set OMP_NUM_THREADS for each of `ranks` processes in their environment, unless the user has set it."""
     if OMP_THREADS_VAR not in env or env[OMP_THREADS_VAR] == env.get(CORES_VAR):
         env[OMP_THREADS_VAR] = env[CORES_VAR] = str(cores_for(ranks))
+
     wait_asleep(env)
 
 
