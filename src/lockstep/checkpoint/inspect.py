@@ -223,15 +223,16 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> tuple[dict[str, A
             )
 
         # Parameters and buffers. Those without an average are read from the model's tensors.
-        for full_name in [name for name in reader.names() if name.startswith(_PREFIX)]:
-            name = full_name.removeprefix(_PREFIX)
-            original = reader.original(full_name)
+        with reader.keeping_open():
+            for full_name in [name for name in reader.names() if name.startswith(_PREFIX)]:
+                name = full_name.removeprefix(_PREFIX)
+                original = reader.original(full_name)
 
-            # If a tensor is tied to a tensor outside the model, it is written itself.
-            if original != full_name and original.startswith(_PREFIX):
-                aliases[name] = original.removeprefix(_PREFIX)
-            else:
-                tensors[name] = reader.read(f"{_AVERAGE}{name}" if ema and name in averages else full_name)
+                # If a tensor is tied to a tensor outside the model, it is written itself.
+                if original != full_name and original.startswith(_PREFIX):
+                    aliases[name] = original.removeprefix(_PREFIX)
+                else:
+                    tensors[name] = reader.read(f"{_AVERAGE}{name}" if ema and name in averages else full_name)
     except InvalidCheckpoint as problem:
         raise UserError(
             f"the checkpoint {checkpoint.location} {problem.verdict} and cannot be exported",

@@ -5,8 +5,10 @@ All files are verified against their digests before a tensor is used.
 
 from __future__ import annotations
 
+import io
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -24,7 +26,7 @@ from lockstep.checkpoint.manifest import (
     WrongFormat,
     byte_count,
 )
-from lockstep.checkpoint.manifest_reader import open_file
+from lockstep.checkpoint.manifest_reader import as_invalid, open_file
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
 from lockstep.errors import UserError
 
@@ -39,6 +41,9 @@ LOOK_PAUSE_S = 5.0
 # How many times a checkpoint that cannot be read is tried again, after the same pause. A search waits no longer than
 # this in all: whatever lasts is no transient error of a file server or an object store.
 READ_RETRIES = 3
+
+# How many files a reader keeps open. A rank may need those of thousands of ranks, and a process may not open so many.
+MAX_OPEN_FILES = 64
 
 # An all-gather of JSON values. All ranks call it in the same order.
 Gather = Callable[[Any], list[Any]]
@@ -192,6 +197,7 @@ class CheckpointReader:
         self.manifest = manifest
         self.skipped = list(skipped)  # one entry for each newer checkpoint, all of which are invalid
         self._header = cache(partial(read_header, checkpoint))  # each file's header is read only once
+        self._kept_open: dict[str, io.BufferedIOBase] | None = None  # by name; None outside of `keeping_open`
 
     def names(self) -> list[str]:
         """Return the names of all tensors, those of tied ones included."""
@@ -253,7 +259,7 @@ class CheckpointReader:
         data = torch.empty((last - first) * row_bytes, dtype=torch.uint8)
         rest = data.numpy().data
 
-        with open_file(self.checkpoint, piece.file) as file:
+        with self._open(piece.file) as file:
             file.seek(start + first * row_bytes)
             while rest:
                 count = file.readinto(rest)
@@ -267,6 +273,46 @@ class CheckpointReader:
             raise Damaged(self.checkpoint, piece.file, "ends too early")
 
         return data.view(_torch_dtype(dtype)).view(last - first, *piece.shape[1:])
+
+    @contextmanager
+    def keeping_open(self) -> Iterator[None]:
+        """Keep files open from one read to the next, until the end of the block.
+
+        In an object store, opening a file takes as long as reading a small tensor.
+        """
+        self._kept_open = {}
+        try:
+            yield
+        finally:
+            self._close_all(self._kept_open)
+            self._kept_open = None
+
+    @contextmanager
+    def _open(self, file: str) -> Iterator[io.BufferedIOBase]:
+        """Open a file, or take one that is kept open. Raises InvalidCheckpoint."""
+        kept_open = self._kept_open
+        if kept_open is None:
+            with open_file(self.checkpoint, file) as stream:
+                yield stream
+
+            return
+
+        if len(kept_open) == MAX_OPEN_FILES and file not in kept_open:
+            self._close_all(kept_open)
+
+        with as_invalid(self.checkpoint, file):
+            if file not in kept_open:
+                kept_open[file] = self.checkpoint.open(file)
+
+            yield kept_open[file]
+
+    def _close_all(self, streams: dict[str, io.BufferedIOBase]) -> None:
+        # What was read is complete, whatever closing says.
+        for stream in streams.values():
+            with suppress(OSError):
+                stream.close()
+
+        streams.clear()
 
     def _locate(self, piece: Piece, dtype: str) -> int:
         """Return the position of a piece in its file. Raises Damaged."""

@@ -1,15 +1,15 @@
 """The checkpoint manager: one object for everything that a run does with its checkpoints.
 
-    resume                            before the first step
-    ensure_rewind_checkpoint          before the first step: a policy that rewinds needs a checkpoint of the start
-    prepare                           after the first step, so that the first save is as short as the others
-    poll                              after each step: did the save in flight fail on this rank?
-    save_due, due_by_clock            after each step: is a save due?
-    is_new_best                       after an evaluation
-    save                              between two steps
-    abort_if_failed                   when the control word says that a rank failed to write its file
-    rewind                            when a step was not applied and the policy is rewind
-    settle, last_location, close      at the end
+    resume                               before the first step
+    ensure_rewind_checkpoint             before the first step: a policy that rewinds needs a checkpoint of the start
+    prepare                              after the first step, so that the first save is as short as the others
+    poll                                 after each step: did the save in flight fail on this rank?
+    save_due, due_by_clock               after each step: is a save due?
+    is_new_best                          after an evaluation
+    save                                 between two steps
+    abort_if_failed                      when the control word says that a rank failed to write its file
+    rewind                               when a step was not applied and the policy is rewind
+    settle, best, last_location, close   at the end
 
 `state/contents.py` collects what a rank writes, `saving` writes it, and `resume.py` loads a checkpoint. All ranks call
 these methods at the same step. `poll`, `save_due`, `due_by_clock`, `best`, `last_location` and `close` are local; all

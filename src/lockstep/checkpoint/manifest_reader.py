@@ -55,9 +55,15 @@ _KINDS = {dict: "an object", list: "a list", str: "text", int: "a count"}
 @contextmanager
 def open_file(checkpoint: Checkpoint, file: str) -> Iterator[io.BufferedIOBase]:
     """Open a file for reading. An OSError, while opening or reading, becomes Damaged or Unreadable."""
+    with as_invalid(checkpoint, file), checkpoint.open(file) as stream:
+        yield stream
+
+
+@contextmanager
+def as_invalid(checkpoint: Checkpoint, file: str) -> Iterator[None]:
+    """Turn an OSError in this block, which reads `file`, into Damaged or Unreadable."""
     try:
-        with checkpoint.open(file) as stream:
-            yield stream
+        yield
     except FileNotFoundError:
         raise Damaged(checkpoint, file, "missing") from None
     except OSError as error:

@@ -23,6 +23,7 @@ from rich.filesize import decimal
 from safetensors import safe_open
 
 from lockstep import faults
+from lockstep.checkpoint import load as load_module
 from lockstep.checkpoint.load import CheckpointReader
 from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, encode
 from lockstep.checkpoint.manifest_reader import decode, read_manifest
@@ -271,6 +272,31 @@ def test_any_slice_can_be_read_whatever_the_pieces(tmp_path_factory, data):
     part = reader.read_slice("x", [low for low, _ in corners], [high - low for low, high in corners])
     assert torch.equal(part, whole[tuple(slice(low, high) for low, high in corners)])
     shutil.rmtree(root)
+
+
+@pytest.mark.parametrize("most", [1, 64])
+def test_a_restore_opens_each_file_once(tmp_path, monkeypatch, most):
+    """Besides the header, as long as not too many files are open at a time."""
+    checkpoint = commit(tmp_path, 1, 3)
+    opened = []
+    open_file = FileSystemStorage.open
+
+    def note(self, key):
+        opened.append(open_file(self, key))
+        return opened[-1]
+
+    reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
+    monkeypatch.setattr(load_module, "MAX_OPEN_FILES", most)
+    monkeypatch.setattr(FileSystemStorage, "open", note)
+    with reader.keeping_open():
+        assert same({name: reader.read(name) for name in reader.names()}, state(1))
+        assert sum(not stream.closed for stream in opened) == min(most, 3)
+    assert all(stream.closed for stream in opened)
+    assert most == 1 or len(opened) == 2 * 3
+
+    # Outside of the block, nothing stays open.
+    reader.read("model.weight")
+    assert all(stream.closed for stream in opened)
 
 
 def test_a_slice_outside_and_an_unknown_name_are_refused(storage):

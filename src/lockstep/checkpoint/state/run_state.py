@@ -178,6 +178,12 @@ class RunState:
 
         Return descriptions of changes since the save that are not in `changed_settings`.
         """
+        with reader.keeping_open():
+            return self._restore(reader, plain_state, changed_settings)
+
+    def _restore(
+        self, reader: CheckpointReader, plain_state: JsonDict, changed_settings: Sequence[Change]
+    ) -> list[str]:
         self._check_callbacks(plain_state["parts"])
 
         # The model first: it checks that the checkpoint is of this model before anything is changed.
