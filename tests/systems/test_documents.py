@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from joining import write_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -496,6 +495,15 @@ def test_ranks_that_were_started_by_hand_have_a_configuration():
 
 
 # ---- the trading agent --------------------------------------------------------------------------------------
+
+
+def write_rank(rank: int, world_size: int, folder: str) -> None:
+    """Join as the documents do, and leave a file."""
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    total = torch.tensor(float(rank))
+    dist.all_reduce(total)
+    Path(folder, str(rank)).write_text(f"{total.item()} {os.environ['LOCAL_RANK']}")
+    dist.destroy_process_group()
 
 
 def test_a_function_is_launched_on_several_processes(tmp_path):
