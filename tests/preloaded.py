@@ -65,7 +65,7 @@ OPTIONS = ("-P", "-u")  # of Python, which `_work` knows
 SPARES = 3  # processes that wait to become one that a command starts; a `lockstep` command rarely starts a second one
 LARGE_PAGES = "glibc.malloc.hugetlb=1"  # of what malloc gives: a fork takes a quarter less time
 SERVERS = 2  # more than one for tests/pool.py, whose ranks shall differ in what differs between processes
-SHARED = "LOCKSTEP_TEST_SERVERS"  # an environment variable: the sockets of the servers that all workers share
+SHARED = "PRELOADED_TEST_SERVERS"  # an environment variable: the sockets of the servers that all workers share
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 _LENGTH = struct.Struct("<I")
 _PID = struct.Struct("<q")
