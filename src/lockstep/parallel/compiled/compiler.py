@@ -88,7 +88,7 @@ class Compiler:
         self._length = RunLength()
         # Steps run without cuDNN attention until it is known that sizes do not vary: it would make a plan for each new
         # size. The setting belongs to the process, so it is restored after each step: runs may take turns.
-        self._avoids_plans = judged
+        self._avoids_cudnn = judged
         self._settings = ExitStack()
 
         CallChain.of(driver.model).install("compile", ModelCall(self))
@@ -104,7 +104,7 @@ class Compiler:
                 self._watch.note(args)
 
             # Compile on the first training batch after the decision. The call below then runs the new code.
-            if self.stage == "try" and self._next_target() == LOSS and self._is_training():
+            if self.stage == "try" and self._next_target() == LOSS and self.is_training():
                 self._try((LOSS,), lambda *args: function(module, *args), (args, {}))
 
             code = self.code
@@ -153,9 +153,9 @@ class Compiler:
             self._watch.sizes.add(shapes)
         return code.takes(shapes)
 
-    def _is_training(self) -> bool:
+    def is_training(self) -> bool:
         """Return whether this call belongs to a training step: the loss is called in evaluations, too."""
-        return self.driver.runtime.heartbeat.phase == "compute" and torch.is_grad_enabled()
+        return self.driver.in_micro_batch and torch.is_grad_enabled()
 
     def _next_target(self) -> str | None:
         """Return the target to try next, or None if there is none left."""
@@ -168,7 +168,7 @@ class Compiler:
     def begin_step(self, steps_left: int) -> None:
         """Start the clock of a step."""
         self._length.steps_left = steps_left
-        if self._avoids_plans:
+        if self._avoids_cudnn:
             self._settings.close()
             self._settings.enter_context(without_cudnn())
 
@@ -190,14 +190,14 @@ class Compiler:
         # The timer has done its work. Without code it timed eager steps, with code compiled ones.
         self._timer = None
         if self.code:
-            self._conclude(self.code, step_s)
+            self._compare_with_eager(self.code, step_s)
         else:
             self._decide(step_s)
 
     def _decide(self, step_s: float) -> None:
         """Decide what to compile. Collective."""
         self._watch.agree(self.driver.runtime.collectives)
-        self._avoids_plans = bool(self._watch.varying) or self._watch.sizes.irregular
+        self._avoids_cudnn = bool(self._watch.varying) or self._watch.sizes.irregular
 
         # torch cannot go through a compiled graph twice.
         if any(self.driver.runtime.collectives.gather_json(self.driver.keeps_graphs)):
@@ -210,7 +210,7 @@ class Compiler:
         else:
             self._stay_eager(decision.reason)
 
-    def _conclude(self, code: InstalledCode, compiled_s: float) -> None:
+    def _compare_with_eager(self, code: InstalledCode, compiled_s: float) -> None:
         """Compare the steps with those before compiling, remember the result, or go back to eager."""
         eager_s = self._judge.eager_s
         speedup = eager_s / compiled_s
@@ -375,11 +375,11 @@ class ModelCall(Link):
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
 
-        # An evaluation, or a call outside a step: its shapes and modes would be compiled for once more.
         compiler = self._compiler
-        phase = compiler.driver.runtime.heartbeat.phase
-        if torch.is_grad_enabled() and phase in ("compute", "compile"):
+        if compiler.is_training():
             return compiler.call_model(self, args, kwargs)
+
+        # An evaluation, or a call outside a step: torch would compile again for its shapes and modes.
 
         # `_call_impl` is the model's call without links; blocks inside it may be compiled by themselves.
         if compiler.code is None:
