@@ -25,7 +25,7 @@ from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import open_run
 from lockstep.parallel import apply
-from lockstep.parallel.compiled import compilation, decision, history, targets
+from lockstep.parallel.compiled import compilation, payoff, targets
 from lockstep.parallel.compiled.deadline import Deadline
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -215,13 +215,11 @@ def trained(
     counters.clear()
     with ExitStack() as stack:
         stack.enter_context(patch.object(targets, "BACKEND", backend))
-        stack.enter_context(patch.object(history, "history_path", lambda: Path(folder).parent / "compile.json"))
+        stack.enter_context(patch.object(payoff, "history_path", lambda: Path(folder).parent / "compile.json"))
         if judged:
             stack.enter_context(patch.object(apply, "wants_compile", lambda *_: True))
             stack.enter_context(
-                patch.multiple(
-                    decision, START_S=0.0, COLD_S=0.0, LAYER_S=0.0, REPEATED_S=0.0, BLOCK_S=0.0, MOST_LOST=1e6
-                )
+                patch.multiple(payoff, START_S=0.0, COLD_S=0.0, LAYER_S=0.0, REPEATED_S=0.0, BLOCK_S=0.0, MOST_LOST=1e6)
             )
 
         runtime = stack.enter_context(context.start(world, resolved.config, store))
@@ -362,7 +360,7 @@ def test_how_long_it_took_is_remembered(pool: Any, tmp_path: Any) -> None:
     assert found["events"][-1] == "nothing: not the loss with the model: it takes longer than 1 s to compile"
 
     (of_model,) = json.loads((tmp_path / "compile.json").read_text()).values()
-    record = of_model[decision.LOSS]
+    record = of_model[targets.LOSS]
     assert not record["measured"]
     assert record["cost_s"] >= 1.2
 
@@ -421,7 +419,7 @@ def test_an_own_loop(ranks: int, pool: Any, tmp_path: Any) -> None:
     plain = pool.run(own_loop, str(tmp_path / "plain"), False, True, world=ranks)[0]
     model = pool.run(own_loop, str(tmp_path / "model"), True, False, world=ranks)[0]
     function = pool.run(own_loop, str(tmp_path / "function"), True, True, world=ranks)[0]
-    assert (plain["target"], model["target"], function["target"]) == (None, decision.MODEL, decision.LOSS)
+    assert (plain["target"], model["target"], function["target"]) == (None, targets.MODEL, targets.LOSS)
     assert (plain["graphs"], model["graphs"], function["graphs"]) == (0, 1, 1)
     assert_close(model, plain)
     assert_close(function, plain)
@@ -480,7 +478,7 @@ def test_runs_that_take_turns_leave_the_choice_of_kernels_alone(
 ) -> None:
     """Each watches its own first steps without cuDNN, whatever the other one has found out."""
     monkeypatch.setattr(apply, "wants_compile", lambda *_: True)
-    monkeypatch.setattr(history, "history_path", lambda: tmp_path / "compile.json")
+    monkeypatch.setattr(payoff, "history_path", lambda: tmp_path / "compile.json")
     assert torch.backends.cuda.cudnn_sdp_enabled()
     tag = torch.compiler.config.cache_key_tag
     values = {**QUIET, "compile": "auto", "steps": 20, "global_batch": 4, "device": "cpu", "threads": 1}

@@ -239,6 +239,7 @@ class Driver(WatchedModel):
     """
 
     to_sum = 1.0  # see `Reduced`
+    in_micro_batch = False  # from `before_forward` to the end of `backward`: calls of the model belong to the training
     _word_and_norms: tuple[Tensor, Tensor | None]  # from `_reduce`; valid from a step's last backward on
 
     @cached_property
@@ -267,6 +268,7 @@ class Driver(WatchedModel):
 
     def before_forward(self, micro: MicroBatch, progress: Progress) -> None:
         progress.before_forward(micro)
+        self.in_micro_batch = True
         if self.statistics:
             self.statistics.begin(micro)
 
@@ -283,6 +285,7 @@ class Driver(WatchedModel):
             if self.statistics:
                 self.statistics.end_step(progress.batches)
 
+        self.in_micro_batch = False
         progress.backwards_done += 1
 
     def collect_reduced(self) -> Reduced:

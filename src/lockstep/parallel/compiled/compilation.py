@@ -1,4 +1,7 @@
-"""Try to compile a target on a real call, on all ranks, and compare it with eager."""
+"""Try to compile a target on a real call, on all ranks, and compare it with eager.
+
+`Candidates` are the targets of one decision, which are tried in turn. `Compilation` tries one of them.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +22,9 @@ import torch
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.call_state import StateSnapshot
+from lockstep.parallel.compiled.batch_sizes import Arguments, Dims
 from lockstep.parallel.compiled.deadline import Deadline, TookTooLong
 from lockstep.parallel.compiled.isolated_call import RANDOM, CallResult, IsolatedCall, difference, gradient_difference
-from lockstep.parallel.compiled.shapes import Arguments, Dims
 from lockstep.parallel.compiled.side_effects import Function, Unsuitable
 from lockstep.parallel.compiled.targets import Target, compiling
 from lockstep.parallel.cudagraph.checks import first_line
@@ -31,6 +35,27 @@ FIRST_RANK = timedelta(seconds=120)  # the other ranks wait at most so long for 
 
 
 @dataclass
+class Candidates:
+    """The targets to try, and what was wrong with those that were tried."""
+
+    left: Sequence[str] | None = None  # None: not decided, see `Judge.preferred`
+    limit_s: float = inf  # seconds for all tries
+    problems: dict[str, str] = field(default_factory=dict)
+    cost_s: float = 0.0  # seconds of all tries
+
+    @property
+    def seconds_left(self) -> float:
+        """Seconds that are left for the next try."""
+        # At least one, so that all ranks try the same targets: their costs differ a little.
+        return max(1.0, self.limit_s - self.cost_s)
+
+    @property
+    def why(self) -> str:
+        """Why nothing better is compiled, for the log; empty if the first target worked."""
+        return "; ".join(f"not {name}: {problem}" for name, problem in self.problems.items())
+
+
+@dataclass
 class Compilation:
     """One try to compile a model on a real call, on all ranks: `run` is called for one target after another."""
 
@@ -38,15 +63,15 @@ class Compilation:
     driver: Driver
     call: Callable[..., Any]  # the eager call; with a target on the model it runs compiled code
     arguments: Arguments
-    examples: Sequence[Arguments] = ()  # further calls of other sizes, which may need a version of their own
-    function: Function | None = None  # (model, *args), such as a task's loss; None: there is only the model
-    dynamic: Dims = frozenset()  # dimensions that vary from batch to batch
+    examples: Sequence[Arguments]  # further calls of other sizes, which may need a version of their own
+    function: Function | None  # (model, *args), such as a task's loss; None: there is only the model
+    dynamic: Dims  # dimensions that vary from batch to batch
 
     # What is allowed: how far results may differ from eager ones, and how long it may take.
-    tolerance: float = 0.0
-    eager_fits: bool = False  # into memory: steps have run eagerly
-    timeout: timedelta = timedelta(minutes=15)
-    progress: Callable[[str, float], None] = lambda name, seconds: None  # called now and then, by another thread
+    tolerance: float
+    eager_fits: bool  # into memory: steps have run eagerly
+    timeout: timedelta
+    progress: Callable[[str, float], None]  # called now and then, by another thread
 
     # The result of `run`.
     target: Target | None = field(init=False, default=None)  # on the model now; None: nothing worked so far
@@ -83,18 +108,13 @@ class Compilation:
         # All ranks keep the target, or none of them does: compiled and eager ranks would differ in the last bits.
         problems = [problem for problem in runtime.collectives.gather_json(problem) if problem]
         self.gave_up = any(runtime.collectives.gather_json(self.gave_up))
-        if problems:
-            self.remove()
+        if problems and self.target is not None:
+            self.target.remove()
+            self.target = None
 
         # The step goes on.
         runtime.heartbeat.beat("compute")
         return problems[0] if problems else None
-
-    def remove(self) -> None:
-        """Return the model to its eager code, on this rank."""
-        if self.target is not None:
-            self.target.remove()
-            self.target = None
 
     def _try(self, name: str, snapshot: StateSnapshot, limit_s: float) -> str | None:
         """Return what is wrong on this rank."""

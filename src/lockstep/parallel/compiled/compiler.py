@@ -1,7 +1,7 @@
 """The owner of a model's compiled code, from the first step to the last.
 
     watch     the first steps run eagerly: they are timed, and the sizes of their batches noted (compile=auto only)
-    decide    all ranks exchange what they measured and decide alike, with the rule in decision.py
+    decide    all ranks exchange what they measured and decide alike, with the rule in payoff.py
     try       the next batch is compiled and compared with eager; if that fails, the next target is tried, or none
     measure   the steps with compiled code are timed; if they are slower than before, the run goes back to eager
 
@@ -15,23 +15,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from datetime import timedelta
-from math import inf
 from typing import Any, Literal
 
 import torch
 
 from lockstep.config import RunConfig
 from lockstep.parallel.call_chain import CallChain, Link
-from lockstep.parallel.compiled.compilation import Compilation
-from lockstep.parallel.compiled.decision import LOSS, SLOWER, STEPS, STEPS_VARYING, Payoff
+from lockstep.parallel.compiled.batch_sizes import Arguments, BatchWatch, shapes_of
+from lockstep.parallel.compiled.compilation import Candidates, Compilation
 from lockstep.parallel.compiled.installed import InstalledCode
 from lockstep.parallel.compiled.isolated_call import LOOSE_TOLERANCE, TOLERANCE
-from lockstep.parallel.compiled.judge import Judge
-from lockstep.parallel.compiled.shapes import Arguments, shapes_of
+from lockstep.parallel.compiled.payoff import SLOWER, STEPS, STEPS_VARYING, Judge, Payoff, StepTimer
 from lockstep.parallel.compiled.side_effects import Function
-from lockstep.parallel.compiled.watch import BatchWatch, StepTimer
+from lockstep.parallel.compiled.targets import LOSS
 from lockstep.parallel.cudagraph.install import capture_calls, release_captures
 from lockstep.parallel.cudagraph.variants import RunLength
 from lockstep.parallel.driver import Driver
@@ -41,27 +38,6 @@ from lockstep.runtime.context import EventLogger
 PATIENCE = 0.8  # of hang.first: compiling is given up before the watchdog ends the run
 MOST_COMPILES = 2
 MISSES = 0.2  # compile once more if this part of the batches did not fit
-
-
-@dataclass
-class Candidates:
-    """The targets to try, and what was wrong with those that were tried."""
-
-    left: Sequence[str] | None = None  # None: not decided, see `Judge.preferred`
-    limit_s: float = inf  # seconds for all tries
-    problems: dict[str, str] = field(default_factory=dict)
-    cost_s: float = 0.0  # seconds of all tries
-
-    @property
-    def seconds_left(self) -> float:
-        """Seconds that are left for the next try."""
-        # At least one, so that all ranks try the same targets: their costs differ a little.
-        return max(1.0, self.limit_s - self.cost_s)
-
-    @property
-    def why(self) -> str:
-        """Why nothing better is compiled, for the log; empty if the first target worked."""
-        return "; ".join(f"not {name}: {problem}" for name, problem in self.problems.items())
 
 
 class Compiler:
@@ -88,7 +64,7 @@ class Compiler:
         self._length = RunLength()
         # Steps run without cuDNN attention until it is known that sizes do not vary: it would make a plan for each new
         # size. The setting belongs to the process, so it is restored after each step: runs may take turns.
-        self._avoids_plans = judged
+        self._avoids_cudnn = judged
         self._settings = ExitStack()
 
         CallChain.of(driver.model).install("compile", ModelCall(self))
@@ -104,7 +80,7 @@ class Compiler:
                 self._watch.note(args)
 
             # Compile on the first training batch after the decision. The call below then runs the new code.
-            if self.stage == "try" and self._next_target() == LOSS and self._is_training():
+            if self.stage == "try" and self._next_target() == LOSS and self.is_training():
                 self._try((LOSS,), lambda *args: function(module, *args), (args, {}))
 
             code = self.code
@@ -153,9 +129,9 @@ class Compiler:
             self._watch.sizes.add(shapes)
         return code.takes(shapes)
 
-    def _is_training(self) -> bool:
+    def is_training(self) -> bool:
         """Return whether this call belongs to a training step: the loss is called in evaluations, too."""
-        return self.driver.runtime.heartbeat.phase == "compute" and torch.is_grad_enabled()
+        return self.driver.in_micro_batch and torch.is_grad_enabled()
 
     def _next_target(self) -> str | None:
         """Return the target to try next, or None if there is none left."""
@@ -168,7 +144,7 @@ class Compiler:
     def begin_step(self, steps_left: int) -> None:
         """Start the clock of a step."""
         self._length.steps_left = steps_left
-        if self._avoids_plans:
+        if self._avoids_cudnn:
             self._settings.close()
             self._settings.enter_context(without_cudnn())
 
@@ -190,14 +166,14 @@ class Compiler:
         # The timer has done its work. Without code it timed eager steps, with code compiled ones.
         self._timer = None
         if self.code:
-            self._conclude(self.code, step_s)
+            self._compare_with_eager(self.code, step_s)
         else:
             self._decide(step_s)
 
     def _decide(self, step_s: float) -> None:
         """Decide what to compile. Collective."""
         self._watch.agree(self.driver.runtime.collectives)
-        self._avoids_plans = bool(self._watch.varying) or self._watch.sizes.irregular
+        self._avoids_cudnn = bool(self._watch.varying) or self._watch.sizes.irregular
 
         # torch cannot go through a compiled graph twice.
         if any(self.driver.runtime.collectives.gather_json(self.driver.keeps_graphs)):
@@ -210,7 +186,7 @@ class Compiler:
         else:
             self._stay_eager(decision.reason)
 
-    def _conclude(self, code: InstalledCode, compiled_s: float) -> None:
+    def _compare_with_eager(self, code: InstalledCode, compiled_s: float) -> None:
         """Compare the steps with those before compiling, remember the result, or go back to eager."""
         eager_s = self._judge.eager_s
         speedup = eager_s / compiled_s
@@ -261,45 +237,14 @@ class Compiler:
 
     def _try(self, targets: Sequence[str], call: Callable[..., Any], arguments: Arguments) -> None:
         """Compile the first of these targets that works on all ranks, and compare it with eager. Collective."""
-        began = time.perf_counter()
-
         # A capture would replay the code from before, and it holds memory that compiling may need.
         release_captures(self.driver.model)
 
-        dynamic = self._watch.varying  # not what this rank has seen since: all ranks must compile alike
-        compilation = Compilation(
-            driver=self.driver,
-            call=call,
-            arguments=arguments,
-            # These are calls of the model, so the loss cannot be called with them.
-            examples=self._watch.examples if dynamic and targets != (LOSS,) else (),
-            function=self.function,
-            dynamic=dynamic,
-            tolerance=self.tolerance,
-            eager_fits=self.judged,
-            timeout=timedelta(seconds=self.config.hang.first),
-            progress=self._judge.remember_unfinished,
-        )
+        compilation = self._make_compilation(targets, call, arguments)
+        self._first_that_works(compilation, targets)
 
+        # Once the time is over, the targets that are left are not tried either.
         candidates = self._candidates
-        for name in targets:
-            limit_s = min(candidates.seconds_left, PATIENCE * self.config.hang.first)
-            given_up = f"it is given up after {limit_s:.0f} s, and compile=false compiles nothing"
-            self.log_event("compile", reason=f"begins with {name}: {given_up}")
-            problem = compilation.run(name, limit_s)
-
-            # A try that fails costs time as well, and leaves less for the next one.
-            candidates.cost_s += time.perf_counter() - began
-            began = time.perf_counter()
-
-            if not problem:
-                break
-
-            candidates.problems[name] = problem
-            if compilation.gave_up:
-                break
-
-        # Without time there is nothing left to try.
         left = [] if compilation.gave_up else candidates.left or ()
         candidates.left = [target for target in left if target not in targets]
 
@@ -308,6 +253,47 @@ class Compiler:
         elif not candidates.left:
             self._stay_eager(candidates.why)
 
+    def _make_compilation(self, targets: Sequence[str], call: Callable[..., Any], arguments: Arguments) -> Compilation:
+        """Return the try to compile one of these targets on this call."""
+        # What the ranks have agreed on, not what this one has seen since: all ranks must compile alike.
+        dynamic = self._watch.varying
+
+        # Examples are calls of the model, so they do not fit a call of the loss.
+        examples = self._watch.examples if dynamic and targets != (LOSS,) else ()
+
+        return Compilation(
+            driver=self.driver,
+            call=call,
+            arguments=arguments,
+            examples=examples,
+            function=self.function,
+            dynamic=dynamic,
+            tolerance=self.tolerance,
+            eager_fits=self.judged,
+            timeout=timedelta(seconds=self.config.hang.first),
+            progress=self._judge.remember_unfinished,
+        )
+
+    def _first_that_works(self, compilation: Compilation, targets: Sequence[str]) -> None:
+        """Run `compilation` for one target after another, until one works or the time is over. Collective."""
+        candidates = self._candidates
+        for name in targets:
+            limit_s = min(candidates.seconds_left, PATIENCE * self.config.hang.first)
+            given_up = f"it is given up after {limit_s:.0f} s, and compile=false compiles nothing"
+            self.log_event("compile", reason=f"begins with {name}: {given_up}")
+
+            # A try that fails costs time as well, and leaves less for the next one.
+            began = time.perf_counter()
+            problem = compilation.run(name, limit_s)
+            candidates.cost_s += time.perf_counter() - began
+
+            if problem is None:
+                return
+
+            candidates.problems[name] = problem
+            if compilation.gave_up:
+                return
+
     def _install(self, compilation: Compilation) -> None:
         """Run this code from now on, and log what it is and why nothing better is."""
         target = compilation.target
@@ -315,7 +301,7 @@ class Compiler:
 
         # With a function, the sizes are those of its arguments, even if the model alone is compiled.
         own_shapes = self.function is None or target.function is not None
-        shapes = shapes_of(compilation.arguments) if own_shapes else self._watch.smallest()
+        shapes = shapes_of(compilation.arguments) if own_shapes else self._watch.sizes.smallest()
         self.code = InstalledCode(target, shapes, compilation.dynamic)
         self.stage = "compiled"
         self.compiles += 1
@@ -375,11 +361,11 @@ class ModelCall(Link):
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
 
-        # An evaluation, or a call outside a step: its shapes and modes would be compiled for once more.
         compiler = self._compiler
-        phase = compiler.driver.runtime.heartbeat.phase
-        if torch.is_grad_enabled() and phase in ("compute", "compile"):
+        if compiler.is_training():
             return compiler.call_model(self, args, kwargs)
+
+        # An evaluation, or a call outside a step: torch would compile again for its shapes and modes.
 
         # `_call_impl` is the model's call without links; blocks inside it may be compiled by themselves.
         if compiler.code is None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from lockstep.config import RunConfig
+from lockstep.parallel.compiled.batch_sizes import Dims, Shape, fits
 from lockstep.parallel.compiled.constants import Constants
-from lockstep.parallel.compiled.shapes import Dims, Shape, fits
 from lockstep.parallel.compiled.side_effects import Function
 from lockstep.parallel.compiled.targets import Target
 from lockstep.parallel.cudagraph.graphs import GraphedCall

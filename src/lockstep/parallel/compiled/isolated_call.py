@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lockstep.parallel.compiled.shapes import Arguments, Dims, tensors_in
+from lockstep.parallel.compiled.batch_sizes import Arguments, Dims, tensors_in
 from lockstep.task import Loss
 
 # How far compiled code may differ from eager code, relative to the norm: in float32, and if anything is computed in 16

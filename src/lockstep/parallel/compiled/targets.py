@@ -12,8 +12,12 @@ from torch import nn
 
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.call_chain import CallChain
-from lockstep.parallel.compiled.decision import BLOCKS, LOSS
 from lockstep.parallel.compiled.side_effects import Function, checked_backend
+
+# What may be compiled: the loss together with the model, the model alone, or each of its repeated blocks.
+LOSS = "the loss with the model"
+MODEL = "the model"
+BLOCKS = "the blocks"
 
 BACKEND: Any = "inductor"
 MOST_VERSIONS = 8  # of one block, for classes of sizes

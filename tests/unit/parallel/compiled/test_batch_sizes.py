@@ -1,8 +1,12 @@
-"""Which dimensions vary, and which batches compiled code takes."""
+"""Which dimensions vary, the same on all ranks, and which batches compiled code takes."""
 
 from __future__ import annotations
 
-from lockstep.parallel.compiled.shapes import SizesSeen, fits
+from types import SimpleNamespace
+
+import pytest
+
+from lockstep.parallel.compiled.batch_sizes import BatchWatch, SizesSeen, fits
 
 
 def test_dimensions_that_vary_on_any_rank():
@@ -35,3 +39,23 @@ def test_what_compiled_code_takes():
     assert not fits([(4, 1), (4,)], compiled, dynamic)  # torch compiles for 0 and 1 separately
     assert not fits([(4, 7)], compiled, dynamic)
     assert not fits([(4, 7, 1), (4,)], compiled, dynamic)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_ranks_with_irregular_batches_agree(order: tuple[int, int]) -> None:
+    """What a rank decides by does not depend on what it has seen first."""
+    seen = [SizesSeen(), SizesSeen()]
+    seen[order[0]].add([(4, 6)])
+    seen[order[0]].add([(4, 8)])
+    seen[order[1]].add([(4, 6), (4,)])
+    gathered = [[each.sizes, each.irregular] for each in seen]
+
+    agreed = []
+    for sizes in seen:
+        watch = BatchWatch()
+        watch.sizes = sizes
+        watch.agree(SimpleNamespace(gather_json=lambda mine: gathered))  # type: ignore[arg-type]
+        agreed.append((watch.sizes.sizes, watch.sizes.irregular, watch.varying))
+
+    assert agreed[0] == agreed[1]
+    assert agreed[0][1:] == (True, frozenset())

@@ -1,18 +1,21 @@
-"""The rule that decides what to compile: a pure function of measured facts."""
+"""Whether compiling pays: the rule, the records of earlier runs on this machine, and the time of a step."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
-from lockstep.parallel.compiled.decision import (
-    BLOCKS,
+from lockstep.parallel.compiled import payoff
+from lockstep.parallel.compiled.payoff import (
     COMPARED,
-    LOSS,
-    MODEL,
     RECORD_MARGIN,
     SLOWER,
     SPEEDUPS,
@@ -20,9 +23,14 @@ from lockstep.parallel.compiled.decision import (
     STEPS_VARYING,
     Facts,
     Payoff,
+    StepTimer,
     decide,
     expected,
+    model_key,
+    read_records,
+    write_record,
 )
+from lockstep.parallel.compiled.targets import BLOCKS, LOSS, MODEL
 
 # About GPT-2 124M: 12 blocks of 6 layers.
 GPT2 = Facts(steps_left=1000, step_s=0.1, sizes_vary=False, layers=76, blocks=12, block_layers=6, all_block_layers=72)
@@ -179,3 +187,82 @@ def test_a_gain_is_taken(steps):
     """The rule is no excuse to compile nothing: a record of a cheap compilation is used even in a short run."""
     facts = replace(GPT2, steps_left=steps, records={LOSS: Payoff(0.1, 1.5)})
     assert simulated_s(facts, {LOSS: Truth(1.0, 1.5, works=True)}) < 0.97 * facts.eager_s
+
+
+# ---- the history of this machine ----
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of the history, in a cache folder of this test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "lockstep" / "compile.json"
+
+
+def test_a_record_is_found_again(path):
+    write_record("a", LOSS, Payoff(12.34, 1.5))
+    write_record("a", MODEL, Payoff(9.0, 1.2))
+    write_record("b", LOSS, Payoff(1.0, 1.1))
+    assert read_records("a") == {LOSS: Payoff(12.34, 1.5), MODEL: Payoff(9.0, 1.2)}
+    assert read_records("c") == {}
+    assert [file.name for file in path.parent.iterdir()] == ["compile.json"]
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[]", "\x00\xff", '{"a": 3}', '{"a": {"x": {"cost_s": "much"}}}', '{"a": {"x": [1]}}']
+)
+def test_a_damaged_file_is_no_record_and_is_replaced(content, path):
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    assert read_records("a") == {}
+    write_record("b", LOSS, Payoff(1.0, 2.0))
+    assert read_records("b") == {LOSS: Payoff(1.0, 2.0)}
+
+
+def test_a_folder_that_cannot_be_written(path, tmp_path):
+    (tmp_path / "cache").write_text("in the way")
+    write_record("a", LOSS, Payoff(1.0, 2.0))
+    assert read_records("a") == {}
+
+
+def test_old_records_are_dropped(path):
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({str(n): {} for n in range(payoff.MOST_MODELS)}))
+    write_record("new", LOSS, Payoff(1.0, 2.0))
+    kept = json.loads(path.read_text())
+    assert len(kept) == payoff.MOST_MODELS
+    assert "0" not in kept
+    assert "new" in kept
+
+
+def test_the_key_depends_on_the_model_and_its_batches():
+    cpu = torch.device("cpu")
+    small, large = nn.Linear(2, 2), nn.Linear(2, 3)
+    keys = {
+        model_key(small, cpu, [[4]]),
+        model_key(large, cpu, [[4]]),
+        model_key(small, cpu, [[8]]),
+    }
+    assert len(keys) == 3
+    assert model_key(nn.Linear(2, 2), cpu, [[4]]) in keys
+
+
+# ---- the time of a step ----
+
+
+class OneRank:
+    """Stands in for a runtime."""
+
+    device = SimpleNamespace(type="cpu")
+    collectives = SimpleNamespace(gather_json=lambda mine: [mine])
+
+
+def test_the_step_in_which_a_timer_is_made_does_not_count() -> None:
+    timer = StepTimer(warm_up=1, timed=2)
+    assert timer.end_step(OneRank()) is None  # type: ignore[arg-type]
+    found = []
+    for _ in range(3):
+        timer.begin_step()
+        found.append(timer.end_step(OneRank()))  # type: ignore[arg-type]
+    assert found[:2] == [None, None]
+    assert found[2] > 0
