@@ -85,6 +85,11 @@ class Attempt:
         return not all(rank_exit.clean for rank_exit in self.exits.values())
 
     @property
+    def any_died_by_itself(self) -> bool:
+        """Whether the exit of some rank cannot be the consequence of another."""
+        return not all(rank_exit.may_be_a_consequence for rank_exit in self.exits.values())
+
+    @property
     def any_preempted(self) -> bool:
         """Whether some rank has saved and exited, as it was asked to."""
         return any(rank_exit.code == PREEMPTED for rank_exit in self.exits.values())

@@ -45,7 +45,8 @@ class JobState:
         self.outbox = Outbox(job.run_dir / "logs")
         self.node_news = NodeNews(self.outbox)
 
-        # RUN has a deadline only while an earlier failure may arrive; otherwise the watchdog covers it. OVER has none.
+        # RUN has a deadline only while an earlier failure or a commit may arrive; otherwise the watchdog covers it. OVER
+        # has none.
         self.phase = JobPhase.JOIN
         self.deadline = now + JOIN_S
 
