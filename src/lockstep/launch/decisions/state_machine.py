@@ -256,12 +256,12 @@ class JobStateMachine:
         attempt = self.state.attempt
         if beat.attempt == attempt.number:
             attempt.unconfirmed.discard(node)
-            attempt.watchdog.views[node] = beat.views
+            attempt.watchdog.note_views(node, beat.views)
 
         # All attempts have the same settings.
         if beat.settings:
             self.state.settings = Settings(**beat.settings)
-            attempt.watchdog.limits = self.state.settings.hang
+            attempt.watchdog.set_limits(self.state.settings.hang)
 
     def check_for_hangs(self, now: float) -> None:
         """Look for ranks that stand still; called about once a second."""
@@ -340,7 +340,7 @@ class JobStateMachine:
 
             case JobPhase.PREEMPT if not attempt.has_failed:
                 # Ranks that were asked to save take too long.
-                self._failure_handler.handle(attempt.overdue(), now)
+                self._failure_handler.handle(attempt.overdue_failure(), now)
 
             case JobPhase.RUN | JobPhase.PREEMPT:
                 # If a node has gone quiet, its loss may have come before an exception: wait until it shows.

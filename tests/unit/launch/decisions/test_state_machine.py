@@ -141,7 +141,7 @@ def test_a_restart_that_a_signal_prevents_is_not_logged(stage):
 def test_messages_of_an_earlier_attempt_are_ignored(stage):
     stage.kill()
     stage.state_machine.beat_received(0, NodeBeat([view(1, 900.0, "data")], {}, 0), stage.now)
-    assert stage.state_machine.state.attempt.watchdog.views == {}
+    assert stage.state_machine.state.attempt.watchdog.last_view(1) is None
     stage.state_machine.rank_exited(RankExited(0, 0, RankExit(-9)), stage.now)
     stage.state_machine.ranks_gone(0, 0, stage.now)
     stage.state_machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
