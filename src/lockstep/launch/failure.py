@@ -1,8 +1,8 @@
 """Failures: why an attempt ended, and which of several failures explains the others.
 
-A failing rank writes its failure as a record (`ranks/rank_record.py`). For a rank that wrote none, its node's launcher
-works it out (`ranks/post_mortem.py`). The coordinator then picks the root failure, so that the user sees the error that
-came first and not its consequences.
+A failing rank writes its failure as a record (`ranks/rank_record.py`). For a rank that wrote none, the agent of its
+node works it out (`ranks/post_mortem.py`). The coordinator then picks the root failure, so that the user sees the error
+that came first and not its consequences.
 """
 
 from __future__ import annotations
@@ -199,23 +199,22 @@ class RankExit:
         return self.may_be_a_consequence and self.failure is not None and self.failure.reports_lost_peer
 
 
-def pick_root(exits: dict[int, RankExit]) -> Failure | None:
-    """Return the failure that explains the others.
+def pick_root(exits: dict[int, RankExit]) -> int | None:
+    """Return the rank whose failure explains the others; None if no rank has failed.
 
     A rank that died by itself comes first (its exit cannot be a consequence), then a rank that raised an error of its
     own, then a rank that only reports a lost peer; among equals, the earliest. A process that dies leaves no record,
     and its peers record within milliseconds that they lost it, so time alone would blame one of the peers.
     """
-    # False sorts before True. The rank breaks ties, so that failures are never compared.
+    # False sorts before True, and the rank breaks ties.
     failures = []
     for rank, rank_exit in exits.items():
         failure = rank_exit.failure
 
         if failure is not None:
-            order = (rank_exit.may_be_a_consequence, rank_exit.reports_lost_peer, failure.time, rank)
-            failures.append((order, failure))
+            failures.append((rank_exit.may_be_a_consequence, rank_exit.reports_lost_peer, failure.time, rank))
 
-    return min(failures, key=lambda pair: pair[0])[1] if failures else None
+    return min(failures)[-1] if failures else None
 
 
 def left_early(rank: int, host: str, report: Failure, exit_line: str) -> Failure:

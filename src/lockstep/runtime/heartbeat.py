@@ -97,6 +97,7 @@ class Heartbeat:
         self._longest = dict.fromkeys(PHASES, 0.0)  # seconds of the longest stay in each phase
         self._visits = dict.fromkeys(PHASES, 0)  # how many times each phase has ended
         self._steps = 0  # steps that this process has ended
+        self._in_steps = False  # whether it has entered a step
         self._since = time.monotonic()  # when the current phase began
         self.beat("start")
 
@@ -119,9 +120,13 @@ class Heartbeat:
         self.phase = phase
         self._since = now
         self.beats += 1
-        if step is not None and step != self.step:
+        if step is not None:
+            # The first step that a resumed run enters is a new number, but no step has ended.
+            if step != self.step and self._in_steps:
+                self._steps += 1
+
             self.step = step
-            self._steps += 1
+            self._in_steps = True
 
         _HEAD.pack_into(self._memory, 0, self.beats, now, self.step, self._steps, _NUMBER[phase])
 

@@ -21,17 +21,25 @@ RESET = (
 )
 
 
+def root_failure(exits: dict[int, RankExit]) -> Failure:
+    root = pick_root(exits)
+    assert root is not None
+    failure = exits[root].failure
+    assert failure is not None
+    return failure
+
+
 def test_a_rank_that_ends_without_a_word_is_the_cause_of_complaints_about_it(recorded):
     complaint = recorded(0, RuntimeError(RESET))
     silent = RankExit(
         3, Failure.by_launcher(LauncherFailure.EXIT, "ended with code 3", 1, "here", when=9e9)
     )  # noticed later
-    assert pick_root({0: RankExit(1, complaint), 1: silent}).rank == 1
+    assert root_failure({0: RankExit(1, complaint), 1: silent}).rank == 1
 
 
 def test_the_earlier_of_two_errors_is_the_cause(recorded):
     ended = {rank: RankExit(1, recorded(rank, ValueError(str(rank)))) for rank in (1, 0)}
-    assert pick_root(ended).rank == 1
+    assert root_failure(ended).rank == 1
 
 
 def test_a_rank_that_records_late_is_still_the_cause(recorded):
@@ -41,45 +49,45 @@ def test_a_rank_that_records_late_is_still_the_cause(recorded):
     ended = {0: RankExit(1, recorded(0, RuntimeError(RESET)))}
     rank_record.stamp(cause)  # seen again on its way out: the first time counts
     ended[1] = RankExit(1, recorded(1, cause))
-    assert pick_root(ended).rank == 1
+    assert root_failure(ended).rank == 1
 
 
 def test_a_killed_rank_beats_the_complaints_of_others(local_rank, recorded):
     complaint = recorded(0, RuntimeError(RESET))
     killed = examine(local_rank, -signal.SIGKILL, time.time() + 1)
-    assert pick_root({0: RankExit(1, complaint), 1: killed}).kind == "SIGKILL"
+    assert root_failure({0: RankExit(1, complaint), 1: killed}).kind == "SIGKILL"
 
 
 def test_an_abort_after_a_record_is_a_consequence(local_rank, recorded):
     cause = RankExit(1, recorded(0, ValueError("the real cause")))
-    assert pick_root({0: cause, 1: examine(local_rank, -signal.SIGABRT, time.time() + 1)}).kind == "ValueError"
-    assert pick_root({0: cause, 1: examine(local_rank, -signal.SIGABRT, time.time() - 60)}).kind == "SIGABRT"
+    assert root_failure({0: cause, 1: examine(local_rank, -signal.SIGABRT, time.time() + 1)}).kind == "ValueError"
+    assert root_failure({0: cause, 1: examine(local_rank, -signal.SIGABRT, time.time() - 60)}).kind == "SIGABRT"
 
 
 def test_a_rank_that_aborts_beats_the_complaints_of_others(local_rank, recorded):
     """The complaint comes first: the kernel closes the connections of a process before its parent can reap it."""
     complaint = RankExit(1, recorded(0, RuntimeError(RESET)))
     local_rank.log.write_text("free(): invalid pointer\n")
-    found = pick_root({0: complaint, 1: examine(local_rank, -signal.SIGABRT, time.time() + 1)})
+    found = root_failure({0: complaint, 1: examine(local_rank, -signal.SIGABRT, time.time() + 1)})
     assert (found.rank, found.message) == (1, "native code aborted: free(): invalid pointer")
 
 
 def test_an_exception_of_its_own_beats_an_earlier_complaint(recorded):
     complaint = RankExit(1, recorded(0, RuntimeError(RESET)))
     own = RankExit(1, recorded(1, ConnectionResetError("Connection reset by peer")))  # its own server's
-    assert pick_root({0: complaint, 1: own}).rank == 1
+    assert root_failure({0: complaint, 1: own}).rank == 1
 
 
 def test_an_abort_over_a_lost_peer_is_a_complaint(local_rank, recorded):
     local_rank.log.write_text(f"terminate called after throwing an instance of 'X'\n  what():  {RESET}\n")
     aborted = examine(local_rank, -signal.SIGABRT, time.time() - 60)
-    assert pick_root({0: RankExit(1, recorded(0, ValueError("mine"))), 1: aborted}).kind == "ValueError"
+    assert root_failure({0: RankExit(1, recorded(0, ValueError("mine"))), 1: aborted}).kind == "ValueError"
 
 
 def test_a_rank_that_exits_with_0_in_the_middle_is_the_cause(local_rank, recorded):
     left = examine(local_rank, 0, time.time() + 1)
     assert not left.clean
-    found = pick_root({0: RankExit(1, recorded(0, RuntimeError(RESET))), 1: left})
+    found = root_failure({0: RankExit(1, recorded(0, RuntimeError(RESET))), 1: left})
     assert (found.rank, found.kind) == (1, "exit")
     assert "ended with code 0 before its work was done" in found.message
 
@@ -164,7 +172,7 @@ def test_an_error_about_sockets_that_torch_did_not_raise_is_no_complaint(recorde
     dataset = recorded(0, RuntimeError("shard 7: connection reset by peer"))
     assert not dataset.reports_lost_peer
     lost = {1: RankExit(1, recorded(1, RuntimeError(RESET))), 0: RankExit(1, dataset)}
-    assert pick_root(lost).message == "shard 7: connection reset by peer"
+    assert root_failure(lost).message == "shard 7: connection reset by peer"
 
 
 @pytest.mark.parametrize(
@@ -189,5 +197,5 @@ def test_a_rank_that_was_never_forked_is_the_cause():
     refused = RankExit(1, Failure.by_launcher(LauncherFailure.FORK, "refused", 1, "h", when=9e9))
     lost = RankExit(1, Failure(0, "h", 0.0, "DistStoreError", "timed out waiting for clients"))
     assert not refused.may_be_a_consequence
-    assert pick_root({0: lost, 1: refused}).kind == "fork"
+    assert root_failure({0: lost, 1: refused}).kind == "fork"
     assert not refused.failure.likely_to_repeat  # other processes of the machine may end

@@ -85,6 +85,11 @@ class Attempt:
         return not all(rank_exit.clean for rank_exit in self.exits.values())
 
     @property
+    def any_died_by_itself(self) -> bool:
+        """Whether the exit of some rank cannot be the consequence of another."""
+        return not all(rank_exit.may_be_a_consequence for rank_exit in self.exits.values())
+
+    @property
     def any_preempted(self) -> bool:
         """Whether some rank has saved and exited, as it was asked to."""
         return any(rank_exit.code == PREEMPTED for rank_exit in self.exits.values())
@@ -94,17 +99,17 @@ class Attempt:
         # Ranks that exit as preempted have saved, perhaps at the very step that they started from.
         return self.started_here and (step != self.started_from or self.any_preempted)
 
-    def ranks_standing_still(self, now: float) -> list[RankView]:
-        """Return all ranks if none has moved since they were asked to save and exit, and time is up; otherwise none."""
-        return self.watchdog.ranks_standing_still(self.running, self.preempted_at, now)
-
     # ---- failures ----
 
     def root_failure(self) -> Failure:
         """Return the failure that explains how this attempt ended. At least one rank has failed."""
-        failure = pick_root(self.exits)
+        root = pick_root(self.exits)
+        assert root is not None
+        failure = self.exits[root].failure
         assert failure is not None
-        if not failure.host:
+
+        # A rank may have noticed that another one is at fault.
+        if failure.rank != root:
             failure = self._located(failure)
 
         finished = [rank for rank, rank_exit in self.exits.items() if rank_exit.code == 0 and rank_exit.clean]
@@ -121,17 +126,12 @@ class Attempt:
         if failure.rank is None or failure.rank not in self.ranks:
             return replace(failure, host="", step=None, phase=None)
 
-        located = replace(failure, host=self._host_of(failure.rank), step=None, phase=None)
-
         # The last view of that rank says what it was doing.
-        for node_views in self.watchdog.views.values():
-            for view in node_views:
-                if view.rank == failure.rank:
-                    return replace(located, step=view.step, phase=view.phase)
+        view = self.watchdog.last_view(failure.rank)
+        step, phase = (view.step, view.phase) if view else (None, None)
+        return replace(failure, host=self._host_of(failure.rank), step=step, phase=phase)
 
-        return located
-
-    def overdue(self) -> Failure:
+    def overdue_failure(self) -> Failure:
         """Return the failure of ranks that were asked to save, move, and take too long."""
         late = self.running
         text = plural(
@@ -141,7 +141,7 @@ class Attempt:
         first = min(late)
         return Failure.by_launcher(LauncherFailure.OVERDUE, text, first, self._host_of(first))
 
-    def standing_still(self, stuck: Sequence[RankView]) -> Failure:
+    def standstill_failure(self, stuck: Sequence[RankView]) -> Failure:
         """Return the failure of ranks that were asked to save and do not move."""
         # The rank to name is one that waits for no other; of several, the one that has stood still for longest.
         longest = max(stuck, key=lambda view: (not view.traits.waits, view.age))

@@ -1,6 +1,6 @@
 """What is done about a failure: it is announced, all ranks are killed, and when they are gone the job goes on or ends.
 
-What follows is decided in `recovery.py`. Here that decision is noted, said aloud and carried out.
+What follows is decided in `recovery.py`. Here that decision is recorded, announced and carried out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FailureHandler:
     # ---- the decision ----
 
     def settle(self, failure: Failure, now: float, nothing_to_save: bool) -> Decision:
-        """Decide what follows when all ranks are gone, take note of it and announce it with the failure."""
+        """Decide what follows when all ranks are gone, record it, and announce it with the failure."""
         state, recovery = self._state, self._state.recovery
 
         saved = state.latest_step()
@@ -43,8 +43,7 @@ class FailureHandler:
         match decision:
             case Restart():
                 self._next_attempt.mark_restart()
-                recovery.count_restart(decision, failure, situation)
-                self._announce(failure, recovery.describe_restart(decision, failure, situation))
+                self._announce(failure, recovery.restart(decision, failure, situation))
 
             case UndoResize():
                 self._announce(failure)

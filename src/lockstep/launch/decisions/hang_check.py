@@ -37,13 +37,13 @@ class HangCheck:
     def _kill_ranks_that_will_not_save(self, now: float) -> None:
         """Handle ranks that were asked to save and do not move: they will not save either."""
         attempt = self._state.attempt
-        stuck = attempt.ranks_standing_still(now)
+        stuck = attempt.watchdog.ranks_standing_still(attempt.running, attempt.preempted_at, now)
         if not stuck:
             return
 
         # Before the first step there is nothing to save.
         trained = any(view.steps_here for view in stuck)
-        self._failure_handler.handle(attempt.standing_still(stuck), now, nothing_to_save=not trained)
+        self._failure_handler.handle(attempt.standstill_failure(stuck), now, nothing_to_save=not trained)
 
     def add_stacks(self, node: int, message: Stacks, now: float) -> None:
         """Take the stacks of a node's ranks. When all nodes have answered, the hang can be judged."""
@@ -52,8 +52,7 @@ class HangCheck:
         if message.attempt != state.attempt.number or state.phase is not JobPhase.COLLECT_STACKS:
             return
 
-        state.attempt.watchdog.stacks |= message.stack_of
-        state.attempt.watchdog.collectives |= message.collectives_of
+        state.attempt.watchdog.add_answers(message.stack_of, message.collectives_of)
         state.unanswered.discard(node)
 
         if not state.unanswered:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lockstep.errors import plural
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.commands import StartAttempt
-from lockstep.launch.decisions.phases import JOIN_S, START_S, JobPhase
+from lockstep.launch.decisions.phases import JOIN_S, NODES_KILL_S, START_S, JobPhase
 from lockstep.launch.decisions.preemption import Preemption
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.failure import Failure, LauncherFailure
@@ -101,22 +101,33 @@ class NextAttempt:
         problem = f"only {plural(len(cluster.nodes), 'node')} came within {JOIN_S:.0f} s"
         self._end_without_nodes(f"{problem}; {cluster.bounds.least} are needed.", problem)
 
+    def end_with_ranks_left(self) -> None:
+        """End the job, because killed ranks on this machine do not die."""
+        if not self._end_if_decided():
+            problem = f"killed ranks on this machine did not end within {NODES_KILL_S:.0f} s"
+            self._end_without_nodes(f"not restarted: {problem}.", problem)
+
     def _end_without_nodes(self, text: str, problem: str) -> None:
         """End the job with a line on the screens: `text`, and how to continue. `problem` goes into the failure."""
         state = self._state
         state.outbox.say(f"{text} {state.how_to_continue(state.latest_step())}")
         state.end(JobEnd(state.settings.code_if_nodes_are_missing, Failure.by_launcher(LauncherFailure.NODE, problem)))
 
-    # ---- the start of an attempt ----
-
-    def _end_or_start(self, now: float) -> None:
-        """End the job if that is decided already; otherwise start the next attempt if the nodes are there."""
+    def _end_if_decided(self) -> bool:
+        """End the job if that was decided before the ranks were gone. Return whether it was."""
         # In this order: a planned end has an exit code of its own, which a signal must not change.
         if self._planned_end is not None:
             self._state.end(self._planned_end)
         elif self._preemption.signal is not None:
             self._preemption.end_job()
-        elif self._state.cluster.ready(now):
+
+        return self._state.phase is JobPhase.OVER
+
+    # ---- the start of an attempt ----
+
+    def _end_or_start(self, now: float) -> None:
+        """End the job if that is decided already; otherwise start the next attempt if the nodes are there."""
+        if not self._end_if_decided() and self._state.cluster.ready(now):
             self._start(now)
 
     def _start(self, now: float) -> None:

@@ -9,11 +9,13 @@ A rank has phases as well, which are others: its heartbeat shows them (`lockstep
     RUN, COLLECT_STACKS, PREEMPT --all ranks have finished--> OVER
     RUN --no rank advances--> COLLECT_STACKS --stacks have arrived, or time is up--> RUN, or KILL if it is a hang
     COLLECT_STACKS --a rank raises--> RUN, with a deadline for an earlier failure to arrive
+    COLLECT_STACKS --a rank dies while rank 0 commits a checkpoint--> RUN, with a deadline for the commit
     RUN, COLLECT_STACKS --signal, resize or new node--> PREEMPT --all ranks have saved--> OVER, or JOIN
     RUN, COLLECT_STACKS --a rank has received a signal itself--> PREEMPT
     RUN, COLLECT_STACKS, PREEMPT --a failure, or a second Ctrl-C--> KILL
     RUN, COLLECT_STACKS, PREEMPT, KILL --a zygote cannot import--> KILL
     KILL --all ranks are gone, or their nodes are given up--> JOIN (the next attempt) or OVER
+    KILL --ranks of the coordinating node do not die--> OVER
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ PEER_WAIT_S = 1.0
 # The same wait after an exception that only says that a peer is gone: a large process takes a while to die.
 LOST_PEER_WAIT_S = 5.0
 
-# After that wait, how much longer rank 0 may take to commit a checkpoint that all ranks have written.
+# After that wait, or after the death of another rank, how long rank 0 may take to commit a checkpoint that all ranks
+# have written.
 COMMIT_S = 3.0
 
 # How long the other ranks may take to exit after the first one that was preempted.

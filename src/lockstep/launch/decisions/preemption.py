@@ -91,7 +91,7 @@ class Preemption:
 
     def ranks_were_signalled(self, now: float) -> None:
         """Note that the scheduler has signalled the ranks directly, bypassing the launcher."""
-        # Which signal it was, they do not say.
+        # They do not say which signal it was.
         self.signal = "SIGTERM"
         self._enter_phase(now)
 

@@ -117,7 +117,12 @@ class Recovery:
 
     # ---- a restart ----
 
-    def count_restart(self, restart: Restart, failure: Failure, situation: Situation) -> None:
+    def restart(self, restart: Restart, failure: Failure, situation: Situation) -> str:
+        """Count a restart, and return it in words."""
+        self._count(restart, failure, situation)
+        return self._describe(restart, failure, situation)
+
+    def _count(self, restart: Restart, failure: Failure, situation: Situation) -> None:
         """Count a restart. A node with a slot that keeps failing runs one rank fewer from now on."""
         if restart.raise_limit:
             self.restarts.count_hang(failure)
@@ -136,7 +141,7 @@ class Recovery:
             self._cluster.shrink(node)
             self.restarts.end_streak()
 
-    def describe_restart(self, restart: Restart, failure: Failure, situation: Situation) -> str:
+    def _describe(self, restart: Restart, failure: Failure, situation: Situation) -> str:
         """Return a counted restart in words."""
         # After a takeover the other nodes have yet to join, so the number of ranks is not known.
         started_here = situation.attempt.started_here

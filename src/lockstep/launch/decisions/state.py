@@ -45,7 +45,8 @@ class JobState:
         self.outbox = Outbox(job.run_dir / "logs")
         self.node_news = NodeNews(self.outbox)
 
-        # RUN has a deadline only while an earlier failure may arrive; otherwise the watchdog covers it. OVER has none.
+        # RUN has a deadline only while an earlier failure or a commit may arrive; otherwise the watchdog covers it.
+        # OVER has none.
         self.phase = JobPhase.JOIN
         self.deadline = now + JOIN_S
 
@@ -68,10 +69,10 @@ class JobState:
         """The nodes that have ranks of this attempt, and still belong to the job."""
         return self.attempt.nodes & self.cluster.nodes.keys()
 
-    def order(self, order: Callable[[int], Preempt | Kill | CollectStacks]) -> None:
-        """Send an order about this attempt to all nodes that have ranks of it."""
+    def order(self, make: Callable[[int], Preempt | Kill | CollectStacks]) -> None:
+        """Send an order to all nodes that have ranks of this attempt; `make` makes it from the attempt's number."""
         if self.attempt.number is not None:
-            self.outbox.send(self.nodes_of_attempt, order(self.attempt.number))
+            self.outbox.send(self.nodes_of_attempt, make(self.attempt.number))
 
     def how_to_continue(self, saved: int | None) -> str:
         """Return what to type after the end of the job. `saved` is the step of the newest checkpoint."""

@@ -169,13 +169,17 @@ class JobStateMachine:
         rank_exit = message.exit
         self.state.attempt.exits[message.rank] = rank_exit
 
-        # No later exit can explain this one, so decide now.
-        if not rank_exit.may_be_a_consequence:
+        # No later exit can explain this one, so decide now, unless rank 0 commits a checkpoint first.
+        died_by_itself = not rank_exit.may_be_a_consequence
+        if died_by_itself and not self._commit_is_near():
             self._failure_handler.handle(self.state.attempt.root_failure(), now)
             return
 
-        if not rank_exit.clean:
-            self._wait_for_earlier_failure(rank_exit.reports_lost_peer, now)
+        if died_by_itself:
+            self._wait_at_most(0.0, now)
+        elif not rank_exit.clean:
+            # The exit of a rank that failed first may still arrive.
+            self._wait_at_most(LOST_PEER_WAIT_S if rank_exit.reports_lost_peer else PEER_WAIT_S, now)
         elif rank_exit.code == PREEMPTED:
             self._wait_for_stragglers(now)
 
@@ -186,14 +190,18 @@ class JobStateMachine:
         """Return whether a message is about the current attempt, while its ranks run."""
         return attempt == self.state.attempt.number and self.state.phase in ACTIVE
 
-    def _wait_for_earlier_failure(self, reports_lost_peer: bool, now: float) -> None:
-        """Wait a moment before a rank's error is announced: the exit of a rank that failed first may still arrive."""
-        # The rank that raised explains why the others stand still: their stacks are no longer needed.
+    def _wait_at_most(self, seconds: float, now: float) -> None:
+        """Wait before a rank's failure is handled, which `_deadline_passed` does; a commit may take longer."""
+        # The rank that failed explains why the others stand still: their stacks are no longer needed.
         if self.state.phase is JobPhase.COLLECT_STACKS:
             self.state.enter(JobPhase.RUN)
 
-        wait = LOST_PEER_WAIT_S if reports_lost_peer else PEER_WAIT_S
-        self.state.deadline = min(self.state.deadline, now + wait)
+        self.state.deadline = min(self.state.deadline, now + seconds)
+
+    def _commit_is_near(self) -> bool:
+        """Return whether rank 0 runs, and has yet to commit a checkpoint that all ranks have written."""
+        attempt = self.state.attempt
+        return 0 in attempt.running and self.state.commit_is_near(len(attempt.ranks))
 
     def _wait_for_stragglers(self, now: float) -> None:
         """Wait for the other ranks, after one has saved and exited."""
@@ -225,6 +233,10 @@ class JobStateMachine:
 
     def zygote_lost(self, node: int, message: ZygoteLost, now: float) -> None:
         """The process that forks a node's ranks has died. Between two attempts that is not a failure."""
+        # A node that is lost has taken its ranks with it.
+        if node not in self.state.cluster.nodes:
+            return
+
         # The failure names the node's first rank, from which `Attempt.count_ended_by` finds the others.
         first = min(self.state.attempt.ranks_on(node), default=None)
         failure = Failure.by_launcher(LauncherFailure.ZYGOTE, message.why, first, self.state.cluster.nodes[node].host)
@@ -244,12 +256,12 @@ class JobStateMachine:
         attempt = self.state.attempt
         if beat.attempt == attempt.number:
             attempt.unconfirmed.discard(node)
-            attempt.watchdog.views[node] = beat.views
+            attempt.watchdog.note_views(node, beat.views)
 
         # All attempts have the same settings.
         if beat.settings:
             self.state.settings = Settings(**beat.settings)
-            attempt.watchdog.limits = self.state.settings.hang
+            attempt.watchdog.set_limits(self.state.settings.hang)
 
     def check_for_hangs(self, now: float) -> None:
         """Look for ranks that stand still; called about once a second."""
@@ -317,18 +329,25 @@ class JobStateMachine:
                 self._hang_check.judge(now)
 
             case JobPhase.KILL:
-                # Continue without the nodes that could not kill their ranks.
+                # A rank of this machine that does not die still holds the run folder, so no attempt can follow.
+                if COORDINATOR in state.unanswered:
+                    self._next_attempt.end_with_ranks_left()
+                    return
+
+                # Continue without the other nodes that could not kill their ranks.
                 for node in sorted(state.unanswered):
                     self.node_lost(node, f"was dropped: its killed ranks did not end within {NODES_KILL_S:.0f} s", now)
 
             case JobPhase.PREEMPT if not attempt.has_failed:
                 # Ranks that were asked to save take too long.
-                self._failure_handler.handle(attempt.overdue(), now)
+                self._failure_handler.handle(attempt.overdue_failure(), now)
 
             case JobPhase.RUN | JobPhase.PREEMPT:
-                # A rank raised. If a node has gone quiet, its loss may have come first: wait until it shows. And if all
-                # ranks have written a checkpoint, let rank 0 commit it: the next attempt can start from it.
-                quiet = state.cluster.longest_silence(state.nodes_of_attempt, now) > QUIET_S
-                commits = now < state.deadline + COMMIT_S and state.commit_is_near(len(attempt.ranks))
+                # If a node has gone quiet, its loss may have come before an exception: wait until it shows.
+                silence = state.cluster.longest_silence(state.nodes_of_attempt, now)
+                quiet = silence > QUIET_S and not attempt.any_died_by_itself
+
+                # If all ranks have written a checkpoint, let rank 0 commit it: the next attempt can start from it.
+                commits = now < state.deadline + COMMIT_S and self._commit_is_near()
                 if not quiet and not commits:
                     self._failure_handler.handle(attempt.root_failure(), now)

@@ -23,14 +23,14 @@ class Evidence:
 
     stacks: dict[int, str] = field(default_factory=dict)  # by rank; "" for a rank that did not answer
     findings: flight_recorder.Findings = field(default_factory=flight_recorder.Findings)
-    holders: list[int] = field(default_factory=list)  # ranks that hold the GIL: see `gil_holders`
+    holders: list[int] = field(default_factory=list)  # ranks that most likely hold the GIL: see `gil_holders`
 
 
 def gil_holders(stacks: dict[int, str], collectives: Collection[int]) -> list[int]:
     """Return the ranks that wrote a stack but not their collectives, if other ranks wrote both.
 
-    Stacks are written by a signal handler in C, collectives by a Python thread. A rank that writes only its stack holds
-    the GIL in native code: whatever its phase is, it does not wait for another rank.
+    Stacks are written by a signal handler in C, collectives by a Python thread. A rank that writes only its stack most
+    likely holds the GIL in native code: whatever its phase is, it then does not wait for another rank.
     """
     answered = [rank for rank, text in stacks.items() if text]
     holders = [rank for rank in answered if rank not in collectives]
@@ -72,7 +72,8 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
     # The most telling lines come first.
     detail = _stacks_of(awaited, suspicion, evidence.stacks)
     for rank in evidence.holders[:MAX_RANKS_NAMED]:
-        detail.append(f"rank {rank} holds Python's lock (the GIL) in native code: it is not in a collective")
+        shown = f"rank {rank} shows its stack but not its collectives"
+        detail.append(f"{shown}: most likely it holds Python's lock (the GIL) in native code")
 
     detail += _groups_of(groups, awaited, suspicion)
     detail += evidence.findings.lines
@@ -93,7 +94,7 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
 
 def _awaited(suspicion: Suspicion, evidence: Evidence, groups: list[tuple[tuple[Frame, ...], list[int]]]) -> list[int]:
     """Return the ranks that the others wait for, by the best evidence available."""
-    # Of several ranks that do not wait, a rank that holds the GIL certainly does not.
+    # Of several ranks that do not seem to wait, one that holds the GIL is the most certain.
     awaited = suspicion.awaited
     if awaited:
         holders = set(evidence.holders)

@@ -9,6 +9,7 @@ It is tested with gloo, and with NCCL and a world size of 1 (tests/gpu), but not
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -72,9 +73,12 @@ def _answer_requests(folder: Path, rank: int) -> None:
         request = records.read(folder / REQUEST)
         if request and request != answered:
             answered = request
-            # The answer repeats the request: the launcher drops answers to older ones.
-            answer = {"request": request, "entries": recorded()}
-            records.write(folder / f"flight-{rank}.json", json.dumps(answer))
+
+            # A rank that cannot answer once, because the disk is full or a dump is bad, must answer the next request.
+            with contextlib.suppress(OSError, ValueError, RuntimeError):
+                # The answer repeats the request: the launcher drops answers to older ones.
+                answer = {"request": request, "entries": recorded()}
+                records.write(folder / f"flight-{rank}.json", json.dumps(answer))
 
         time.sleep(REQUEST_POLL_S)
 

@@ -37,7 +37,7 @@ def register(path: Path) -> None:
 
     It works while the main thread hangs in C++ and holds the GIL: faulthandler runs no Python.
     """
-    # The file stays open for as long as the process lives: faulthandler keeps only its descriptor.
+    # faulthandler holds a reference to the file, so it stays open.
     file = path.open("a")
     faulthandler.enable(file)
     faulthandler.register(SIGNAL, file, all_threads=True, chain=False)
@@ -140,8 +140,8 @@ def _ask(pid: int) -> bool:
     status = records.read(Path(f"/proc/{pid}/status"))
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
 
-    # Bit n - 1 of the mask is signal n.
-    # The signal would kill a rank that has not registered yet, and a suspended rank cannot answer.
+    # The signal would kill a rank that has not registered yet (bit n - 1 of the mask is signal n), and a suspended rank
+    # cannot answer.
     registered = caught is not None and int(caught.group(1), 16) >> (SIGNAL - 1) & 1
     if registered and "\nState:\tT" not in status:
         with contextlib.suppress(ProcessLookupError):

@@ -151,7 +151,7 @@ def suspect(views: list[RankView], limits: HangConfig, places: Places = MappingP
 
     # The setting as a number, doubled: that is what to type.
     value = getattr(limits, setting.removeprefix("hang."))
-    remedy = f"if this is slow work and no hang: {setting}={2 * value:g}"
+    remedy = f"if this is slow work, not a hang: {setting}={2 * value:g}"
 
     return Suspicion("limit", reason, awaited_ranks(working), by_rank, remedy)
 

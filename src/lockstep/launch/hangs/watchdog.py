@@ -47,13 +47,13 @@ class Watchdog:
     """Watches the ranks of one attempt: their heartbeats, and on suspicion their stacks and collectives."""
 
     def __init__(self, limits: HangConfig, places: Places = MappingProxyType({})):
-        self.limits = limits
+        self._limits = limits
 
         # Where earlier attempts were ended as hanging.
         self._places = places
 
         # Node -> its ranks, as of its last heartbeat.
-        self.views: dict[int, list[RankView]] = {}
+        self._views: dict[int, list[RankView]] = {}
 
         # Whether the screen already says that no rank advances, and the beats of all ranks at the last inquiry.
         self._warned = False
@@ -71,13 +71,34 @@ class Watchdog:
 
         # The current suspicion, and what was collected for it: rank -> stack, rank -> flight recorder's entries.
         self._suspicion: Suspicion | None = None
-        self.stacks: dict[int, str] = {}
-        self.collectives: dict[int, list[dict[str, Any]]] = {}
+        self._stacks: dict[int, str] = {}
+        self._collectives: dict[int, list[dict[str, Any]]] = {}
+
+    # ---- what the nodes send ----
+
+    def set_limits(self, limits: HangConfig) -> None:
+        """Use the task's own limits, which are known once rank 0 has read its configuration."""
+        self._limits = limits
+
+    def note_views(self, node: int, views: list[RankView]) -> None:
+        """Note the ranks of a node, from its heartbeat."""
+        self._views[node] = views
+
+    def add_answers(self, stacks: dict[int, str], collectives: dict[int, list[dict[str, Any]]]) -> None:
+        """Add what some ranks have sent for the current suspicion."""
+        self._stacks |= stacks
+        self._collectives |= collectives
 
     @property
     def _all_views(self) -> list[RankView]:
         """The views of all ranks, on all nodes."""
-        return [view for views in self.views.values() for view in views]
+        return [view for views in self._views.values() for view in views]
+
+    def last_view(self, rank: int) -> RankView | None:
+        """Return the last view of a rank; None if there is none."""
+        return next((view for view in self._all_views if view.rank == rank), None)
+
+    # ---- suspicion and verdict ----
 
     def suspicion(self, running: Collection[int], now: float) -> Suspicion | None:
         """Return a suspicion about the ranks that still run, after which their stacks are collected.
@@ -105,13 +126,13 @@ class Watchdog:
             halted_s = now - self._halted.get(view.rank, now)
             seen.append(replace(view, age=min(view.age, watched), halted_s=halted_s))
 
-        # Stacks and collectives of an earlier suspicion do not explain this one.
+        # What was collected for an earlier suspicion does not explain this one.
+        self._stacks = {}
+        self._collectives = {}
+
         self._suspicion = None
         if now >= self._quiet_until:
-            self._suspicion = suspect(seen, self.limits, self._places) or self._inquiry(seen)
-
-        self.stacks = {}
-        self.collectives = {}
+            self._suspicion = suspect(seen, self._limits, self._places) or self._inquiry(seen)
 
         return self._suspicion
 
@@ -132,7 +153,7 @@ class Watchdog:
         named = min(working, key=lambda view: (view.traits.waits, view.rank))
         peers = Peers(working)
 
-        limit, setting = max(raised_limit(view, peers, self.limits, self._places) for view in working)
+        limit, setting = max(raised_limit(view, peers, self._limits, self._places) for view in working)
         where = f"rank {named.rank} has been in phase {named.phase} of step {named.step} for {named.age:.0f} s"
         reason = f"no rank has advanced for {youngest:.0f} s: {where}; the limit is {limit:.0f} s, by {setting}"
 
@@ -149,16 +170,16 @@ class Watchdog:
         return "\n".join([suspicion.reason, *(f"  {line}" for line in where)])
 
     def ranks_standing_still(self, running: Collection[int], preempted_at: float, now: float) -> list[RankView]:
-        """Return all ranks if none has moved since they were asked to save and exit, and time is up; otherwise none."""
+        """Return all ranks if none has moved within its limit since they were asked to save and exit; otherwise []."""
         views = [view for view in self._all_views if view.rank in running]
 
         # Without a view of every rank nothing is certain.
-        patient = now - preempted_at <= self.limits.least or len(views) < len(running)
-        if patient:
+        too_early = now - preempted_at <= self._limits.least
+        if too_early or len(views) < len(running):
             return []
 
         peers = Peers(views)
-        moves = any(view.age <= preempt_limit(view, peers, self.limits) for view in views)
+        moves = any(view.age <= preempt_limit(view, peers, self._limits) for view in views)
         return [] if moves else views
 
     def _moved(self, suspicion: Suspicion) -> bool:
@@ -180,7 +201,7 @@ class Watchdog:
         if self._moved(suspicion) and not suspicion.awaits_halted_rank:
             return None
 
-        if self.is_compiling(suspicion, self.stacks):
+        if self.is_compiling(suspicion, self._stacks):
             self._quiet_until = self._last_look + COMPILING_S
             return None
 
@@ -200,11 +221,11 @@ class Watchdog:
         """Return the stacks, and what follows from the collectives if all ranks have sent theirs."""
         # If torch has changed its format, only the stacks are used. A rank that did not answer cannot be compared.
         findings = flight_recorder.Findings()
-        if len(self.collectives) >= len(suspicion.views):
+        if len(self._collectives) >= len(suspicion.views):
             with contextlib.suppress(KeyError, TypeError, ValueError):
-                findings = flight_recorder.analyse(self.collectives)
+                findings = flight_recorder.analyse(self._collectives)
 
-        return Evidence(self.stacks, findings, gil_holders(self.stacks, self.collectives))
+        return Evidence(self._stacks, findings, gil_holders(self._stacks, self._collectives))
 
     def is_compiling(self, suspicion: Suspicion, stacks: dict[int, str]) -> bool:
         """Return whether a rank is compiling, which is not a hang.
@@ -213,6 +234,6 @@ class Watchdog:
         longer than a step. `hang.first` then applies.
         """
         # Beyond that limit even compiling counts as a hang.
-        young = [view.rank for view in suspicion.views.values() if view.age <= self.limits.first]
+        young = [view.rank for view in suspicion.views.values() if view.age <= self._limits.first]
         compiling = any(_COMPILING.search(stacks.get(rank, "")) for rank in young)
         return compiling and not suspicion.awaits_halted_rank

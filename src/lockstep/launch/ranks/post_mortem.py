@@ -1,6 +1,6 @@
 """Why a rank has ended: from its failure record or, if it left none, from its exit code, log and the kernel's counters.
 
-The launcher of its node examines every rank that has ended, and sends the result to the coordinator.
+The agent of its node examines every rank that has ended, and sends the result to the coordinator.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def examine(rank: LocalRank, code: int, when: float) -> RankExit:
     except ValueError:
         failure = _without_record(rank, code, when, log)
 
-    # A failure of another rank, which this rank noticed: `Attempt.root_failure` fills in where that rank was.
+    # A failure of another rank, which this rank noticed. Its host is not known here: `Attempt.root_failure` finds it.
     if failure.rank != rank.number:
         return RankExit(code, replace(failure, host=""))
 

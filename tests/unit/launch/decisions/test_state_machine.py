@@ -141,7 +141,7 @@ def test_a_restart_that_a_signal_prevents_is_not_logged(stage):
 def test_messages_of_an_earlier_attempt_are_ignored(stage):
     stage.kill()
     stage.state_machine.beat_received(0, NodeBeat([view(1, 900.0, "data")], {}, 0), stage.now)
-    assert stage.state_machine.state.attempt.watchdog.views == {}
+    assert stage.state_machine.state.attempt.watchdog.last_view(1) is None
     stage.state_machine.rank_exited(RankExited(0, 0, RankExit(-9)), stage.now)
     stage.state_machine.ranks_gone(0, 0, stage.now)
     stage.state_machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
@@ -192,6 +192,42 @@ def test_a_commit_that_does_not_end_is_not_waited_for(stage):
     assert stage.tick(1 + phases.COMMIT_S - 0.1) == []
     stage.tick(0.2)
     assert "not restarted: no checkpoint has been saved" in stage.said
+
+
+def test_a_checkpoint_that_all_ranks_have_written_is_committed_after_a_kill_too(stage):
+    stage.committing = True
+    stage.exit(1, -9)
+    assert stage.tick() == []
+    stage.saved, stage.committing = 5, False
+    stage.tick(0.1)
+    assert "rank 1 on host-0" in stage.said
+    assert "from the checkpoint of step 5" in stage.said
+    assert stage.sent(Kill) == [0]
+
+
+def test_a_commit_that_does_not_end_after_a_kill_is_not_waited_for(stage):
+    stage.committing = True
+    stage.exit(1, -9)
+    assert stage.tick(phases.COMMIT_S - 0.1) == []
+    stage.tick(0.2)
+    assert stage.sent(Kill) == [0]
+
+
+def test_a_dead_rank_0_commits_nothing(stage):
+    stage.committing = True
+    stage.exit(0, -9)
+    stage.tick()
+    assert stage.sent(Kill) == [0]
+
+
+def test_a_kill_while_stacks_are_collected_waits_for_a_commit(stage):
+    stage.committing = True
+    stuck(stage)
+    stage.exit(1, -9)
+    assert stage.tick() == []
+    stage.committing = False
+    stage.tick(0.1)
+    assert "rank 1 on host-0" in stage.said
 
 
 def test_going_back_to_an_earlier_checkpoint_is_no_progress():
@@ -730,6 +766,39 @@ def test_a_node_that_cannot_stop_its_ranks_is_left_behind():
     assert not stage.of(StartAttempt)
     stage.tick(2)
     assert [stage.tick(3.1), stage.of(StartAttempt)][1] == [StartAttempt(1, {0: 1})]
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_coordinating_node_that_cannot_stop_its_ranks_ends_the_job(others):
+    """Its rank still holds the run folder, so the other nodes must not go on."""
+    stage = nodes(1, others + 1, others + 1)
+    stage.tick()
+    stage.exit(0, -9)
+    for node in range(1, others + 1):
+        stage.ranks_gone(node)
+    stage.tick(phases.NODES_KILL_S + 1)
+    assert stage.of(StartAttempt) == stage.of(DropNode) == []
+    assert "not restarted: killed ranks on this machine did not end within 30 s. To start over: type it" in stage.said
+    (ending,) = stage.of(JobEnd)
+    assert ending.code == ExitCode.RESTART
+
+
+def test_an_end_that_is_decided_stays_so_though_the_ranks_do_not_die(stage):
+    stage.state_machine.preempt_requested("SIGINT", stage.now)
+    stage.exit(1, -9)
+    stage.tick()
+    stage.tick(phases.NODES_KILL_S + 1)
+    assert [ending.code for ending in stage.of(JobEnd)] == [ExitCode.FAILED]
+
+
+def test_the_zygote_of_a_node_that_was_dropped_does_not_matter():
+    stage = nodes(1, 2, 2)
+    stage.tick()
+    stage.exit(0, -9)
+    stage.state_machine.node_lost(1, "vanished", stage.now)
+    stage.tick()
+    stage.state_machine.zygote_lost(1, ZygoteLost(0, "died", False), stage.now)
+    assert stage.tick() == []
 
 
 def test_a_node_that_starts_nothing_is_named_and_dropped():

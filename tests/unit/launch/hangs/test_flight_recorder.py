@@ -1,6 +1,7 @@
 """What torch's flight recorder says about ranks that wait for each other."""
 
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -178,3 +179,23 @@ def test_real_ranks_that_hang_in_gloo(pair, expected):
 
 def test_a_rank_that_does_not_answer_is_missing(tmp_path):
     assert flight_recorder.collect(tmp_path, [0], timeout=0.1) == {}
+
+
+@pytest.mark.parametrize("error", [OSError("full"), ValueError("bad dump"), RuntimeError("no recorder")])
+def test_a_rank_that_cannot_answer_once_answers_the_next_request(tmp_path, monkeypatch, error):
+    outcomes = [error, []]
+
+    def recorded():
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(flight_recorder, "recorded", recorded)
+    monkeypatch.setattr(flight_recorder, "REQUEST_POLL_S", 0.02)
+    folder = tmp_path / "attempt"
+    folder.mkdir()
+    flight_recorder.serve(folder, 0)
+    assert flight_recorder.collect(folder, [0], timeout=0.3) == {}
+    assert flight_recorder.collect(folder, [0], timeout=10.0) == {0: []}
+    shutil.rmtree(folder)  # ends the thread
