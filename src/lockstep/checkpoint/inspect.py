@@ -45,7 +45,11 @@ def ls(path: Path) -> tuple[str, int]:
     """List the checkpoints of a run. This reads only manifests and the sizes of files; `verify` reads all bytes."""
     storage = _storage(path)
     checkpoints = committed(storage)
-    best = best_checkpoint(storage, _retention_of(checkpoints))
+
+    # If a manifest cannot be read now, no checkpoint is called the best; its own row says why.
+    best = None
+    with suppress(OSError):
+        best = best_checkpoint(storage, _retention_of(checkpoints))
 
     rows = [_row(checkpoint, best) for checkpoint in checkpoints[:MAX_LISTED]]
     if not rows:
@@ -268,7 +272,15 @@ def has_checkpoints(path: Path) -> bool:
 def choose_best(path: Path) -> Checkpoint:
     """Return the best checkpoint of the run at `path`, by its setting `checkpoint.best`."""
     storage = _storage(path)
-    best = best_checkpoint(storage, _retention_of(committed(storage)))
+    try:
+        best = best_checkpoint(storage, _retention_of(committed(storage)))
+    except OSError as error:
+        raise UserError(
+            f"the checkpoints of {path} cannot be compared now",
+            error.strerror or str(error),
+            "try again, or choose one by its step: lockstep ckpt ls RUN",
+        ) from None
+
     if best is None:
         raise UserError(
             f"{path} has no best checkpoint",

@@ -5,13 +5,13 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from lockstep.checkpoint.manifest import InvalidCheckpoint
+from lockstep.checkpoint.manifest import InvalidCheckpoint, Unreadable
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, delete_checkpoint
 from lockstep.launch.folder.checkpoint_names import folder_name
@@ -67,7 +67,7 @@ def best_step(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: R
 
 
 def apply_retention(storage: CheckpointStorage, retention: Retention, token: str) -> None:
-    """Delete the checkpoints that `retention` does not keep."""
+    """Delete the checkpoints that `retention` does not keep. Raise an OSError if they cannot be compared now."""
     checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(storage)}
 
     # Manifests are read only if the best metric is kept.
@@ -88,7 +88,10 @@ class BestCheckpoint(NamedTuple):
 
 
 def best_checkpoint(storage: CheckpointStorage, retention: Retention) -> BestCheckpoint | None:
-    """Return the committed checkpoint that is best by `retention.best`; None if none can be compared."""
+    """Return the committed checkpoint that is best by `retention.best`; None if none has a value.
+
+    Raise an OSError if they cannot be listed or read now.
+    """
     if retention.best is None:
         return None
 
@@ -101,8 +104,13 @@ def best_checkpoint(storage: CheckpointStorage, retention: Retention) -> BestChe
 
 
 def metrics_of(checkpoint: Checkpoint) -> Mapping[str, float]:
-    """Return the metrics of a checkpoint. An invalid one has none, so only its age decides whether it is deleted."""
-    with suppress(InvalidCheckpoint):
-        return read_manifest(checkpoint).metrics
+    """Return the metrics of a checkpoint. A damaged one has none, so only its age decides whether it is deleted.
 
-    return {}
+    Raise an OSError if its manifest cannot be read now: it may be the best checkpoint.
+    """
+    try:
+        return read_manifest(checkpoint).metrics
+    except Unreadable as problem:
+        raise OSError(errno.EIO, str(problem)) from problem
+    except InvalidCheckpoint:
+        return {}

@@ -74,7 +74,7 @@ class SaveSchedule:
     def _look_up_best(self) -> float | None:
         """Return the score of the best checkpoint so far, which is -inf if there is none. Rank 0 calls it.
 
-        Return None if the checkpoints cannot be listed, which must not end the run.
+        Return None if the checkpoints cannot be listed or read, which must not end the run.
         """
         try:
             best = best_checkpoint(self._storage, self._retention)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import subprocess
@@ -52,6 +53,29 @@ def test_ls_gives_a_line_for_each_newest_first(run, capsys):
     assert rows[1][5:] == ["4", "loss=0.1", "not", "verified"]
     os.truncate(run / "checkpoints" / "step-00000010" / file_name(0), 5)
     assert f"damaged: {file_name(0)}: has 5 bytes" in lockstep(capsys, "ckpt", "ls", run)[1]
+
+
+def test_ls_lists_all_checkpoints_if_the_best_one_cannot_be_read(tmp_path, capsys, monkeypatch):
+    for step in (5, 10):
+        values = {"metrics": {"loss": float(step)}, "config": {"checkpoint.best": "loss"}}
+        commit(tmp_path / "checkpoints", step, values=values)
+    assert "best loss" in lockstep(capsys, "ckpt", "ls", tmp_path)[1]
+    open_file = FileSystemStorage.open
+
+    def fail(self: FileSystemStorage, key: str) -> object:
+        if key == "step-00000005/manifest.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return open_file(self, key)
+
+    monkeypatch.setattr(FileSystemStorage, "open", fail)
+    code, text = lockstep(capsys, "ckpt", "ls", tmp_path)
+    assert code == 0
+    assert "unreadable: manifest.json" in text
+    assert "best loss" not in text
+
+    code, text = lockstep(capsys, "ckpt", "export", tmp_path, "--best")
+    assert code != 0
+    assert "cannot be compared now" in text
 
 
 def test_show_describes_the_newest_or_the_one_given(run, capsys):

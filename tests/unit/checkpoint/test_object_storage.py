@@ -13,14 +13,16 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from checkpoints import commit, end, load, same, savers, shard, state
+from checkpoints import alone, commit, end, load, same, savers, shard, state
 from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractBufferedFile
 from storage_contract import StorageContract
 from test_run_in_memory import Dropped
 
 import lockstep
 from lockstep.checkpoint import inspect
 from lockstep.checkpoint import load as load_module
+from lockstep.checkpoint.load import newest_valid
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.storage import FileSystemStorage, ObjectStorage, open_storage
@@ -177,6 +179,48 @@ def real_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStorage
     fsspec.register_implementation("real", RealStore, clobber=True)
     monkeypatch.setattr(RealStore, "objects", {})
     return ObjectStorage(tmp_path / "run" / "checkpoints", "real://bucket")
+
+
+class Fetched(AbstractBufferedFile):
+    """An object that is read as a package such as s3fs reads one: by requests for ranges of bytes."""
+
+    requests: list[int] = []
+
+    def _fetch_range(self, start: int, end: int) -> bytes:
+        data = self.fs.objects[self.path][start:end]
+        self.requests.append(len(data))
+        return data
+
+
+class RangeStore(RealStore):
+    protocol = "range"
+
+    def _open(self, path: str, mode: str = "rb", **options: Any) -> Any:
+        if mode == "wb":
+            return Upload(self.objects, path)
+        return Fetched(self, path, mode, size=len(self.objects[path]), **options)
+
+
+def test_a_load_fetches_each_byte_twice_to_verify_it_and_to_read_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read-ahead fetches five megabytes for each tensor."""
+    fsspec.register_implementation("range", RangeStore, clobber=True)
+    monkeypatch.setattr(RangeStore, "objects", {})
+    storage = ObjectStorage(tmp_path / "run" / "checkpoints", "range://bucket")
+    tensors = {f"model.{number}": torch.full((1 << 16,), float(number)) for number in range(64)}
+    commit(storage, 1, tensors=tensors)
+    [written] = RangeStore.objects.values()
+
+    monkeypatch.setattr(Fetched, "requests", [])
+    reader = newest_valid(storage, 0, 1, alone)
+    assert reader is not None
+    assert max(Fetched.requests) > len(written) - (1 << 20)  # digests are computed from large chunks
+
+    # Backwards, as no read-ahead expects it.
+    with reader.keeping_open():
+        assert same({name: reader.read(name) for name in reversed(list(tensors))}, tensors)
+    assert sum(Fetched.requests) < 2.3 * len(written)
 
 
 def test_an_object_whose_folder_was_deleted_while_it_was_written_is_deleted(real_store: ObjectStorage) -> None:

@@ -23,6 +23,7 @@ from lockstep.checkpoint.resume import LoopState
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy
 from lockstep.checkpoint.schedule import SaveSchedule
+from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.storage import Checkpoint, FileSystemStorage, committed
 from lockstep.config import flatten, resolve
 from lockstep.config.changes import config_changes
@@ -297,6 +298,41 @@ def test_a_registered_part_never_replaces_one_of_the_run(tmp_path: Path) -> None
         run.register("exact", model)
         with pytest.raises(lockstep.UserError, match="'exact'"):
             run.setup(model, task.optimizer(model))
+
+
+def test_a_task_may_have_a_method_that_is_called_read(tmp_path: Path) -> None:
+    class Reads(Dropped):
+        seen = torch.zeros(3)
+
+        def read(self, path: Path) -> str:
+            return path.read_text()
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.seen = state["seen"]
+
+    task = Reads()
+    task.seen = torch.ones(3)
+    lockstep.fit(task, run_dir=tmp_path, checkpoint={"every": 6})
+    resumed = Reads()
+    lockstep.fit(resumed, run_dir=tmp_path, resume="auto", steps=13)
+    assert torch.equal(resumed.seen, torch.ones(3))
+
+
+def test_the_space_for_tied_weights_is_counted_once() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(10, 4)
+            self.head = nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embedding.weight
+
+    model = Tied()
+    optimizers: Any = SimpleNamespace(masters=None)
+    saved = ModelState(model, optimizers, (), True, bool)
+    assert sum(tensor.nbytes for tensor in saved.tensors().values()) == 10 * 4 * 4
 
 
 # ---- options that an optimizer adds in its step ----

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from memory_storage import MemoryStorage
 from storage_contract import StorageContract, put
 
-from lockstep.checkpoint.retention import Retention, steps_to_delete
+from lockstep.checkpoint.retention import Retention, best_checkpoint, steps_to_delete
 from lockstep.checkpoint.state.state_tree import pack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, committed, file_system
 from lockstep.checkpoint.storage.protocol import CHUNK, PAGE, split
@@ -210,3 +210,30 @@ def test_retention_is_applied_after_each_commit(tmp_path):
         "step-00000002",
     ]
     assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
+
+
+def test_the_best_is_neither_deleted_nor_replaced_while_its_manifest_cannot_be_read(tmp_path, monkeypatch):
+    retention = Retention(last=1, best="loss")
+    storage = FileSystemStorage(tmp_path)
+    [saver] = savers(tmp_path, keep=retention)
+    for step, loss in [(1, 1.0), (2, 2.0)]:
+        saver.start(step, shard(state(step), 0, 1), {}, pack({"metrics": {"loss": loss}}, "values", {}))
+    saver.take_ended()
+    open_file = FileSystemStorage.open
+
+    def fail(self: FileSystemStorage, key: str) -> object:
+        if key == "step-00000001/manifest.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return open_file(self, key)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemStorage, "open", fail)
+        saver.start(3, shard(state(3), 0, 1), {}, pack({"metrics": {"loss": 3.0}}, "values", {}))
+        [report] = saver.take_ended()
+        assert "Input/output error" in report.outcome.warning
+        with pytest.raises(OSError, match="Input/output error"):
+            best_checkpoint(storage, retention)
+
+    best = best_checkpoint(storage, retention)
+    assert best is not None
+    assert best.checkpoint.step == 1

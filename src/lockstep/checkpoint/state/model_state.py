@@ -69,8 +69,10 @@ class ModelState:
         return self._frozen.current()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the parameters and buffers that are saved, under the model's names; tied ones under all of theirs."""
-        return {name: tensor for name, tensor in self._saved_state().items() if not is_extra(name)}
+        """Return the parameters and buffers that are saved, under the model's names; tied ones only once."""
+        state = self._saved_state()
+        tied = tied_names(state)
+        return {name: tensor for name, tensor in state.items() if not is_extra(name) and name not in tied}
 
     def _saved_state(self) -> dict[str, Any]:
         """Return the model's state dict, without the parameters of which only digests are saved."""

@@ -25,8 +25,8 @@ class Part(Protocol):
 class OptionalMembers(NamedTuple):
     """What a part may have besides its state, with a default where it has none."""
 
-    # read(name, reader) reads this rank's shard of a tensor. None: the state is the same on every rank.
-    read: Callable[[str, CheckpointReader], Tensor] | None
+    # read_shard(name, reader) reads this rank's shard of a tensor. None: the state is the same on every rank.
+    read_shard: Callable[[str, CheckpointReader], Tensor] | None
 
     # changes_since(state) lists what the user's code has changed since `state` was saved.
     changes_since: Callable[[dict[str, Any]], list[str]]
@@ -39,7 +39,7 @@ class OptionalMembers(NamedTuple):
 def optional_members(part: object) -> OptionalMembers:
     """Return the optional members of a part. This is the only place that looks for them."""
     return OptionalMembers(
-        read=getattr(part, "read", None),
+        read_shard=getattr(part, "read_shard", None),
         changes_since=getattr(part, "changes_since", None) or (lambda state: []),
         lasting=getattr(part, "lasting", ()),
         frozen_advice=getattr(part, "frozen_advice", None),

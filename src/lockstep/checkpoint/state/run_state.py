@@ -166,7 +166,7 @@ class RunState:
 
     def digest_replicated(self, captured: CapturedState) -> dict[str, str]:
         """Return a digest of the state of each part that is replicated on every rank."""
-        replicated = [name for name, part in self.parts.items() if optional_members(part).read is None]
+        replicated = [name for name, part in self.parts.items() if optional_members(part).read_shard is None]
         return {name: digest(captured.part_states[name]) for name in replicated}
 
     # ---- restoring ----
@@ -260,13 +260,13 @@ class RunState:
         return changed + unused
 
     def _read_part(self, name: str, state: Any, reader: CheckpointReader) -> Any:
-        """Read the tensors in the state of one part, which may have a `read` method (see `Part`)."""
+        """Read the tensors in the state of one part, which may have a method `read_shard` (see `Part`)."""
         # The state of a part that this run does not have is only reported, not read.
         if name != "data" and name not in self.parts:
             return state
 
-        own_read = optional_members(self.parts.get(name)).read
-        read = (lambda tensor: own_read(tensor, reader)) if own_read else reader.read
+        read_shard = optional_members(self.parts.get(name)).read_shard
+        read = (lambda tensor: read_shard(tensor, reader)) if read_shard else reader.read
         return unpack(state, read, self._device)
 
 

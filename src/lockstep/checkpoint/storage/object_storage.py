@@ -59,7 +59,9 @@ class ObjectStorage(FileSystemStorage):
 
         with _as_os_error(address):
             file_system, path = _locate(address)
-            return io.BufferedReader(_ObjectReader(file_system.open(path, "rb"), address))
+            # No read-ahead: tensors are read one by one, each in full.
+            file = file_system.open(path, "rb", cache_type="none")
+            return io.BufferedReader(_ObjectReader(file, address))
 
     def write(self, key: str, chunks: Iterable[memoryview]) -> None:
         if self.url is None or not key.endswith(_LARGE):

@@ -201,7 +201,7 @@ class PowerSGDHook(CommHook):
             if error is not None and matrix.error is not None:
                 matrix.error.copy_(error)
 
-    def read(self, name: str, reader: CheckpointReader) -> Tensor:
+    def read_shard(self, name: str, reader: CheckpointReader) -> Tensor:
         """Read this rank's row of the errors, or another saved tensor in full."""
         if not name.startswith(f"part.{STATE_NAME}.errors."):
             return reader.read(name)
