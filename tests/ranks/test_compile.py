@@ -70,6 +70,25 @@ class Curious(Plain):
         return super().data()
 
 
+class Breaking(Plain):
+    """Its loss cannot be compiled, so the model alone is."""
+
+    def model(self) -> nn.Module:
+        self.net = super().model()
+        return self.net
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        torch._dynamo.graph_break()
+        return super().loss(model, batch)
+
+
+class Between(Breaking):
+    """It calls the model between two steps, as in training: with gradients, and a batch of the same shape."""
+
+    def after_step(self, run: Any, result: Any) -> None:
+        self.net(torch.ones(4, 3))
+
+
 def trained(
     world: World, store: Any, folder: str, compiled: bool, task: type[Task] = Plain
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
@@ -81,7 +100,12 @@ def trained(
         """Stands in for a compiler; rank 1's has more to do."""
         time.sleep(0.5 * world.rank)
         phases.append("compiled")
-        return graph
+
+        def run(*inputs: Any) -> Any:
+            phases.append("ran")
+            return graph(*inputs)
+
+        return run
 
     with patch.object(targets, "BACKEND", backend):
         resolved = resolve([("test", values)])
@@ -119,6 +143,13 @@ def test_a_call_on_one_rank_before_the_first_step(pool: Any, tmp_path: Any) -> N
     for (expected, _), (weights, phases) in zip(plain, found, strict=True):
         assert all(torch.equal(expected[name], weights[name]) for name in expected)
         assert phases.count("compile") == 1
+
+
+def test_a_call_between_two_steps_runs_eagerly(pool: Any, tmp_path: Any) -> None:
+    _, expected = pool.run(trained, str(tmp_path / "breaking"), True, Breaking, world=1)[0]
+    _, phases = pool.run(trained, str(tmp_path / "between"), True, Between, world=1)[0]
+    assert phases.count("compiled") == 1
+    assert phases.count("ran") == expected.count("ran") > 6 * 4
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="a device made up for CPUs; tests/gpu/test_gpu_graphs.py has the real one")

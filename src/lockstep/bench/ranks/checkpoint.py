@@ -146,7 +146,7 @@ class Ways:
             for kind in ("dcp", "dcp-async"):
                 shutil.rmtree(self.root / f"{kind}-{step}", ignore_errors=True)
 
-            # No way pays for what another one has left to be written.
+            # Otherwise the next way would have to wait for data that an earlier one has left in the page cache.
             os.sync()
 
         self.barrier()
@@ -232,7 +232,7 @@ class Ways:
 
 def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
     """Yield the size of the state; then for each "turn" the seconds of every way to save and to load."""
-    # DCP warns about details of its own that do not concern who measures.
+    # DCP warns about details that have nothing to do with the measurement.
     warnings.filterwarnings("ignore")
 
     config = resolve([("bench", {"device": "cpu", "threads": arguments["threads"]})]).config

@@ -15,7 +15,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-WAY, STAMP = "BENCH_WAY", "BENCH_STAMP"  # variables of the environment
+# Variables of the environment: "torchrun" or another way, and the file for the time.
+WAY = "BENCH_WAY"
+STAMP = "BENCH_STAMP"
+
 BATCH = 32  # of a rank
 
 
@@ -30,6 +33,8 @@ def by_hand(model: nn.Module, dataset: TensorDataset) -> None:
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3, fused=True)
     loader = DataLoader(dataset, batch_size=BATCH, sampler=DistributedSampler(dataset))
+
+    # One step, whose end is the time that counts.
     x, y = next(iter(loader))  # [BATCH, 32], [BATCH]
     F.cross_entropy(ddp(x), y).backward()
     nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)

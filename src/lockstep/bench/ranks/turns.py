@@ -101,7 +101,7 @@ def meet() -> None:
 
 
 def warm_up(loops: Mapping[str, Iterator[Any]], turns: int = WARM_UP) -> None:
-    """Take the first turns of every loop, which nobody times."""
+    """Take the first turns of every loop, which are not timed."""
     for loop in loops.values():
         for _ in range(turns):
             next(loop)
@@ -130,7 +130,7 @@ def by_lockstep(task: Task, resolved: Resolved, runtime: Runtime, block: int) ->
             if run.stepper.counters.steps_done % block == 0:
                 yield run
     finally:
-        # Without what a run does at its end: nobody wants a last checkpoint or a report of a benchmark.
+        # Not as in engine/end.py: a benchmark needs neither a last checkpoint nor a report.
         run.close_source()
         run.checkpoints.close()
         run.recorder.close()

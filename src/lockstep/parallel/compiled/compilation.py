@@ -81,13 +81,15 @@ class Compilation:
     def run(self, name: str, limit_s: float) -> str | None:
         """Compile one target, and return what is wrong with it on some rank, or None. Collective.
 
+        If it works, it stays on the model as `self.target`.
+
         limit_s: compiling is given up after so long, see `deadline.py`
         """
         runtime = self.driver.runtime
         began = time.monotonic()
 
-        # The first rank of each machine compiles before the others, which find its code on disk. The others wait for
-        # the first ranks of all machines. Their wait counts: if no time is left, they do not try it themselves.
+        # The first rank of each machine compiles before the others, which then find its code on disk. The others wait
+        # for the first ranks of all machines. Their wait counts: if no time is left, they do not compile.
         first = runtime.world.local_rank == 0
         if not first:
             self._wait("compiled first", FIRST_RANK)
@@ -99,11 +101,18 @@ class Compilation:
             left_s = limit_s - (time.monotonic() - began)
             problem = self._try(name, snapshot, left_s) if left_s > 0 else self._give_up(TookTooLong(limit_s))
 
-        # Post without waiting: the other ranks may now look for this rank's code.
+        # Arrive without waiting: the other ranks may now look for this rank's code.
         if first:
             runtime.store_barrier("compiled first", timedelta(0))
 
-        self._meet()
+        # All ranks must have compiled before any of them exchanges gradients again.
+        if not self._wait("compiled", self.timeout):
+            seconds = f"{self.timeout.total_seconds():.0f}"
+            raise UserError(
+                f"some ranks had not compiled the model after {seconds} s (hang.first={seconds})",
+                "all ranks must have compiled it before their next gradient all-reduce",
+                "set hang.first=3600, or compile=false",
+            )
 
         # All ranks keep the target, or none of them does: compiled and eager ranks would differ in the last bits.
         problems = [problem for problem in runtime.collectives.gather_json(problem) if problem]
@@ -117,14 +126,14 @@ class Compilation:
         return problems[0] if problems else None
 
     def _try(self, name: str, snapshot: StateSnapshot, limit_s: float) -> str | None:
-        """Return what is wrong on this rank."""
+        """Compile one target on this rank, compare it with eager, and return what is wrong with it, or None."""
         driver = self.driver
         trainable = [parameter for parameter in driver.model.parameters() if parameter.requires_grad]
         isolated = IsolatedCall(trainable, self.arguments)
 
-        began = time.monotonic()
         num_blocks = len(find_blocks(driver.model))
         alone = driver.runtime.world.alone
+        began = time.monotonic()
 
         # Whatever is raised here is a problem of this target, not of the run: the next target is tried, or none.
         try:
@@ -134,13 +143,14 @@ class Compilation:
         except torch.OutOfMemoryError:
             return "out of memory"
         except TookTooLong as error:
-            # One graph may have taken far longer than the limit: the next run should know.
+            # A single graph may have taken far longer than the limit, and the next run should know how long.
             self.progress(name, time.monotonic() - began)
             return self._give_up(error)
         except Exception as error:
             return explain(error)
 
-        # A model that only fits when it is compiled cannot be compared.
+        # A model that only fits into memory when it is compiled cannot be compared. Where eager steps have run, a lack
+        # of memory comes from compiled and eager gradients side by side, and then eager code is kept.
         try:
             return self._compare(isolated, found, snapshot)
         except torch.OutOfMemoryError:
@@ -153,12 +163,12 @@ class Compilation:
             return explain(error)
 
     def _give_up(self, error: TookTooLong) -> str:
-        """Return what is wrong on this rank. Other ranks may have compiled it: `run` asks all of them."""
+        """Note that the time was over on this rank, and return it as the problem of this target."""
         self.gave_up = True
         return str(error)
 
     def _run_compiled(self, isolated: IsolatedCall, target: Target) -> CallResult:
-        """Compile by running forward and backward, and once more to see that nothing is compiled again."""
+        """Run forward and backward, so that torch compiles them, and return the result."""
         # What torch compiles inside the model is reached by the eager call; a compiled loss is a function of its own.
         call = self.call
         dynamic: Dims = frozenset()
@@ -171,7 +181,8 @@ class Compilation:
         for arguments in self.examples:
             IsolatedCall(isolated.parameters, arguments).run(call, dynamic)
 
-        # An attribute that changes with every call, say, would be compiled for every value.
+        # A second run must not compile again. It would if an attribute changed with every call, for example, because
+        # torch compiles for its value.
         with torch.compiler.set_stance("fail_on_recompile"):
             isolated.run(call)
 
@@ -210,16 +221,6 @@ class Compilation:
         heartbeat.beat("collective")
         heartbeat.set_detail(name)
         return self.driver.runtime.store_barrier(name, timeout)
-
-    def _meet(self) -> None:
-        """Wait until all ranks have tried to compile. Raise a UserError if one of them takes too long."""
-        if not self._wait("compiled", self.timeout):
-            seconds = f"{self.timeout.total_seconds():.0f}"
-            raise UserError(
-                f"some ranks had not compiled the model after {seconds} s (hang.first={seconds})",
-                "all ranks must have compiled it before their next gradient all-reduce",
-                "set hang.first=3600, or compile=false",
-            )
 
     def _generator(self) -> torch.Generator:
         """Return the generator of the model's device, from which dropout draws."""

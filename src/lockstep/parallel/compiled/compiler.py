@@ -36,15 +36,19 @@ from lockstep.runtime.attention import without_cudnn
 from lockstep.runtime.context import EventLogger
 
 PATIENCE = 0.8  # of hang.first: compiling is given up before the watchdog ends the run
-MOST_COMPILES = 2
-MISSES = 0.2  # compile once more if this part of the batches did not fit
+MOST_MISSES = 0.2  # if a larger part of the batches does not fit, the run compiles again
+MOST_COMPILES = 2  # but not more often than this
 
 
 class Compiler:
     """Decides what of a model to compile, compiles it, and chooses between compiled and eager code in every call."""
 
     def __init__(self, driver: Driver, config: RunConfig, log_event: EventLogger, judged: bool, loose: bool):
-        """`judged`: compile only if it pays; otherwise at once. `loose`: 16 bits or TF32, see `isolated_call.py`."""
+        """Install the compiler on the model's call.
+
+        judged: compile only if it pays; otherwise the first batch is compiled at once
+        loose: something is computed in 16 bits or in TF32, see `isolated_call.py`
+        """
         self.driver = driver
         self.config = config
         self.log_event = log_event
@@ -56,12 +60,13 @@ class Compiler:
         self.code: InstalledCode | None = None  # what runs in training calls; None: eager code
         self.compiles = 0  # how often code was installed
 
-        # Measurements of the steps, and what follows from them.
+        # What the steps show, and what follows from it.
         self._judge = Judge(driver, config)
         self._watch = BatchWatch()
         self._timer: StepTimer | None = StepTimer(*STEPS) if judged else None
         self._candidates = Candidates()
         self._length = RunLength()
+
         # Steps run without cuDNN attention until it is known that sizes do not vary: it would make a plan for each new
         # size. The setting belongs to the process, so it is restored after each step: runs may take turns.
         self._avoids_cudnn = judged
@@ -72,7 +77,10 @@ class Compiler:
     # ---- the calls of a step ----
 
     def around(self, function: Function) -> Function:
-        """Return a function `(model, *args)` to call in place of `function`: compiled with the model, if that pays."""
+        """Return what to call in place of `function(model, *args)`, such as a task's loss.
+
+        If that pays, it is compiled together with the model. Otherwise the model inside it may be.
+        """
         self.function = function
 
         def call(module: Any, *args: Any) -> Any:
@@ -87,22 +95,23 @@ class Compiler:
             if code is None:
                 return function(module, *args)
 
-            # Counted in any case: how many batches fit tells whether to compile once more.
+            # Asked in any case, because it counts: if too few batches fit, the run compiles again.
             fitting = self._fits(code, args)
 
-            # If the model or its blocks are compiled, torch's guards choose between compiled and eager code in there.
+            # The model or its blocks are compiled. Inside them torch's guards choose between compiled and eager code.
             if code.target.function is None:
                 return code.run(lambda: function(module, *args))
 
             # A compiled loss is a second function beside the eager one, so the choice is made here.
             if not fitting:
                 return function(module, *args)
+
             return code.run(lambda: code.call_function(self.driver, args))
 
         return call
 
     def call_model(self, link: Link, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the model itself in a training step, for its link."""
+        """Call the model itself in a training step. `link`: the one of the model's call chain that comes here."""
         # With a function around the model (`around`), the sizes of its arguments are noted, not those of the model.
         if self.stage in ("watch", "try") and self.function is None:
             self._watch.note((args, kwargs))
@@ -110,39 +119,45 @@ class Compiler:
         if self.stage == "watch":
             self._watch.keep_example(args, kwargs)
         elif self.stage == "try" and self._next_target() != LOSS:
-            # The model alone is called to compare it, never the user's loss, which may have side effects.
+            # Compiled and eager code are compared on this call of the model, without the user's loss, which may have
+            # side effects.
             targets = [target for target in self._candidates.left or () if target != LOSS]
             self._try(targets, lambda *args, **kwargs: link.inner(*args, **kwargs), (args, kwargs))
 
         if self.code is None:
             return link.inner(*args, **kwargs)
 
-        # Only to count: torch's guards choose between compiled and eager code.
+        # Only to count it: torch's guards choose between compiled and eager code.
         if self.function is None:
             self._fits(self.code, (args, kwargs))
+
         return self.code.run(lambda: link.inner(*args, **kwargs))
 
     def _fits(self, code: InstalledCode, arguments: Any) -> bool:
-        """Return whether a call fits the compiled code. Its sizes count if the run may compile once more."""
+        """Return whether a call fits the compiled code, and count it."""
+        # As long as the run may compile again, it must know all sizes to do so.
         shapes = shapes_of(arguments)
         if code.still_looks:
             self._watch.sizes.add(shapes)
+
         return code.takes(shapes)
 
     def is_training(self) -> bool:
-        """Return whether this call belongs to a training step: the loss is called in evaluations, too."""
+        """Return whether the call of a loss or model belongs to training; evaluations make such calls, too."""
         return self.driver.in_micro_batch and torch.is_grad_enabled()
 
     def _next_target(self) -> str | None:
         """Return the target to try next, or None if there is none left."""
+        # With compile=true nothing was decided. It cannot be earlier: `around` is called after the constructor.
         if self._candidates.left is None:
             self._candidates.left = self._judge.preferred(self.function, self._watch.varying)
+
         return self._candidates.left[0] if self._candidates.left else None
 
     # ---- between two steps ----
 
     def begin_step(self, steps_left: int) -> None:
-        """Start the clock of a step."""
+        """Begin a step: start the clock, and switch cuDNN attention off if sizes may vary."""
         self._length.steps_left = steps_left
         if self._avoids_cudnn:
             self._settings.close()
@@ -152,11 +167,12 @@ class Compiler:
             self._timer.begin_step()
 
     def end_step(self) -> None:
-        """End a step: all ranks come here together. They decide or measure, if it is time."""
+        """End a step. All ranks come here together, so they can decide together."""
         self._settings.close()
         self._length.steps_done += 1
+
+        # This may take the code away, and let the next step compile again.
         if self.code:
-            # This may take the code away again, and start another try.
             self._look_for_misses(self.code)
 
         step_s = self._timer.end_step(self.driver.runtime) if self._timer else None
@@ -171,7 +187,8 @@ class Compiler:
             self._decide(step_s)
 
     def _decide(self, step_s: float) -> None:
-        """Decide what to compile. Collective."""
+        """Decide what to compile, from the seconds of an eager step and the sizes of batches so far. Collective."""
+        self._judge.eager_s = step_s
         self._watch.agree(self.driver.runtime.collectives)
         self._avoids_cudnn = bool(self._watch.varying) or self._watch.sizes.irregular
 
@@ -179,7 +196,6 @@ class Compiler:
         if any(self.driver.runtime.collectives.gather_json(self.driver.keeps_graphs)):
             return self._stay_eager("the loss computes a gradient through the model and keeps its graph")
 
-        self._judge.eager_s = step_s
         decision = self._judge.decide(self._length.steps_left, 0.0, self.function, self._watch)
         if decision.targets:
             self._start_try(Candidates(decision.targets, decision.limit_s), decision.reason)
@@ -187,7 +203,7 @@ class Compiler:
             self._stay_eager(decision.reason)
 
     def _compare_with_eager(self, code: InstalledCode, compiled_s: float) -> None:
-        """Compare the steps with those before compiling, remember the result, or go back to eager."""
+        """Compare the seconds of a compiled step with those of an eager one. If it is slower, go back to eager."""
         eager_s = self._judge.eager_s
         speedup = eager_s / compiled_s
 
@@ -203,25 +219,26 @@ class Compiler:
             self._capture()
 
     def _look_for_misses(self, code: InstalledCode) -> None:
-        """Compile once more, with other dimensions dynamic, if too many batches do not fit. Collective at times."""
+        """If too many batches do not fit, compile again with other dimensions dynamic. Collective at some steps."""
         share = code.end_step()
         if share is None or self.compiles >= MOST_COMPILES:
             return
 
         # One rank with many misses holds up all others in every step, so the worst share counts.
         largest = max(self.driver.runtime.collectives.gather_json(share))
-        if largest <= MISSES:
+        if largest <= MOST_MISSES:
             return
 
+        # With compile=auto it must pay in the steps that are left, and the limit is lower by what was spent before.
         self._watch.agree(self.driver.runtime.collectives)
-
-        # With compile=auto it must pay once more, and the limit is lower by what was spent before.
-        candidates = Candidates(self._judge.preferred(self.function, self._watch.varying))
         if self.judged:
             spent_s = max(self.driver.runtime.collectives.gather_json(self._candidates.cost_s))
             decision = self._judge.decide(self._length.steps_left, spent_s, self.function, self._watch)
             candidates = Candidates(decision.targets, decision.limit_s)
+        else:
+            candidates = Candidates(self._judge.preferred(self.function, self._watch.varying))
 
+        # Otherwise the code stays, and batches that do not fit run eagerly.
         if candidates.left:
             self._remove_code()
             self._start_try(candidates, f"once more: {largest:.0%} of the batches had another shape")
@@ -299,15 +316,20 @@ class Compiler:
         target = compilation.target
         assert target is not None
 
-        # With a function, the sizes are those of its arguments, even if the model alone is compiled.
-        own_shapes = self.function is None or target.function is not None
-        shapes = shapes_of(compilation.arguments) if own_shapes else self._watch.sizes.smallest()
+        # Later calls are compared with these shapes. With a function around the model, these are the shapes of its
+        # arguments. If the model alone was compiled inside it, those of this call are not known here: any that were
+        # seen will do, since dimensions that vary are dynamic.
+        if self.function is not None and target.function is None:
+            shapes = self._watch.sizes.smallest()
+        else:
+            shapes = shapes_of(compilation.arguments)
+
         self.code = InstalledCode(target, shapes, compilation.dynamic)
         self.stage = "compiled"
         self.compiles += 1
         self._watch.drop_examples()
 
-        # Captures would disturb the steps that are timed.
+        # Steps are timed before anything is captured: a capture would make some of them slow.
         if self.judged:
             self._timer = StepTimer(*(STEPS_VARYING if compilation.dynamic else STEPS))
         else:
@@ -343,7 +365,7 @@ class Compiler:
         self._capture()
 
     def release(self) -> None:
-        """Return the model without compiled code, and free the memory of captures."""
+        """Leave the model without compiled code, and free the memory of captures."""
         self._settings.close()
         self._remove_code()
         self.stage = "eager"
@@ -365,11 +387,10 @@ class ModelCall(Link):
         if compiler.is_training():
             return compiler.call_model(self, args, kwargs)
 
-        # An evaluation, or a call outside a step: torch would compile again for its shapes and modes.
-
-        # `_call_impl` is the model's call without links; blocks inside it may be compiled by themselves.
         if compiler.code is None:
             return self.inner(*args, **kwargs)
 
+        # An evaluation, or a call outside a step, runs eagerly: torch would compile again for its shapes and modes.
+        # `_call_impl` is the model's call without links; blocks inside it may be compiled by themselves.
         with compiler.code.target.uncompiled():
             return compiler.driver.model._call_impl(*args, **kwargs)

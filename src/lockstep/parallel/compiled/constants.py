@@ -1,4 +1,4 @@
-"""What a function reads besides its arguments, if that can be known: a captured call must not outlive a change of it.
+"""What a function reads besides its arguments, if that can be known: a capture is no longer valid when that changes.
 
 A CUDA graph repeats kernels with the numbers and addresses of the call that was captured. The attributes of the model
 are watched by the graphs themselves; those of a task, which a compiled loss reads as well, are watched here.
@@ -23,30 +23,32 @@ class Constants:
     """The attributes of a task and the globals that its loss reads, itself or in a function that it calls."""
 
     def __init__(self, function: Callable[..., Any]):
-        """`function`: usually a bound method, the `loss` of a task."""
+        """Read the code of `function`, usually a bound method: the `loss` of a task."""
         self._owner = getattr(function, "__self__", None)
         self._attributes: set[str] = set()  # names of attributes of the owner
         self._globals: list[tuple[dict[str, Any], str]] = []  # (globals of a module, name in them)
 
-        # The code is read once. Its values are read again before every replay, see `hold`.
+        # The code is read once. What it reads is read again before every replay, see `hold`.
         code = inspect.unwrap(getattr(function, "__func__", function))
-        self._is_known = self._owner is not None and isinstance(code, FunctionType) and self._read_code(code)
+        is_method = self._owner is not None and isinstance(code, FunctionType)
+        self._is_known = is_method and self._read_code(code)
         self._before = self._values()
 
     @property
     def hold(self) -> bool:
-        """Whether everything is known, and as it was in the beginning."""
+        """Whether all that the function reads is known, and has the same values as in the beginning."""
         return self._is_known and self._before is not None and self._values() == self._before
 
     def _values(self) -> list[Any] | None:
-        """Return all values, or None if one of them is no plain value."""
-        # Always in the same order, since two lists are compared.
+        """Return the values of all attributes and globals, or None if one of them is no plain value."""
+        # Always in the same order, because the list is compared with an earlier one.
         found = [_plain(getattr(self._owner, name, None)) for name in sorted(self._attributes)]
         found += [_plain(scope.get(name)) for scope, name in self._globals]
+
         return None if any(value is _UNKNOWN for value in found) else found
 
     def _read_code(self, first: FunctionType) -> bool:
-        """Note what a function reads. Return whether all of it is of a kind that is known."""
+        """Note what a function reads, with all functions that it calls. Return whether all of that is known."""
         # A list rather than recursion: functions may call each other.
         functions = [first]
         seen = set()
@@ -58,11 +60,11 @@ class Constants:
             seen.add(function.__code__)
             names = _names(function.__code__)
 
-            # A closure may hold anything. `__class__` is only what super() needs.
+            # A closure may hold anything. `__class__` is there only for super().
             if set(function.__code__.co_freevars) - {"__class__"}:
                 return False
 
-            # A name may be computed, so that it is not among `names`.
+            # With these, the name of what is read may be computed, and then it is not among `names`.
             if names & {"getattr", "vars", "__dict__", "globals"}:
                 return False
 
@@ -93,6 +95,7 @@ class Constants:
 
         if value is not None:
             self._attributes.add(name)
+
         return []
 
 

@@ -40,7 +40,7 @@ class Deadline:
         self._gave_up = False
 
     def check(self) -> None:
-        """Raise if the time is over. After the block it never is."""
+        """Raise TookTooLong if the time is over. After the `with` block it never is."""
         if time.monotonic() > self._ends:
             self._gave_up = True
             raise TookTooLong(self._limit_s)

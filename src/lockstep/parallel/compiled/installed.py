@@ -1,4 +1,8 @@
-"""Compiled code in use: which calls it takes, how they are made, and how many calls did not fit."""
+"""Compiled code in use: which calls it takes, how they are made, and how many calls did not fit.
+
+A call that does not fit runs eagerly, which is right but slow. So the ranks look at times how many there were, and the
+compiler compiles again if there were too many.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,11 @@ class InstalledCode:
     """The compiled code of a target, which runs in the place of eager code."""
 
     def __init__(self, target: Target, shapes: Sequence[Shape], dynamic: Dims):
-        """`shapes`: of the call that it was compiled for. `dynamic`: the dimensions that may have other sizes."""
+        """Store the code.
+
+        shapes: the shapes of the call that it was compiled for
+        dynamic: the dimensions that may have other sizes
+        """
         self.target = target
         self.dynamic = dynamic
         self._shapes = shapes
@@ -39,13 +47,13 @@ class InstalledCode:
         self._calls = 0
         self._misses = 0
 
-        # Since the code was installed.
+        # Since the code was installed: steps in all, and the number of steps at which the ranks look next.
         self._steps = 0
-        self._next_look = FIRST_LOOK  # the number of steps at which the ranks look next
+        self._next_look = FIRST_LOOK
 
     def takes(self, shapes: Sequence[Shape]) -> bool:
         """Return whether a call with these shapes fits the compiled code, and count it."""
-        # torch's guards would find out as well, but nothing would count it.
+        # torch's guards find out as well, but they do not count it.
         fitting = fits(shapes, self._shapes, self.dynamic)
         self._calls += 1
         self._misses += not fitting
@@ -53,7 +61,7 @@ class InstalledCode:
 
     @property
     def still_looks(self) -> bool:
-        """Whether the ranks will look once more how many calls did not fit."""
+        """Whether the ranks will look again how many calls did not fit."""
         return self._next_look <= LAST_LOOK
 
     def end_step(self) -> float | None:
@@ -69,7 +77,8 @@ class InstalledCode:
         return share
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Run compiled code, or eager code where torch finds that it does not fit: nothing is compiled any more."""
+        """Make a call that runs compiled code."""
+        # Where torch's guards find that the code does not fit, eager code runs: one rank alone must not compile now.
         with torch.compiler.set_stance("eager_on_recompile"):
             return call()
 
@@ -78,18 +87,18 @@ class InstalledCode:
         # A capture repeats the values of its time, so it is used only while nothing has changed.
         if self._graphed and self._constants and self._constants.hold:
             return driver.call_inside(self._graphed, *args)
+
         return driver.call_inside(self.target, *args)
 
     def capture(
         self, function: Function, driver: Driver, config: RunConfig, log_event: EventLogger, length: RunLength
     ) -> None:
         """Capture the calls of a compiled loss from now on, if it reads nothing that may change."""
-        # Checked now, and again before every replay.
+        # Asked now, and again before every replay.
         self._constants = Constants(function)
         if not self._constants.hold:
-            log_event(
-                "graph", reason="not captured: the loss may read values that change (attributes of the task, globals)"
-            )
+            reason = "not captured: the loss may read values that change (attributes of the task, globals)"
+            log_event("graph", reason=reason)
             return
 
         # None if the settings or the model do not allow captures. The link is not installed on the model's call chain:

@@ -1,4 +1,8 @@
-"""Run a function without side effects, and compare compiled code with the eager function: results and gradients."""
+"""Run a call without side effects, and compare the results and gradients of compiled code with those of eager code.
+
+The step that is interrupted to compile goes on as if nothing had happened, so a trial works on copies of the batch and
+leaves no gradients behind. Buffers and random generators are restored by the caller (`Compilation.run`).
+"""
 
 from __future__ import annotations
 
@@ -43,7 +47,10 @@ class IsolatedCall:
         self.kwargs = dict(kwargs)
 
     def run(self, call: Callable[..., Any], dynamic: Dims = frozenset()) -> CallResult:
-        """Run forward and backward. `dynamic`: the dimensions that torch must not compile for one size."""
+        """Run forward and backward.
+
+        dynamic: the dimensions to mark, so that torch compiles for all of their sizes
+        """
         # Copies, because a call may change its arguments, and the step still needs the batch.
         args, kwargs = tree_map(_copy, (self.args, self.kwargs))
         tensors = tensors_in((args, kwargs))
@@ -55,8 +62,8 @@ class IsolatedCall:
         returned = call(*args, **kwargs)
         torch.clear_autocast_cache()
 
-        # A backward starts from these. Of a Loss, the weight is compared as well: a wrong one would scale every
-        # gradient. Metrics are not, since rounding may change them.
+        # The backward starts from `results`; `others` are only compared. Of a Loss that is the weight: a wrong one
+        # would scale every gradient. Metrics are not compared, since rounding may change them.
         if isinstance(returned, Loss):
             results = [returned.total]
             others = [torch.as_tensor(returned.weight, dtype=torch.float64)]
@@ -64,8 +71,9 @@ class IsolatedCall:
             results = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.requires_grad]
             others = []
 
-        # Not backward(), which would leave gradients on the parameters. Each result gets a gradient of ones.
-        with torch.autocast(results[0].device.type, enabled=False):  # as in autograd's own threads
+        # Not backward(), which would leave gradients on the parameters. Each result gets a gradient of ones, and
+        # autocast is off, as in the backward of a step.
+        with torch.autocast(results[0].device.type, enabled=False):
             ones = [torch.ones_like(result) for result in results]
             gradients = torch.autograd.grad(results, self.parameters, ones, allow_unused=True)
 
@@ -111,7 +119,7 @@ def _gradient_pairs(expected: CallResult, found: CallResult) -> list[tuple[Tenso
 
 
 def _relative(expected: Tensor, found: Tensor, floor: float) -> float:
-    """Return the norm of the difference, relative to that of `expected`, or to `floor` if that is larger."""
+    """Return the norm of the difference, relative to the norm of `expected`, or to `floor` if that is larger."""
     if expected.shape != found.shape:
         return math.inf
 
@@ -141,10 +149,11 @@ def _copy(value: Any) -> Any:
 
 
 def _copy_tensor(tensor: Tensor) -> Tensor:
-    # A subclass may not be copied by its elements, nor may an expanded tensor; a call rarely changes them.
+    """Return a copy with the same strides; the tensor itself if it cannot be copied by its elements."""
+    # Subclasses, sparse and expanded tensors cannot. A call rarely changes them.
     if type(tensor) is not Tensor or tensor.layout != torch.strided or 0 in tensor.stride():
         return tensor
 
-    # With the strides of the original: compiled code is compiled for them, too.
+    # torch compiles for the strides as well.
     empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     return empty.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)

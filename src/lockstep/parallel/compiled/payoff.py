@@ -171,11 +171,13 @@ def expected(facts: Facts, target: str) -> Payoff:
     else:
         own_s = LAYER_S * (facts.layers - repeated) + REPEATED_S * repeated
 
+    # Without a record of an earlier run, the estimate is all that there is.
     cost_s = START_S + COLD_S * facts.cold + own_s * (DYNAMIC if facts.sizes_vary else 1.0)
     if not record:
         return Payoff(cost_s, SPEEDUPS[target], measured=False)
 
-    # torch's files are gone, or the last try was given up: the estimate was too low.
+    # There is a record that does not hold: torch's files are gone since then, or the try was given up. It still shows
+    # how long it takes at least.
     at_least_s = record.cost_s if record.measured else UNFINISHED * record.cost_s
     return Payoff(max(cost_s, at_least_s), record.speedup, measured=False)
 
@@ -260,12 +262,12 @@ def _read_history() -> dict[str, dict[str, Any]]:
 
 def is_cold() -> bool:
     """Return whether torch has no compiled code on disk: the first compilation of a machine takes longer."""
-    # Where torch keeps it, unless the user has named another folder.
+    # The user may have named another folder than torch's own.
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if folder:
         return not Path(folder).is_dir()
 
-    # In a container the user may have no name.
+    # torch's own folder has the name of the user, who may have none in a container.
     try:
         return not (Path(gettempdir()) / f"torchinductor_{getpass.getuser()}").is_dir()
     except (KeyError, OSError):
@@ -378,4 +380,5 @@ class Judge:
 
 def _count_layers(model: nn.Module) -> int:
     """Return how many modules have parameters of their own."""
-    return sum(any(True for _ in module.parameters(recurse=False)) for module in model.modules())
+    own_parameters = [list(module.parameters(recurse=False)) for module in model.modules()]
+    return sum(bool(parameters) for parameters in own_parameters)

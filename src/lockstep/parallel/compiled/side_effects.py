@@ -25,7 +25,8 @@ class Unsuitable(Exception):
 def checked_backend(function: Function, alone: bool, backend: Backend) -> Backend:
     """Return a backend that compiles the graph of `function`, but first refuses what must not be compiled.
 
-    alone: there is one rank, so that collectives do not matter. backend: what compiles the graph in the end
+    alone: there is one rank, so that collectives do not matter
+    backend: what compiles the graph in the end
     """
 
     def compile_graph(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -39,15 +40,21 @@ def checked_backend(function: Function, alone: bool, backend: Backend) -> Backen
             raise Unsuitable(f"it changes tensors in place: {', '.join(changed)}")
 
         # The ranks do not compile at the same time, and would wait for each other in a collective.
-        nodes = () if alone else graph.graph.nodes
-        for node in nodes:
-            home = str(getattr(node.target, "__module__", ""))
-            if "c10d" in str(node.target) or home.startswith("torch.distributed"):
-                raise Unsuitable(f"it contains a collective ({node.target})")
+        if not alone:
+            refuse_collectives(graph)
 
         return backend(graph, inputs)
 
     return compile_graph
+
+
+def refuse_collectives(graph: torch.fx.GraphModule) -> None:
+    """Raise Unsuitable if a graph contains a collective."""
+    for node in graph.graph.nodes:
+        # Functional collectives are operators of c10d. The others are functions of torch.distributed.
+        module = str(getattr(node.target, "__module__", ""))
+        if "c10d" in str(node.target) or module.startswith("torch.distributed"):
+            raise Unsuitable(f"it contains a collective ({node.target})")
 
 
 def changed_objects() -> list[str]:
@@ -61,7 +68,7 @@ def changed_objects() -> list[str]:
     except (ImportError, AttributeError) as error:
         raise Unsuitable("this version of torch does not tell whether it has side effects") from error
 
-    # What the function itself makes, such as a list of results, may change as it likes.
+    # The function may change what it has made itself, such as a list of results.
     existing = [v for v in changed if isinstance(v.mutation_type, AttributeMutationExisting | ValueMutationExisting)]
 
     # By identity: the variables of lists cannot be compared.
@@ -77,12 +84,16 @@ VIEWS = {
     *("swapaxes", "diagonal", "alias", "real", "data", "_get_data_attr", "T", "mT"),
 }
 
-# What changes its first argument, besides functions whose names end in an underscore, and names that only look so.
+# What changes its first argument, besides functions whose names end in an underscore.
 IN_PLACE = {
     *("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"),
 }
+
+# What changes nothing, although its name ends in an underscore: functions of the module `operator`.
 NOT_IN_PLACE = {"and_", "or_", "not_", "is_"}
-# What changes its second and third argument, running statistics, if the sixth says so; its name, and its default.
+
+# Norms change their running statistics, the second and third argument, if the sixth one is true. By function: the name
+# of that argument, and its default.
 NORMS = {F.batch_norm: ("training", False), F.instance_norm: ("use_input_stats", True)}
 
 
@@ -94,7 +105,7 @@ def changed_inputs(graph: torch.fx.GraphModule, arguments: tuple[str, ...]) -> l
         if node.op == "placeholder" and getattr(node.meta.get("example_value"), "_version", 0):
             changed.add(_source(node))
 
-        # It does not count those of some operations.
+        # It does not count the changes that some operations make.
         for argument in _changed_arguments(node):
             # Follow views back to the input of the graph that they look into, if they come from one.
             while isinstance(argument, torch.fx.Node) and argument.op != "placeholder":
@@ -132,7 +143,10 @@ def _is_in_place(node: torch.fx.Node) -> bool:
     """Return whether a node changes one of its arguments, judged by the convention of torch's names."""
     name = _operation(node)
     underscore = name.endswith("_") and not name.endswith("__") and name not in NOT_IN_PLACE
-    return underscore or name in IN_PLACE or "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+
+    # `out=` and `inplace=True` are torch's other two ways to say so.
+    by_argument = "out" in node.kwargs or bool(node.kwargs.get("inplace"))
+    return underscore or name in IN_PLACE or by_argument
 
 
 def _operation(node: torch.fx.Node) -> str:
@@ -150,7 +164,12 @@ def _source(node: torch.fx.Node) -> str:
 
 
 def _is_restored(variable: Any, stored: Any) -> bool:
-    """Return whether all that is set on an object has the value from before, as after `with` in transformers."""
+    """Return whether all attributes that are set on an object end with their old values.
+
+    Context managers in transformers, for example, set a flag and reset it.
+
+    stored: the variables that torch will store on the object, by attribute
+    """
     if not stored:
         return False
 
@@ -162,7 +181,7 @@ def _is_restored(variable: Any, stored: Any) -> bool:
         if not new.is_python_constant():
             return False
 
-        # By type as well, since 1 equals True. A missing attribute equals nothing.
+        # The types must be equal as well, since 1 == True. A missing attribute is equal to nothing.
         before = getattr(owner, name, object())
         after = new.as_python_constant()
         if type(after) is not type(before) or after != before:

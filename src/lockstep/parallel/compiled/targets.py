@@ -1,4 +1,4 @@
-"""Compile a target in place, and take the compiled code away again."""
+"""The targets: what can be compiled, how compiled code is put on the model, and how it is taken off again."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ class Target:
         alone: bool,
         check_time: Callable[[], None],
     ):
-        """`dynamic`: sizes vary. `alone`: there is one rank, so that collectives do not matter.
+        """Put the code on the model. torch compiles it in the first call.
 
+        dynamic: sizes vary
+        alone: there is one rank, so that collectives do not matter
         check_time: called with every graph that torch has traced; it raises if too much time has passed
         """
         self.name = name
@@ -80,7 +82,7 @@ class Target:
     @contextmanager
     def uncompiled(self) -> Iterator[None]:
         """Inside the `with` block, run the modules of this target eagerly, and no other compiled code."""
-        # For a compiled function there are none: it is called by `InstalledCode` alone.
+        # A compiled function has no modules: only `InstalledCode` calls it.
         with ExitStack() as stack:
             for module in self._modules:
                 stack.enter_context(CallChain.of(module).bypassed())

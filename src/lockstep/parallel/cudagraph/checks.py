@@ -160,8 +160,10 @@ def _tensor_difference(eager: Tensor, replay: Tensor, low_precision: bool, large
     """Return how two tensors differ, or None. `largest` is the largest norm of all tensors compared."""
     if eager.shape != replay.shape or eager.dtype != replay.dtype:
         return "has another shape"
+
     if torch.equal(eager, replay):
         return None
+
     if not eager.is_floating_point():
         return "differs"
 
@@ -181,6 +183,7 @@ def _tensor_difference(eager: Tensor, replay: Tensor, low_precision: bool, large
 
 
 def _finite_norm(tensor: Tensor) -> float:
+    """Return the norm of the elements that are finite. The host waits for the device."""
     return float(torch.linalg.vector_norm(torch.where(tensor.isfinite(), tensor, 0.0).double()))
 
 

@@ -33,8 +33,8 @@ from lockstep.runtime.context import EventLogger
 
 WARMUP_CALLS = 5  # eager calls before a capture; the first ones compile, tune and allocate
 LAUNCH_BOUND = 0.7  # a call is launch-bound if the host needs at least this fraction of the device's time to launch it
-FEW_CAPTURES = 8  # whatever memory they take; further ones while all of them take at most this part of the device's:
-MEMORY_SHARE = 0.15
+FEW_CAPTURES = 8  # so many captures are made whatever memory they take
+MEMORY_SHARE = 0.15  # further ones are made while all of them together take at most this part of the device's memory
 MAX_VARIANTS = 256  # with or without a capture
 MAX_MOVES = 2  # how often tensors may move, or submodules be replaced, before a variant is no longer captured
 MAX_PATTERNS = 6  # patterns of outputs with gradients per variant, each with its own backward
@@ -71,6 +71,7 @@ class GraphedCall(Link):
         self._inspect_model()
 
     def _inspect_model(self) -> None:
+        """Note the modules, hooks and parameters of the model."""
         # Not in every call, because walking the module tree takes longer than a replay saves. It is repeated before a
         # capture, since a submodule may have been replaced.
         self._modules = list(self.model.modules())
@@ -172,31 +173,14 @@ class GraphedCall(Link):
     def _capture(self, variant: Variant, tensors: list[Tensor], spec: Hashable) -> None:
         """Capture the call, or refuse the variant. The call itself still runs eagerly after this."""
         self._inspect_model()
-        make_trial = partial(TrialCall, self.inner, self._parameters, tensors, spec, self.device.type)
 
-        # Check the cheap conditions first: a dry run costs two forwards and backwards.
-        if variant.training and not variant.patterns:
-            return self._refuse(variant, "no backward has reached its results")
-
-        # graph=true captures regardless of the timing.
-        if not self.required:
-            host_s, device_s = variant.seconds(self.device)
-            if host_s < LAUNCH_BOUND * device_s:
-                return self._refuse(
-                    variant,
-                    f"not launch-bound: the host needs {host_s * 1e3:.2f} ms to launch the kernels, the device "
-                    f"{device_s * 1e3:.2f} ms to run them",
-                )
-
-        # Each capture has its own memory for activations and gradients.
-        captures = [other.capture for other in self.variants.values() if other.capture]
-        share = sum(capture.bytes for capture in captures) / self.device.total_bytes()
-        if len(captures) >= FEW_CAPTURES and share > MEMORY_SHARE:
-            return self._refuse(
-                variant, f"{len(captures)} captures of other variants take {share:.0%} of the device's memory"
-            )
+        # The cheap conditions first: a dry run costs two forwards and backwards.
+        why = self._reason_against(variant)
+        if why:
+            return self._refuse(variant, why)
 
         # Without gradients there is no backward. An empty pattern means the forward alone.
+        make_trial = partial(TrialCall, self.inner, self._parameters, tensors, spec, self.device.type)
         patterns = variant.patterns or [()]
         began_s = time.perf_counter()
         reached, why = dry_run(make_trial, patterns, self.model, self.device)
@@ -216,11 +200,36 @@ class GraphedCall(Link):
         variant.capture.addresses = self._addresses()
         variant.capture.callables = self._attributes.callables()
 
+    def _reason_against(self, variant: Variant) -> str | None:
+        """Return why a variant should not be captured, from what its first calls have shown, or None."""
+        if variant.training and not variant.patterns:
+            return "no backward has reached its results"
+
+        # graph=true captures regardless of the timing.
+        if not self.required:
+            host_s, device_s = variant.seconds(self.device)
+            if host_s < LAUNCH_BOUND * device_s:
+                return (
+                    f"not launch-bound: the host needs {host_s * 1e3:.2f} ms to launch the kernels, the device "
+                    f"{device_s * 1e3:.2f} ms to run them"
+                )
+
+        # Each capture has its own memory for activations and gradients.
+        captures = [other.capture for other in self.variants.values() if other.capture]
+        share = sum(capture.bytes for capture in captures) / self.device.total_bytes()
+        if len(captures) >= FEW_CAPTURES and share > MEMORY_SHARE:
+            return f"{len(captures)} captures of other variants take {share:.0%} of the device's memory"
+
+        return None
+
     def _pays(self, variant: Variant) -> bool:
+        """Return whether a capture of this variant is expected to save more time than it takes."""
+        if self._length is None:
+            return True
+
         # The rest of the run is expected to make this call as often as it did so far.
-        length = self._length
-        steps = length.steps_done - self._first_step if length else 0
-        return length is None or variant.pays(steps, length.steps_left, self._capture_s)
+        steps = self._length.steps_done - self._first_step
+        return variant.pays(steps, self._length.steps_left, self._capture_s)
 
     def _compare(self, variant: Variant, capture: Capture, tensors: list[Tensor], spec: Hashable) -> None:
         """Compare a replay with an eager call, on other arguments than those of the capture.
@@ -274,6 +283,7 @@ class GraphedCall(Link):
         return variant.capture
 
     def _addresses(self) -> list[int]:
+        """Return where the tensors of the model are in memory: a replay reads them there."""
         # Comprehensions for speed, since this runs before every replay.
         named = [t for m in self._modules for tensors in (m._parameters, m._buffers) for t in tensors.values()]
         return [t.data_ptr() for t in [*named, *self._attributes.tensors()] if t is not None]
@@ -296,6 +306,7 @@ class GraphedCall(Link):
         self._log_once(variant.name, f"captured again: {why}")
 
     def _refuse(self, variant: Variant, why: str) -> None:
+        """Run this variant eagerly from now on."""
         variant.capture = None
         variant.refused = why
         self._log_refusal(variant.name, why, variant.training)

@@ -68,8 +68,10 @@ class Variant:
         steps: those in which it was called so far
         capture_s: seconds that another capture took; None: not known yet
         """
-        calls_to_come = self.all_calls * steps_left / max(1, steps)
+        # The fastest forward and the fastest backward, as in `seconds`.
         call_s = sum(min(t.host_s for t in timings) for timings in (self.forwards, self.backwards) if timings)
+        calls_to_come = self.all_calls * steps_left / max(1, steps)
+
         return calls_to_come * SAVED * call_s > (capture_s or CAPTURE_CALLS * call_s)
 
     def seconds(self, device: CudaDevice) -> tuple[float, float]:
@@ -135,6 +137,7 @@ class _BackwardWatch:
         self._arrived = [False] * outputs
 
     def gradient_arrived(self, index: int, gradient: Tensor | None) -> None:
+        """Note that an output has got its gradient. The first one in a backward starts the clock."""
         # torch also calls the hook for an output without a gradient, if its autograd node has several outputs.
         if gradient is None or self._variant.refused is not None:
             return
