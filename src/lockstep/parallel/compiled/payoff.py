@@ -354,8 +354,8 @@ class Judge:
             sizes_vary=bool(watch.varying),
             layers=_count_layers(self._model),
             blocks=len(blocks),
-            block_layers=sum(map(_count_layers, one_of_each_class)),
-            all_block_layers=sum(map(_count_layers, blocks)),
+            block_layers=_count_layers(*one_of_each_class),
+            all_block_layers=_count_layers(*blocks),
             cold=cold,
             possible=self.possible(function),
             records={target: Payoff(**values) for target, values in records.items()},
@@ -378,7 +378,8 @@ class Judge:
         self.remember(target, Payoff(seconds, SPEEDUPS[target], measured=False))
 
 
-def _count_layers(model: nn.Module) -> int:
-    """Return how many modules have parameters of their own."""
-    own_parameters = [list(module.parameters(recurse=False)) for module in model.modules()]
+def _count_layers(*roots: nn.Module) -> int:
+    """Return how many modules have parameters of their own. One that several of `roots` share counts once."""
+    modules = {module for root in roots for module in root.modules()}
+    own_parameters = [list(module.parameters(recurse=False)) for module in modules]
     return sum(bool(parameters) for parameters in own_parameters)

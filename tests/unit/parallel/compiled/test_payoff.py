@@ -6,6 +6,7 @@ import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -140,15 +141,23 @@ def simulated_s(facts: Facts, truth: dict[str, Truth]) -> float:
 
 
 true_payoffs = st.builds(Truth, st.floats(0.05, 50.0), st.floats(0.67, 4.0), st.booleans())
+
+
+def facts_of(rest: int, repeated: int, block_layers: int, **others: Any) -> Facts:
+    """Layers outside of blocks, layers of further blocks, and layers of one block of each class."""
+    in_blocks = block_layers + repeated
+    return Facts(layers=rest + in_blocks, block_layers=block_layers, all_block_layers=in_blocks, **others)
+
+
 all_facts = st.builds(
-    Facts,
+    facts_of,
     steps_left=st.integers(20, 10**6),
     step_s=st.floats(1e-4, 20.0),
     sizes_vary=st.booleans(),
-    layers=st.integers(1, 2000),
-    blocks=st.integers(0, 100),
+    rest=st.integers(0, 1000),
+    repeated=st.integers(0, 1000),
     block_layers=st.integers(1, 10),
-    all_block_layers=st.integers(10, 1000),
+    blocks=st.integers(0, 100),
     cold=st.booleans(),
     possible=st.sampled_from([(LOSS, MODEL, BLOCKS), (MODEL, BLOCKS), (MODEL,)]),
     spent_s=st.floats(0.0, 50.0),
@@ -266,3 +275,9 @@ def test_the_step_in_which_a_timer_is_made_does_not_count() -> None:
         found.append(timer.end_step(OneRank()))  # type: ignore[arg-type]
     assert found[:2] == [None, None]
     assert found[2] > 0
+
+
+def test_a_layer_that_blocks_share_counts_once():
+    shared = nn.Linear(2, 2)
+    blocks = [nn.Sequential(nn.Linear(2, 2), shared) for _ in range(4)]
+    assert payoff._count_layers(nn.Sequential(*blocks)) == payoff._count_layers(*blocks) == 5
