@@ -359,8 +359,8 @@ class Coordinator:
     def _open_rendezvous(self, nodes: int, world_size: int) -> Rendezvous:
         """Return where the ranks of an attempt meet: in a new store, which has no addresses of an earlier attempt.
 
-        On one node it is a file (`LocalAttempt`), on several a server in this process, which listens before any rank
-        starts.
+        On one node it is a file (`rank_environment`), on several a server in this process, which listens before any
+        rank starts.
         """
         self._close_store()
         if nodes == 1:
