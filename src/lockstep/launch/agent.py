@@ -16,6 +16,7 @@ from lockstep.launch.folder.run_dir import not_writable
 from lockstep.launch.job import RESUME_COMMAND, Job
 from lockstep.launch.ranks.local_attempt import LocalAttempt
 from lockstep.launch.ranks.post_mortem import examine
+from lockstep.launch.ranks.rank_environment import rank_environment
 from lockstep.launch.ranks.zygote import RankChange
 from lockstep.launch.ranks.zygote_client import ZygoteClient
 from lockstep.launch.wire.lines import wait_readable
@@ -117,7 +118,7 @@ class Agent:
 
         # The environment that all ranks share, and then what is different for each.
         self._current = current = LocalAttempt(start, self.name, logs)
-        shared = current.environment(self._zygote.env, self.secret)
+        shared = rank_environment(start, current.folder, logs, self._zygote.env, self.secret)
         for local_rank, (number, rank) in enumerate(current.ranks.items()):
             env = shared | {"RANK": str(number), "LOCAL_RANK": str(local_rank)}
 

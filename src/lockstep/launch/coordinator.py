@@ -141,10 +141,14 @@ class Coordinator:
         store_sockets = self._store.sockets(now) if self._store else []
         wait_readable(self._agent.sockets() + self._hub.sockets(now) + store_sockets, WAIT_S)
 
-        # A coordinator that was superseded must not act on what has arrived.
         now = time.monotonic()
+        messages = self._agent.poll()
+
+        # A coordinator that was superseded must not act on what has arrived. Its rank 0 looks once a second too, and
+        # may have ended for that reason before the thread has looked.
         self._superseded = self._watch.superseded
-        if now - self._last_iteration > SUSPENDED_S:
+        rank_exited = any(isinstance(message, RankExited) for message in messages)
+        if rank_exited or now - self._last_iteration > SUSPENDED_S:
             self._look_for_successor()
 
         if self._superseded:
@@ -153,7 +157,7 @@ class Coordinator:
         self._last_iteration = now
 
         # What happened goes in first, so that the deadlines below are judged with all that is known.
-        self._receive_all(now)
+        self._receive_all(messages, now)
         self._serve_store(now)
         self._poll_folder(now)
 
@@ -172,13 +176,13 @@ class Coordinator:
         self._send_to_nodes(self.state)
         self._state_machine.check_for_hangs(now)
 
-    def _receive_all(self, now: float) -> None:
-        """Handle the signals of this launcher, and the messages of this node and of the others."""
+    def _receive_all(self, messages: list[Message], now: float) -> None:
+        """Handle the signals of this launcher, the messages of its agent, and those of the other nodes."""
         while self._signals:
             self.received_signals.append(self._signals.pop(0))
             self._state_machine.preempt_requested(self.received_signals[-1], now)
 
-        for message in self._agent.poll():
+        for message in messages:
             self._handle(COORDINATOR, message, now)
 
         for node, message in self._hub.poll(now):
@@ -359,8 +363,8 @@ class Coordinator:
     def _open_rendezvous(self, nodes: int, world_size: int) -> Rendezvous:
         """Return where the ranks of an attempt meet: in a new store, which has no addresses of an earlier attempt.
 
-        On one node it is a file (`LocalAttempt`), on several a server in this process, which listens before any rank
-        starts.
+        On one node it is a file (`rank_environment`), on several a server in this process, which listens before any
+        rank starts.
         """
         self._close_store()
         if nodes == 1:

@@ -11,11 +11,12 @@ import pytest
 from lockstep.launch import coordinator as module
 from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.decisions.commands import DropNode
+from lockstep.launch.failure import RankExit
 from lockstep.launch.folder import election
 from lockstep.launch.folder import watch as folder_watch
 from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.wire.messages import Hello, NodeBeat
+from lockstep.launch.wire.messages import Hello, NodeBeat, RankExited
 
 ADDRESS = "127.0.0.1:29400"
 
@@ -97,6 +98,21 @@ def test_a_coordinator_that_was_suspended_looks_before_it_acts(started, tmp_path
     coordinator._iterate()
     assert coordinator._superseded
     assert signals == ["SIGTERM"]  # for the successor
+
+
+@pytest.mark.parametrize("superseded", [True, False])
+def test_a_rank_0_that_ended_because_of_a_successor_is_no_failure(started, tmp_path, monkeypatch, superseded):
+    """It may have looked before the thread has."""
+    coordinator, _ = started([])
+    exits = []
+    monkeypatch.setattr(coordinator._state_machine, "rank_exited", lambda message, now: exits.append(message))
+    ended = RankExited(0, 0, RankExit(-9))
+    monkeypatch.setattr(coordinator._agent, "poll", lambda: [ended], raising=False)
+    if superseded:
+        election.begin_term(tmp_path, 1, "host-b", ADDRESS)
+    coordinator._iterate()
+    assert coordinator._superseded is superseded
+    assert exits == ([] if superseded else [ended])
 
 
 def test_a_node_that_asks_to_join_twice_is_dropped(started):

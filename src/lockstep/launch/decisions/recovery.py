@@ -12,7 +12,7 @@ from lockstep.launch.decisions.restarts import Restarts
 from lockstep.launch.decisions.settings import Settings
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.hangs.suspicion import Places
-from lockstep.launch.wire.messages import CoordinatorState
+from lockstep.launch.wire.messages import CoordinatorState, Slot
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Recovery:
 
     def __init__(self, cluster: Cluster, inherited: CoordinatorState, now: float):
         self._cluster = cluster
-        self.restarts = Restarts.inherited(inherited, now)
+        self.restarts = Restarts.inherited(inherited.history, now)
 
         # The last attempt before a resize, and its ranks on each node, which are restored if the new size fails.
         self._before_resize: tuple[Attempt, Counter[int]] | None = None
@@ -134,7 +134,7 @@ class Recovery:
             return
 
         node, local_rank = ranks[failure.rank]
-        self.restarts.count(failure, (failure.host, local_rank), situation.saved, situation.now)
+        self.restarts.count(failure, Slot(failure.host, local_rank), situation.saved, situation.now)
 
         # A device may be broken: the job goes on without it, and the slots start a new count.
         if self.restarts.keeps_failing(failure):

@@ -1,25 +1,20 @@
 """Whether a failure is followed by another attempt, and what is remembered from one attempt to the next.
 
-`Restarts` is part of the `CoordinatorState` that all nodes receive: a node that takes over continues with it.
+All nodes receive the `RestartHistory` in the `CoordinatorState`: a node that takes over continues with it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from lockstep.launch.decisions.settings import Settings
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.times import within_last_hour
-from lockstep.launch.wire.messages import CoordinatorState
+from lockstep.launch.wire.messages import Culprit, HangPlace, RestartHistory, Slot
 
 # After this many failures of one rank slot in a row, without a new checkpoint, its node runs one rank fewer, if
 # `--nproc` allows it. Which device becomes free is not chosen: the remaining ranks have the lowest local numbers.
 TIMES_IN_A_ROW = 3
-
-# The machine's name, and the local rank there. They stay the same from attempt to attempt, while the numbers of nodes
-# and ranks may change.
-Slot = tuple[str, int]
 
 
 class Restarts:
@@ -31,32 +26,31 @@ class Restarts:
         # The times of the restarts that count.
         self._times: list[float] = []
 
-        # The rank slot to blame for each of these restarts, if there is one, and the newest checkpoint at that time.
-        self._culprits: list[tuple[Slot | None, int | None]] = []
+        # One for each of these restarts.
+        self._culprits: list[Culprit] = []
 
         # (step, phase) -> how many attempts ended there because no rank advanced.
         self.hang_places: Counter[tuple[int | None, str | None]] = Counter()
 
-    def as_fields(self, now: float) -> dict[str, Any]:
-        """Return the fields of a `CoordinatorState`. Times become ages, because the clocks of two machines differ."""
+    def history(self, now: float) -> RestartHistory:
+        """Return what a successor continues with. Times become ages."""
+        ages = [now - moment for moment in within_last_hour(self._times, now)]
+        places = [HangPlace(step, phase, count) for (step, phase), count in self.hang_places.items()]
+
         # Only the last few culprits can still make a streak.
-        culprits = self._culprits[-TIMES_IN_A_ROW:]
-        return {
-            "restarts": self.total,
-            "recent": [now - moment for moment in within_last_hour(self._times, now)],
-            "culprits": [[slot and list(slot), saved] for slot, saved in culprits],
-            "hang_places": [[step, phase, count] for (step, phase), count in self.hang_places.items()],
-        }
+        return RestartHistory(self.total, ages, self._culprits[-TIMES_IN_A_ROW:], places)
 
     @classmethod
-    def inherited(cls, state: CoordinatorState, now: float) -> Restarts:
+    def inherited(cls, history: RestartHistory, now: float) -> Restarts:
         """Continue the count of a lost coordinator. Its ages become times of this machine's clock."""
         restarts = cls()
-        restarts.total = state.restarts
-        restarts._times = [now - age for age in state.recent]
-        restarts._culprits = [((slot[0], slot[1]) if slot else None, saved) for slot, saved in state.culprits]
+        restarts.total = history.restarts
+        restarts._times = [now - age for age in history.recent]
+        restarts._culprits = list(history.culprits)
 
-        restarts.hang_places.update({(step, phase): count for step, phase, count in state.hang_places})
+        for place in history.hang_places:
+            restarts.hang_places[place.step, place.phase] = place.count
+
         return restarts
 
     def reason_to_end(self, failure: Failure, progress: bool, settings: Settings, now: float) -> str | None:
@@ -89,7 +83,7 @@ class Restarts:
 
             # A lost node, or a lost zygote, takes all its ranks with it: no slot is to blame.
             blameless = failure.is_one_of(LauncherFailure.NODE, LauncherFailure.ZYGOTE)
-            self._culprits.append((None if blameless else slot, saved))
+            self._culprits.append(Culprit(None if blameless else slot, saved))
 
     def count_hang(self, failure: Failure) -> None:
         """Count an attempt that was ended as a hang: the next one gets more time at this step and phase."""
@@ -106,7 +100,7 @@ class Restarts:
     def keeps_failing(self, failure: Failure) -> bool:
         """Return whether the last three restarts blame the same slot, with no new checkpoint between them."""
         # That the micro-batch is too large is not the slot's fault, and was not counted.
-        if failure.asks_for_smaller_micro_batch or self._culprits[-1][0] is None:
+        if failure.asks_for_smaller_micro_batch or self._culprits[-1].slot is None:
             return False
 
         # A new checkpoint, or any other failure, starts a new streak.

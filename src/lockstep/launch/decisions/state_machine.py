@@ -91,9 +91,9 @@ class JobStateMachine:
         return CoordinatorState(
             ranges(sorted(self.state.cluster.nodes)),
             self.state.attempt.number,
-            settings=self.state.settings.model_dump(),
-            preempt_signal=self._preemption.signal,
-            **self.state.recovery.restarts.as_fields(now),
+            self.state.recovery.restarts.history(now),
+            self.state.settings.model_dump(),
+            self._preemption.signal,
         )
 
     # ---- nodes come and go ----

@@ -175,18 +175,17 @@ class Search:
             # This node may coordinate if no other node does.
             free = readable and (term is None or watch.still_for(now) >= STALE_S)
 
-            role = self._start_job(listener) if listener and free else None
+            role = self._start_job(listener, resources) if listener and free else None
             if role:
-                resources.pop_all()  # the role closes the listener
                 return role
 
-        # A coordinator on this machine would have answered long ago.
-        if listener or not is_taken(self._addresses[0]):
-            self._last_not_taken = now
-        elif free and now - self._last_not_taken > TAKEN_S:
-            raise self._port_is_taken()
+            # A coordinator on this machine would have answered long ago.
+            if listener or not is_taken(self._addresses[0]):
+                self._last_not_taken = now
+            elif free and now - self._last_not_taken > TAKEN_S:
+                raise self._port_is_taken()
 
-        return None
+            return None
 
     def _other_addresses(self, listener: socket.socket | None, term: Term | None) -> list[str]:
         """Return where a coordinator may listen, without the address that this node has bound itself."""
@@ -242,17 +241,17 @@ class Search:
 
         return None
 
-    def _start_job(self, listener: socket.socket) -> CoordinatorRole | None:
-        """Begin a term of a job that no other node coordinates. Return None if another node was faster."""
-        with ExitStack() as resources:
-            resources.callback(listener.close)
+    def _start_job(self, listener: socket.socket, resources: ExitStack) -> CoordinatorRole | None:
+        """Begin a term of a job that no other node coordinates. Return None if another node was faster.
 
-            # This comes first: it raises if another job holds the folder, whose term file must stay.
-            resources.enter_context(hold(self._job.run_dir))
-            remove_old_requests(self._job.run_dir)
-            held_term = self._try_term(None, listener)
+        `resources` holds the listener; the role takes it over.
+        """
+        # This comes first: it raises if another job holds the folder, whose term file must stay.
+        resources.enter_context(hold(self._job.run_dir))
+        remove_old_requests(self._job.run_dir)
+        held_term = self._try_term(None, listener)
 
-            return CoordinatorRole(resources.pop_all(), listener, held_term) if held_term else None
+        return CoordinatorRole(resources.pop_all(), listener, held_term) if held_term else None
 
     def _try_term(self, after: int | None, listener: socket.socket) -> HeldTerm | None:
         """Begin a term. Return None if another node was faster, or if the run folder cannot be written."""

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.suspicion import process_stat, view_of
@@ -21,17 +18,7 @@ from lockstep.launch.ranks import post_mortem
 from lockstep.launch.ranks.local_rank import LocalRank
 from lockstep.launch.ranks.zygote import kill_process_group
 from lockstep.launch.wire.messages import NodeBeat, Stacks, Start
-from lockstep.launch.wire.store_server import store_secret
-from lockstep.runtime.environments.launcher import ATTEMPT, ATTEMPT_FOLDER, STORE_FILE, STORE_KEY_FILE, STORE_PORT
-from lockstep.runtime.host.network import (
-    GLOO_INTERFACE,
-    NCCL_INTERFACE,
-    interface_towards,
-    loopback_interface,
-    nccl_file_names_interface,
-)
 from lockstep.runtime.preemption import PREEMPT_FILE
-from lockstep.runtime.rendezvous.handshake import Secret
 
 # How long ranks have to write their stacks, and then their collectives. The agent does nothing else meanwhile, and its
 # last heartbeat may be BEAT_S old: together with BEAT_S, the sum must stay below LOST_AFTER_S.
@@ -55,7 +42,6 @@ class LocalAttempt:
 
     def __init__(self, start: Start, host: str, logs: Path):
         self.number = start.attempt
-        self._start = start
         self._host = host
         self._logs = logs
 
@@ -89,63 +75,6 @@ class LocalAttempt:
         log = self._logs / f"rank-{number}.log" if number else None
         began = log.stat().st_size if log and log.exists() else 0
         return LocalRank(number, self._host, self.folder, log, began, oom_kills)
-
-    # ---- the environment of the ranks ----
-
-    def environment(self, user: Mapping[str, str], secret: Secret | None) -> dict[str, str]:
-        """Return the environment that all ranks share; `user` is the user's, `secret` the job's."""
-        rendezvous = self._start.rendezvous
-        store = self._store_server(user, secret) if rendezvous.store_nonce else self._store_file(user)
-
-        # The user's own variables take precedence over the flight recorder's.
-        return {
-            **flight_recorder.environment(self._logs),
-            **user,
-            "WORLD_SIZE": str(self._start.world_size),
-            "LOCAL_WORLD_SIZE": str(self._start.count),
-            "GROUP_RANK": str(self._start.group_rank),
-            "MASTER_ADDR": rendezvous.address,
-            "MASTER_PORT": str(rendezvous.port),
-            ATTEMPT_FOLDER: str(self.folder),
-            ATTEMPT: str(self.number),
-            **store,
-        }
-
-    def _store_file(self, user: Mapping[str, str]) -> dict[str, str]:
-        """Return where ranks of one machine meet: in a file, in a folder that only this user can read."""
-        check_locks(self.folder)
-
-        # Gloo listens where no other machine can connect.
-        loopback = loopback_interface()
-
-        gloo = {GLOO_INTERFACE: loopback} if loopback and GLOO_INTERFACE not in user else {}
-        return {STORE_FILE: str(self.folder / "store"), **gloo}
-
-    def _store_server(self, user: Mapping[str, str], secret: Secret | None) -> dict[str, str]:
-        """Return where ranks of several machines meet: at the coordinator's server, for which they get a key."""
-        # The key is in a file, not in a variable, because programs may record their environment.
-        assert secret is not None
-        key_file = self.folder / "store.key"
-        key_file.touch(mode=0o600)
-        key_file.write_bytes(store_secret(secret, self._start.rendezvous.store_nonce).key)
-
-        store = {STORE_KEY_FILE: str(key_file), STORE_PORT: str(self._start.rendezvous.store_port)}
-        return {**self._interfaces(user), **store}
-
-    def _interfaces(self, user: Mapping[str, str]) -> dict[str, str]:
-        """Return the interfaces at which the ranks of this node listen for those of other nodes.
-
-        Left alone, gloo takes the address that the machine's own name has, which is often 127.0.1.1, and NCCL the first
-        interface that is up, which may be a bridge for containers. The interface towards the coordinator works. A file
-        of settings for NCCL takes precedence: its author knows the machine.
-        """
-        interface = interface_towards(self._start.rendezvous.address)
-
-        # What the user has set stays, in the environment or in a file of NCCL.
-        chosen = {GLOO_INTERFACE: interface, NCCL_INTERFACE: f"={interface}"} if interface else {}
-        given = {*user, *([NCCL_INTERFACE] if nccl_file_names_interface(user) else [])}
-
-        return {name: value for name, value in chosen.items() if name not in given}
 
     # ---- while they run ----
 
@@ -266,16 +195,3 @@ def _preempt_rank(pid: int) -> None:
     """Ask one process to save and exit, if it still exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-
-
-def check_locks(folder: Path) -> None:
-    """Raise a UserError if files in the folder cannot be locked, as torch's FileStore does."""
-    try:
-        with (folder / "store").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-    except OSError as error:
-        raise UserError(
-            f"the ranks cannot meet in {folder.parent}: files there cannot be written and locked",
-            error.strerror or str(error),
-            "set TMPDIR to a folder on a local disk",
-        ) from None

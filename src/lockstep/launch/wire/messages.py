@@ -163,18 +163,47 @@ class Welcome(Message):
 
 
 @dataclass(frozen=True)
-class CoordinatorState(Message):
-    """The coordinator's heartbeat, sent every second; a successor starts from the last one that it received.
+class Slot:
+    """Where a rank runs. It stays the same from attempt to attempt, while the numbers of nodes and ranks may change."""
 
-    Times are ages in seconds, because the clocks of two machines differ.
-    """
+    host: str
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class Culprit:
+    """The rank slot to blame for a restart, if there is one, and the step of the newest checkpoint at that time."""
+
+    slot: Slot | None
+    saved: int | None
+
+
+@dataclass(frozen=True)
+class HangPlace:
+    """A step and phase at which attempts were ended as hanging, and how many."""
+
+    step: int | None
+    phase: str | None
+    count: int
+
+
+@dataclass(frozen=True)
+class RestartHistory:
+    """What is remembered of the restarts so far. Times are ages in seconds, because clocks of two machines differ."""
+
+    restarts: int = 0
+    recent: list[float] = field(default_factory=list)  # how many seconds ago each restart was that still counts
+    culprits: list[Culprit] = field(default_factory=list)  # of the last restarts
+    hang_places: list[HangPlace] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class CoordinatorState(Message):
+    """The coordinator's heartbeat, sent every second; a successor starts from the last one that it received."""
 
     members: list[list[int]]  # the numbers of all nodes, as ranges: the first and the last of each
     attempt: int | None = None  # the newest attempt
-    restarts: int = 0
-    recent: list[float] = field(default_factory=list)  # how many seconds ago each restart was that still counts
-    culprits: list = field(default_factory=list)  # [slot, newest checkpoint] of the last restarts
-    hang_places: list = field(default_factory=list)  # [step, phase, how many attempts hung there]
+    history: RestartHistory = field(default_factory=RestartHistory)
     settings: dict = field(default_factory=dict)
     preempt_signal: str | None = None  # the signal that asked the job to save and exit, if one did
 

@@ -1,7 +1,5 @@
 """The folder that the ranks of a node share with their launcher."""
 
-import errno
-import fcntl
 import os
 import shutil
 import signal
@@ -9,7 +7,6 @@ import time
 
 import pytest
 
-from lockstep.errors import UserError
 from lockstep.launch.ranks import local_attempt as module
 from lockstep.launch.ranks.local_attempt import LocalAttempt
 from lockstep.launch.wire.messages import Rendezvous, Start
@@ -17,17 +14,6 @@ from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER
 from lockstep.runtime.preemption import PreemptionNotice
 
 START = Start(attempt=0, first_rank=0, count=1, world_size=1, group_rank=0, rendezvous=Rendezvous("127.0.0.1", 1))
-
-
-def test_a_folder_whose_files_cannot_be_locked_is_refused_in_words(tmp_path, monkeypatch):
-    module.check_locks(tmp_path)
-
-    def no_locks(file, operation):
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
-
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    with pytest.raises(UserError, match=r"(?s)cannot be written and locked.*TMPDIR"):
-        module.check_locks(tmp_path)
 
 
 def test_an_oom_kill_of_long_ago_is_not_the_cause_of_a_later_kill(tmp_path, monkeypatch):

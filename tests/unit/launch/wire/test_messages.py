@@ -14,12 +14,16 @@ from lockstep.launch.job import Bounds
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
+    Culprit,
+    HangPlace,
     Hello,
     JobEnd,
     Kill,
     NodeBeat,
     RankExited,
     Rendezvous,
+    RestartHistory,
+    Slot,
     Stacks,
     Start,
     Welcome,
@@ -29,11 +33,12 @@ from lockstep.launch.wire.messages import (
     encode,
 )
 
+HISTORY = RestartHistory(1, [12.5], [Culprit(Slot("host", 0), 5), Culprit(None, None)], [HangPlace(41, "data", 1)])
 VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_here": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
 MESSAGES = [
     Hello("host", Bounds(1, 2, 1), {"target": "x"}, 2, 1),
     Welcome("runs/b", [], "type it again", 1, Term(2, "host", "10.0.0.1:29400")),
-    CoordinatorState([[0, 0], [2, 2]], 3, 1, [12.5], [[["host", 0], 5]], [[41, "data", 1]], {"hang": {}}, "SIGTERM"),
+    CoordinatorState([[0, 0], [2, 2]], 3, HISTORY, {"hang": {}}, "SIGTERM"),
     RankExited(0, 1, RankExit(0)),
     RankExited(0, 1, RankExit(1, Failure(1, "host", 12, "ValueError", "text"))),
     JobEnd(75, None, 3),

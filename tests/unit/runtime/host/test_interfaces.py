@@ -8,7 +8,7 @@ import pytest
 from lockstep.errors import UserError
 from lockstep.launch import supervisor
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.ranks.local_attempt import LocalAttempt
+from lockstep.launch.ranks.rank_environment import rank_environment
 from lockstep.launch.wire.messages import Rendezvous, Start
 from lockstep.runtime.host import network
 from lockstep.runtime.host.network import GLOO_INTERFACE, NCCL_INTERFACE, check_interfaces, interface_towards
@@ -90,23 +90,23 @@ def test_ranks_of_several_machines_listen_on_the_way_to_the_coordinator(interfac
         group_rank=1,
         rendezvous=Rendezvous("10.0.0.2", 1, 2, "s"),
     )
-    attempt = LocalAttempt(start, "host-b", tmp_path)
     secret = Secret(b"0" * 32, "a test")
-    try:
-        env = attempt.environment({}, secret)
-        assert (env[GLOO_INTERFACE], env[NCCL_INTERFACE]) == ("eth0", "=eth0")
-        own = attempt.environment({GLOO_INTERFACE: "docker0", NCCL_INTERFACE: "ib"}, secret)
-        assert (own[GLOO_INTERFACE], own[NCCL_INTERFACE]) == ("docker0", "ib")
 
-        # A variable would win over a site's file, and a comment in it names nothing.
-        (tmp_path / ".nccl.conf").write_text("NCCL_DEBUG=INFO\n# NCCL_SOCKET_IFNAME=ib\n")
-        assert NCCL_INTERFACE in attempt.environment({"HOME": str(tmp_path)}, secret)
-        (tmp_path / "site.conf").write_text("NCCL_DEBUG=INFO\nNCCL_SOCKET_IFNAME=ib\n")
-        site = attempt.environment({"NCCL_CONF_FILE": str(tmp_path / "site.conf")}, secret)
-        assert NCCL_INTERFACE not in site
-        assert site[GLOO_INTERFACE] == "eth0"
-    finally:
-        attempt.close()
+    def environment(user: dict[str, str]) -> dict[str, str]:
+        return rank_environment(start, tmp_path, tmp_path / "logs", user, secret)
+
+    env = environment({})
+    assert (env[GLOO_INTERFACE], env[NCCL_INTERFACE]) == ("eth0", "=eth0")
+    own = environment({GLOO_INTERFACE: "docker0", NCCL_INTERFACE: "ib"})
+    assert (own[GLOO_INTERFACE], own[NCCL_INTERFACE]) == ("docker0", "ib")
+
+    # A variable would win over a site's file, and a comment in it names nothing.
+    (tmp_path / ".nccl.conf").write_text("NCCL_DEBUG=INFO\n# NCCL_SOCKET_IFNAME=ib\n")
+    assert NCCL_INTERFACE in environment({"HOME": str(tmp_path)})
+    (tmp_path / "site.conf").write_text("NCCL_DEBUG=INFO\nNCCL_SOCKET_IFNAME=ib\n")
+    site = environment({"NCCL_CONF_FILE": str(tmp_path / "site.conf")})
+    assert NCCL_INTERFACE not in site
+    assert site[GLOO_INTERFACE] == "eth0"
 
 
 def test_a_name_that_means_loopback_here_is_reached_by_the_address_in_the_network(interfaces, monkeypatch):
