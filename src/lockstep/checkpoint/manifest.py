@@ -7,7 +7,7 @@
     state.model.extra                 the extra state of modules (`ModelState.capture`)
     state.model.frozen_digests        of frozen parameters that are not saved (`RunState.capture`)
     state.optimizers.NUMBER           kind, state, params, initial, settings (`OptimizerStates._capture`)
-    state.parts.NAME                  the state of a part; "data" is the data source (`RunState._collect`)
+    state.parts.NAME                  the state of a part; "data" is the data source (`RunState._capture_tensors`)
     state.next_samples, stepper       a digest of the samples that come next, and the counters (`RunState.capture`)
 
 `Resumer.load` and `RunState.restore` read them. `manifest_reader` reads and checks a manifest. This module does not

@@ -47,7 +47,7 @@ class Resumed:
     steps_done: int
     location: str  # of the checkpoint
     world_size: int  # how many ranks wrote the checkpoint
-    global_batch: int  # samples of a step before
+    global_batch: int  # of the run that saved it
     changed_settings: list[Change]
     changes: list[str]  # all differences, as text, including `changed_settings`
     loop: LoopState

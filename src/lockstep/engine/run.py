@@ -352,8 +352,8 @@ class Run:
 
         self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
 
-    def save_if_best(self) -> None:
-        """Save again if the evaluation with which a resumed run begins is the best one."""
+    def save_if_agreed(self) -> None:
+        """Save if the evaluation that a resumed run repeats has asked for it, even if this step was saved before."""
         if self.requests.save_agreed:
             self._save_now(evaluation_due=False)
 

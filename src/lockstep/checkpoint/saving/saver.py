@@ -92,7 +92,7 @@ class Saver:
             self._unreported.append(save)
 
     def wait_for_copy(self) -> None:
-        """Wait until the state is copied, before an update changes it. Return at once if the save was refused."""
+        """Wait until the state is copied, before an update changes it. Return at once if there is nothing to copy."""
         if self._copying is not None and self._last is not None:
             began = time.perf_counter()
             self._copying.wait()
