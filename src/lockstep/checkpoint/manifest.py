@@ -2,7 +2,7 @@
 
 `Manifest` has the fields of the file. If a run has written it, its `values` have these keys:
 
-    config, plan, world, versions     settings as text, the plan, the number of ranks (`CheckpointManager._facts`)
+    config, plan, world, versions     settings as text, the plan, the number of ranks (`CheckpointManager._run_values`)
     loop, metrics                     the state of the loop (`LoopState`), and the metrics of an evaluation of this step
     state.model.extra                 the extra state of modules (`ModelState.capture`)
     state.model.frozen_digests        of frozen parameters that are not saved (`RunState.capture`)

@@ -161,7 +161,7 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
     # One rank writes everything, in this thread: the state is the same on all ranks. The newest three stay.
     captured = state.capture()
     shards = {name: shard_of(tensor) for name, tensor in captured.tensors.items()}
-    saver = Saver(SaveContext(storage, 0, 1, token, Retention(3)), asynchronous=False)
+    saver = Saver(SaveContext(storage, 0, 1, token, Retention(keep=3)), asynchronous=False)
     saver.start(step, shards, captured.aliases, {"state": captured.plain_state, "world": world_size})
 
     [save] = saver.take_ended()

@@ -63,7 +63,7 @@ def savers(
 ) -> list[Saver]:
     storage = as_storage(place)
     storage.claim(token)
-    keep = keep or Retention(last=10)
+    keep = keep or Retention(keep=10)
     contexts = [SaveContext(storage, rank, size, token, keep, timeout_s) for rank in range(size)]
     return [Saver(context, asynchronous) for context in contexts]
 

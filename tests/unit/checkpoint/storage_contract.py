@@ -156,7 +156,7 @@ class StorageContract:
             latest(storage)
 
     def test_what_several_ranks_save_comes_back_and_old_ones_are_deleted(self, storage: CheckpointStorage) -> None:
-        team = savers(storage, 3, keep=Retention(last=2))
+        team = savers(storage, 3, keep=Retention(keep=2))
         for step in (1, 2, 3):
             for rank, saver in enumerate(team):
                 saver.start(step, shard(state(step), rank, 3), {}, {"step": step})

@@ -35,7 +35,7 @@ for line in sys.stdin:
     step = int(line)
     pid = os.fork()
     if pid == 0:
-        team = savers(root, 2, token=f"{step:x}", keep=Retention(last=2))
+        team = savers(root, 2, token=f"{step:x}", keep=Retention(keep=2))
         print(os.getpid(), flush=True)
         while True:
             step += 1

@@ -51,7 +51,7 @@ class TestMemory(StorageContract):
 
 def test_the_tensors_are_objects_and_everything_else_is_in_the_folder(tmp_path: Path) -> None:
     storage = store_at(tmp_path)
-    team = savers(storage, 2, keep=Retention(last=2))
+    team = savers(storage, 2, keep=Retention(keep=2))
     for step in (1, 2, 3):
         for rank, saver in enumerate(team):
             saver.start(step, shard(state(step), rank, 2), {}, {})

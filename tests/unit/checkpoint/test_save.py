@@ -503,7 +503,7 @@ def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(sto
 
 def test_a_rename_that_may_not_survive_a_power_cut_is_reported_and_older_checkpoints_are_kept(tmp_path, monkeypatch):
     """The checkpoint is there under its name, so it must not be reported as lost."""
-    [saver] = savers(tmp_path, keep=Retention(last=1))
+    [saver] = savers(tmp_path, keep=Retention(keep=1))
     saver.start(1, shard(state(1), 0, 1), {}, {})
     saver.take_ended()
     sync = file_system.sync_folder
@@ -661,7 +661,7 @@ def test_what_a_bad_disk_does_can_be_injected(storage, monkeypatch, how):
 
 
 def test_old_ones_are_deleted_only_after_the_new_one_is_committed(storage, monkeypatch):
-    [saver] = savers(storage, keep=Retention(last=1))
+    [saver] = savers(storage, keep=Retention(keep=1))
     seen = []
     monkeypatch.setattr(faults, "fire", lambda phase, step: seen.append((phase, folders(storage))))
     for step in (1, 2):
@@ -691,7 +691,7 @@ def test_a_file_system_that_fails_altogether_costs_a_checkpoint_and_not_the_run(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     storage = FileSystemStorage(tmp_path)
-    pending = Save(SaveContext(storage, 0, 1, TOKEN, Retention(3), 1.0), 1, 1, 100)
+    pending = Save(SaveContext(storage, 0, 1, TOKEN, Retention(keep=3), 1.0), 1, 1, 100)
     monkeypatch.setattr(FileSystemStorage, "folders", stale)
     monkeypatch.setattr(FileSystemStorage, "delete", stale)
     pending.fail(OSError(errno.ESTALE, "Stale file handle"))

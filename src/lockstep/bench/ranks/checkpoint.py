@@ -128,7 +128,7 @@ class Ways:
             self.storage.claim(TOKEN)
 
         # The last checkpoint only, since the other ways delete theirs, too (`forget`).
-        saver = Saver(SaveContext(self.storage, self.rank, self.world, TOKEN, Retention(last=1)))
+        saver = Saver(SaveContext(self.storage, self.rank, self.world, TOKEN, Retention(keep=1)))
         saver.prepare(self.mine)
         return saver
 

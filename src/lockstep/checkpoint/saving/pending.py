@@ -2,7 +2,7 @@
 
 A save fails on one rank, in its writing thread (`save.py`). The others learn of it in these steps:
 
-    Save.fail                     sets the outcome, and deletes this rank's uncommitted files
+    Save.fail                     sets the outcome, and deletes this rank's files of the draft
     PendingSave.poll              sees it after the next step, and the control word tells all ranks
     PendingSave.abort_if_failed   compares the failures of all ranks, and calls `Saver.abort` on each: the save then
                                   fails on ranks on which it was still pending

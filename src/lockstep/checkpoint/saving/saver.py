@@ -41,7 +41,7 @@ class Saver:
         self._copying: BackgroundCopy | None = None
 
         self._unreported: list[Save] = []  # saves that have ended and that `take_ended` has not returned yet
-        self._saves = 0  # numbers the uncommitted folders: the same step may be saved again after a failure
+        self._saves = 0  # numbers the drafts: the same step may be saved again after a failure
 
     def prepare(self, shards: Mapping[str, LocalShard]) -> None:
         """Allocate the buffer early, so that the first save of `shards` is as fast as later ones."""
@@ -117,7 +117,7 @@ class Saver:
             self._last.file_ended.wait()
 
     def abort(self, why: str) -> None:
-        """End the save without a commit, because it failed on some rank, and delete this rank's uncommitted files."""
+        """End the save without a commit, because it failed on some rank, and delete this rank's files of the draft."""
         if self._last is not None:
             # The thread must have ended before the files are deleted.
             self._last.request_abort(why)
