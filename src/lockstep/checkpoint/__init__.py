@@ -15,9 +15,9 @@
 Only `lockstep ckpt prune --set-aside` deletes what was set aside.
 
 `manager` is what a run sees of all this. `schedule` says when to save, `resume` finds a checkpoint and loads it, and
-`state` captures and restores the state of a run; `initial` starts a run from other weights. The other modules do not
-depend on models: those in `saving` write, `load` and `inspect` read, and `retention` deletes. `format` lays out and
-reads a rank's file; `manifest` encodes `manifest.json`, and `manifest_reader` reads it. All of them go through the
-protocol `CheckpointStorage` (`storage`), never to the disk itself. The shard of a tensor that a rank writes is a
-`LocalShard` in memory and a `Piece` in a file.
+`state` captures and restores the state of a run, except that of the loop, which the engine gives as a `loop_state`;
+`initial` starts a run from other weights. The other modules do not depend on models: those in `saving` write, `load`
+and `inspect` read, and `retention` deletes. `format` lays out and reads a rank's file; `manifest` encodes
+`manifest.json`, and `manifest_reader` reads it. All of them go through the protocol `CheckpointStorage` (`storage`),
+never to the disk itself. The shard of a tensor that a rank writes is a `LocalShard` in memory and a `Piece` in a file.
 """

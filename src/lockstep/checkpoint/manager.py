@@ -26,7 +26,8 @@ import torch
 
 import lockstep
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.resume import LoopState, Resumed, Resumer
+from lockstep.checkpoint.loop_state import LoopState
+from lockstep.checkpoint.resume import Resumed, Resumer
 from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.pending import PendingSave

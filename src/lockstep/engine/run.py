@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from lockstep.checkpoint.loop_state import LoopState
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.resume import LoopState, Resumed
+from lockstep.checkpoint.resume import Resumed
 from lockstep.config import RunConfig
 from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.guards import check_replicas
