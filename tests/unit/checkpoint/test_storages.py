@@ -16,6 +16,7 @@ from memory_storage import MemoryStorage
 from storage_contract import StorageContract, put
 
 from lockstep.checkpoint.retention import Retention, best_checkpoint, steps_to_delete
+from lockstep.checkpoint.saving.saver import Contents
 from lockstep.checkpoint.state.state_tree import pack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, committed, file_system
 from lockstep.checkpoint.storage.protocol import CHUNK, PAGE, split
@@ -39,7 +40,7 @@ def test_a_full_memory_costs_a_checkpoint_and_nothing_else():
     storage = MemoryStorage(capacity=30_000)
     commit(storage, 1)
     [saver] = savers(storage)
-    saver.start(2, shard({"x": torch.ones(10_000)}, 0, 1), {}, {})
+    saver.start(2, Contents(shard({"x": torch.ones(10_000)}, 0, 1)))
     [report] = saver.take_ended()
     assert "no space left on the disk of memory:checkpoints" in report.outcome.reason
     assert same(load(storage)[1], state(1))
@@ -203,7 +204,7 @@ def test_rules_that_make_no_sense_are_refused(wrong):
 def test_retention_is_applied_after_each_commit(tmp_path):
     [saver] = savers(tmp_path, keep=Retention(keep=1, best="loss"))
     for step, loss in [(1, 5.0), (2, 1.0), (3, math.nan), (4, 2.0)]:
-        saver.start(step, shard(state(step), 0, 1), {}, pack({"metrics": {"loss": loss}}, "values", {}))
+        saver.start(step, Contents(shard(state(step), 0, 1), values=pack({"metrics": {"loss": loss}}, "values", {})))
     assert not any(report.outcome.warning for report in saver.take_ended())
     assert [checkpoint.name for checkpoint in committed(FileSystemStorage(tmp_path))] == [
         "step-00000004",
@@ -217,7 +218,7 @@ def test_the_best_is_neither_deleted_nor_replaced_while_its_manifest_cannot_be_r
     storage = FileSystemStorage(tmp_path)
     [saver] = savers(tmp_path, keep=retention)
     for step, loss in [(1, 1.0), (2, 2.0)]:
-        saver.start(step, shard(state(step), 0, 1), {}, pack({"metrics": {"loss": loss}}, "values", {}))
+        saver.start(step, Contents(shard(state(step), 0, 1), values=pack({"metrics": {"loss": loss}}, "values", {})))
     saver.take_ended()
     open_file = FileSystemStorage.open
 
@@ -228,7 +229,7 @@ def test_the_best_is_neither_deleted_nor_replaced_while_its_manifest_cannot_be_r
 
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemStorage, "open", fail)
-        saver.start(3, shard(state(3), 0, 1), {}, pack({"metrics": {"loss": 3.0}}, "values", {}))
+        saver.start(3, Contents(shard(state(3), 0, 1), values=pack({"metrics": {"loss": 3.0}}, "values", {})))
         [report] = saver.take_ended()
         assert "Input/output error" in report.outcome.warning
         with pytest.raises(OSError, match="Input/output error"):

@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.saving.saver import Saver
-from lockstep.checkpoint.state.contents import Contents
+from lockstep.checkpoint.saving.saver import Contents, Saver
 from lockstep.checkpoint.storage import CheckpointStorage, committed
 from lockstep.runtime.context import EventLogger, Runtime
 
@@ -52,7 +51,7 @@ class PendingSave:
     def start(self, steps_done: int, contents: Contents) -> None:
         """Copy this rank's contents, and begin to write them. Call `settle` first."""
         assert self.steps_done is None, f"the save of step {self.steps_done} is not settled"
-        self._saver.start(steps_done, *contents)
+        self._saver.start(steps_done, contents)
         self.steps_done = steps_done
 
     def poll(self) -> bool:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import SaveFailed
@@ -20,6 +20,22 @@ from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Snapshot
 from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.runtime.layout import LocalShard
+
+
+class Contents(NamedTuple):
+    """What one rank writes to a checkpoint. Nothing is copied yet. Only rank 0's `aliases` and `values` are used."""
+
+    # The shards that this rank writes, by tensor name.
+    shards: Mapping[str, LocalShard]
+
+    # For tied tensors: other name -> name among the shards.
+    aliases: Mapping[str, str] = {}
+
+    # The values of the manifest, encoded by `state_tree.pack`. They must not change any more.
+    values: Mapping[str, Any] = {}
+
+    # The names of tensors to copy while training continues; they must not change before `Saver.wait_for_copy`.
+    copy_later: Collection[str] = ()
 
 
 class Saver:
@@ -48,26 +64,12 @@ class Saver:
         self._join()
         self._snapshot.reserve(shards)
 
-    def start(
-        self,
-        step: int,
-        shards: Mapping[str, LocalShard],
-        aliases: Mapping[str, str],
-        values: Mapping[str, Any],
-        copy_later: Collection[str] = (),
-    ) -> None:
-        """Copy the state and start writing it.
-
-        `shards`: the shards that this rank writes, by tensor name.
-        `values`: the values of the manifest, encoded by `state_tree.pack`. They must not change any more.
-        Only rank 0's `aliases` and `values` are used.
-        `copy_later`: the names of tensors to copy while training continues; they must not change before
-        `wait_for_copy`.
-        """
+    def start(self, step: int, contents: Contents) -> None:
+        """Copy the contents, except those to be copied later, and start writing them."""
         began = time.perf_counter()
         self._join()
 
-        layout = self._snapshot.reserve(shards)
+        layout = self._snapshot.reserve(contents.shards)
 
         # From here on, `failure` is about this save.
         self._saves += 1
@@ -75,9 +77,12 @@ class Saver:
 
         # Only this rank's own file counts: the others may be on other disks, and may write much less or much more.
         if save.check_room():
-            self._copying = self._snapshot.take(shards, copy_later if self._asynchronous else ())
+            copy_later = contents.copy_later if self._asynchronous else ()
+            self._copying = self._snapshot.take(contents.shards, copy_later)
+
             # Everything that the thread needs is fixed now: training changes the rest while it writes.
-            run = partial(save.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), dict(values))
+            aliases, values = dict(contents.aliases), dict(contents.values)
+            run = partial(save.run, layout, self._snapshot.data(), self._copying.run, aliases, values)
             if self._asynchronous:
                 # A daemon thread, which does not keep the process alive at its end.
                 self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from lockstep.checkpoint.saving.saver import Contents
 from lockstep.checkpoint.state.reshard import replicated_sizes, shards_to_write
 from lockstep.checkpoint.state.run_state import CapturedState, RunState, merge_plain_state
 from lockstep.checkpoint.state.state_tree import pack
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.layout import LocalShard
-
-
-class Contents(NamedTuple):
-    """What one rank writes to a checkpoint, as `Saver.start` takes it. Nothing is copied yet."""
-
-    shards: dict[str, LocalShard]
-    aliases: dict[str, str]
-    values: dict[str, Any]  # of the manifest
-    copy_later: frozenset[str]
 
 
 class ContentsCollector:
