@@ -19,7 +19,7 @@ from lockstep.checkpoint.load import newest_valid
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
-from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.saving.saver import Contents, Saver
 from lockstep.checkpoint.state.reshard import shards_to_write
 from lockstep.checkpoint.storage import FileSystemStorage
 from lockstep.engine import loop
@@ -340,7 +340,7 @@ def test_a_tensor_without_elements_is_in_the_checkpoint_too(pool: Pool, tmp_path
     storage.claim("token")
     team = [Saver(SaveContext(storage, rank, 2, "token", Retention())) for rank in range(2)]
     for saver, shards in zip(team, (first, second), strict=True):
-        saver.start(1, shards, {}, {})
+        saver.start(1, Contents(shards))
     [save] = team[0].take_ended()
     assert isinstance(save.outcome, Committed), save.outcome
     reader = newest_valid(storage, 0, 1, lambda value: [value])

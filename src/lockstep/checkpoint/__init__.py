@@ -1,6 +1,7 @@
 """Checkpoints: tensors and plain state, committed as a whole or not at all, and verified before they are used.
 
-`step-N` holds the state after N steps. In this package `step` is that number, which the engine calls `steps_done`.
+`step-N` holds the state after N steps. What faces the engine (`manager`, `schedule`, `pending`, `resume`) calls N
+`steps_done`; files and their writers call it `step`.
 
     step-00000040/rank-00000.safetensors ...   one file for each rank that wrote
     step-00000040/manifest.json                the position of each tensor, the size and digest of each file
@@ -14,9 +15,9 @@
 Only `lockstep ckpt prune --set-aside` deletes what was set aside.
 
 `manager` is what a run sees of all this. `schedule` says when to save, `resume` finds a checkpoint and loads it, and
-`state` captures and restores the state of a run; `initial` starts a run from other weights. The other modules do not
-depend on models: those in `saving` write, `load` and `inspect` read, and `retention` deletes. `format` is the file of a
-rank; `manifest` and `manifest_reader` are the other one. All of them go through the protocol `CheckpointStorage`
-(`storage`), never to the disk itself. The shard of a tensor that a rank writes is a `LocalShard` in memory and a
-`Piece` in a file.
+`state` captures and restores the state of a run, except that of the loop, which the engine gives as a `loop_state`;
+`initial` starts a run from other weights. The other modules do not depend on models: those in `saving` write, `load`
+and `inspect` read, and `retention` deletes. `format` lays out and reads a rank's file; `manifest` encodes
+`manifest.json`, and `manifest_reader` reads it. All of them go through the protocol `CheckpointStorage` (`storage`),
+never to the disk itself. The shard of a tensor that a rank writes is a `LocalShard` in memory and a `Piece` in a file.
 """

@@ -129,7 +129,7 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
     # The newest of the valid ones stay.
     valid = [(step, {}) for step in names if step not in invalid]
     done = "would delete" if dry_run else "deleted"
-    for step in steps_to_delete(valid, Retention(last=keep)):
+    for step in steps_to_delete(valid, Retention(keep=keep)):
         if not dry_run:
             delete_checkpoint(storage, names[step], secrets.token_hex(8))
 
@@ -302,7 +302,7 @@ def _retention_of(checkpoints: Sequence[Checkpoint]) -> Retention:
             metric = settings.get("checkpoint.best", "null")
             mode = "max" if settings.get("checkpoint.best_mode") == "max" else "min"
             best = metric if isinstance(metric, str) and metric != "null" else None
-            return Retention(best=best, mode=mode)
+            return Retention(best=best, best_mode=mode)
 
     return Retention()
 

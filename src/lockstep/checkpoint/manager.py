@@ -26,7 +26,8 @@ import torch
 
 import lockstep
 from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.resume import LoopState, Resumed, Resumer
+from lockstep.checkpoint.loop_state import LoopState
+from lockstep.checkpoint.resume import Resumed, Resumer
 from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.pending import PendingSave
@@ -59,12 +60,11 @@ class CheckpointManager:
         plan: Plan,
         runtime: Runtime,
         log_event: EventLogger,
-        before_next_update: Callable[[Callable[[], None]], None],
+        set_copy: Callable[[Callable[[], None]], None],
     ):
         """Keep references to the objects of a run. Nothing is read or written here.
 
-        `log_event(event, **fields)` logs an event. `before_next_update(callback)` runs `callback` once, just before the
-        next update.
+        `log_event(event, **fields)` logs an event. `set_copy(wait)` has the next update call `wait` first.
         """
         # The objects of the run.
         self.folder = folder
@@ -74,11 +74,13 @@ class CheckpointManager:
         self.plan = plan
         self.runtime = runtime
         self.log_event = log_event
-        self.before_next_update = before_next_update
+        self.set_copy = set_copy
 
         # The parts of this manager, each with one job.
         settings = config.checkpoint
-        self._retention = Retention(settings.keep, settings.keep_every, settings.best, settings.best_mode)
+        self._retention = Retention(
+            keep=settings.keep, keep_every=settings.keep_every, best=settings.best, best_mode=settings.best_mode
+        )
         self._schedule = SaveSchedule(settings, self._retention, storage, runtime)
         self._contents = ContentsCollector(state, runtime, log_event)
         self._saver = Saver(self._save_context(), settings.asynchronous)
@@ -252,15 +254,15 @@ class CheckpointManager:
         """
         self.settle()
         with self.runtime.heartbeat.visit("snapshot", steps_done):
-            self._pending.start(steps_done, self._contents.collect(self._facts(loop, metrics)))
+            self._pending.start(steps_done, self._contents.collect(self._run_values(loop, metrics)))
 
         # An update must wait until the optimizers' state has been copied.
-        self.before_next_update(self._saver.wait_for_copy)
+        self.set_copy(self._saver.wait_for_copy)
 
         self._schedule.started(steps_done, metrics)
         seed_host(derive(self.config.seed, "checkpoint", steps_done))
 
-    def _facts(self, loop: LoopState, metrics: dict[str, float]) -> dict[str, Any]:
+    def _run_values(self, loop: LoopState, metrics: dict[str, float]) -> dict[str, Any]:
         """Return what the manifest says about the run: settings, plan, versions, loop, metrics."""
         # The keys are part of the file format (see CONTRIBUTING).
         return {

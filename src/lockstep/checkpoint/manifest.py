@@ -2,12 +2,12 @@
 
 `Manifest` has the fields of the file. If a run has written it, its `values` have these keys:
 
-    config, plan, world, versions     settings as text, the plan, the number of ranks (`CheckpointManager._facts`)
+    config, plan, world, versions     settings as text, the plan, the number of ranks (`CheckpointManager._run_values`)
     loop, metrics                     the state of the loop (`LoopState`), and the metrics of an evaluation of this step
     state.model.extra                 the extra state of modules (`ModelState.capture`)
     state.model.frozen_digests        of frozen parameters that are not saved (`RunState.capture`)
     state.optimizers.NUMBER           kind, state, params, initial, settings (`OptimizerStates._capture`)
-    state.parts.NAME                  the state of a part; "data" is the data source (`RunState._collect`)
+    state.parts.NAME                  the state of a part; "data" is the data source (`RunState._capture_tensors`)
     state.next_samples, stepper       a digest of the samples that come next, and the counters (`RunState.capture`)
 
 `Resumer.load` and `RunState.restore` read them. `manifest_reader` reads and checks a manifest. This module does not

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lockstep.checkpoint.load import CheckpointReader, newest_valid
+from lockstep.checkpoint.loop_state import LoopState
 from lockstep.checkpoint.manifest import Damaged
 from lockstep.checkpoint.state.part import optional_members
 from lockstep.checkpoint.state.run_state import RunState
@@ -25,29 +25,13 @@ from lockstep.runtime.seeds import derive, seed_host
 
 
 @dataclass(frozen=True)
-class LoopState:
-    """The state of the loop in a checkpoint. A field that an older checkpoint lacks gets its default."""
-
-    evaluation_due: bool = False  # the evaluation of this step was interrupted; the resumed run evaluates first
-    interval: dict[str, Any] | None = None  # sums since the last log line, from `Recorder.interval_state`
-    seconds: float = 0.0  # elapsed seconds of the run at the save
-    early_stop: dict[str, Any] | None = None  # the best evaluation so far, from `EarlyStop.state_dict`
-    stop: dict[str, Any] | None = None  # a stop that the user's code requested: its reason, and whether it is done
-
-    @classmethod
-    def from_saved(cls, saved: dict[str, Any]) -> LoopState:
-        """Return the state in a checkpoint, without fields of other versions that this one does not know."""
-        return cls(**{field.name: saved[field.name] for field in fields(cls) if field.name in saved})
-
-
-@dataclass(frozen=True)
 class Resumed:
     """The result of a resume or a rewind."""
 
     steps_done: int
     location: str  # of the checkpoint
     world_size: int  # how many ranks wrote the checkpoint
-    global_batch: int  # samples of a step before
+    global_batch: int  # of the run that saved it
     changed_settings: list[Change]
     changes: list[str]  # all differences, as text, including `changed_settings`
     loop: LoopState

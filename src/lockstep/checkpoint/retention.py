@@ -19,17 +19,17 @@ from lockstep.launch.folder.checkpoint_names import folder_name
 
 @dataclass(frozen=True)
 class Retention:
-    """The rule by which checkpoints are kept. All others are deleted after the next commit."""
+    """The rule by which checkpoints are kept, as the settings of the same names say. All others are deleted."""
 
-    last: int = 3  # how many of the newest checkpoints to keep
-    every: int | None = None  # also keep checkpoints whose step is a multiple of this
+    keep: int = 3  # how many of the newest checkpoints to keep
+    keep_every: int | None = None  # also keep checkpoints whose step is a multiple of this
     best: str | None = None  # also keep the checkpoint with the best value of this metric
-    mode: Literal["min", "max"] = "min"  # whether the smallest or the largest value is best
+    best_mode: Literal["min", "max"] = "min"  # whether the smallest or the largest value is best
 
     def __post_init__(self) -> None:
         # The configuration and `lockstep ckpt prune` check what users type.
-        assert self.last >= 1, self
-        assert self.every is None or self.every >= 1, self
+        assert self.keep >= 1, self
+        assert self.keep_every is None or self.keep_every >= 1, self
 
     def score(self, metrics: Mapping[str, Any]) -> float | None:
         """Return a number that is larger for better metrics; None if there is none, or it is NaN."""
@@ -37,19 +37,19 @@ class Retention:
         if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
             return None
 
-        return value if self.mode == "max" else -value
+        return value if self.best_mode == "max" else -value
 
 
 def steps_to_delete(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: Retention) -> list[int]:
     """Return the steps to delete, oldest first, and never the newest. `checkpoints` are (step, metrics)."""
     steps = sorted(step for step, _ in checkpoints)
-    keep = set(steps[-retention.last :])
+    kept = set(steps[-retention.keep :])
 
-    if retention.every:
-        keep |= {step for step in steps if step % retention.every == 0}
+    if retention.keep_every:
+        kept |= {step for step in steps if step % retention.keep_every == 0}
 
     best = best_step(checkpoints, retention)
-    return [step for step in steps if step not in keep and step != best]
+    return [step for step in steps if step not in kept and step != best]
 
 
 def best_step(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: Retention) -> int | None:

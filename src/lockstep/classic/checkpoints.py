@@ -23,7 +23,7 @@ from lockstep.checkpoint.load import CheckpointReader, newest_valid
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
-from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.saving.saver import Contents, Saver
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, delete_leftovers, open_storage
 from lockstep.engine.step import Stepper
@@ -161,8 +161,9 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
     # One rank writes everything, in this thread: the state is the same on all ranks. The newest three stay.
     captured = state.capture()
     shards = {name: shard_of(tensor) for name, tensor in captured.tensors.items()}
-    saver = Saver(SaveContext(storage, 0, 1, token, Retention(3)), asynchronous=False)
-    saver.start(step, shards, captured.aliases, {"state": captured.plain_state, "world": world_size})
+    saver = Saver(SaveContext(storage, 0, 1, token, Retention(keep=3)), asynchronous=False)
+    values = {"state": captured.plain_state, "world": world_size}
+    saver.start(step, Contents(shards, captured.aliases, values))
 
     [save] = saver.take_ended()
     saver.close()

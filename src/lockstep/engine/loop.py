@@ -72,7 +72,7 @@ class Training:
         """Repeat the evaluation during which the run was preempted, if there is one."""
         if self._eval_sets and self.run.resumed and self.run.resumed.loop.evaluation_due:
             self._evaluate()
-            self.run.save_if_best()
+            self.run.save_if_agreed()
 
     def step(self, batches: StepBatches) -> None:
         """Train one global step, and do what is due after it."""

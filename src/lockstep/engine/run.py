@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from lockstep.checkpoint.loop_state import LoopState
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.resume import LoopState, Resumed
+from lockstep.checkpoint.resume import Resumed
 from lockstep.config import RunConfig
 from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.guards import check_replicas
@@ -352,8 +353,8 @@ class Run:
 
         self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
 
-    def save_if_best(self) -> None:
-        """Save again if the evaluation with which a resumed run begins is the best one."""
+    def save_if_agreed(self) -> None:
+        """Save if the evaluation that a resumed run repeats has asked for it, even if this step was saved before."""
         if self.requests.save_agreed:
             self._save_now(evaluation_due=False)
 

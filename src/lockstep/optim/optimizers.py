@@ -59,7 +59,7 @@ class Update:
 
     def __init__(self, optimizers: Optimizers, clip: ClipConfig, replicated: bool, norms: Norms, device: torch.device):
         """`replicated`: gradients are full tensors on every rank, not shards."""
-        self._before_next: Callable[[], None] | None = None
+        self._wait_for_copy: Callable[[], None] | None = None  # of the save that may still be copying
         self.optimizer_indices = range(len(optimizers.all))
 
         self._optimizers = optimizers
@@ -75,15 +75,15 @@ class Update:
         self._fused = optimizers.divides_gradients and full_gradients and not self._clips_elements
         self.skips_on_device = replicated and self._fused and optimizers.skips_on_device
 
-    def run_before_next(self, callback: Callable[[], None]) -> None:
-        """Run `callback` once, before the next update: a save may still be copying the optimizers' state."""
-        self._before_next = callback
+    def set_copy(self, wait: Callable[[], None]) -> None:
+        """Call `wait` once, before the next update: a save may still be copying the optimizers' state."""
+        self._wait_for_copy = wait
 
     def wait_for_copy(self) -> None:
         """Wait until a save has copied what it copies while training continues. Every update begins with this."""
-        if self._before_next is not None:
-            self._before_next()
-            self._before_next = None
+        if self._wait_for_copy is not None:
+            self._wait_for_copy()
+            self._wait_for_copy = None
 
     def clip_factor(self, norm: Any) -> Any:
         """Return the factor that brings a gradient of this norm down to `clip.norm`; at most 1.

@@ -17,7 +17,7 @@ from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.saving.saver import Contents, Saver
 from lockstep.checkpoint.state.state_tree import pack, unpack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage
 from lockstep.runtime.layout import LocalShard, shard_of
@@ -63,7 +63,7 @@ def savers(
 ) -> list[Saver]:
     storage = as_storage(place)
     storage.claim(token)
-    keep = keep or Retention(last=10)
+    keep = keep or Retention(keep=10)
     contexts = [SaveContext(storage, rank, size, token, keep, timeout_s) for rank in range(size)]
     return [Saver(context, asynchronous) for context in contexts]
 
@@ -81,7 +81,7 @@ def commit(
     team = savers(storage, size)
     for rank, saver in enumerate(team):
         encoded = pack(dict(values or {"step": step}), "values", {})
-        saver.start(step, shard(tensors or state(step), rank, size), aliases or {}, encoded)
+        saver.start(step, Contents(shard(tensors or state(step), rank, size), aliases or {}, encoded))
     [report] = team[0].take_ended()
     for saver in team:
         saver.close()

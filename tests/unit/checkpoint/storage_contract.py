@@ -9,6 +9,7 @@ import pytest
 from checkpoints import TOKEN, commit, load, same, savers, shard, state
 
 from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.saving.saver import Contents
 from lockstep.checkpoint.storage import (
     Checkpoint,
     CheckpointStorage,
@@ -156,10 +157,10 @@ class StorageContract:
             latest(storage)
 
     def test_what_several_ranks_save_comes_back_and_old_ones_are_deleted(self, storage: CheckpointStorage) -> None:
-        team = savers(storage, 3, keep=Retention(last=2))
+        team = savers(storage, 3, keep=Retention(keep=2))
         for step in (1, 2, 3):
             for rank, saver in enumerate(team):
-                saver.start(step, shard(state(step), rank, 3), {}, {"step": step})
+                saver.start(step, Contents(shard(state(step), rank, 3), values={"step": step}))
         assert [report.outcome.checkpoint.step for report in team[0].take_ended()] == [1, 2, 3]
         assert set(storage.folders()) == {"step-00000002", "step-00000003"}
         found, loaded = load(storage)

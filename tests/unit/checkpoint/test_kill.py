@@ -29,18 +29,19 @@ sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from checkpoints import savers, shard, state
 from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.saving.saver import Contents
 
 root = Path(sys.argv[2])
 for line in sys.stdin:
     step = int(line)
     pid = os.fork()
     if pid == 0:
-        team = savers(root, 2, token=f"{step:x}", keep=Retention(last=2))
+        team = savers(root, 2, token=f"{step:x}", keep=Retention(keep=2))
         print(os.getpid(), flush=True)
         while True:
             step += 1
             for rank, saver in enumerate(team):
-                saver.start(step, shard(state(step), rank, 2), {}, {"step": step})
+                saver.start(step, Contents(shard(state(step), rank, 2), values={"step": step}))
             for saver in team:
                 assert not saver.take_ended()[0].outcome.warning
     os.waitpid(pid, 0)
@@ -97,6 +98,7 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
         "from pathlib import Path\n"
         "from checkpoints import commit, savers, shard, state\n"
         "from lockstep import faults\n"
+        "from lockstep.checkpoint.saving.saver import Contents\n"
         "from lockstep.checkpoint.storage import ObjectStorage\n"
         "top = Path(sys.argv[2])\n"
         "for phase in ['write', 'rename', 'latest', 'committed']:\n"
@@ -104,7 +106,7 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
         "        commit(root, 1)\n"
         "        if (pid := os.fork()) == 0:\n"
         "            faults.fire = lambda at, step: os._exit(9) if at == phase else None\n"
-        "            savers(root, asynchronous=False)[0].start(2, shard(state(2), 0, 1), {}, {})\n"
+        "            savers(root, asynchronous=False)[0].start(2, Contents(shard(state(2), 0, 1)))\n"
         "            os._exit(0)\n"
         "        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9, phase\n"
     )

@@ -25,6 +25,7 @@ from lockstep.checkpoint import load as load_module
 from lockstep.checkpoint.load import newest_valid
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.outcome import SaveFailed
+from lockstep.checkpoint.saving.saver import Contents
 from lockstep.checkpoint.storage import FileSystemStorage, ObjectStorage, open_storage
 from lockstep.errors import Preempted, UserError
 from lockstep.launch.folder.checkpoint_names import file_name
@@ -51,10 +52,10 @@ class TestMemory(StorageContract):
 
 def test_the_tensors_are_objects_and_everything_else_is_in_the_folder(tmp_path: Path) -> None:
     storage = store_at(tmp_path)
-    team = savers(storage, 2, keep=Retention(last=2))
+    team = savers(storage, 2, keep=Retention(keep=2))
     for step in (1, 2, 3):
         for rank, saver in enumerate(team):
-            saver.start(step, shard(state(step), rank, 2), {}, {})
+            saver.start(step, Contents(shard(state(step), rank, 2)))
         assert not any(isinstance(save.outcome, SaveFailed) for save in end(team))
 
     # What retention deletes is deleted in the store, too.
@@ -127,7 +128,7 @@ def test_a_store_that_fails_costs_a_checkpoint_and_leaves_nothing(
     [saver] = savers(storage)
     with monkeypatch.context() as patch:
         patch.setattr(fsspec.get_filesystem_class("file"), "open", refuse)
-        saver.start(1, shard(state(1), 0, 1), {}, {})
+        saver.start(1, Contents(shard(state(1), 0, 1)))
         [save] = saver.take_ended()
     assert isinstance(save.outcome, SaveFailed)
     assert "NoCredentials: no key" in save.outcome.reason

@@ -16,10 +16,10 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoint import load
+from lockstep.checkpoint.loop_state import LoopState
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.manifest import encode
 from lockstep.checkpoint.manifest_reader import read_manifest
-from lockstep.checkpoint.resume import LoopState
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy
 from lockstep.checkpoint.schedule import SaveSchedule

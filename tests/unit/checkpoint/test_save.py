@@ -32,6 +32,7 @@ from lockstep.checkpoint.saving import commit as committing
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed, Written
 from lockstep.checkpoint.saving.save import Save
+from lockstep.checkpoint.saving.saver import Contents
 from lockstep.checkpoint.state.state_tree import pack, unpack
 from lockstep.checkpoint.storage import (
     Checkpoint,
@@ -118,7 +119,7 @@ def test_names_are_free(storage):
 def test_a_tensor_that_cannot_be_saved_is_named(storage, bad):
     [saver] = savers(storage)
     with pytest.raises(UserError, match=r"'model\.spectrum'"):
-        saver.start(1, {"model.spectrum": shard_of(bad)}, {}, {})
+        saver.start(1, Contents({"model.spectrum": shard_of(bad)}))
 
 
 def test_values_come_back_with_what_json_cannot_hold(storage):
@@ -208,7 +209,7 @@ def test_the_state_is_that_of_the_moment_of_the_save(storage, monkeypatch):
     changed = []
     monkeypatch.setattr(faults, "fire", lambda phase, step: [time.sleep(0.005) for _ in range(400) if not changed][:0])
     tensors, values = state(1), {"list": [1]}
-    saver.start(1, shard(tensors, 0, 1), {}, pack(values, "values", {}))
+    saver.start(1, Contents(shard(tensors, 0, 1), values=pack(values, "values", {})))
     for tensor in tensors.values():
         tensor.zero_()
     values["list"].append(2)
@@ -225,20 +226,20 @@ def test_a_second_save_waits_for_the_first_and_reuses_its_buffer(storage):
     size = saver._snapshot.layout.file_size
     buffer = saver._snapshot._buffer.data_ptr()
     for step in (1, 2, 3):
-        saver.start(step, shard(state(step), 0, 1), {}, {})
+        saver.start(step, Contents(shard(state(step), 0, 1)))
     reports = saver.take_ended()
     assert [report.outcome.checkpoint.step for report in reports] == [1, 2, 3]
     assert saver._last.file_size == size
     assert saver._snapshot._buffer.data_ptr() == buffer
     more = {**state(4), "model.new": torch.ones(1000)}
-    saver.start(4, shard(more, 0, 1), {}, {})  # the layout may change
+    saver.start(4, Contents(shard(more, 0, 1)))  # the layout may change
     assert is_committed(saver.take_ended()[0])
     assert same(load(storage)[1], more)
 
 
 def test_saving_at_once_needs_no_thread(storage):
     [saver] = savers(storage, asynchronous=False)
-    saver.start(1, shard(state(1), 0, 1), {}, {})
+    saver.start(1, Contents(shard(state(1), 0, 1)))
     [report] = saver.take_ended(0)
     assert is_committed(report)
     assert report.stall_s >= report.write_s > 0
@@ -264,7 +265,7 @@ def test_any_slice_can_be_read_whatever_the_pieces(tmp_path_factory, data):
     for rank, saver in enumerate(team):
         low, high = shape[axis] * rank // size, shape[axis] * (rank + 1) // size
         offset = tuple(low if a == axis else 0 for a in range(len(shape)))
-        saver.start(1, {"x": LocalShard(whole.narrow(axis, low, high - low), shape, offset)}, {}, {})
+        saver.start(1, Contents({"x": LocalShard(whole.narrow(axis, low, high - low), shape, offset)}))
     assert is_committed(team[0].take_ended()[0])
     checkpoint = Checkpoint.at(root / "step-00000001")
     corners = [sorted(data.draw(st.tuples(*[st.integers(0, length)] * 2))) for length in shape]
@@ -313,7 +314,7 @@ def test_tensors_of_a_gpu_are_those_of_the_moment_too(storage):
     [saver] = savers(storage)
     tensors = {"on gpu": torch.randn(3_000_001, device="cuda"), "on cpu": torch.randn(5)}
     expected = {name: tensor.cpu().clone() for name, tensor in tensors.items()}
-    saver.start(1, {name: shard_of(tensor) for name, tensor in tensors.items()}, {}, {})
+    saver.start(1, Contents({name: shard_of(tensor) for name, tensor in tensors.items()}))
     for tensor in tensors.values():
         tensor.zero_()
     assert saver._snapshot._buffer.is_pinned()
@@ -327,7 +328,7 @@ def test_tensors_of_a_gpu_are_those_of_the_moment_too(storage):
 def test_ranks_that_write_the_same_rows_do_not_commit(storage):
     team = savers(storage, 2)
     for saver in team:
-        saver.start(1, {"x": shard_of(torch.ones(3))}, {}, {})
+        saver.start(1, Contents({"x": shard_of(torch.ones(3))}))
     reports = end(team)
     assert not is_committed(reports[0])
     assert "do not add up to the full tensor" in reports[0].outcome.reason
@@ -340,7 +341,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(storage, monkeyp
     saver.prepare(shard(state(2), 0, 1))
     size = saver._snapshot.layout.file_size
     monkeypatch.setattr(type(storage), "free_bytes", lambda self: size - 10)
-    saver.start(2, shard(state(2), 0, 1), {}, {})
+    saver.start(2, Contents(shard(state(2), 0, 1)))
     assert saver.failure
     [report] = saver.take_ended(0)
     assert not is_committed(report)
@@ -348,7 +349,7 @@ def test_too_little_space_is_noticed_before_anything_is_written(storage, monkeyp
     assert report.outcome.reason.endswith(f"{decimal(10)} too little")
     assert same(load(storage)[1], state(1))
     monkeypatch.undo()
-    saver.start(3, shard(state(3), 0, 1), {}, {})
+    saver.start(3, Contents(shard(state(3), 0, 1)))
     assert saver.failure is None
     assert is_committed(saver.take_ended()[0])
 
@@ -358,19 +359,19 @@ def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(storage, mon
     commit(storage, 1, 2)
     team = savers(storage, 2)
     fill_disk(monkeypatch)
-    team[rank].start(2, shard(state(2), rank, 2), {}, {})
+    team[rank].start(2, Contents(shard(state(2), rank, 2)))
     [report] = team[rank].take_ended()
     assert team[rank].failure
     assert "no space left" in report.outcome.reason
     monkeypatch.undo()
-    team[1 - rank].start(2, shard(state(2), 1 - rank, 2), {}, {})
+    team[1 - rank].start(2, Contents(shard(state(2), 1 - rank, 2)))
     for saver in team:
         saver.abort("a disk is full")
         assert saver.failure is None
     assert not is_committed(end([team[1 - rank]])[0])
     assert folders(storage) == {"step-00000001"}
     for number, saver in enumerate(team):  # once there is room again, the same step can be saved
-        saver.start(2, shard(state(2), number, 2), {}, {})
+        saver.start(2, Contents(shard(state(2), number, 2)))
     assert is_committed(end(team)[0])
     assert same(load(storage)[1], state(2))
 
@@ -378,10 +379,10 @@ def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(storage, mon
 def test_rank_0_learns_of_another_ranks_failure_through_the_storage(storage, monkeypatch):
     team = savers(storage, 2)
     fill_disk(monkeypatch)
-    team[1].start(1, shard(state(1), 1, 2), {}, {})
+    team[1].start(1, Contents(shard(state(1), 1, 2)))
     team[1].take_ended()
     monkeypatch.undo()
-    team[0].start(1, shard(state(1), 0, 2), {}, {})
+    team[0].start(1, Contents(shard(state(1), 0, 2)))
     [report] = team[0].take_ended(30)
     assert report.outcome.reason.startswith("rank 1: no space left")
     assert report.outcome.caused_elsewhere
@@ -395,7 +396,7 @@ def test_a_folder_that_vanishes_while_it_is_made_is_another_ranks_failure(tmp_pa
         raise FileExistsError(errno.EEXIST, "File exists")
 
     monkeypatch.setattr(FileSystemStorage, "write", write)
-    saver.start(1, {"x": shard_of(torch.ones(3))}, {}, {})
+    saver.start(1, Contents({"x": shard_of(torch.ones(3))}))
     [report] = saver.take_ended()
     assert report.outcome.caused_elsewhere
     assert "the uncommitted folder is gone" in report.outcome.reason
@@ -404,11 +405,11 @@ def test_a_folder_that_vanishes_while_it_is_made_is_another_ranks_failure(tmp_pa
 def test_a_file_that_rank_0_does_not_find_is_no_folder_that_is_gone(storage):
     """On a shared file system, a file that another rank has confirmed may be lost."""
     team = savers(storage, 2)
-    team[1].start(1, shard(state(1), 1, 2), {}, {})
+    team[1].start(1, Contents(shard(state(1), 1, 2)))
     team[1].take_ended()
     [uncommitted] = storage.folders()
     storage.delete(f"{uncommitted}/{file_name(1)}")
-    team[0].start(1, shard(state(1), 0, 2), {}, {})
+    team[0].start(1, Contents(shard(state(1), 0, 2)))
     [report] = team[0].take_ended()
     assert report.outcome.reason.startswith("FileNotFoundError")
     assert not report.outcome.caused_elsewhere
@@ -416,7 +417,7 @@ def test_a_file_that_rank_0_does_not_find_is_no_folder_that_is_gone(storage):
 
 def test_a_rank_that_has_written_its_file_fails_with_the_others(storage):
     team = savers(storage, 2)
-    team[1].start(1, shard(state(1), 1, 2), {}, {})
+    team[1].start(1, Contents(shard(state(1), 1, 2)))
     [report] = team[1].take_ended()
     assert report.outcome == Written()
     team[1].abort("rank 0: no space left")
@@ -429,7 +430,7 @@ def test_one_rank_may_write_almost_everything(storage, monkeypatch):
     shards = [{"large": shard_of(torch.ones(50_000))}, {"a": shard_of(torch.ones(3))}, {"b": shard_of(torch.ones(3))}]
     monkeypatch.setattr(type(storage), "free_bytes", lambda self: 300_000)  # for the 200,000 bytes, but not thrice
     for saver, mine in zip(team, shards, strict=True):
-        saver.start(1, mine, {}, {})
+        saver.start(1, Contents(mine))
     assert is_committed(end(team)[0])
 
 
@@ -440,7 +441,7 @@ def test_a_disk_that_does_not_say_how_much_is_free_costs_a_checkpoint(storage, m
         raise OSError(errno.ESTALE, "Stale file handle")
 
     monkeypatch.setattr(type(storage), "free_bytes", stale)
-    saver.start(1, shard(state(1), 0, 1), {}, {})
+    saver.start(1, Contents(shard(state(1), 0, 1)))
     [report] = saver.take_ended(0)
     assert "Stale file handle" in report.outcome.reason
 
@@ -452,21 +453,21 @@ def test_a_real_disk_that_is_full(tmp_path):
         pytest.skip("mounting a small disk needs root")
     try:
         [saver] = savers(disk / "checkpoints")
-        saver.start(1, {"x": shard_of(torch.ones(300_000))}, {}, {})
+        saver.start(1, Contents({"x": shard_of(torch.ones(300_000))}))
         assert is_committed(saver.take_ended()[0])
         (disk / "ballast").write_bytes(bytes(1 << 20))
-        saver.start(2, {"x": shard_of(torch.ones(300_000))}, {}, {})
+        saver.start(2, Contents({"x": shard_of(torch.ones(300_000))}))
         [early] = saver.take_ended()
         with pytest.MonkeyPatch.context() as patch:  # the disk fills up after the check
             patch.setattr(FileSystemStorage, "free_bytes", lambda self: 1 << 40)
-            saver.start(3, {"x": shard_of(torch.ones(300_000))}, {}, {})
+            saver.start(3, Contents({"x": shard_of(torch.ones(300_000))}))
             [late] = saver.take_ended()
         for report in (early, late):
             assert not is_committed(report)
             assert "no space left" in report.outcome.reason
         assert folders(FileSystemStorage(disk / "checkpoints")) == {"step-00000001"}
         os.unlink(disk / "ballast")
-        saver.start(4, {"x": shard_of(torch.full((300_000,), 4.0))}, {}, {})
+        saver.start(4, Contents({"x": shard_of(torch.full((300_000,), 4.0))}))
         assert is_committed(saver.take_ended()[0])
     finally:
         subprocess.run(["umount", str(disk)], check=True)
@@ -479,11 +480,11 @@ def test_an_error_in_the_thread_is_reported_and_the_saver_can_save_again(storage
         raise RuntimeError("injected")
 
     monkeypatch.setattr(faults, "fire", broken)
-    saver.start(1, shard(state(1), 0, 1), {}, {})
+    saver.start(1, Contents(shard(state(1), 0, 1)))
     [report] = saver.take_ended()
     assert saver.failure == report.outcome == SaveFailed("RuntimeError: injected")
     monkeypatch.undo()
-    saver.start(2, shard(state(2), 0, 1), {}, {})
+    saver.start(2, Contents(shard(state(2), 0, 1)))
     assert is_committed(saver.take_ended()[0])
 
 
@@ -494,7 +495,7 @@ def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(sto
         raise OSError(errno.EIO, "the disk coughed")
 
     monkeypatch.setattr(committing, "apply_retention", broken)
-    saver.start(1, shard(state(1), 0, 1), {}, {})
+    saver.start(1, Contents(shard(state(1), 0, 1)))
     [report] = saver.take_ended()
     assert "coughed" in report.outcome.warning
     assert saver.failure is None
@@ -503,8 +504,8 @@ def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(sto
 
 def test_a_rename_that_may_not_survive_a_power_cut_is_reported_and_older_checkpoints_are_kept(tmp_path, monkeypatch):
     """The checkpoint is there under its name, so it must not be reported as lost."""
-    [saver] = savers(tmp_path, keep=Retention(last=1))
-    saver.start(1, shard(state(1), 0, 1), {}, {})
+    [saver] = savers(tmp_path, keep=Retention(keep=1))
+    saver.start(1, Contents(shard(state(1), 0, 1)))
     saver.take_ended()
     sync = file_system.sync_folder
 
@@ -514,7 +515,7 @@ def test_a_rename_that_may_not_survive_a_power_cut_is_reported_and_older_checkpo
         sync(folder)
 
     monkeypatch.setattr(file_system, "sync_folder", broken)
-    saver.start(2, shard(state(2), 0, 1), {}, {})
+    saver.start(2, Contents(shard(state(2), 0, 1)))
     [report] = saver.take_ended()
     assert saver.failure is None
     assert report.outcome.warning.startswith("complete, but may not survive a power cut, so older ones are kept: ")
@@ -552,7 +553,7 @@ def test_a_file_system_without_an_fsync_of_folders_can_hold_checkpoints(tmp_path
 
     monkeypatch.setattr(os, "fsync", refuse)
     [saver] = savers(tmp_path)
-    saver.start(1, shard(state(1), 0, 1), {}, {})
+    saver.start(1, Contents(shard(state(1), 0, 1)))
     [report] = saver.take_ended()
     assert isinstance(report.outcome, Committed)
     assert not report.outcome.warning
@@ -561,19 +562,19 @@ def test_a_file_system_without_an_fsync_of_folders_can_hold_checkpoints(tmp_path
 
 def test_a_part_that_is_shorter_than_its_rank_says_is_not_committed(storage):
     team = savers(storage, 2)
-    team[1].start(1, shard(state(1), 1, 2), {}, {})
+    team[1].start(1, Contents(shard(state(1), 1, 2)))
     assert team[1].take_ended()[0].outcome == Written()
     [uncommitted] = storage.folders()
     storage.write(f"{uncommitted}/{file_name(1)}", [memoryview(bytes(100))])
-    team[0].start(1, shard(state(1), 0, 2), {}, {})
+    team[0].start(1, Contents(shard(state(1), 0, 2)))
     assert "rank 1 wrote" in team[0].take_ended()[0].outcome.reason
     assert folders(storage) == set()
 
 
 def test_a_rank_that_never_writes_is_named(storage):
     team = savers(storage, 3, timeout_s=0.1)
-    team[0].start(1, shard(state(1), 0, 3), {}, {})
-    team[2].start(1, shard(state(1), 2, 3), {}, {})
+    team[0].start(1, Contents(shard(state(1), 0, 3)))
+    team[2].start(1, Contents(shard(state(1), 2, 3)))
     [report] = team[0].take_ended()
     assert "rank 1 did not write its file" in report.outcome.reason
     assert not report.outcome.caused_elsewhere
@@ -582,7 +583,7 @@ def test_a_rank_that_never_writes_is_named(storage):
 
 def test_an_aborted_save_ends_at_once_and_leaves_nothing(storage):
     team = savers(storage, 2)
-    team[0].start(1, shard(state(1), 0, 2), {}, {})  # waits for rank 1, which never saves
+    team[0].start(1, Contents(shard(state(1), 0, 2)))  # waits for rank 1, which never saves
     team[0].abort("rank 1: no space left")
     [report] = team[0].take_ended(30)
     assert report.outcome == SaveFailed("rank 1: no space left")
@@ -592,7 +593,7 @@ def test_an_aborted_save_ends_at_once_and_leaves_nothing(storage):
 
 def test_closing_gives_up_what_is_in_flight(storage):
     team = savers(storage, 2)
-    team[0].start(1, shard(state(1), 0, 2), {}, {})
+    team[0].start(1, Contents(shard(state(1), 0, 2)))
     team[0].close()
     assert "the run ended" in team[0].take_ended(0)[0].outcome.reason
     assert folders(storage) == set()
@@ -611,7 +612,7 @@ def test_nothing_is_committed_while_the_owner_cannot_be_read(tmp_path):
     [saver] = savers(tmp_path)
     (tmp_path / "owner").unlink()
     os.mkfifo(tmp_path / "owner")
-    saver.start(1, shard(state(1), 0, 1), {}, {})
+    saver.start(1, Contents(shard(state(1), 0, 1)))
     assert "not a regular file" in saver.take_ended()[0].outcome.reason
     assert folders(FileSystemStorage(tmp_path)) == set()
 
@@ -619,16 +620,16 @@ def test_nothing_is_committed_while_the_owner_cannot_be_read(tmp_path):
 def test_nothing_is_committed_without_a_claim(tmp_path):
     [saver] = savers(tmp_path)
     (tmp_path / "owner").unlink()
-    saver.start(1, shard(state(1), 0, 1), {}, {})
+    saver.start(1, Contents(shard(state(1), 0, 1)))
     assert "no attempt owns" in saver.take_ended()[0].outcome.reason
 
 
 def test_an_attempt_that_was_replaced_commits_nothing(storage):
     [old] = savers(storage, token="00")
     [new] = savers(storage, token="11")
-    old.start(1, shard(state(7), 0, 1), {}, {})
+    old.start(1, Contents(shard(state(7), 0, 1)))
     assert "another attempt has taken over" in old.take_ended()[0].outcome.reason
-    new.start(1, shard(state(1), 0, 1), {}, {})
+    new.start(1, Contents(shard(state(1), 0, 1)))
     assert is_committed(new.take_ended()[0])
     assert same(load(storage)[1], state(1))
 
@@ -637,12 +638,12 @@ def test_a_late_writer_of_an_earlier_attempt_cannot_mix(storage):
     """Rank 1 of a dead attempt writes the same step as the new attempt, whose own rank 1 is late."""
     late = savers(storage, 2, token="00")[1]
     team = savers(storage, 2, token="11")
-    late.start(1, shard(state(7), 1, 2), {}, {})
+    late.start(1, Contents(shard(state(7), 1, 2)))
     late.take_ended()
-    team[0].start(1, shard(state(1), 0, 2), {}, {})
+    team[0].start(1, Contents(shard(state(1), 0, 2)))
     time.sleep(0.05)
     assert team[0].take_ended(0) == []  # it does not take the other attempt's part for its own
-    team[1].start(1, shard(state(1), 1, 2), {}, {})
+    team[1].start(1, Contents(shard(state(1), 1, 2)))
     assert is_committed(end(team)[0])
     assert same(load(storage)[1], state(1))
     delete_leftovers(storage, "11")
@@ -661,11 +662,11 @@ def test_what_a_bad_disk_does_can_be_injected(storage, monkeypatch, how):
 
 
 def test_old_ones_are_deleted_only_after_the_new_one_is_committed(storage, monkeypatch):
-    [saver] = savers(storage, keep=Retention(last=1))
+    [saver] = savers(storage, keep=Retention(keep=1))
     seen = []
     monkeypatch.setattr(faults, "fire", lambda phase, step: seen.append((phase, folders(storage))))
     for step in (1, 2):
-        saver.start(step, shard(state(step), 0, 1), {}, {})
+        saver.start(step, Contents(shard(state(step), 0, 1)))
         assert is_committed(saver.take_ended()[0])
     uncommitted = f"step-00000002.tmp-{TOKEN}-2"
     assert seen[-3:] == [
@@ -677,8 +678,8 @@ def test_old_ones_are_deleted_only_after_the_new_one_is_committed(storage, monke
 
 def test_a_saver_of_a_rank_with_nothing_to_write(tmp_path):
     team = savers(tmp_path, 2)
-    team[0].start(1, {"x": shard_of(torch.ones(2))}, {}, {})
-    team[1].start(1, {}, {}, {})
+    team[0].start(1, Contents({"x": shard_of(torch.ones(2))}))
+    team[1].start(1, Contents({}))
     assert is_committed(end(team)[0])
     with safe_open(tmp_path / "step-00000001" / file_name(1), "pt") as file:
         assert list(file.keys()) == []
@@ -691,7 +692,7 @@ def test_a_file_system_that_fails_altogether_costs_a_checkpoint_and_not_the_run(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     storage = FileSystemStorage(tmp_path)
-    pending = Save(SaveContext(storage, 0, 1, TOKEN, Retention(3), 1.0), 1, 1, 100)
+    pending = Save(SaveContext(storage, 0, 1, TOKEN, Retention(keep=3), 1.0), 1, 1, 100)
     monkeypatch.setattr(FileSystemStorage, "folders", stale)
     monkeypatch.setattr(FileSystemStorage, "delete", stale)
     pending.fail(OSError(errno.ESTALE, "Stale file handle"))

@@ -16,6 +16,7 @@ from memory_storage import MemoryStorage
 from storage_contract import StorageContract, put
 
 from lockstep.checkpoint.retention import Retention, best_checkpoint, steps_to_delete
+from lockstep.checkpoint.saving.saver import Contents
 from lockstep.checkpoint.state.state_tree import pack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, committed, file_system
 from lockstep.checkpoint.storage.protocol import CHUNK, PAGE, split
@@ -39,7 +40,7 @@ def test_a_full_memory_costs_a_checkpoint_and_nothing_else():
     storage = MemoryStorage(capacity=30_000)
     commit(storage, 1)
     [saver] = savers(storage)
-    saver.start(2, shard({"x": torch.ones(10_000)}, 0, 1), {}, {})
+    saver.start(2, Contents(shard({"x": torch.ones(10_000)}, 0, 1)))
     [report] = saver.take_ended()
     assert "no space left on the disk of memory:checkpoints" in report.outcome.reason
     assert same(load(storage)[1], state(1))
@@ -164,46 +165,46 @@ def test_a_disk_that_cannot_write_directly_gets_the_same_file(tmp_path, monkeypa
 def test_what_stays():
     losses = [(10, 3.0), (20, 1.0), (30, math.nan), (40, 2.0), (50, 1.0), (60, None), (70, 5.0)]
     known = [(step, {"loss": loss}) for step, loss in losses]
-    assert steps_to_delete(known, Retention(last=3)) == [10, 20, 30, 40]
-    assert steps_to_delete(known, Retention(last=1, every=20)) == [10, 30, 50]
-    assert steps_to_delete(known, Retention(last=1, best="loss")) == [10, 20, 30, 40, 60]  # of equals, the newest
-    assert steps_to_delete(known, Retention(last=1, best="loss", mode="max")) == [10, 20, 30, 40, 50, 60]
-    assert steps_to_delete(known, Retention(last=1, best="accuracy")) == [10, 20, 30, 40, 50, 60]
-    assert steps_to_delete([(5, {})], Retention(last=1)) == []
+    assert steps_to_delete(known, Retention(keep=3)) == [10, 20, 30, 40]
+    assert steps_to_delete(known, Retention(keep=1, keep_every=20)) == [10, 30, 50]
+    assert steps_to_delete(known, Retention(keep=1, best="loss")) == [10, 20, 30, 40, 60]  # of equals, the newest
+    assert steps_to_delete(known, Retention(keep=1, best="loss", best_mode="max")) == [10, 20, 30, 40, 50, 60]
+    assert steps_to_delete(known, Retention(keep=1, best="accuracy")) == [10, 20, 30, 40, 50, 60]
+    assert steps_to_delete([(5, {})], Retention(keep=1)) == []
     for mode in ("min", "max"):
         unclear = [(10, {"loss": 1.0}), (20, {"loss": math.nan}), (30, {"loss": math.nan})]
-        assert steps_to_delete(unclear, Retention(last=1, best="loss", mode=mode)) == [20]
+        assert steps_to_delete(unclear, Retention(keep=1, best="loss", best_mode=mode)) == [20]
 
 
 @pytest.mark.slow
 @given(
     steps=st.sets(st.integers(0, 100)),
-    last=st.integers(1, 5),
-    every=st.none() | st.integers(1, 10),
+    keep=st.integers(1, 5),
+    keep_every=st.none() | st.integers(1, 10),
     best=st.none() | st.just("loss"),
-    mode=st.sampled_from(["min", "max"]),
+    best_mode=st.sampled_from(["min", "max"]),
     data=st.data(),
 )
-def test_the_newest_always_stays(steps, last, every, best, mode, data):
+def test_the_newest_always_stays(steps, keep, keep_every, best, best_mode, data):
     numbers = st.floats() | st.none() | st.text(max_size=1)
     known = [(step, data.draw(st.dictionaries(st.just("loss"), numbers))) for step in steps]
-    doomed = steps_to_delete(known, Retention(last, every, best, mode))
+    doomed = steps_to_delete(known, Retention(keep, keep_every, best, best_mode))
     assert len(set(doomed)) == len(doomed)
-    assert set(doomed) <= steps - set(sorted(steps)[-last:])
-    if every:
-        assert not [step for step in doomed if step % every == 0]
+    assert set(doomed) <= steps - set(sorted(steps)[-keep:])
+    if keep_every:
+        assert not [step for step in doomed if step % keep_every == 0]
 
 
-@pytest.mark.parametrize("wrong", [{"last": 0}, {"every": 0}])
+@pytest.mark.parametrize("wrong", [{"keep": 0}, {"keep_every": 0}])
 def test_rules_that_make_no_sense_are_refused(wrong):
     with pytest.raises(AssertionError):
         Retention(**wrong)
 
 
 def test_retention_is_applied_after_each_commit(tmp_path):
-    [saver] = savers(tmp_path, keep=Retention(last=1, best="loss"))
+    [saver] = savers(tmp_path, keep=Retention(keep=1, best="loss"))
     for step, loss in [(1, 5.0), (2, 1.0), (3, math.nan), (4, 2.0)]:
-        saver.start(step, shard(state(step), 0, 1), {}, pack({"metrics": {"loss": loss}}, "values", {}))
+        saver.start(step, Contents(shard(state(step), 0, 1), values=pack({"metrics": {"loss": loss}}, "values", {})))
     assert not any(report.outcome.warning for report in saver.take_ended())
     assert [checkpoint.name for checkpoint in committed(FileSystemStorage(tmp_path))] == [
         "step-00000004",
@@ -213,11 +214,11 @@ def test_retention_is_applied_after_each_commit(tmp_path):
 
 
 def test_the_best_is_neither_deleted_nor_replaced_while_its_manifest_cannot_be_read(tmp_path, monkeypatch):
-    retention = Retention(last=1, best="loss")
+    retention = Retention(keep=1, best="loss")
     storage = FileSystemStorage(tmp_path)
     [saver] = savers(tmp_path, keep=retention)
     for step, loss in [(1, 1.0), (2, 2.0)]:
-        saver.start(step, shard(state(step), 0, 1), {}, pack({"metrics": {"loss": loss}}, "values", {}))
+        saver.start(step, Contents(shard(state(step), 0, 1), values=pack({"metrics": {"loss": loss}}, "values", {})))
     saver.take_ended()
     open_file = FileSystemStorage.open
 
@@ -228,7 +229,7 @@ def test_the_best_is_neither_deleted_nor_replaced_while_its_manifest_cannot_be_r
 
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemStorage, "open", fail)
-        saver.start(3, shard(state(3), 0, 1), {}, pack({"metrics": {"loss": 3.0}}, "values", {}))
+        saver.start(3, Contents(shard(state(3), 0, 1), values=pack({"metrics": {"loss": 3.0}}, "values", {})))
         [report] = saver.take_ended()
         assert "Input/output error" in report.outcome.warning
         with pytest.raises(OSError, match="Input/output error"):

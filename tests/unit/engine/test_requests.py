@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint.resume import LoopState
+from lockstep.checkpoint.loop_state import LoopState
 from lockstep.engine.requests import Requests
 from lockstep.runtime.control_word import Flags
 

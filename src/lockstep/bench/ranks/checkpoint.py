@@ -25,7 +25,7 @@ from lockstep.checkpoint.load import newest_valid
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import SaveFailed
-from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.saving.saver import Contents, Saver
 from lockstep.checkpoint.storage import FileSystemStorage
 from lockstep.config import resolve
 from lockstep.runtime import context
@@ -128,7 +128,7 @@ class Ways:
             self.storage.claim(TOKEN)
 
         # The last checkpoint only, since the other ways delete theirs, too (`forget`).
-        saver = Saver(SaveContext(self.storage, self.rank, self.world, TOKEN, Retention(last=1)))
+        saver = Saver(SaveContext(self.storage, self.rank, self.world, TOKEN, Retention(keep=1)))
         saver.prepare(self.mine)
         return saver
 
@@ -191,7 +191,7 @@ class Ways:
         """Save as a run does: copies are made while the next step computes, and must be done before its update."""
         began = time.perf_counter()
         moments = {name for name in self.mine if "exp_avg" in name}
-        self.saver.start(step, self.mine, {}, {"step": step}, copy_later=moments)
+        self.saver.start(step, Contents(self.mine, values={"step": step}, copy_later=moments))
         stall = time.perf_counter() - began
 
         # Forward and backward of the next step; its update waits for the copies.

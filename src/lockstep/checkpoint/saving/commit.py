@@ -12,7 +12,7 @@
 A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the manifest
 before the rename, and the rename before `latest` changes and before an old checkpoint is deleted. One exception: if
 step N is saved again and the process dies between the two renames, no step-N exists; the old checkpoint is
-step-N.undone. This module does not import torch.
+step-N.undone, and `latest` already names an older one. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Commit:
     def _rename(self) -> str:
         """Give the folder its final name, which is the commit. Return a warning, or an empty text."""
         # The same step may have been saved before: an evaluation that a preemption interrupted was repeated
-        # (`Run.save_if_best`), for example.
+        # (`Run.save_if_agreed`), for example.
         name = folder_name(self.step)
         if name in self.storage.folders():
             set_aside(self.storage, name, "undone")

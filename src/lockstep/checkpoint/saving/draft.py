@@ -46,7 +46,7 @@ class Confirmation:
 
 
 class Draft:
-    """The uncommitted folder of one save, as one rank sees it."""
+    """The folder of one save until its commit, as one rank sees it."""
 
     def __init__(self, context: SaveContext, step: int, number: int):
         """`number` counts the saves of this rank."""

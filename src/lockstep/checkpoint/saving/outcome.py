@@ -18,7 +18,7 @@ class Committed:
 
     checkpoint: Checkpoint
     total_bytes: int  # of all files
-    warning: str = ""  # what went wrong all the same; completes the sentence "the checkpoint is ..."
+    warning: str = ""  # what went wrong despite the commit; completes the sentence "the checkpoint is ..."
 
 
 @dataclass(frozen=True)

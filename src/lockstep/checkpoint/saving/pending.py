@@ -2,7 +2,7 @@
 
 A save fails on one rank, in its writing thread (`save.py`). The others learn of it in these steps:
 
-    Save.fail                     sets the outcome, and deletes this rank's uncommitted files
+    Save.fail                     sets the outcome, and deletes this rank's files of the draft
     PendingSave.poll              sees it after the next step, and the control word tells all ranks
     PendingSave.abort_if_failed   compares the failures of all ranks, and calls `Saver.abort` on each: the save then
                                   fails on ranks on which it was still pending
@@ -14,8 +14,7 @@ from collections.abc import Callable
 
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.saving.saver import Saver
-from lockstep.checkpoint.state.contents import Contents
+from lockstep.checkpoint.saving.saver import Contents, Saver
 from lockstep.checkpoint.storage import CheckpointStorage, committed
 from lockstep.runtime.context import EventLogger, Runtime
 
@@ -52,7 +51,7 @@ class PendingSave:
     def start(self, steps_done: int, contents: Contents) -> None:
         """Copy this rank's contents, and begin to write them. Call `settle` first."""
         assert self.steps_done is None, f"the save of step {self.steps_done} is not settled"
-        self._saver.start(steps_done, *contents)
+        self._saver.start(steps_done, contents)
         self.steps_done = steps_done
 
     def poll(self) -> bool:

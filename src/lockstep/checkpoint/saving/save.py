@@ -153,7 +153,7 @@ class Save:
             self.outcome = SaveFailed(self._abort.reason)
 
     def fail(self, error: BaseException) -> None:
-        """Delete the uncommitted files, report the failure to rank 0, and set the outcome."""
+        """Delete this rank's files of the draft, report the failure to rank 0, and set the outcome."""
         failed = SaveFailed(_as_text(error))
         try:
             failed = self._explain(error)

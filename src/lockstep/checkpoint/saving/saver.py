@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.outcome import SaveFailed
@@ -20,6 +20,22 @@ from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Snapshot
 from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.runtime.layout import LocalShard
+
+
+class Contents(NamedTuple):
+    """What one rank writes to a checkpoint. Nothing is copied yet. Only rank 0's `aliases` and `values` are used."""
+
+    # The shards that this rank writes, by tensor name.
+    shards: Mapping[str, LocalShard]
+
+    # For tied tensors: other name -> name among the shards.
+    aliases: Mapping[str, str] = {}
+
+    # The values of the manifest, encoded by `state_tree.pack`. They must not change any more.
+    values: Mapping[str, Any] = {}
+
+    # The names of tensors to copy while training continues; they must not change before `Saver.wait_for_copy`.
+    copy_later: Collection[str] = ()
 
 
 class Saver:
@@ -41,33 +57,19 @@ class Saver:
         self._copying: BackgroundCopy | None = None
 
         self._unreported: list[Save] = []  # saves that have ended and that `take_ended` has not returned yet
-        self._saves = 0  # numbers the uncommitted folders: the same step may be saved again after a failure
+        self._saves = 0  # numbers the drafts: the same step may be saved again after a failure
 
     def prepare(self, shards: Mapping[str, LocalShard]) -> None:
         """Allocate the buffer early, so that the first save of `shards` is as fast as later ones."""
         self._join()
         self._snapshot.reserve(shards)
 
-    def start(
-        self,
-        step: int,
-        shards: Mapping[str, LocalShard],
-        aliases: Mapping[str, str],
-        values: Mapping[str, Any],
-        copy_later: Collection[str] = (),
-    ) -> None:
-        """Copy the state and start writing it.
-
-        `shards`: the shards that this rank writes, by tensor name.
-        `values`: the values of the manifest, encoded by `state_tree.pack`. They must not change any more.
-        Only rank 0's `aliases` and `values` are used.
-        `copy_later`: the names of tensors to copy while training continues; they must not change before
-        `wait_for_copy`.
-        """
+    def start(self, step: int, contents: Contents) -> None:
+        """Copy the contents, except those to be copied later, and start writing them."""
         began = time.perf_counter()
         self._join()
 
-        layout = self._snapshot.reserve(shards)
+        layout = self._snapshot.reserve(contents.shards)
 
         # From here on, `failure` is about this save.
         self._saves += 1
@@ -75,9 +77,12 @@ class Saver:
 
         # Only this rank's own file counts: the others may be on other disks, and may write much less or much more.
         if save.check_room():
-            self._copying = self._snapshot.take(shards, copy_later if self._asynchronous else ())
+            copy_later = contents.copy_later if self._asynchronous else ()
+            self._copying = self._snapshot.take(contents.shards, copy_later)
+
             # Everything that the thread needs is fixed now: training changes the rest while it writes.
-            run = partial(save.run, layout, self._snapshot.data(), self._copying.run, dict(aliases), dict(values))
+            aliases, values = dict(contents.aliases), dict(contents.values)
+            run = partial(save.run, layout, self._snapshot.data(), self._copying.run, aliases, values)
             if self._asynchronous:
                 # A daemon thread, which does not keep the process alive at its end.
                 self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
@@ -92,7 +97,7 @@ class Saver:
             self._unreported.append(save)
 
     def wait_for_copy(self) -> None:
-        """Wait until the state is copied, before an update changes it. Return at once if the save was refused."""
+        """Wait until the state is copied, before an update changes it. Return at once if there is nothing to copy."""
         if self._copying is not None and self._last is not None:
             began = time.perf_counter()
             self._copying.wait()
@@ -117,7 +122,7 @@ class Saver:
             self._last.file_ended.wait()
 
     def abort(self, why: str) -> None:
-        """End the save without a commit, because it failed on some rank, and delete this rank's uncommitted files."""
+        """End the save without a commit, because it failed on some rank, and delete this rank's files of the draft."""
         if self._last is not None:
             # The thread must have ended before the files are deleted.
             self._last.request_abort(why)

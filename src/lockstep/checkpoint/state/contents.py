@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from lockstep.checkpoint.saving.saver import Contents
 from lockstep.checkpoint.state.reshard import replicated_sizes, shards_to_write
 from lockstep.checkpoint.state.run_state import CapturedState, RunState, merge_plain_state
 from lockstep.checkpoint.state.state_tree import pack
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.layout import LocalShard
-
-
-class Contents(NamedTuple):
-    """What one rank writes to a checkpoint, as `Saver.start` takes it. Nothing is copied yet."""
-
-    shards: dict[str, LocalShard]
-    aliases: dict[str, str]
-    values: dict[str, Any]  # of the manifest
-    copy_later: frozenset[str]
 
 
 class ContentsCollector:
@@ -35,8 +27,11 @@ class ContentsCollector:
         """Return the shards that `collect` would return now, without the rest of the state."""
         return self._shards(self._state.tensors())
 
-    def collect(self, facts: dict[str, Any]) -> Contents:
-        """Return what this rank writes: its shards of the run's state, and `facts` about the run, on rank 0."""
+    def collect(self, run_values: dict[str, Any]) -> Contents:
+        """Return what this rank writes: its shards of the run's state and, on rank 0, the values of the manifest.
+
+        `run_values`: these values, except the state of the run.
+        """
         # Rank 0 writes the plain state of all ranks, which may hold different parameters.
         captured = self._state.capture()
         plain_state = captured.plain_state
@@ -49,9 +44,9 @@ class ContentsCollector:
             self._parts_compared = True
 
         no_tensors: dict[str, torch.Tensor] = {}
-        packed = {"state": plain_state, **pack(facts, "facts", no_tensors)}
+        values = {"state": plain_state, **pack(run_values, "values", no_tensors)}
         assert not no_tensors, f"not in the state: {list(no_tensors)}"
-        return Contents(self._shards(captured.tensors), captured.aliases, packed, captured.copy_later)
+        return Contents(self._shards(captured.tensors), captured.aliases, values, captured.copy_later)
 
     def _shards(self, tensors: dict[str, torch.Tensor]) -> dict[str, LocalShard]:
         world = self._runtime.world

@@ -109,7 +109,7 @@ class RunState:
 
         Collective under fsdp with checkpoint.frozen=false: digests of frozen parameters need the full tensors.
         """
-        captured = self._collect()
+        captured = self._capture_tensors()
         captured.plain_state["model"]["frozen_digests"] = self._model_state.frozen_digests()
         captured.plain_state["next_samples"] = next_samples(self.source)
 
@@ -120,10 +120,13 @@ class RunState:
         return captured
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that `capture` returns. Local: it computes no digests, and the host does not wait."""
-        return self._collect().tensors
+        """Return the tensors that `capture` returns, without computing digests.
 
-    def _collect(self) -> CapturedState:
+        Collective if the `state_dict` of the data source is.
+        """
+        return self._capture_tensors().tensors
+
+    def _capture_tensors(self) -> CapturedState:
         """Return all tensors, and the plain state that belongs to them."""
         tensors: dict[str, Tensor] = {}
         model, aliases = self._model_state.capture(tensors)

@@ -85,7 +85,7 @@ def committed(storage: CheckpointStorage) -> list[Checkpoint]:
 
 
 def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
-    """Delete the uncommitted files that other attempts left half written or half deleted."""
+    """Delete the folders that other attempts left half written or half deleted."""
     for name in storage.folders():
         if token_in(name) not in (None, token):
             # If another attempt still writes into the folder, the next start will delete it.

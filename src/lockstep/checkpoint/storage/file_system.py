@@ -52,7 +52,7 @@ class FileSystemStorage:
     def replace(self, key: str, data: bytes) -> None:
         # Without an fsync, which takes a millisecond or more: these files are messages to running processes, and a
         # power cut ends those as well. The next start claims the storage anew, and lists the checkpoints themselves.
-        with replacing(self.root / key, str(os.getpid())) as draft, _create(draft) as file:
+        with replacing(self.root / key, str(os.getpid())) as temporary, _create(temporary) as file:
             _write_all(file.fileno(), memoryview(data), 0)
 
     def rename(self, folder: str, to: str) -> None:
@@ -79,8 +79,8 @@ class FileSystemStorage:
 
     def claim(self, token: str) -> None:
         # Delete temporary files of `replace` whose writer was killed. After a claim, no other writer needs them.
-        for draft in (*self.root.glob(f".{LATEST}.*"), *self.root.glob(f".{OWNER}.*")):
-            draft.unlink(missing_ok=True)
+        for temporary in (*self.root.glob(f".{LATEST}.*"), *self.root.glob(f".{OWNER}.*")):
+            temporary.unlink(missing_ok=True)
 
         self.replace(OWNER, token.encode())
 

@@ -145,8 +145,8 @@ def check_url(url: str) -> None:
 
 def _replace_durably(file: Path, text: str) -> None:
     """Replace the contents of a small file. The contents and the name are durable when this returns."""
-    with replacing(file, str(os.getpid())) as draft:
-        write_file(draft, [memoryview(text.encode())])
+    with replacing(file, str(os.getpid())) as temporary:
+        write_file(temporary, [memoryview(text.encode())])
 
     sync_folder(file.parent)
 

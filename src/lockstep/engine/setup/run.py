@@ -238,7 +238,7 @@ def _open_checkpoints(
         plan=plan,
         runtime=builder.runtime,
         log_event=builder.recorder.event,
-        before_next_update=stepper.update.run_before_next,
+        set_copy=stepper.update.set_copy,
     )
 
     # Let a save in flight finish: it may be the only checkpoint of a run that fails.

@@ -25,11 +25,12 @@ WRITTEN = f"{LATEST}|{OWNER}|{OBJECTS}|step-.*"
 
 _COMMITTED = re.compile("step-([0-9]{8}|[1-9][0-9]{8,17})")
 _SET_ASIDE = re.compile(r"step-\d{8,18}\.(damaged|undone)\d*")
-_UNCOMMITTED = re.compile(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?")
+_TEMPORARY = re.compile(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?")
 _CONFIRMATION = re.compile(r"rank-\d+\.json")
 
-# How the last part of an uncommitted folder's name begins if it is an old checkpoint that is being deleted.
-_GONE = "gone"
+# How the last part of a temporary name begins if the folder is an old checkpoint that is being deleted. Otherwise it
+# is a draft: a save that is not committed yet.
+_DELETING = "gone"
 
 
 # ---- committed checkpoints ----
@@ -61,7 +62,7 @@ def is_set_aside(name: str) -> bool:
     return _SET_ASIDE.fullmatch(name) is not None
 
 
-# ---- uncommitted ones ----
+# ---- temporary names: drafts, and checkpoints that are being deleted ----
 
 
 def draft_name(step: int, token: str, number: int) -> str:
@@ -73,19 +74,19 @@ def draft_name(step: int, token: str, number: int) -> str:
 
 def name_to_delete(name: str, token: str) -> str:
     """Return a new name for a checkpoint that is about to be deleted."""
-    return f"{name}.tmp-{token}-{_GONE}{secrets.token_hex(4)}"
+    return f"{name}.tmp-{token}-{_DELETING}{secrets.token_hex(4)}"
 
 
 def token_in(name: str) -> str | None:
     """Return the token of the attempt that writes or deletes this folder; None if it is not such a folder."""
-    match = _UNCOMMITTED.fullmatch(name)
+    match = _TEMPORARY.fullmatch(name)
     return match[1] if match else None
 
 
 def is_draft(name: str) -> bool:
     """Return whether a folder is a save that is not committed yet."""
-    match = _UNCOMMITTED.fullmatch(name)
-    return match is not None and not (match[2] or "").startswith(f"-{_GONE}")
+    match = _TEMPORARY.fullmatch(name)
+    return match is not None and not (match[2] or "").startswith(f"-{_DELETING}")
 
 
 def confirmation_name(rank: int) -> str:
