@@ -203,9 +203,8 @@ class WatchedModel(PlacedModel):
     """Calls the user's loss in training, and watches for gradients that the loss computes itself."""
 
     keeps_graphs = False  # whether one of these gradients went through a graph that is needed again
-    in_micro_batch = (
-        False  # from the driver's `before_forward` to the end of `backward`: the model is called for training
-    )
+    # From the driver's `before_forward` to the end of `backward`: calls of the model belong to training.
+    in_micro_batch = False
 
     def call_loss(self, loss_fn: LossFn, module: Any, data: Any) -> Loss:
         """Call the user's loss, and `before_inner_gradient` before each gradient that it computes itself.
