@@ -40,8 +40,8 @@ class Loss:
     Lockstep adds both over micro-batches and ranks, and divides once.
     `metrics` are sums as well. Each is divided by the loss's weight, or by its own weight if it is a pair
     `(sum, weight)`.
-    `outputs` is for metrics that are no sums, see `Task.eval_metrics`: the arguments of their `update`, a tuple for all
-    of them or a dict of tuples by name. Only evaluations use it.
+    `outputs` is for metrics that are not sums, see `Task.eval_metrics`: the arguments of their `update`, a tuple for
+    all of them or a dict of tuples by name. Only evaluations use it.
     """
 
     total: Tensor

@@ -60,11 +60,11 @@ class CheckpointManager:
         plan: Plan,
         runtime: Runtime,
         log_event: EventLogger,
-        set_copy: Callable[[Callable[[], None]], None],
+        before_next_update: Callable[[Callable[[], None]], None],
     ):
         """Keep references to the objects of a run. Nothing is read or written here.
 
-        `log_event(event, **fields)` logs an event. `set_copy(wait)` has the next update call `wait` first.
+        `log_event(event, **fields)` logs an event. `before_next_update(wait)` has the next update call `wait` first.
         """
         # The objects of the run.
         self.folder = folder
@@ -74,7 +74,7 @@ class CheckpointManager:
         self.plan = plan
         self.runtime = runtime
         self.log_event = log_event
-        self.set_copy = set_copy
+        self.before_next_update = before_next_update
 
         # The parts of this manager, each with one job.
         settings = config.checkpoint
@@ -257,7 +257,7 @@ class CheckpointManager:
             self._pending.start(steps_done, self._contents.collect(self._run_values(loop, metrics)))
 
         # An update must wait until the optimizers' state has been copied.
-        self.set_copy(self._saver.wait_for_copy)
+        self.before_next_update(self._saver.wait_for_copy)
 
         self._schedule.started(steps_done, metrics)
         seed_host(derive(self.config.seed, "checkpoint", steps_done))

@@ -1,7 +1,8 @@
 """Reads samples, in this process or in worker processes, and moves batches to the device.
 
-Random numbers are seeded per sample, so that a sample is the same on every rank and in every worker. Batches
-of a map-style dataset for a GPU are copied on a separate CUDA stream, one micro-batch ahead, while the GPU computes.
+Random numbers are seeded per sample, so that a sample is the same on every rank and in every worker. (A dataset with
+`__getitems__` is seeded once per micro-batch, by its first id.) Batches of a map-style dataset for a GPU are
+copied on a separate CUDA stream, one micro-batch ahead, while the GPU computes.
 """
 
 from __future__ import annotations

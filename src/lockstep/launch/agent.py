@@ -109,6 +109,9 @@ class Agent:
             self._zygote.close()
             self._zygote, self._next_zygote = self._next_zygote, None
 
+            # The imports of this one may succeed. If they do not, that is reported again.
+            self._cannot_import = False
+
         # The run's folder may have been removed, or be on a disk that this node cannot write to.
         logs = self._job.run_dir / "logs"
         try:

@@ -281,7 +281,7 @@ class Coordinator:
         refused = refusal_of(hello, self._job, full)
         if refused:
             if returns:
-                state_machine.node_lost(hello.number, "has lost its connection and made a new one", now)
+                state_machine.node_lost(hello.number, "lost its connection and made a new one", now)
 
             self._hub.send(node, refused)
             return

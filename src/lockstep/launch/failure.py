@@ -44,8 +44,8 @@ _LOST_PEER = re.compile(
 )
 
 # A dataset may say the same about some server, so only exceptions of torch count: those that have a class of their own,
-# and the RuntimeErrors of gloo. Their text names the line of C++ that raised it: "[.../tcp/pair.cc:537] ..."; only in a
-# collective after one that timed out it does not.
+# and the RuntimeErrors of gloo. Their text names the line of C++ that raised it: "[.../tcp/pair.cc:537] ..."; the one
+# exception is a collective after one that timed out.
 _TORCH_ERRORS = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
 _RAISED_BY_GLOO = re.compile(
     r"\[(?:enforce fail at )?\S+\.(?:cc|h):\d+\]|^Application timeout caused pair closure", re.MULTILINE
@@ -114,9 +114,9 @@ class Failure:
 
     @property
     def likely_to_repeat(self) -> bool:
-        """Whether the program raised, or exited with a code: the same program would most likely do so again.
+        """Whether the program raised, or exited with a code, and so would most likely fail again.
 
-        It would not after an exception of torch that says that a peer is gone: the network may be to blame.
+        An exception of torch that only reports a lost peer does not count: the network may be to blame.
         """
         if self.asks_for_smaller_micro_batch or self.reports_lost_peer:
             return False

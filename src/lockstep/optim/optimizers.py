@@ -75,7 +75,7 @@ class Update:
         self._fused = optimizers.divides_gradients and full_gradients and not self._clips_elements
         self.skips_on_device = replicated and self._fused and optimizers.skips_on_device
 
-    def set_copy(self, wait: Callable[[], None]) -> None:
+    def before_next_update(self, wait: Callable[[], None]) -> None:
         """Call `wait` once, before the next update: a save may still be copying the optimizers' state."""
         self._wait_for_copy = wait
 

@@ -72,14 +72,14 @@ def apply(
     compiled = wants_compile(config, runtime) and not any(map(compiled_call, model.modules()))
 
     # If forwards are collective, the ranks compile together, in the first one. Otherwise a Compiler watches the driver.
-    at_once = compiled and not pipelined and collective_forwards(model, config, runtime)
-    if at_once:
+    together = compiled and not pipelined and collective_forwards(model, config, runtime)
+    if together:
         model.compile()  # in place: no `_orig_mod.` in names, no second object
 
     driver = _make_driver(model, task, config, runtime, axes, compiled, data)
 
-    # Compile before capturing: a CUDA graph records the compiled kernels.
-    if compiled and not pipelined and not at_once:
+    # A Compiler captures when it has decided: a CUDA graph records the compiled kernels. Without one, capture now.
+    if compiled and not pipelined and not together:
         driver.compiler = make_compiler(driver, config, runtime, log_event)
     else:
         capture_calls(model, config, runtime, log_event)

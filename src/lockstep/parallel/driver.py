@@ -261,6 +261,7 @@ class Driver(WatchedModel):
 
     def begin(self) -> None:
         """Begin a step: clear the gradients of the last one."""
+        self.in_micro_batch = False  # a custom loop may have caught an exception of the last backward
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -1,7 +1,7 @@
-"""Small collectives outside the gradient all-reduce. With a world size of 1 they return at once.
+"""Collectives that Lockstep calls itself; torch's DDP and FSDP have their own. In a world of one they return at once.
 
-They carry decisions and small values, such as names, positions and digests, as JSON: never pickles, which could run
-code. They are called at the start, at evaluations and at saves. In a step there is only the control word.
+Decisions and small values, such as names, positions and digests, travel as JSON, never as pickles: those
+could run code.
 """
 
 from __future__ import annotations

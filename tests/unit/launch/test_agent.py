@@ -84,6 +84,11 @@ def test_a_zygote_whose_imports_fail_is_not_replaced(importing, capfd):
     assert agent.poll() == []
     assert "no such library" in capfd.readouterr().err
 
+    # A new coordinator starts an attempt on the same agent: it must learn of the failed imports, too.
+    agent.carry_out(START)
+    (again,) = first_messages(agent)
+    assert again.cannot_import
+
 
 def test_a_zygote_that_imports_for_too_long_is_not_replaced(importing, monkeypatch):
     """Ten restarts an hour would be no limit: each of them would take ten minutes."""
@@ -92,7 +97,7 @@ def test_a_zygote_that_imports_for_too_long_is_not_replaced(importing, monkeypat
     agent.carry_out(START)
     (message,) = first_messages(agent)
     assert message.cannot_import
-    assert message.why.endswith("has not finished its imports within 0 s")
+    assert message.why.endswith("did not finish its imports within 0 s")
 
 
 # ---- ranks that are slow to die ----

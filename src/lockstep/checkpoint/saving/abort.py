@@ -14,7 +14,7 @@ class SaveError(Exception):
 
 
 class AbortRequest:
-    """A request of the training thread to end a save. The writing thread looks for it now and then."""
+    """A request from the training thread to end a save. The writing thread looks for it now and then."""
 
     def __init__(self) -> None:
         self.reason = ""

@@ -57,7 +57,7 @@ class Commit:
         self.storage.write(self.draft.manifest, [memoryview(encoded)])
 
         # Only now may the confirmations go: until there is a manifest, they tell the launcher
-        # (`run_dir.commit_is_near`) that a commit is near.
+        # (`commit_is_near` in launch/folder/run_dir.py) that a commit is near.
         self.draft.delete_confirmations()
         faults.fire("rename", self.step)
 

@@ -60,7 +60,8 @@ def _feed(sha: Any, data: Any) -> None:
 class FrozenDigests:
     """Computes the digests of frozen parameters once (with checkpoint.frozen=false).
 
-    It computes them again if a parameter has changed after all, like a teacher that follows the model.
+    It computes them again if a parameter has changed after all, for example of a teacher whose weights
+    are an average of the model's.
 
     A digest copies the full tensor to the host. Whether it has changed is told by torch's count of changes in place,
     and by a checksum on the device, because a change through `.data` is not counted.

@@ -185,7 +185,7 @@ def _create_object(address: str) -> Iterator[Any]:
     try:
         yield file
 
-        # Only a file of this machine (file://) has a number, and needs this.
+        # Only a local file (file://) has a descriptor, and needs an fsync.
         with suppress(AttributeError, io.UnsupportedOperation):
             number = file.fileno()
             file.flush()

@@ -237,7 +237,7 @@ class Evaluator:
         total_samples = sum(samples for _, samples, _ in gathered)
         evaluation = _combine(all_rows, total_samples, step, chosen.name)
 
-        # Metrics that are no sums: reduced by their own states.
+        # Metrics that are not sums: reduced by their own states.
         _add_metrics(evaluation, metrics.compute(self.runtime.collectives))
         return evaluation
 

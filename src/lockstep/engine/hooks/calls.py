@@ -187,7 +187,7 @@ def _check_arguments(full_name: str, method: Callable[..., Any], name: str) -> N
 
 
 def _own_name(callback: Any) -> str | None:
-    """Return the `name` of a callback, or None if it has none, or one that is no text."""
+    """Return the `name` of a callback, or None if it has none, or one that is not a string."""
     name = getattr(callback, "name", None)
     return name if isinstance(name, str) else None
 
@@ -215,7 +215,7 @@ def _check_callbacks(callbacks: Sequence[Any]) -> None:
 
         if not any(hasattr(callback, name) for name in HOOKS):
             raise UserError(
-                f"a {type(callback).__name__} is no callback: it has none of the hooks",
+                f"a {type(callback).__name__} is not a callback: it has none of the hooks",
                 "",
                 f"give it one of these methods: {', '.join(HOOKS)}",
             )

@@ -238,7 +238,7 @@ def _open_checkpoints(
         plan=plan,
         runtime=builder.runtime,
         log_event=builder.recorder.event,
-        set_copy=stepper.update.set_copy,
+        before_next_update=stepper.update.before_next_update,
     )
 
     # Let a save in flight finish: it may be the only checkpoint of a run that fails.

@@ -107,7 +107,7 @@ class JobStateMachine:
         """A node has made a new connection, under a new number, before the loss of its old one was noticed."""
         # Add it first: a job that needs all its nodes would end if one were missing for a moment.
         self._add_node(node, now)
-        self.node_lost(old_number, "has lost its connection and made a new one", now)
+        self.node_lost(old_number, "lost its connection and made a new one", now)
         self._preemption.include_new_node(now)
 
     def _add_node(self, node: Node, now: float) -> None:
@@ -313,7 +313,7 @@ class JobStateMachine:
         # A node that does not even start its ranks would hold up the others, which wait for them in the rendezvous.
         if now > state.attempt.confirm_by and state.phase in ACTIVE:
             for node in sorted(state.attempt.unconfirmed & state.cluster.nodes.keys()):
-                self.node_lost(node, f"was dropped: it has not started its ranks within {START_S:.0f} s", now)
+                self.node_lost(node, f"was dropped: it did not start its ranks within {START_S:.0f} s", now)
 
         if now >= state.deadline:
             self._deadline_passed(now)

@@ -165,7 +165,7 @@ class ZygoteClient:
             return "died"
 
         if self._imports_too_long:
-            return f"has not finished its imports within {READY_S:.0f} s"
+            return f"did not finish its imports within {READY_S:.0f} s"
 
         if self._exit_code >= 0:
             return "exited while importing; the error is on that node's terminal"

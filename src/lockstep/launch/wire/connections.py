@@ -342,7 +342,7 @@ def reach(address: str, source: str | None, secret: Secret) -> Connection:
     except OSError as error:
         raise NoAnswer(error.strerror or str(error)) from None
     except HandshakeUnanswered:
-        raise NoAnswer("what listens there has not answered: it is busy, or not a launcher of this job") from None
+        raise NoAnswer("what listens there did not answer: it is busy, or not a launcher of this job") from None
     except HandshakeFailed as error:
         raise UserError(
             f"--join {address}: the two nodes do not share a secret",

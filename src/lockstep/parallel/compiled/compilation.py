@@ -31,7 +31,7 @@ from lockstep.parallel.cudagraph.checks import first_line
 from lockstep.parallel.driver import Driver
 
 PROGRESS_S = 5.0  # seconds between two calls of `progress`
-FIRST_RANK = timedelta(seconds=120)  # the other ranks wait at most so long for the first one of every machine
+FIRST_RANK = timedelta(seconds=120)  # the other ranks wait at most this long for the first one of every machine
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Compilation:
 
         If it works, it stays on the model as `self.target`.
 
-        limit_s: compiling is given up after so long, see `deadline.py`
+        limit_s: seconds after which compiling is given up, see `deadline.py`
         """
         runtime = self.driver.runtime
         began = time.monotonic()

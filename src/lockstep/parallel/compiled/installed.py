@@ -1,7 +1,7 @@
 """Compiled code in use: which calls it takes, how they are made, and how many calls did not fit.
 
-A call that does not fit runs eagerly, which is right but slow. So the ranks look at times how many there were, and the
-compiler compiles again if there were too many.
+A call that does not fit runs eagerly, which is right but slow. So from time to time the ranks check how many there
+were, and the compiler compiles again if there were too many.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lockstep.parallel.cudagraph.variants import RunLength
 from lockstep.parallel.driver import Driver
 from lockstep.runtime.context import EventLogger
 
-# All ranks look how many batches did not fit after so many steps, then after twice as many, up to the last look.
+# After this many steps all ranks check how many batches did not fit, then after twice as many, up to the last check.
 FIRST_LOOK, LAST_LOOK = 8, 1024
 
 
@@ -61,7 +61,7 @@ class InstalledCode:
 
     @property
     def still_looks(self) -> bool:
-        """Whether the ranks will look again how many calls did not fit."""
+        """Whether the ranks will check again how many calls did not fit."""
         return self._next_look <= LAST_LOOK
 
     def end_step(self) -> float | None:

@@ -110,7 +110,7 @@ class Facts:
 class Decision:
     targets: tuple[str, ...]  # to try in this order; none: the run stays eager
     reason: str
-    limit_s: float = 0.0  # compiling is given up after so long
+    limit_s: float = 0.0  # seconds after which compiling is given up
 
 
 def decide(facts: Facts) -> Decision:
@@ -146,7 +146,7 @@ def decide(facts: Facts) -> Decision:
 
 
 def preferred(possible: Sequence[str], blocks: int, sizes_vary: bool) -> list[str]:
-    """Return the possible targets for a model with so many repeated blocks, the preferred one first."""
+    """Return the possible targets for a model with this many repeated blocks, the preferred one first."""
     # A single block is hardly less than the model.
     if blocks < 2:
         return [target for target in possible if target != BLOCKS]

@@ -2,6 +2,7 @@
 
 fp16, bf16    gradients are sent in half precision (`HalfHook`)
 powersgd      matrices are sent as products of low rank (powersgd.py)
+wide          gradients in bf16 are added in float32 (`WideHook`); where parameters are stored in bf16
 
 DDP passes one bucket after another to the hook while the backward runs, in the same order on all ranks. An exchange may
 need several collectives, each of which depends on the previous one. If a collective were started in a callback of the

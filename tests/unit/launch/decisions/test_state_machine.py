@@ -614,7 +614,7 @@ def test_a_node_that_returns_does_not_end_a_job_that_needs_all_its_nodes():
     assert stage.tick()[-1] == StartAttempt(0, {0: 2, 1: 2})
     stage.state_machine.node_returned(1, Node(2, "host-1", TWO), stage.now)
     stage.tick()
-    assert "node 1 (host-1) has lost its connection and made a new one" in stage.said
+    assert "node 1 (host-1) lost its connection and made a new one" in stage.said
     assert "restarting 4 ranks" in stage.said
     assert not stage.sent(Preempt)  # the ranks are killed: those of the node are lost
     assert stage.sent(Kill) == [0]
@@ -811,7 +811,7 @@ def test_a_node_that_starts_nothing_is_named_and_dropped():
     stage.tick(0.2)
     stage.ranks_gone(0)
     assert stage.of(DropNode) == [DropNode(1)]
-    assert "node 1 (host-1) was dropped: it has not started its ranks within 10 s" in stage.said
+    assert "node 1 (host-1) was dropped: it did not start its ranks within 10 s" in stage.said
     stage.tick(3.1)
     assert stage.of(StartAttempt) == [StartAttempt(1, {0: 1})]
 
