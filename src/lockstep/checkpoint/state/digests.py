@@ -63,8 +63,8 @@ class FrozenDigests:
     It computes them again if a parameter has changed after all, for example of a teacher whose weights
     are an average of the model's.
 
-    A digest copies the full tensor to the host. Whether it has changed is told by torch's count of changes in place,
-    and by a checksum on the device, because a change through `.data` is not counted.
+    A digest copies the full tensor to the host. Whether it has changed is seen from torch's count of in-place
+    changes, and from a checksum on the device, because a change through `.data` is not counted.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], on_any_rank: Callable[[bool], bool]):

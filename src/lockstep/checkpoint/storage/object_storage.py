@@ -37,7 +37,7 @@ _DELETED = "deleted-"
 # Files with this ending are kept as objects. All others are small.
 _LARGE = ".safetensors"
 
-# The addresses that `_new_address` makes. A folder may have been made by somebody else: no other address is opened or
+# The addresses that `_new_address` makes. A folder may come from elsewhere: no other address is opened or
 # deleted.
 _VALID = re.compile(r"[a-z0-9+]+://[^\s:*?]+/step-\d{8,18}/rank-\d{5,}-[0-9a-f]{16}\.safetensors")
 
@@ -78,8 +78,8 @@ class ObjectStorage(FileSystemStorage):
                 with _as_os_error(address):
                     file.write(chunk)
 
-        # Another rank, or another attempt, may have deleted the folder before the object existed. Nobody else has the
-        # address now.
+        # Another rank, or another attempt, may have deleted the folder before the object existed. No other process
+        # has the address now.
         if _read_address(address_file) != address:
             _delete_object(address)
             raise FileNotFoundError(errno.ENOENT, "deleted while its object was written", str(address_file))

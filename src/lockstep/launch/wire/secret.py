@@ -82,7 +82,7 @@ def _read_secret(path: Path) -> Secret:
         status = os.fstat(fd)
         private = status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
-        # Whoever can read the file can join the job.
+        # A user who can read the file can join the job.
         if not stat.S_ISREG(status.st_mode) or not private:
             raise UserError(
                 f"the job's secret in {path} is not private",

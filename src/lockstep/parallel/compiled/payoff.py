@@ -220,7 +220,7 @@ def read_records(key: str) -> dict[str, Payoff]:
     """Return the records of a model by target; none if there is no file, or a damaged one."""
     records = {}
     for target, values in _read_history().get(key, {}).items():
-        # A file from another version, or one that somebody edited.
+        # A file from another version, or one that was edited.
         with suppress(TypeError, ValueError, KeyError):
             cost_s = float(values["cost_s"])
             speedup = float(values["speedup"])
