@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from lockstep.config import DataConfig
+from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.packing import PackedDataset, attention_mask, packed_batch
 from lockstep.data.samplers import BucketedSampler, Sampled
-from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import open_source
 from lockstep.runtime.world import World
 

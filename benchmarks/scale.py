@@ -30,7 +30,7 @@ import simulated_nodes
 import xxhash
 from simulated_nodes import SECRET, Nodes, StoreRanks, allow_files, make_coordinator, make_successor
 
-from lockstep.checkpoint import inspect
+from lockstep.checkpoint import command
 from lockstep.checkpoint.format import FileLayout, arrange
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry
 from lockstep.checkpoint.manifest_reader import read_manifest
@@ -39,14 +39,15 @@ from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.storage import FileSystemStorage
+from lockstep.checkpoint.saving.snapshot import BackgroundCopy
+from lockstep.checkpoint.storage import CheckpointStorage, claim
 from lockstep.launch.coordinator import WAIT_S
 from lockstep.launch.decisions import failure_handler, hang_check, next_attempt
 from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.launch.nodes.search import SEARCH_RETRY_S, Membership
 from lockstep.launch.wire import connections
-from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import Rendezvous, Start
+from lockstep.launch.wire.sockets import wait_readable
 from lockstep.launch.wire.store_server import StoreServer, store_secret
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -76,7 +77,7 @@ def be_patient(seconds: float) -> None:
     What a phase costs in CPU seconds does not depend on the limits. But a longer phase has more heartbeats in it, and
     the row for the heartbeats alone means nothing.
     """
-    simulated_nodes.BEAT_S = seconds / 20
+    simulated_nodes.HEARTBEAT_S = seconds / 20
     connections.LOST_AFTER_S = seconds
     next_attempt.START_S = failure_handler.NODES_KILL_S = hang_check.NODES_STACKS_S = seconds
 
@@ -277,7 +278,7 @@ def checkpoint_of(parts: int) -> dict[str, str]:
         save, layout, data = staged(root, parts)
 
         began = clocks()
-        save.run(layout, data, lambda: None, {}, {"step": 1})
+        save.start(layout, data, BackgroundCopy([]), {}, {}, asynchronous=False)
         assert isinstance(save.outcome, Committed), save.outcome
         seconds["written: all confirmations read, the manifest committed"] = since(began)
 
@@ -287,12 +288,12 @@ def checkpoint_of(parts: int) -> dict[str, str]:
         seconds["the manifest alone, read and checked"] = since(began)
 
         began = clocks()
-        text, code = inspect.verify(root)
+        text, code = command.verify(root)
         assert code == 0, text
         seconds["checked: lockstep ckpt verify"] = since(began)
 
         began = clocks()
-        text, _ = inspect.ls(root)
+        text, _ = command.ls(root)
         assert "not verified" in text, text
         seconds["listed: lockstep ckpt ls"] = since(began)
         size = (root / save.outcome.checkpoint.name / "manifest.json").stat().st_size
@@ -312,12 +313,12 @@ def since(began: tuple[float, float]) -> str:
 def staged(root: Path, parts: int) -> tuple[Save, FileLayout, memoryview]:
     """Return the save of rank 0, after all other ranks have written and confirmed their small files."""
     names = [f"layer{number}.weight" for number in range(4)]
-    storage = FileSystemStorage(root)
-    storage.claim("be7c4")
-    save = Save(SaveContext(storage, 0, parts, "be7c4", Retention()), 1, 1, 0)
+    storage = CheckpointStorage(root)
+    claim(storage, "be7c4")
+    save = Save(SaveContext(storage, 0, parts, "be7c4", Retention(), timeout_s=600), 1, 1, 0)
     (root / save.draft.name).mkdir(parents=True)
     for rank in reversed(range(parts)):
-        pieces = {name: (Piece(file_name(rank), name, (rank, 0), (1, 16)),) for name in names}
+        pieces = {name: (Piece(file_name(rank), (rank, 0), (1, 16)),) for name in names}
         layout = arrange({name: TensorEntry("F32", (parts, 16), piece) for name, piece in pieces.items()})
         data = bytes(layout.size)
         if rank > 0:

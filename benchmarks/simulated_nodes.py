@@ -47,10 +47,10 @@ from lockstep.launch.wire.messages import (
     JobEnd,
     Kill,
     Message,
-    NodeBeat,
-    Preempt,
+    NodeHeartbeat,
     RankExited,
     RanksGone,
+    SaveAndExit,
     Stacks,
     Start,
     Welcome,
@@ -61,7 +61,7 @@ from lockstep.runtime.rendezvous.handshake import HandshakeUnanswered, Secret, a
 
 SECRET = Secret(b"0" * 64, "the simulation")
 PATIENCE_S = 300.0  # longer than this is a hang, and ends the simulation with an error
-BEAT_S = 1.0  # between two heartbeats of a node
+HEARTBEAT_S = 1.0  # between two heartbeats of a node
 THREADS = 32  # that connect at the same time
 CULPRIT = 5  # the rank for which the others wait in a hang
 LAST = 10_000  # the collective in which they wait
@@ -92,17 +92,18 @@ class Ranks:
             case Kill():
                 self.start = None
                 return [RanksGone(order.attempt)]
-            case Preempt() if start and start.attempt == order.attempt:
+            case SaveAndExit() if start and start.attempt == order.attempt:
                 return self.exits(PREEMPTED)
             case CollectStacks() if start and start.attempt == order.attempt:
-                return [self.stacks(start)]
+                return [self.stacks(start, order.request)]
         return []
 
-    def stacks(self, start: Start) -> Stacks:
+    def stacks(self, start: Start, request: int) -> Stacks:
         """Answer as a node does whose ranks wait in an all-reduce, but for the culprit, which reads a file."""
         ranks = range(start.first_rank, start.first_rank + start.count)
         texts = {rank: _stack(rank == CULPRIT) for rank in ranks}
-        return Stacks.of(start.attempt, texts, {rank: _collectives(rank == CULPRIT) for rank in ranks})
+        collectives = {rank: _collectives(rank == CULPRIT) for rank in ranks}
+        return Stacks.of(start.attempt, request, texts, collectives)
 
     def exits(self, code: int) -> list[Message]:
         """All ranks end with this code."""
@@ -112,13 +113,13 @@ class Ranks:
         numbers = range(start.first_rank, start.first_rank + start.count)
         return [last, *(RankExited(start.attempt, number, RankExit(code)) for number in numbers)]
 
-    def beat(self) -> NodeBeat:
+    def beat(self) -> NodeHeartbeat:
         age = 0.05 if self.hangs_since is None else time.monotonic() - self.hangs_since
         self._beats += self.hangs_since is None
         step = self._beats if self.hangs_since is None else LAST
         start = self.start
         if start is None:
-            return NodeBeat()
+            return NodeHeartbeat()
         views = [
             RankView(
                 rank=number,
@@ -135,7 +136,7 @@ class Ranks:
             )
             for number in range(start.first_rank, start.first_rank + start.count)
         ]
-        return NodeBeat(views, {}, start.attempt)
+        return NodeHeartbeat(views, {}, start.attempt)
 
 
 def _stack(culprit: bool) -> str:
@@ -184,7 +185,7 @@ class SimulatedAgent:
     def hang(self) -> None:
         self.ranks.hangs_since = time.monotonic()
 
-    def node_beat(self) -> NodeBeat:
+    def heartbeat(self) -> NodeHeartbeat:
         return self.ranks.beat()
 
     def sockets(self) -> list[Any]:
@@ -255,7 +256,7 @@ class Nodes:
         self.nodes: dict[int, Node] = {}  # by file descriptor
         self.ended: JobEnd | None = None
         self._lost: list[Node] = []  # without a coordinator
-        self._stacks: dict[tuple[int, int], bytes] = {}
+        self._stacks: dict[tuple[int, int, int], bytes] = {}
 
         # What the coordinator has sent: messages by kind, and their bytes.
         self.messages: Counter[str] = Counter()
@@ -351,7 +352,7 @@ class Nodes:
         now = time.monotonic()
         for node in self.nodes.values():
             if now >= node.next_beat and node.number is not None:
-                node.next_beat = max(node.next_beat + BEAT_S, now)
+                node.next_beat = max(node.next_beat + HEARTBEAT_S, now)
                 node.connection.send(node.ranks.beat())
 
     def _receive(self, descriptor: int) -> None:
@@ -377,7 +378,7 @@ class Nodes:
             elif isinstance(message, JobEnd):
                 self.ended = message
             if isinstance(message, CollectStacks) and node.ranks.start:
-                node.connection.send_line(self._stacks_line(node.ranks.start))
+                node.connection.send_line(self._stacks_line(node.ranks.start, message.request))
                 continue
             for answer in node.ranks.carry_out(message):
                 node.connection.send(answer)
@@ -388,15 +389,15 @@ class Nodes:
             del self.nodes[descriptor]
             node.connection.close()
 
-    def _stacks_line(self, start: Start) -> bytes:
+    def _stacks_line(self, start: Start, request: int) -> bytes:
         """Return the stacks of a node. They are made once, because all nodes of the simulation share a process."""
         ranks = range(start.count)
         if start.first_rank <= CULPRIT < start.first_rank + start.count:
-            return encode(Ranks("").stacks(start))
+            return encode(Ranks("").stacks(start, request))
 
-        key = (start.attempt, start.count)
+        key = (start.attempt, request, start.count)
         if key not in self._stacks:
-            self._stacks[key] = encode(Ranks("").stacks(replace(start, first_rank=CULPRIT + 1)))
+            self._stacks[key] = encode(Ranks("").stacks(replace(start, first_rank=CULPRIT + 1), request))
         made = json.dumps([CULPRIT + 1 + rank for rank in ranks]).encode()
         return self._stacks[key].replace(made, json.dumps([start.first_rank + rank for rank in ranks]).encode())
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -39,3 +42,12 @@ def weights(model: nn.Module) -> Tensor:
 
 def among(world: World, store: Any) -> None:
     join(world, torch.device("cpu"), store)
+
+
+def write_rank(rank: int, world_size: int, folder: str) -> None:
+    """Join as the documents do, and leave a file. Here, because a spawned process imports the file of its function."""
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    total = torch.tensor(float(rank))
+    dist.all_reduce(total)
+    Path(folder, str(rank)).write_text(f"{total.item()} {os.environ['LOCAL_RANK']}")
+    dist.destroy_process_group()

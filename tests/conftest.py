@@ -22,51 +22,58 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 UNIT = HERE / "unit"
 
-# The files that take longest, the longest first.
+# The files that take longest, the longest first: some compute all the time, and some wait for most of it.
 LONGEST = (
     "test_docs.py",
-    "ranks/test_strategies.py",
-    "lab/test_exercises_1_3.py",
-    "test_verify.py",
-    "ranks/test_exact.py",
-    "recipes/test_clstm_ppo.py",
-    "ranks/test_tensor.py",
-    "lab/test_exercises_4_6.py",
-    "ranks/test_own_schedulers.py",
-    "lab/test_bonus.py",
-    "ranks/test_own_updates.py",
-    "ranks/test_optimizers_by_name.py",
-    "test_api.py",
-    "test_start_check.py",
-    "lab/test_beyond.py",
-    "faults/test_nodes.py",
-    "ranks/test_hooks.py",
-    "ranks/test_resume.py",
-    "ranks/test_compiled_loss.py",
-    "recipes/test_hrm.py",
-    "systems/test_documents.py",
-    "ranks/test_data.py",
-    "faults/test_preemption.py",
-    "ranks/test_inner_gradients.py",
-    "ranks/test_batchnorm.py",
-    "ranks/test_pipeline.py",
-    "ranks/test_storage.py",
     "cluster/test_two_hosts.py",
-    "ranks/test_guards.py",
-    "faults/test_torture.py",
+    "test_verify.py",
+    "ranks/test_strategies.py",
     "faults/test_launcher.py",
-    "unit/checkpoint/test_kill.py",
-    "ranks/test_gradient_exact.py",
-    "ranks/test_foreign_optimizers.py",
-    "ranks/test_keeping.py",
-    "ranks/test_loaders.py",
-    "ranks/test_bench.py",
-    "recipes/test_pixel_llm.py",
+    "lab/test_exercises_1_3.py",
+    "lab/test_bonus.py",
+    "lab/test_exercises_4_6.py",
+    "faults/test_preemption.py",
+    "recipes/test_clstm_ppo.py",
+    "ranks/test_exact.py",
+    "recipes/test_latent_wire_parts.py",
+    "systems/test_documents.py",
+    "ranks/test_tensor.py",
+    "test_start_check.py",
+    "faults/test_torture.py",
+    "ranks/test_compiled_loss.py",
+    "test_api.py",
+    "ranks/test_hooks.py",
+    "ranks/test_optimizers_by_name.py",
     "faults/test_unknown_peers.py",
-    "faults/test_disks.py",
-    "ranks/test_zoo.py",
+    "lab/test_beyond.py",
+    "ranks/test_own_schedulers.py",
+    "ranks/test_pool.py",
+    "ranks/test_own_updates.py",
+    "ranks/test_bench.py",
+    "ranks/test_guards.py",
+    "ranks/test_resume.py",
+    "ranks/test_data.py",
+    "ranks/test_keeping.py",
+    "ranks/test_gradient_exact.py",
+    "ranks/test_speeds.py",
+    "ranks/test_parameter_hooks.py",
+    "unit/clusters/test_plain_hosts.py",
+    "ranks/test_loaders.py",
     "faults/test_takeover.py",
+    "ranks/test_inner_gradients.py",
+    "ranks/test_pipeline.py",
+    "test_refusals.py",
+    "recipes/test_pixel_llm.py",
+    "faults/test_nodes.py",
+    "faults/test_stuck.py",
+    "ranks/test_meta.py",
+    "ranks/test_recurrent.py",
+    "ranks/test_foreign_optimizers.py",
+    "ranks/test_batchnorm.py",
+    "ranks/test_storage.py",
+    "ranks/test_torch_metrics.py",
     "faults/test_first_screen.py",
+    "recipes/test_hrm.py",
 )
 
 # No name server is asked: torch looks up the name of every peer, also on this machine, and an answer that gets
@@ -91,6 +98,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not asked and "LOCKSTEP_TEST_DEVICE" not in os.environ:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if hasattr(config, "workerinput") or not getattr(config.option, "numprocesses", None):  # it runs tests itself
+        gc.disable()  # until all are collected: looking for garbage among what is imported takes over a second
         importlib.import_module("zoo")  # before transformers and timm
     elif config.option.markexpr != "quick":
         preloaded.share()
@@ -101,12 +109,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     A worker of xdist that takes a long file last works on alone while the others have nothing to do.
     """
-    for item in items:
-        if item.path.is_relative_to(UNIT) and not item.get_closest_marker("slow"):
-            item.add_marker(pytest.mark.quick)
     # Of whole files all cases are here.
     whole = not any("::" in argument for argument in config.args) and not config.getoption("lf", False)
     _leave_to_test_long(items, whole)
+    for item in items:
+        takes_seconds = item.get_closest_marker("slow") or item.get_closest_marker("long")
+        if item.path.is_relative_to(UNIT) and not takes_seconds:
+            item.add_marker(pytest.mark.quick)
     order = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.path.relative_to(HERE).as_posix(), len(order)))
 
@@ -139,6 +148,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """What has been imported stays: no collection of garbage need look at it again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
     if hasattr(session.config, "workerinput"):
         preloaded.use_large_pages()  # the graders of the course and data loaders fork this process hundreds of times
 

@@ -39,7 +39,6 @@ START_LIMIT = timedelta(seconds=120)  # for importing, on a busy machine
 DUMP = signal.SIGUSR2  # makes a rank write the stacks of all its threads
 DUMP_TIME = timedelta(seconds=10)  # at most, for writing them
 IMPORTED = (  # once, for all jobs, on top of what the process has that it is forked from
-    "torch.profiler._cupti_monitor",
     "lockstep.parallel.pipeline.build",
     "lockstep.parallel.pipeline.driver",
     "zoo",

@@ -18,6 +18,7 @@ LOCKSTEP_FRESH=1 (every command a fresh process; in `make test-long`) do.
 from __future__ import annotations
 
 import array
+import faulthandler
 import fcntl
 import json
 import os
@@ -30,11 +31,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 IMPORTED = (
     "torch._dynamo",
@@ -51,11 +52,21 @@ IMPORTED = (
     "pydantic.functional_validators",
     "pydantic.types",
     "yaml",
+    "pydantic.type_adapter",
     "lockstep.api",
+    "lockstep.bench.command",
+    "lockstep.clusters.command",
+    "lockstep.clusters.kubernetes",
+    "lockstep.clusters.ray",
+    "lockstep.clusters.slurm",
     "lockstep.engine.loop",
     "lockstep.engine.own_loop",
+    "lockstep.lab.command",
     "lockstep.launch.supervisor",
+    "lockstep.parallel.pipeline.auto_split",
     "lockstep.parallel.pipeline.pipeline",
+    "lockstep.recipes.char_lm.task",
+    "lockstep.skeletons",
     "lockstep.verify.command",
 )
 COMMAND = ("-m", "lockstep.cli")
@@ -67,6 +78,8 @@ LARGE_PAGES = "glibc.malloc.hugetlb=1"  # of what malloc gives: a fork takes a q
 SERVERS = 2  # more than one for tests/pool.py, whose ranks shall differ in what differs between processes
 SHARED = "PRELOADED_TEST_SERVERS"  # an environment variable: the sockets of the servers that all workers share
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+STACKS = signal.SIGRTMIN + 7  # makes a process write the stacks of its threads to its standard error
+STACKS_S = 2.0  # within this time; a process that is suspended does not answer
 _LENGTH = struct.Struct("<I")
 _PID = struct.Struct("<q")
 
@@ -226,15 +239,71 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """The same with any words that follow `python`."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+
+        def said(file: Any) -> str:
+            file.seek(0)
+            return file.read().decode(errors="replace")
+
         process = start_python(*words, env=env, cwd=cwd, stdout=output, stderr=errors, spares=spares)
-        try:
-            code = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-        output.seek(0)
-        errors.seek(0)
-        return subprocess.CompletedProcess(list(words), code, output.read().decode(), errors.read().decode())
+        code = wait(process, timeout, lambda: said(output) + said(errors))
+        return subprocess.CompletedProcess(list(words), code, said(output), said(errors))
+
+
+def wait(process: Any, seconds: float, said: Callable[[], str]) -> int:
+    """The exit code of a command; if it does not end, what it has said and where each of its processes is."""
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        give_up(process, f"it did not end within {seconds:.0f} s", said())
+
+
+def give_up(process: Any, why: str, said: str) -> NoReturn:
+    """Kill a command that hangs, and all that it has started; say where each of its processes is."""
+    tree = _tree(process.pid)
+    places = [f"--- process {pid}, started by {parent}, {_place(pid)}" for pid, parent in tree.items()]
+    _kill(process.pid)
+    raise AssertionError("\n".join([why, said, *places])) from None
+
+
+def _tree(pid: int) -> dict[int, int]:
+    """A process and all that it has started, also in sessions of their own, as torchrun's ranks are: with parents."""
+    import psutil
+
+    tree: dict[int, int] = {}
+    with suppress(psutil.NoSuchProcess):
+        leader = psutil.Process(pid)
+        for process in (leader, *leader.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):  # it has just ended
+                tree[process.pid] = process.ppid()
+    return tree
+
+
+def _kill(leader: int) -> None:
+    """Kill the group that a process leads, and what it has started outside of that."""
+    started = _tree(leader)
+    for kill, pid in ((os.killpg, leader), *((os.kill, pid) for pid in started)):
+        with suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+
+
+def _place(pid: int) -> str:
+    """What a process waits for, and the stacks of its threads if it was forked from the server and is no spare."""
+    folder = Path(f"/proc/{pid}")
+    try:
+        (caught,) = [line.split()[1] for line in (folder / "status").read_text().splitlines() if "SigCgt" in line]
+        waits_in = f"in the kernel's {(folder / 'wchan').read_text()}"
+        errors = folder / "fd" / "2"
+        if not int(caught, 16) >> (STACKS - 1) & 1 or not errors.is_file():
+            return waits_in
+        before, deadline = errors.stat().st_size, time.monotonic() + STACKS_S
+        os.kill(pid, STACKS)
+        size = before
+        while time.monotonic() < deadline and (size == before or size != errors.stat().st_size):
+            size = errors.stat().st_size
+            time.sleep(0.1)
+        return f"{waits_in}\n{errors.read_bytes()[before:].decode(errors='replace')}"
+    except (FileNotFoundError, ProcessLookupError):
+        return "has ended meanwhile"
 
 
 @contextmanager
@@ -345,16 +414,15 @@ def _keep(line: socket.socket) -> Callable[[], None]:
     request, files = received
     pid = os.fork()
     if pid == 0:
-        line.close()
+        _answer(line, request)
         return _become(request, files)
     for file in files:
         os.close(file)
     os.close(1)
-    line.sendall(_PID.pack(pid))
     ended = os.pidfd_open(pid)
     readable, _, _ = select.select([ended, line], [], [])
     if ended not in readable:
-        os.killpg(pid, signal.SIGKILL)
+        _kill(pid)
     _, status = os.waitpid(pid, 0)
     try:
         line.sendall(_PID.pack(os.waitstatus_to_exitcode(status)))
@@ -365,10 +433,16 @@ def _keep(line: socket.socket) -> Callable[[], None]:
 # ---- in a command -----------------------------------------------------------------------------------------
 
 
-def _become(request: dict[str, Any], files: list[int]) -> Callable[[], None]:
-    """The process that was asked for, with those that wait to become what it starts."""
+def _answer(line: socket.socket, request: dict[str, Any]) -> None:
+    """Say that this is the process that was asked for, now that signals reach it, and its session, as they should."""
     if request["new_session"]:
         os.setsid()
+    line.sendall(_PID.pack(os.getpid()))
+    line.close()
+
+
+def _become(request: dict[str, Any], files: list[int]) -> Callable[[], None]:
+    """The process that was asked for, with those that wait to become what it starts."""
     _take(files, request["files"])
     _move(request["env"], request["cwd"])
     words = request["words"]
@@ -385,6 +459,7 @@ def _become(request: dict[str, Any], files: list[int]) -> Callable[[], None]:
             return _spare(theirs)
         theirs.close()
         spares.append((pid, ours))
+    faulthandler.register(STACKS, file=2, all_threads=True)
     subprocess.Popen = _popen(spares)  # pyrefly: ignore
     work = _work(words)
     _forget_other_sources()
@@ -448,7 +523,7 @@ def _spare(line: socket.socket) -> Callable[[], None]:
     request, files = received
     for number in FORWARDED:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    line.close()
+    _answer(line, request)
     return _become(request, files)
 
 
@@ -492,6 +567,7 @@ def _popen(spares: list[tuple[int, socket.socket]]) -> Any:
                 "new_session": given["start_new_session"],
             }
             _send(line, request, list(files.values()))
+            _exactly(line, _PID.size)  # it no longer ignores signals
             line.close()
             self._child_created = True
             self._close_pipe_fds(*pipes)

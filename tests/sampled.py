@@ -34,7 +34,6 @@ SAMPLED: dict[str, tuple[int, ...]] = {
     "ranks/test_gradient_exact.py::test_a_mean_of_means_fails_the_same_check": (0, 1),
     "ranks/test_gradient_exact.py::test_parameters_of_two_formats": (2, 3, 5),
     "ranks/test_gradient_exact.py::test_weights_beyond_what_float32_counts": (0, 1),
-    "ranks/test_guards.py::test_a_forward_that_bypasses_the_wrapper": (0, 2, 5, 7),
     "ranks/test_guards.py::test_find_unused_parameters_is_exact": (1, 3, 5),
     "ranks/test_hooks.py::test_half_sums_are_off_by_what_is_said": (0, 2, 3, 5, 6),
     "ranks/test_hooks.py::test_lossless_settings_equal_the_single_process": (0, 2),

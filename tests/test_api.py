@@ -126,7 +126,11 @@ def test_a_run_leaves_everything_behind(trained):
     logs = {f"logs/rank-{rank}.log" for rank in range(3)}
     files = {"config.yaml", "config.sources.json", "plan.json", "metrics.jsonl", "events.jsonl"}
     step = "checkpoints/step-00000012"
-    kept = {f"{step}/manifest.json", *(f"{step}/rank-0000{rank}.safetensors" for rank in range(3))}
+    kept = {
+        f"{step}/manifest.json",
+        f"{step}/metrics.json",
+        *(f"{step}/rank-0000{rank}.safetensors" for rank in range(3)),
+    }
     kept |= {"checkpoints/latest", "checkpoints/owner", ".lock", ".launcher"}
     assert names == files | logs | kept | {"model.safetensors", "summary.json", "report.html"}
 

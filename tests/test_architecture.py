@@ -1,8 +1,10 @@
 """The shape of the project, kept true: which area may import which, and what docs/tour.md says is where."""
 
 import ast
+import functools
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -15,6 +17,7 @@ PACKAGE = ROOT / "src" / "lockstep"
 # From the bottom up. An area may import areas of lower rows, and itself; areas of one row do not import each other.
 ROWS = [
     {"errors", "_version", "causes", "garbage"},
+    {"user_classes"},
     {"config", "faults"},
     {"runtime"},
     {"launch"},
@@ -34,7 +37,7 @@ ROWS = [
 ]
 # The same inside `launch/`, for its modules and folders.
 LAUNCH_ROWS = [
-    {"frames", "job", "records", "terminal", "times"},
+    {"frames", "job", "records", "settings", "terminal", "times"},
     {"failure", "folder", "jsonl"},
     {"hangs"},
     {"wire"},
@@ -56,9 +59,30 @@ def area_of(path: Path) -> str:
     return part.removesuffix(".py")
 
 
+class Source(NamedTuple):
+    imports: list[ast.Import | ast.ImportFrom]
+    members: set[str]  # CLASS.MEMBER for each method and attribute of its classes
+
+
+@functools.cache
+def parsed(path: Path) -> Source:
+    """Return what tests ask of a file. It is parsed once for all of them; its tree, which is large, is not kept."""
+    source = Source([], set())
+    for owner in ast.walk(ast.parse(path.read_text())):
+        if isinstance(owner, ast.Import | ast.ImportFrom):
+            source.imports.append(owner)
+        elif isinstance(owner, ast.ClassDef):
+            for node in ast.walk(owner):
+                if isinstance(node, ast.FunctionDef):
+                    source.members.add(f"{owner.name}.{node.name}")
+                elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                    source.members.add(f"{owner.name}.{node.target.id}")
+    return source
+
+
 def imported_areas(path: Path) -> set[str]:
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in parsed(path).imports:
         if isinstance(node, ast.ImportFrom) and node.module == "lockstep":
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lockstep."):
@@ -89,7 +113,7 @@ def test_imports_point_down(path):
 def imported_in_launch(path: Path) -> set[str]:
     """Return the modules and folders of `launch/` that a file imports."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in parsed(path).imports:
         if isinstance(node, ast.ImportFrom) and node.module == "lockstep.launch":
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("lockstep.launch."):
@@ -180,7 +204,7 @@ def test_the_methods_that_the_tour_names_without_a_file_are_there():
     assert diagram, "docs/tour.md has no diagram of a failure"
     named = set(re.findall(r"`([A-Z]\w*\.[a-z_]\w*)`", TOUR)) | set(re.findall(r"[A-Z]\w*\.\w+", diagram[1]))
     assert len(named) > 100
-    assert sorted(named - set().union(*(members(path) for path in MODULES))) == []
+    assert sorted(named - set().union(*(parsed(path).members for path in MODULES))) == []
 
 
 def test_the_tour_names_enough():
@@ -199,19 +223,6 @@ def where(path: str) -> Path:
     return (ROOT if path.startswith(("tests", "docs")) else PACKAGE) / path
 
 
-def members(path: Path) -> set[str]:
-    """Return CLASS.MEMBER for each method and attribute of the classes of a file."""
-    found = set()
-    for owner in ast.walk(ast.parse(path.read_text())):
-        if isinstance(owner, ast.ClassDef):
-            for node in ast.walk(owner):
-                if isinstance(node, ast.FunctionDef):
-                    found.add(f"{owner.name}.{node.name}")
-                elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                    found.add(f"{owner.name}.{node.target.id}")
-    return found
-
-
 def test_the_files_in_contributing_are_there():
     paths = set(re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|md))`", CONTRIBUTING))
     assert len(paths) > 60
@@ -228,7 +239,7 @@ def test_the_names_with_a_file_in_contributing_are_there():
 def test_the_members_of_classes_in_contributing_are_there():
     named = set(re.findall(r"`([A-Z]\w*\.[a-z_]\w*)(?:\([^`]*\))?`", CONTRIBUTING))
     assert len(named) > 30
-    assert sorted(named - set().union(*(members(path) for path in MODULES))) == []
+    assert sorted(named - set().union(*(parsed(path).members for path in MODULES))) == []
 
 
 @pytest.mark.parametrize("test", SAMPLED)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from classic_net import Net, among, net, numbers, weights
-from lockstep.checkpoint import inspect as ckpt
+from lockstep.checkpoint import command as ckpt
 from lockstep.classic import (
     AMPConfig,
     AMPTrainer,

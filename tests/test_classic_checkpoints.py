@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from classic_net import among, net, numbers, weights
-from lockstep.checkpoint.format import verify
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage import Checkpoint
+from lockstep.checkpoint.verify import verify
 from lockstep.classic import AMPConfig, AMPTrainer, DistributedAMPTrainer, checkpoints
 from lockstep.errors import UserError
 from lockstep.runtime.world import World
@@ -62,6 +62,27 @@ def test_a_machine_verifies_the_bytes_on_its_own_disk(tmp_path: Path) -> None:
     file.write_bytes(data)
     with pytest.raises(UserError, match="does not see"):
         checkpoints._same_checkpoint(tmp_path, choice, alone_there)
+
+
+@pytest.mark.parametrize("then", ["load", "save"])
+def test_a_kill_between_the_two_renames_of_a_save_loses_nothing(tmp_path: Path, then: str) -> None:
+    """The step was saved before, and that checkpoint has made way for the new one, which has no name yet."""
+    trainer = AMPTrainer(net(), FP32)
+    trainer.training_step(numbers(8))
+    saved = weights(trainer.model)
+    folder = Path(trainer.save_checkpoint(tmp_path))
+    folder.rename(folder.with_name(f"{folder.name}.replaced"))
+
+    if then == "save":
+        trainer.training_step(numbers(8))
+        trainer.save_checkpoint(tmp_path)
+        assert {path.name for path in folder.parent.glob("step-*")} == {"step-00000001", "step-00000002"}
+        shutil.rmtree(folder.with_name("step-00000002"))
+
+    other = AMPTrainer(net(), FP32)
+    other.training_step(numbers(8))
+    assert other.load_checkpoint(tmp_path) == 1
+    assert torch.equal(weights(other.model), saved)
 
 
 # ---- ranks that come late ----

@@ -205,7 +205,7 @@ def test_the_scaler_in_a_plain_loop():
         scales.append(scaler.value)
     assert scales == [8.0, 4.0, 4.0, 8.0]
     other = DynamicScaler()
-    other.load_state(scaler.get_state())
+    other.load_state_dict(scaler.state_dict())
     assert (other.value, list(other.history)) == (8.0, list(scaler.history))
     assert DynamicScaler().value == 2.0**15
 

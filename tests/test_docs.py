@@ -18,7 +18,7 @@ import preloaded
 from lockstep.config import KEYS
 from lockstep.config.schema import SECTIONS
 from lockstep.config.settings import typed
-from lockstep.engine.checks.names import REGISTRIES
+from lockstep.engine.checks.names import REGISTRIES, USER_CLASSES
 from pages import ENDED, ROOT
 
 # The log holds what was measured once, on machines that are not here: it is a record, not a page to follow.
@@ -62,7 +62,8 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Start]:
         (place / "checkout").mkdir()
         (place / "page.md").write_text(text)
         words = (str(ROOT / "tests" / "pages.py"), str(place / "page.md"), str(place / "checkout"), server)
-        done = preloaded.run_python(*words, cwd=place, env=env, timeout=PAGE_S, spares=FITS)
+        fits = FITS if re.search(r"\bnproc\b[\"']? ?[=:,)]", text) else 0  # each one is forked, needed or not
+        done = preloaded.run_python(*words, cwd=place, env=env, timeout=PAGE_S, spares=fits)
         ended = place / ENDED
         return ended.read_text() if ended.exists() else f"the page ended its process\n{done}"
 
@@ -163,7 +164,7 @@ def takes_of(key: str) -> str:
     """A setting that names an entry of a registry takes the names that are in it."""
     if key not in REGISTRIES:
         return takes(KEYS[key].annotation)
-    names = takes(Literal[*REGISTRIES[key]])
+    names = takes(Literal[*REGISTRIES[key]]) + (", MODULE:CLASS" if key in USER_CLASSES else "")
     return f"list of {names}" if typing.get_origin(KEYS[key].annotation) is list else names
 
 

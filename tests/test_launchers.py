@@ -104,10 +104,14 @@ def start(words: tuple[str, ...], env: Mapping[str, str], folder: Path, output) 
 def run(folder: Path, *commands: tuple[tuple[str, ...], Mapping[str, str]]) -> str:
     """Run commands side by side, and return what they printed."""
     with tempfile.TemporaryFile() as output:
+
+        def said() -> str:
+            output.seek(0)
+            return output.read().decode()
+
         started = [start(words, env, folder, output) for words, env in commands]
-        codes = [process.wait(120) for process in started]
-        output.seek(0)
-        text = output.read().decode()
+        codes = [preloaded.wait(process, 120, said) for process in started]
+        text = said()
     assert not any(codes), text
     return text
 

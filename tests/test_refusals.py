@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,10 +26,13 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from lockstep.config import read_layers, resolve
 from lockstep.data.samplers import Sampled
 from lockstep.engine import loop
+from lockstep.engine.log.banner import _compile
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import RunBuilder, open_run
 from lockstep.errors import ConfigError, UserError
 from lockstep.observe.sinks import read_jsonl
+from lockstep.parallel.driver import RankRole
+from lockstep.parallel.mesh import Mesh
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime, start
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER
@@ -326,6 +330,12 @@ CONFIGURATION = {
     "lengths in a pipeline": Row(
         {"data.balance": "length", "mesh.pp": 2}, "mesh.pp = 2", "equal numbers of samples", "leave data.balance out"
     ),
+    "speeds with statistics of all ranks": Row(
+        {"load_balance": "auto", "ddp.sync_batchnorm": True},
+        "ddp.sync_batchnorm = true",
+        "wait for each other",
+        "leave ddp.sync_batchnorm out",
+    ),
     "speeds with a static graph": Row(
         {"load_balance": "auto", "ddp.static_graph": True}, "static_graph", "one micro-batch", "leave ddp.static_graph"
     ),
@@ -344,6 +354,13 @@ GRAPHS = {
         ("ddp.find_unused_parameters", True, {}),
     )
 } | {
+    "graphs with statistics of all ranks": Row(
+        {"graph": True, "ddp.sync_batchnorm": True},
+        "graph = true (command line) cannot be combined with ddp.sync_batchnorm",
+        "not captured",
+        "set graph=auto",
+        mends=False,  # this model has no BatchNorm
+    ),
     "cuDNN, repeatable": Row(
         {"attention": "cudnn", "deterministic": True}, "attention = cudnn", "no fixed order", "set attention=flash"
     ),
@@ -629,7 +646,7 @@ DATA = {
     ),
     "speeds of a stream": Row(
         {"load_balance": "auto", "micro_batch": 1},
-        "load_balance cannot be used with data from a StreamSource",
+        "load_balance cannot be used with data from a StridedStreamSource",
         "its own samples",
         "leave load_balance",
         Asked(samples=Stream()),
@@ -652,7 +669,11 @@ DATA = {
         Asked(samples=Stream()),
     ),
     "rewinding a stream": Row(
-        {"nonfinite.policy": "rewind"}, "rewind", "StreamSource", "set nonfinite.policy=skip", Asked(samples=Stream())
+        {"nonfinite.policy": "rewind"},
+        "rewind",
+        "StridedStreamSource",
+        "set nonfinite.policy=skip",
+        Asked(samples=Stream()),
     ),
     "an evaluation of a stream": Row(
         {}, "this one is a stream", "every sample", "list(stream)", Asked(held_out=Stream())
@@ -807,9 +828,9 @@ def test_how_the_ranks_share_the_model_is_told(
     ("values", "ranks", "expected", "make"),
     [
         ({"strategy": "fsdp"}, 1, "the loss with the model, or as much of it as can be", Net),
-        ({"strategy": "fsdp"}, 2, "the model, in the first step: its forward is collective", Net),
-        ({"mesh.tp": 2}, 2, "the model, in the first step: its forward is collective", Net),
-        ({"strategy": "pp"}, 2, "the stages, in the first step", long_row),
+        ({"strategy": "fsdp"}, 2, "the model, in the first step: forwards are collective", Net),
+        ({"mesh.tp": 2}, 2, "the model, in the first step: forwards are collective", Net),
+        ({"strategy": "pp"}, 2, "the stages, in the first step: forwards are collective", long_row),
     ],
 )
 def test_what_is_compiled_is_told(
@@ -823,14 +844,31 @@ def test_what_is_compiled_is_told(
 
 
 @pytest.mark.parametrize(
+    ("values", "judged", "words"),
+    [
+        ({}, True, "if it pays: the first steps are timed"),
+        ({"deterministic": True}, False, "in the first step: a repeatable run must not depend on the time"),
+        ({"precision": "fp8"}, False, "in the first step: float8 needs it"),
+    ],
+)
+def test_compile_auto_says_when_nothing_is_measured(values: dict[str, Any], judged: bool, words: str) -> None:
+    config = resolve([("test", values)]).config
+    driver: Any = SimpleNamespace(role=RankRole(), compiler=SimpleNamespace(judged=judged))
+    assert words in _compile(driver, config, Mesh({"dp": 1, "tp": 1, "pp": 1}, rank=0))
+
+
+@pytest.mark.parametrize(
     "task", [{"fsdp.offload": True, "strategy": "fsdp"}, {"lr.min_ratio": 0.1, "blocks": ["Block"]}]
 )
 def test_a_task_may_prepare_options_and_a_user_may_switch_them_off(task: dict[str, Any]) -> None:
     resolve([("task default", task), ("command line", {"strategy": "ddp", "lr.schedule": "constant"})])
 
 
-def test_blocks_may_be_named_for_fp8() -> None:
-    resolve([("command line", {"precision": "fp8", "blocks": ["Block"]})])
+@pytest.mark.parametrize(
+    "values", [{"precision": "fp8"}, {"strategy": "pp"}, {"mesh.pp": 2}, {"strategy": "fsdp"}, {"compile": True}]
+)
+def test_blocks_may_be_named_where_something_is_done_by_blocks(values: dict[str, Any]) -> None:
+    resolve([("command line", values | {"blocks": ["Block"]})])
 
 
 def test_places_of_a_batch_that_stay_where_they_are(tmp_path: Path) -> None:

@@ -50,7 +50,8 @@ _TABLE = {
     "gathered": (
         "a loss over the global batch that still depends on the number of ranks",
         "gather all that a sample is compared with, by run.all_gather(rows), which also returns the gradients of other "
-        "ranks; count labels from run.first; return a sum over this rank's samples, without a term for the whole batch",
+        "ranks; count labels from run.sample_offset; return a sum over this rank's samples, without a term for the "
+        "whole batch",
     ),
     "left-gradient": (
         "a loss that leaves gradients behind: it calls backward() itself",
@@ -78,10 +79,6 @@ _TABLE = {
         "pid or global state; on a GPU set deterministic=true",
     ),
     # Parameters that the all-reduce misses.
-    "bypass": (
-        "a forward around the wrapper: gradients of such a forward are never all-reduced",
-        "in loss(model, batch) call model(...), not self.net(...), model.module(...) or a part of it",
-    ),
     "not-synchronised": (
         "a parameter that is not the same on all ranks",
         "change parameters on all ranks alike, and only through the optimizer; in after_step no rank may be special",

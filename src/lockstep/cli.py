@@ -45,9 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _lost_another_rank(error: Exception) -> bool:
-    from lockstep.launch.failure import Failure
+    from lockstep.launch.failure import follows_lost_peer
 
-    return Failure(0, "", 0.0, type(error).__name__, str(error)).reports_lost_peer
+    return follows_lost_peer(error)
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -180,6 +180,7 @@ def _add_runs(verbs: Any) -> None:
     rm.add_argument("--checkpoints", action="store_true", help="delete the checkpoints, and keep records and weights")
     rm.add_argument("--yes", action="store_true", help="do not ask")
     rm.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+    _add_store(rm)
 
 
 def _add_target(parser: argparse.ArgumentParser) -> None:
@@ -255,6 +256,7 @@ def _add_ckpt(parser: argparse.ArgumentParser) -> None:
         action = actions.add_parser(name, help=text)
         about = "folder of a run" if metavar == "RUN" else "folder of a checkpoint, or of a run: its newest checkpoint"
         action.add_argument("path", type=Path, metavar=metavar, help=about)
+        _add_store(action)
         return action
 
     add("ls", "RUN", "list the checkpoints of a run")
@@ -263,11 +265,16 @@ def _add_ckpt(parser: argparse.ArgumentParser) -> None:
 
     _add_export(add("export", "RUN|CKPT", "write the weights to model.safetensors, or as a Hugging Face folder"))
 
-    prune = add("prune", "RUN", "delete all checkpoints but the newest")
+    prune = add("prune", "RUN", "delete all checkpoints but the newest, and those that the run keeps anyway")
     prune.add_argument("--keep", type=int, default=3, metavar="K", help="how many checkpoints to keep (default 3)")
-    aside = "also delete those that were set aside (step-N.undone, step-N.damaged)"
+    aside = "also delete those that were set aside (step-N.rewound, step-N.damaged)"
     prune.add_argument("--set-aside", action="store_true", help=aside)
     prune.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+
+
+def _add_store(parser: argparse.ArgumentParser) -> None:
+    about = "your class, if the tensors are in a store of yours (checkpoint.storage=MODULE:CLASS://FOLDER)"
+    parser.add_argument("--store", metavar="MODULE:CLASS", help=about)
 
 
 def _add_export(export: argparse.ArgumentParser) -> None:
@@ -408,12 +415,13 @@ def _runs(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _rm(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from lockstep.checkpoint.inspect import delete_objects
+    from lockstep.checkpoint.command import delete_objects
     from lockstep.observe.run_removal import rm
 
     def confirm(text: str) -> bool:
         return options.yes or _ask(text)
 
+    _allow_store(options)
     lines, code = rm(options.runs, options.checkpoints, options.dry_run, confirm, delete_objects)
     print(printable("\n".join(lines)))
     return code
@@ -438,32 +446,42 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _ckpt(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from lockstep.checkpoint import inspect
+    from lockstep.checkpoint import command
 
+    _allow_store(options)
     match options.action:
         case "export" if options.format == "hf":
             text, code = _export_hf(options), 0
         case "export":
             _refuse_hf_options(options)
-            text, code = inspect.export(options.path, options.out, options.step, options.best, options.ema)
+            text, code = command.export(options.path, options.out, options.step, options.best, options.ema)
         case "prune":
-            text, code = inspect.prune(options.path, options.keep, options.dry_run, options.set_aside)
+            text, code = command.prune(options.path, options.keep, options.dry_run, options.set_aside)
         case "ls":
-            text, code = inspect.ls(options.path)
+            text, code = command.ls(options.path)
         case "show":
-            text, code = inspect.show(options.path)
+            text, code = command.show(options.path)
         case _:
-            text, code = inspect.verify(options.path)
+            text, code = command.verify(options.path)
 
     print(printable(text))
     return code
 
 
+def _allow_store(options: argparse.Namespace) -> None:
+    """Allow the store of --store, whose module may be in the working folder."""
+    from lockstep.checkpoint.storage.stores import allow_store
+
+    if options.store:
+        sys.path.append(os.getcwd())
+        allow_store(options.store)
+
+
 def _export_hf(options: argparse.Namespace) -> str:
-    from lockstep.checkpoint import inspect
+    from lockstep.checkpoint.export import choose, choose_best
     from lockstep.hf.export import ExportOptions, export
 
-    checkpoint = inspect.choose_best(options.path) if options.best else inspect.choose(options.path, options.step)
+    checkpoint = choose_best(options.path) if options.best else choose(options.path, options.step)
     asked = {name: getattr(options, name) for name in HF_OPTIONS if getattr(options, name)}
     return export(options.path, checkpoint, ExportOptions(out=options.out, ema=options.ema, **asked))
 

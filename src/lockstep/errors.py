@@ -144,16 +144,17 @@ class SmallerMicroBatch(Exception):
 
 
 class Preempted(SystemExit):
-    """The run was preempted (SIGTERM, SIGUSR1 or Ctrl-C) and saved its state. Uncaught, it sets the exit code."""
+    """The run was preempted (SIGTERM, SIGUSR1 or Ctrl-C), after a save. Uncaught, it sets the exit code."""
 
     CODE = ExitCode.RESTART.value
     INTERRUPTED = ExitCode.INTERRUPTED.value
 
-    def __init__(self, step: int, signal: str, checkpoint: str | None):
+    def __init__(self, step: int, signal: str, checkpoint: str | None, save_failed: bool = False):
         super().__init__(self.code_of(signal))
         self.step = step
         self.signal = signal
-        self.checkpoint = checkpoint  # the path of the newest one; None if there is none
+        self.checkpoint = checkpoint  # the path of the newest one; None if there is none, or if the save failed
+        self.save_failed = save_failed  # what was trained since the newest checkpoint is lost
 
     @classmethod
     def code_of(cls, signal: str | None) -> int:

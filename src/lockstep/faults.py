@@ -140,7 +140,7 @@ def from_text(text: str) -> list[Fault]:
         ) from None
 
 
-# None: the environment was not read yet. Code that runs in every step calls `fire` only if this is not empty.
+# None: the environment was not read yet.
 in_environment: list[Fault] | None = None
 
 

@@ -6,7 +6,6 @@ so each one states only its differences.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -41,6 +40,9 @@ class Precision:
     # Whether float32 matrix products and convolutions may use TF32 on a GPU.
     allows_tf32: bool = True
 
+    # The relative rounding error of one operation, if it is not that of a dtype.
+    own_eps: float | None = None
+
     # For the banner: the compute dtype, if `compute` alone does not describe it.
     compute_text: str = ""
 
@@ -58,6 +60,20 @@ class Precision:
     def casts(self) -> bool:
         """Whether the forward runs under autocast."""
         return self.compute in (torch.bfloat16, torch.float16)
+
+    @property
+    def stores_bf16(self) -> bool:
+        """Whether parameters and gradients are stored in bfloat16."""
+        return self.rounding is not None
+
+    @property
+    def loses_bits(self) -> bool:
+        """Whether something is computed in fewer bits than float32 has."""
+        return self.casts or self.own_eps is not None
+
+    def eps(self, stored: torch.dtype) -> float:
+        """Return the relative rounding error of one operation on parameters of the dtype `stored`."""
+        return self.own_eps or torch.finfo(self.compute if self.casts else stored).eps
 
     @cached_property
     def autocast(self) -> Callable[[], AbstractContextManager[Any]]:
@@ -83,7 +99,7 @@ class Precision:
 
         # Gradients of bfloat16 parameters are summed in float32 and rounded once.
         compute = self.compute_text or _dtype_name(self.compute)
-        if self.rounding:
+        if self.stores_bf16:
             return f"stored {own}, computed {compute}, reduced float32, optimizer {self.optimizer_text}"
 
         return f"stored {own}, computed {compute}, reduced {own}, optimizer {own}"
@@ -102,7 +118,7 @@ def choose_precision(config: RunConfig, device: torch.device) -> Precision:
     if name == "auto" and device.type != "cuda":
         name = "fp32"
     elif name == "auto":
-        name = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        name = "bf16" if _has_bf16(device) else "fp16"
 
     precision = PRECISIONS[name]
     if precision.check:
@@ -119,8 +135,14 @@ def _check_tf32(config: RunConfig, device: torch.device) -> None:
         raise UserError(f"precision=tf32 cannot be used on {device.type}, which has no TF32", "", "set precision=fp32")
 
 
+def _has_bf16(device: torch.device) -> bool:
+    """Return whether a GPU computes in bf16. Before Ampere torch emulates it, which is slower than fp32."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def _check_bf16(config: RunConfig, device: torch.device) -> None:
-    if device.type == "cuda" and not torch.cuda.is_bf16_supported():
+    if device.type == "cuda" and not _has_bf16(device):
         raise UserError(
             f"precision={config.precision} cannot be used: {torch.cuda.get_device_name(device)} has no bf16",
             "",
@@ -192,7 +214,7 @@ def _refuse_sharded_layers(config: RunConfig) -> None:
 
 PRECISIONS = {
     "fp32": Precision(allows_tf32=False),
-    "tf32": Precision(compute_text="tf32", check=_check_tf32),
+    "tf32": Precision(own_eps=2.0**-10, compute_text="tf32", check=_check_tf32),  # 10 bits of a float32
     "bf16": Precision(torch.bfloat16, check=_check_bf16),
     "fp16": Precision(torch.float16, needs_scaler=True),
     "fp8": Precision(torch.bfloat16, float8=True, compute_text="float8 in blocks, else bfloat16", check=_check_fp8),
@@ -216,16 +238,13 @@ PRECISIONS = {
     ),
 }
 
-# The precisions that store parameters and gradients in bfloat16.
-BF16_STORED = tuple(name for name, precision in PRECISIONS.items() if precision.rounding)
-
 
 # ---- the model ----
 
 
-def cast_parameters_(module: nn.Module, precision: str) -> None:
+def cast_parameters_(module: nn.Module, precision: Precision) -> None:
     """Convert parameters to bfloat16 in place, if `precision` stores them in bfloat16."""
-    if precision not in BF16_STORED:
+    if not precision.stores_bf16:
         return
 
     for name, p in module.named_parameters():
@@ -233,7 +252,8 @@ def cast_parameters_(module: nn.Module, precision: str) -> None:
             p.data = p.data.to(torch.bfloat16)
         elif p.requires_grad and p.dtype != torch.bfloat16:
             raise UserError(
-                f"precision={precision} needs a model in float32; the model has {name!r} in {_dtype_name(p.dtype)}",
+                f"precision={precision.name} needs a model in float32; the model has {name!r} in "
+                f"{_dtype_name(p.dtype)}",
                 "",
                 "build the model in float32",
             )
@@ -246,7 +266,7 @@ def for_model(precision: Precision, setting: str, model: nn.Module) -> Precision
     """
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     in_float64 = [name for name, p in trainable if p.dtype == torch.float64]
-    if not in_float64 or not precision.casts or precision.rounding:
+    if not in_float64 or not precision.casts or precision.stores_bf16:
         return precision
 
     if setting != "auto":
@@ -307,8 +327,6 @@ class DynamicScaler:
         self.overflows_left = self.config.hysteresis
         # The typical weight of a step, once it is known. It converts `value`, which is meant for means, to our sums.
         self.reference_weight: float | None = None
-        # (scale, overflowed) of recent steps
-        self.history: deque[tuple[float, bool]] = deque(maxlen=100)
 
     @property
     def factor_on_sums(self) -> float:
@@ -318,7 +336,6 @@ class DynamicScaler:
     def update(self, overflowed: bool) -> None:
         """Adapt the scale to the outcome of a step. All ranks call it with the same outcome."""
         config = self.config
-        self.history.append((self.value, overflowed))
         if overflowed:
             self.clean_steps = 0
             self.overflows_left -= 1
@@ -337,17 +354,16 @@ class DynamicScaler:
             self.clean_steps = 0
             self.overflows_left = config.hysteresis
 
-    def get_state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {
             "version": self.VERSION,
             "scale": self.value,
             "clean_steps": self.clean_steps,
             "overflows_left": self.overflows_left,
             "unit_weight": self.reference_weight,
-            "history": [list(entry) for entry in self.history],
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         if state.get("version") != self.VERSION:
             raise UserError(
                 f"the state of the loss scaler is of version {state.get('version')!r}, not {self.VERSION}",
@@ -359,4 +375,3 @@ class DynamicScaler:
         self.clean_steps = int(state["clean_steps"])
         self.overflows_left = int(state["overflows_left"])
         self.reference_weight = state["unit_weight"]
-        self.history = deque(((float(s), bool(o)) for s, o in state["history"]), maxlen=100)

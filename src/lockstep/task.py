@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -100,21 +101,21 @@ class MicroBatch:
 
     data: Any
     index: int  # among all micro-batches of the global step, not only this rank's
-    samples: int  # number of samples
+    num_samples: int
     epoch: int = 0
     ids: Any = ()  # ids of the samples (int64); empty if the source has no ids
     padding: bool = False  # runs only because collectives need every rank; its weight must be 0
-    first: int = 0  # offset of its first sample in the global batch, if the source has positions
+    sample_offset: int = 0  # of its first sample in the global batch, if the source has positions
 
 
 @dataclass(slots=True)
 class StepBatches:
     """This rank's micro-batches of one global step. Iterating over them may read them."""
 
-    count: int  # the number of this rank's micro-batches
+    num_micro_batches: int  # of this rank
     micro_batches: Iterable[MicroBatch]  # from the source; `Run.step_batches` wraps it
-    samples: int  # on all ranks together (for a stream, an estimate)
-    count_all_ranks: int | None = None  # micro-batches of all ranks together, if known
+    global_num_samples: int  # on all ranks together (for a stream, an estimate)
+    global_num_micro_batches: int | None = None  # on all ranks together, if known
     exhausted: bool = False  # whether this rank's stream has ended
     step: int = 0  # the index of the step, set by `Run.step_batches`
     span: tuple[int, int] | None = None  # positions [start, stop) in the endless sequence of samples, if there are any
@@ -142,17 +143,52 @@ class StepResult:
     flags: Flags = field(default_factory=Flags)  # how many ranks have set each flag: stop, save, ...
 
 
+class SampleOrder(Protocol):
+    """Which samples each step has, as a function of a position: `BatchSource.step_order`. The engine's checks read it.
+
+    data/windows.py has the one of a dataset with an index, `StepOrder`.
+    """
+
+    dataset_length: int  # the number of samples
+    epoch_length: int  # the number of positions in an epoch
+
+    @property
+    def steps_counted(self) -> int:
+        """The number of steps up to the position."""
+
+    @property
+    def assigned_until(self) -> int:
+        """The position up to which micro-batches are assigned to ranks."""
+
+    def next_ids(self, count: int) -> tuple[int, list[int]]:
+        """Return the epoch and the ids of the next samples, at most `count`, up to the end of the step."""
+
+    def recent_ids(self, count: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield (epoch, ids) for the samples of the next step, and for up to `count` samples that came before them.
+
+        The newest epoch comes first; the ids of each epoch are in their order.
+        """
+
+    def assign_by(self, speeds: Sequence[float], position: int = 0) -> None:
+        """Give ranks micro-batches in proportion to their speeds, from a position on."""
+
+
 class BatchSource(ABC):
     """A source of micro-batches: a dataset, a stream, a rollout. Derive a class from it, and return one from `data()`.
 
-    Four methods must be written; the engine calls all others too, and by default they do nothing.
+    Four methods must be written. The engine calls the others, too, and by default they do nothing or return nothing.
+    `skip`, `first_micro_batch`, `read_samples` and `collate` have no default: each says which sources need it.
     """
 
     # ---- required ----
 
     @abstractmethod
     def take(self) -> StepBatches:
-        """Return this rank's micro-batches of the next step. Taking does not advance the source: `commit` does."""
+        """Return this rank's micro-batches of the next step.
+
+        It does not advance the state that is saved: `commit` does. A stream may read on, so the engine does not take a
+        step twice.
+        """
 
     @abstractmethod
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
@@ -191,7 +227,8 @@ class BatchSource(ABC):
     def skip(self, span: tuple[int, int]) -> None:
         """Leave out the positions [start, stop) from now on: their step was skipped, and the policy is rewind.
 
-        The positions are those of `StepBatches.span`. A source without this method is refused with that policy.
+        The positions are those of `StepBatches.span`. For a source that sets these; without this method it is refused
+        with that policy.
         """
         raise NotImplementedError(f"{type(self).__name__} has no method skip(span)")
 
@@ -200,17 +237,49 @@ class BatchSource(ABC):
         """All spans that were skipped, for a source with `skip`."""
         return ()
 
+    # ---- optional: a source over a dataset. Checks and error messages use what it says here ----
+
+    # Which samples each step has, if that follows from a position; else None.
+    step_order: SampleOrder | None = None
+    # The first sample of a stream, which must be the same on all ranks; None if it is not known.
+    beginning: Any = None
+    # What makes a batch of the samples that `read_samples` returns. For a source with `step_order`; no default.
+    collate: Callable[[list[Any]], Any]
+
+    def start_workers(self) -> None:  # noqa: B027
+        """Start the worker processes, if there are any. It is called before this process reads a sample."""
+
+    def first_sample(self) -> Any:
+        """Return a sample, to see how large one is; None if none can be read before the worker processes start."""
+        return None
+
+    def first_micro_batch(self) -> MicroBatch:
+        """Return the first micro-batch of the next step, which `take` then returns again. For a stream."""
+        raise NotImplementedError(f"{type(self).__name__} has no method first_micro_batch()")
+
+    def reading_here(self) -> AbstractContextManager[None]:
+        """Return a context for reading samples in this process, though worker processes read the same dataset."""
+        return nullcontext()
+
+    def read_samples(self, epoch: int, ids: Sequence[int]) -> Any:
+        """Read these samples here, and return them as they are before collate. For a source with `step_order`."""
+        raise NotImplementedError(f"{type(self).__name__} has no method read_samples(epoch, ids)")
+
+    def read_again(self, micro: MicroBatch) -> Any:
+        """Read a micro-batch again, in another process than the first time. Return None if it need not be the same."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class SourceContext:
     """The argument of `BatchSource.attach`: what a source needs to make batches with the model."""
 
     # The model, and the sizes of a step.
-    model: nn.Module  # this rank's model, not wrapped: for forwards without gradients
+    model: nn.Module  # this rank's model: for forwards without gradients
     device: torch.device
     seed: int
     global_batch: int
-    micro_batch: int
+    micro_batch_size: int
 
     # This rank and the others.
     mine: range  # indices of this rank's micro-batches in a global step
@@ -266,7 +335,7 @@ class RunView(Protocol):
         """The number of steps so far, including skipped ones. After a step it includes that step."""
 
     @property
-    def applied(self) -> int:
+    def steps_applied(self) -> int:
         """The number of applied steps so far."""
 
     @property
@@ -279,7 +348,7 @@ class RunView(Protocol):
 
     @property
     def model(self) -> nn.Module:
-        """The model that is trained, not wrapped. Its parameters may be DTensors."""
+        """The model that is trained. Its parameters may be DTensors."""
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
@@ -299,15 +368,15 @@ class RunView(Protocol):
         """Save a checkpoint after the next step, on all ranks, even if only this one calls it."""
 
     @property
-    def first(self) -> int:
+    def sample_offset(self) -> int:
         """The place of this micro-batch's first sample in the global batch; 0 in an evaluation."""
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """Return the rows (n, ...) of all ranks: (N, ...). In a loss they are the global batch. Collective.
 
-        This rank's rows begin at `run.first`. The result has a gradient, so that a contrastive loss over the global
-        batch has the gradient of plain autograd. Every rank must have one micro-batch. In an evaluation a batch is
-        whole on one rank, and is returned as it is.
+        This rank's rows begin at `run.sample_offset`. The result has a gradient, so that a contrastive loss over the
+        global batch has the gradient of plain autograd. Every rank must have one micro-batch. In an evaluation a batch
+        is whole on one rank, and is returned as it is.
         """
 
     def agree(self, value: bool) -> bool:
@@ -332,7 +401,7 @@ class Task:
     # Named sets of settings, chosen by `preset=tiny`, for example.
     presets: dict[str, dict[str, Any]] = {}
     # Settings that must not change when a run is resumed, because the task's own state depends on them.
-    lasting: tuple[str, ...] = ()
+    fixed_settings: tuple[str, ...] = ()
     # Names of the model's buffers that training changes: `exact` is then refused before the first step.
     changing_buffers: tuple[str, ...] = ()
     # Advice in the error if a checkpoint holds only digests of the frozen weights, and these differ from the model's.
@@ -360,7 +429,7 @@ class Task:
         raise NotImplementedError(f"{type(self).__name__}.data() must return a dataset")
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
-        """Return the SUM of the loss over `batch`, and its weight. Call `model(...)` itself, not a part of it."""
+        """Return the SUM of the loss over `batch`, and its weight. `model` is the one that `model()` made."""
         raise NotImplementedError(f"{type(self).__name__}.loss(model, batch) must return lockstep.Loss(sum, weight)")
 
     # ---- optional ----
@@ -434,8 +503,8 @@ class Task:
     def before_batch(self, run: RunView, micro: MicroBatch) -> None:
         """Prepare for `micro`, before its forward in training. The step's index is `run.steps_done`.
 
-        A task may keep state from step to step for every place in the global batch: `micro.first` is the place of the
-        micro-batch's first sample. It may also replace `micro.data`.
+        A task may keep state from step to step for every place in the global batch: `micro.sample_offset` is the place
+        of the micro-batch's first sample. It may also replace `micro.data`.
         """
 
     def before_backward(self, run: RunView, loss: Loss) -> Loss | None:

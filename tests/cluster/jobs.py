@@ -66,16 +66,14 @@ class Running:
     def until(self, condition: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + PATIENCE_S
         while not (value := condition()):
-            assert time.monotonic() < deadline, f"it never came to that:\n{self.text()}"
+            if time.monotonic() > deadline:
+                preloaded.give_up(self.process, "it never came to that", self.text())
             assert self.process.poll() is None, f"it ended too early:\n{self.text()}"
             time.sleep(0.02)
         return value
 
     def wait(self) -> int:
-        try:
-            return self.process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"it did not end:\n{self.text()}") from None
+        return preloaded.wait(self.process, PATIENCE_S, self.text)
 
 
 def exact(steps: int = 20) -> tuple[str, ...]:

@@ -182,4 +182,4 @@ def test_nothing_is_left_when_the_command_that_logged_in_ends(hosts, command, tm
     # In each case the ranks have saved where they were, and said so. The killed command could not print it.
     saved = latest_step(run / "checkpoints") or 0
     assert saved > before
-    assert saved in [event["step"] for event in read_events(run) if event["event"] == "leave"]
+    assert saved in [event["step"] for event in read_events(run) if event["event"] == "preempted"]

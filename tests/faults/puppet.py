@@ -9,6 +9,9 @@ from pathlib import Path
 from lockstep.errors import Preempted, UserError
 from lockstep.runtime.heartbeat import Heartbeat
 
+if "PUPPET_CANNOT_IMPORT" in os.environ and __name__ != "__main__":  # the launcher itself does not import it
+    raise ImportError("a library is missing on this machine")
+
 if "PUPPET_STOPS_AT_BIRTH" in os.environ:  # every rank is stopped before it has done anything
     os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGSTOP))
 
@@ -42,8 +45,10 @@ class Puppet:
     def train(self, seconds: float = 600.0) -> None:
         """Train until a stop request, then save and exit, as the engine does."""
         deadline = time.monotonic() + seconds
+        step = 0
         while time.monotonic() < deadline:
-            self.heartbeat.beat("compute")
+            step += 1
+            self.heartbeat.beat("compute", step)
             time.sleep(0.02)
             if self.asked:
                 self.commit(7)

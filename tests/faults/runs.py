@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import lockstep
 import preloaded
@@ -56,7 +56,7 @@ class Started:
         deadline = time.monotonic() + seconds
         while not condition():
             if time.monotonic() > deadline:
-                self._give_up("it never came to that")
+                preloaded.give_up(self.process, "it never came to that", self.text())
             assert self.process.poll() is None, f"it ended too early:\n{self.text()}"
             time.sleep(0.02)
 
@@ -64,15 +64,7 @@ class Started:
         self.process.send_signal(number)
 
     def end(self, seconds: float = 240.0) -> Ended:
-        try:
-            code = self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self._give_up("it did not end")
-        return Ended(code, self.text(), self.run)
-
-    def _give_up(self, why: str) -> NoReturn:
-        os.killpg(self.process.pid, signal.SIGKILL)  # its ranks go with it
-        raise AssertionError(f"{why}:\n{self.text()}") from None
+        return Ended(preloaded.wait(self.process, seconds, self.text), self.text(), self.run)
 
 
 def train(folder: Path, *words: str, **options: Any) -> Ended:

@@ -68,7 +68,13 @@ class Kept(Task):
 """
 
 WORDS = ("global_batch=12", "micro_batch=2", "exact=true", f"checkpoint.every={EVERY}", "log.every=2", "ema.decay=0.9")
-WORDS += ("stop.metric=best is first", "evaluate.batch=32", "restart.per_hour=1000", "lr.peak=0.01")
+WORDS += (
+    "stop.metric=best is first",
+    "evaluate.batch=32",
+    "restart.per_hour=1000",
+    "restart.max_in_a_row=1000",
+    "lr.peak=0.01",
+)
 
 # An evaluation falls between two saves, and only the newest stays: the best is there because it is the best.
 EVALUATE = 4

@@ -9,7 +9,7 @@ from textwrap import dedent
 import pytest
 from launchers import MODULES, Launcher, alive, children_of, events, parent_of, pid_of, until
 
-from lockstep.errors import UserError
+from lockstep.errors import ExitCode, UserError
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.supervisor import JobEnd, supervise
 
@@ -92,6 +92,29 @@ def test_a_rank_ends_as_any_python_process_does(run, tmp_path):
     """
     assert run(dedent(code)) == JobEnd(0)
     assert all((tmp_path / f"0-{rank}").read_text().endswith("a thread, then the handlers") for rank in (0, 1))
+
+
+def test_a_program_that_exits_with_the_code_of_a_preemption_has_failed(run, capfd):
+    """A scheduler would run the job again, for ever."""
+    ending = run("me.commit(40)\nif me.rank == 1: sys.exit(75)\ntime.sleep(600)")
+    assert (ending.code, ending.failure.rank, ending.failure.kind) == (ExitCode.FAILED, 1, "SystemExit")
+    assert "rank 1 on " in (text := capfd.readouterr().err)
+    assert 'File "<string>", line 2' in text or "<string>:2" in text
+
+
+def test_a_program_may_clean_up_after_a_preemption(launch, tmp_path):
+    code = """
+    from lockstep.errors import Preempted
+    me.note()
+    try:
+        me.train()
+    except Preempted as stop:
+        sys.exit(stop.code)
+    """
+    launcher = launch(dedent(code))
+    pid_of(tmp_path, 0, 1)
+    launcher.signal(signal.SIGTERM)
+    assert launcher.wait() == 75
 
 
 def test_a_user_error_is_shown_without_a_traceback(run, capfd):
@@ -310,7 +333,7 @@ def test_the_process_that_starts_ranks_is_replaced(run, tmp_path, capfd):
 def impatient(monkeypatch):
     monkeypatch.setattr("lockstep.launch.hangs.suspicion.HALTED_S", 0.3)
     monkeypatch.setattr(
-        "lockstep.launch.ranks.local_attempt.RANKS_STACKS_S", 60.0
+        "lockstep.launch.hangs.collection.RANKS_STACKS_S", 60.0
     )  # a rank that can answer does so sooner
     monkeypatch.setattr("lockstep.launch.agent.RANKS_KILL_S", 0.3)
 
@@ -322,7 +345,7 @@ def in_the_meantime(act) -> None:
 @pytest.mark.usefixtures("impatient")
 def test_a_stopped_process_that_starts_ranks_is_replaced(run, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(
-        "lockstep.launch.ranks.local_attempt.RANKS_STACKS_S", 0.3
+        "lockstep.launch.hangs.collection.RANKS_STACKS_S", 0.3
     )  # the dead rank would not answer in any time
 
     def hurt() -> None:
@@ -368,10 +391,10 @@ def test_resize(run, tmp_path, capfd):
     assert "restarting" not in said
 
 
-def test_a_rank_slot_that_keeps_failing_is_dropped(run, tmp_path):
-    ending = run("me.note()\nif me.rank == 1: me.kill()\ntime.sleep(600 if me.world == 2 else 0)", Bounds(1, 2))
-    assert (ending.code, ending.restarts) == (0, 3)
-    assert {path.name for path in tmp_path.glob("3-?")} == {"3-0"}
+def test_a_rank_that_keeps_dying_before_anything_is_saved_ends_the_job(run, capfd):
+    ending = run("if me.rank == 1: me.kill()\ntime.sleep(600)", Bounds(1, 2))
+    assert (ending.code, ending.restarts) == (1, 5)
+    assert "not restarted: 5 restarts in a row without a new checkpoint" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("impatient")
@@ -383,6 +406,40 @@ def test_a_stopped_rank_is_named(run, tmp_path, capfd):
     assert "suspended by a signal" in head
     assert any("puppet.py" in line for line in detail)  # where the other one was
     assert not alive(pid_of(tmp_path, 0, 1))
+
+
+def test_a_program_that_goes_on_after_its_run_does_not_hang(run):
+    """Rank 0 exports the model, while rank 1 has ended; `hang.first` would be over."""
+    code = """
+    me.heartbeat.beat("after run", 41)
+    if me.rank == 0:
+        (me.folder / "settings.json").write_text('{"hang": {"first": 1.0}}')
+        time.sleep(6)
+    """
+    assert run(dedent(code)) == JobEnd(0)
+
+
+def test_a_run_that_never_closes_hangs(run, capfd):
+    code = """
+    me.heartbeat.beat("end" if me.rank == 0 else "collective", 41)
+    if me.attempt == 0:
+        (me.folder / "settings.json").write_text('{"hang": {"first": 1.0, "least": 0.5}}')
+        time.sleep(600)
+    """
+    assert run(dedent(code)) == JobEnd(0, restarts=1)
+    assert "rank 0 on " in (head := capfd.readouterr().err.splitlines()[0])
+    assert "phase end" in head
+    assert "hang" in head
+
+
+def test_a_machine_without_a_folder_for_its_ranks_says_so(run, tmp_path, monkeypatch, capfd):
+    with monkeypatch.context() as removed:
+        removed.setattr("tempfile.tempdir", str(tmp_path / "removed"))
+        assert run("me.note()").code == ExitCode.FAILED
+
+    said = capfd.readouterr().err
+    assert "cannot set up its ranks: [Errno 2] No such file or directory" in said
+    assert "not restarted: no checkpoint has been saved since the last start" in said
 
 
 def test_folders_are_removed(run, tmp_path, monkeypatch):

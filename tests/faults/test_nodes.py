@@ -75,6 +75,23 @@ def test_a_job_may_continue_with_fewer_nodes_and_welcome_new_ones(nodes, tmp_pat
     assert [event["event"] for event in events(tmp_path)] == ["failure", "restart"]
 
 
+def test_a_newcomer_that_cannot_import_leaves_and_the_job_goes_on(nodes, tmp_path, monkeypatch):
+    code = "me.note(str(me.world)); me.train()"
+    (first,) = nodes(1, code, (1, 2))
+    pid_of(tmp_path, 0, 0)
+    monkeypatch.setenv("PUPPET_CANNOT_IMPORT", "1")
+    (second,) = nodes(1, code, (1, 2))
+    assert second.wait() == 1
+    assert "a library is missing on this machine" in second.said
+
+    # It has saved for the newcomer, and trains alone again.
+    attempts = until(lambda: [path for path in tmp_path.glob("[1-9]-0") if path.read_text().endswith(" 1")])
+    assert alive(int(attempts[-1].read_text().split()[0]))
+    assert "(127.0.0.2) was dropped: the process" in first.said
+    first.signal(signal.SIGTERM)
+    assert first.wait() == 75
+
+
 def test_a_node_with_another_command_is_refused(nodes, tmp_path):
     (first,) = nodes(1)
     (other,) = nodes(1, "me.note('another')")

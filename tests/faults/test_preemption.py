@@ -89,8 +89,10 @@ def test_control_c_saves_and_a_second_one_stops_at_once(tmp_path: Path) -> None:
     stopped = started.end()
     assert stopped.code == 130, stopped.output
     assert "--resume" in stopped.output
-    slow = Started(tmp_path / "slow", *TINY, faults=(Fault("slow", phase="compute", seconds=600.0, times=None),))
-    slow.wait_until(lambda: (slow.run / "events.jsonl").exists())
+    slow = Started(
+        tmp_path / "slow", *TINY, faults=(Fault("slow", step=8, phase="compute", seconds=600.0, times=None),)
+    )
+    slow.wait_until(lambda: metrics_lines(slow.run) >= 1)  # before a step has ended there is nothing to save
     slow.send(signal.SIGINT)
     slow.wait_until(lambda: "asking 2 ranks to save" in slow.text())  # signals that come together are one
     slow.send(signal.SIGINT)

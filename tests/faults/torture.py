@@ -63,6 +63,7 @@ def train(folder: Path, steps: int, faults: list[Fault], timed_kills: int = 0, s
         "micro_batch": BATCH // 2,
         "checkpoint.every": EVERY,
         "restart.per_hour": 100000,
+        "restart.max_in_a_row": 100000,
         "log.samples": "true",
         "log.every": 10,
         "evaluate.every": 25,
@@ -110,12 +111,12 @@ def digests(run: Path, step: int | None = None) -> dict[str, str]:
     """Of every tensor of the newest checkpoint, or of the one of a step, however it was cut."""
     import hashlib
 
-    from lockstep.checkpoint.load import newest_valid
-    from lockstep.checkpoint.storage import FileSystemStorage
+    from lockstep.checkpoint.search import newest_valid
+    from lockstep.checkpoint.storage import CheckpointStorage
     from lockstep.launch.folder.checkpoint_names import folder_name
 
     only = None if step is None else folder_name(step)
-    reader = newest_valid(FileSystemStorage(run / "checkpoints"), 0, 1, lambda value: [value], only)
+    reader = newest_valid(CheckpointStorage(run / "checkpoints"), 0, 1, lambda value: [value], only)
     assert reader is not None
     tensors = {name: reader.read(name) for name in reader.names()}
     return {name: hashlib.sha256(t.contiguous().numpy().tobytes()).hexdigest() for name, t in tensors.items()}

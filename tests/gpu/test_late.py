@@ -98,9 +98,9 @@ def test_no_step_makes_the_host_wait(tmp_path, tensor_weights):
         assert run.stepper.reads_outcome_late
         try:
             for batches in run.step_batches():
-                if run.stepper.counters.steps_done == 20:
+                if run.steps_done == 20:
                     torch.cuda.set_sync_debug_mode("error")
-                if run.stepper.counters.steps_done == 55:
+                if run.steps_done == 55:
                     torch.cuda.set_sync_debug_mode("default")
                 run.end_step(batches, run.stepper.step(batches, task.loss))
                 run.log.write_if_due()

@@ -7,9 +7,9 @@ import torch
 from torch.utils.data import TensorDataset, default_collate
 
 from lockstep.config import DataConfig
-from lockstep.data.loader import CopyStream, prefetch_to_device
-from lockstep.data.source_options import SourceOptions
+from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.sources import open_source
+from lockstep.data.transfer import CopyStream, prefetch_to_device
 from lockstep.runtime.world import World
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: run it on one, see CONTRIBUTING.md")
@@ -86,3 +86,13 @@ def test_a_batch_that_is_there_already_is_not_copied() -> None:
     """Its memory belongs to the stream that made it, which could use it again before a copy beside it has ended."""
     link, batch = CopyStream(torch.device("cuda", 0)), torch.ones(4, device="cuda:0")
     assert link.receive(link.send(batch)) is batch
+
+
+def test_a_dataset_may_keep_its_tensors_on_the_gpu() -> None:
+    rows = TensorDataset(torch.arange(40, device="cuda"), torch.randn(40, 3, device="cuda").t().contiguous().t())
+    options = SourceOptions(16, 4, "short", DataConfig(), 0, World(), torch.device("cuda", 0))
+    source = open_source(rows, default_collate, options)
+    for micro in source.take():
+        ids, values = micro.data
+        assert ids.tolist() == list(micro.ids)
+        assert torch.equal(values, rows.tensors[1][ids])

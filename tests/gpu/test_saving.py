@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint.load import newest_valid
-from lockstep.checkpoint.storage import FileSystemStorage
+from lockstep.checkpoint.search import newest_valid
+from lockstep.checkpoint.storage import CheckpointStorage
 from lockstep.observe.sinks import read_jsonl
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -34,7 +34,7 @@ class Large(lockstep.Task):
 
 
 def tensors(run: Path) -> dict[str, torch.Tensor]:
-    reader = newest_valid(FileSystemStorage(run / "checkpoints"), 0, 1, lambda value: [value])
+    reader = newest_valid(CheckpointStorage(run / "checkpoints"), 0, 1, lambda value: [value])
     assert reader is not None
     return {name: reader.read(name) for name in reader.names()}
 

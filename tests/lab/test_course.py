@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import re
+import weakref
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from lockstep.cli import main
 from lockstep.errors import UserError
@@ -140,6 +143,32 @@ def test_no_script_destroys_the_group_of_a_model_that_it_holds():
     assert not [
         names for names in called if "destroy_process_group" in names and names & {"DDP", "DistributedDataParallel"}
     ]
+
+
+@pytest.mark.parametrize("left", [False, True])
+def test_garbage_is_collected_only_while_the_group_exists(left):
+    """It may hold a DDP: `main` may leave the group, but then its garbage must stay."""
+    collected = []
+
+    def main():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        garbage = Garbage()
+        garbage.itself = garbage
+        weakref.finalize(garbage, lambda: collected.append(dist.is_initialized()))
+        if left:
+            dist.destroy_process_group()
+
+    gc.disable()
+    try:
+        ranks._run_and_leave(main)
+        assert not dist.is_initialized()
+        assert collected == ([] if left else [True])
+    finally:
+        gc.enable()
+
+
+class Garbage:
+    itself: Garbage
 
 
 def test_the_number_of_ranks_is_asked_for(monkeypatch):

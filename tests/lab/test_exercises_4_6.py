@@ -201,6 +201,7 @@ RIGHT = {
 def run_script(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run `python WORDS` in the checkout, with its guesses and pictures in `folder`."""
     env = os.environ | {"LAB_FOLDER": str(folder), "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    env["PET_MASTER_PORT"] = str(free_port())  # torchrun's own choice is always the same one
     return preloaded.run_python(*words, env=env, cwd=ROOT)
 
 
@@ -240,14 +241,15 @@ def test_several_nodes_with_two_torchruns(tmp_path):
         words = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "lab"]
         words += ["--rdzv-endpoint", f"127.0.0.2:{port}", "--local-addr", f"127.0.0.{node}"]
         words += ["--rdzv-conf", f"is_host={node == 2}", "lab/solution/05_multi_node.py"]
-        log = (tmp_path / f"{node}.txt").open("w+")
-        commands.append((preloaded.start_python(*TORCHRUN, *words, env=env, cwd=ROOT, stdout=log, stderr=log), log))
-    for command, log in commands:
-        code = command.wait(240)
-        log.seek(0)
-        assert code == 0, log.read()
-    said = "".join((tmp_path / f"{node}.txt").read_text() for node in (2, 3))
-    assert "trained from step 0 to 10 on 2 ranks" in said
+        with (tmp_path / f"{node}.txt").open("w") as log:
+            commands.append(preloaded.start_python(*TORCHRUN, *words, env=env, cwd=ROOT, stdout=log, stderr=log))
+
+    def said() -> str:
+        return "".join((tmp_path / f"{node}.txt").read_text() for node in (2, 3))
+
+    for command in commands:
+        assert preloaded.wait(command, 240, said) == 0, said()
+    assert "trained from step 0 to 10 on 2 ranks" in said()
 
 
 def test_profiling(tmp_path):

@@ -137,7 +137,7 @@ def bits(world: World, store: Any, task: Task, values: dict[str, Any]) -> dict[s
 
 
 def digests(run: Run) -> dict[str, Any]:
-    tensors = run.checkpoints.state.capture().tensors
+    tensors = {name: found.tensor for name, found in run.checkpoints.state.capture().tensors.items()}
     if run.config.strategy == "zero1" and not run.runtime.world.alone:  # each rank has the moments of its own part
         tensors = {name: t for name, t in tensors.items() if name.startswith("model.")}
     held = {name: full_tensor(t).detach().cpu() for name, t in sorted(tensors.items())}

@@ -139,7 +139,7 @@ def preempted_run(runtime: context.Runtime, leave_at: int | None) -> type[Run]:
 
     class PreemptedRun(Run):
         def end_step(self, batches: Any, result: Any) -> None:
-            if leave_at is not None and self.stepper.counters.steps_done == leave_at - 1 and runtime.is_main:
+            if leave_at is not None and self.steps_done == leave_at - 1 and runtime.is_main:
                 runtime.notice.signal = "SIGTERM"
             super().end_step(batches, result)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from lockstep.errors import UserError
-from lockstep.parallel.pipeline.auto_split.trace import split_forward
+from lockstep.parallel.pipeline.auto_split import split_forward
 from lockstep.recipes.char_lm import TASK
 from lockstep.task import Loss
 from pool import Pool

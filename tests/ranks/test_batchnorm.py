@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.data import TensorDataset
+from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.data.samplers import make_sampler
 from lockstep.data.windows import next_window
 from lockstep.engine import loop
 from lockstep.engine.checks.model import refuse_single_samples
 from lockstep.engine.own_loop import OwnRun
-from lockstep.parallel.batchnorm.sync import is_synchronised
-from lockstep.parallel.layers import synchronise_batchnorm
+from lockstep.parallel.batchnorm.sync import is_synchronised, synchronise_batchnorm
 from lockstep.plan.plan import make_plan
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -290,6 +291,45 @@ def test_a_model_that_was_converted_by_its_author(pool: Pool, strategy: str) -> 
     for buffers, loss in pool.run(trained, converted, values, world=2):
         torch.testing.assert_close(buffers, expected, rtol=1e-12, atol=1e-12)
         assert loss == pytest.approx(expected_loss, abs=1e-12)
+
+
+class Rows(IterableDataset):
+    """13 rows: of two ranks, the first gets one micro-batch of 2 more than the second."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.randn(13, 5, generator=torch.Generator().manual_seed(0)))
+
+
+class Streamed(Task):
+    def __init__(self, norm: type[nn.Module]):
+        self.norm = norm
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 4), self.norm(4), nn.Linear(4, 1))
+
+    def data(self) -> Any:
+        return Rows()
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        return Loss(model(batch).square().sum(), len(batch))
+
+
+@pytest.mark.parametrize(("norm", "values"), [(nn.BatchNorm1d, {"ddp.sync_batchnorm": True}), (nn.SyncBatchNorm, {})])
+def test_a_stream_that_ends_earlier_on_one_rank_does_not_hang(pool: Pool, norm: Any, values: dict[str, Any]) -> None:
+    """The second step has two micro-batches on rank 0, and one on rank 1: its forward must run twice there, too."""
+    values = {"global_batch": 8, "micro_batch": 2, "steps": 5, "device": "cpu"} | values
+    traces = pool.run(fit, Streamed(norm), values, world=2, limit=timedelta(minutes=1))
+    for notes in zip(*(trace.steps for trace in traces), strict=True):
+        assert {len(note.pieces) for note in notes} == {2}
+        assert all(note.result.applied for note in notes)
+    assert [piece.padding for piece in traces[1].steps[1].pieces] == [False, True]
+    assert [note.result.weight for note in traces[0].steps] == [8, 5, 8, 5, 8]
+
+
+def test_a_graph_of_a_sync_batchnorm_is_refused(pool: Pool) -> None:
+    values = {"global_batch": 8, "micro_batch": 2, "steps": 5, "device": "cpu", "graph": True}
+    errors = pool.errors(fit, Streamed(nn.SyncBatchNorm), values, world=2)
+    assert_user_errors(errors, "graph=true cannot be used with SyncBatchNorm", "set graph=auto")
 
 
 class NormAct(nn.BatchNorm1d):

@@ -17,8 +17,8 @@ from lockstep import cli
 from lockstep.bench.kinds.memory import judge
 from lockstep.bench.kinds.recovery import EVERY
 from lockstep.bench.ranks import data, memory
-from lockstep.bench.ranks.scaling import trace
-from lockstep.bench.ranks.turns import by_lockstep
+from lockstep.bench.ranks.scaling import measure_apart, trace
+from lockstep.bench.ranks.turns import by_lockstep, opened
 from lockstep.bench.ranks.workload import GPTTask, load, settings_of
 from lockstep.bench.results import read
 from lockstep.config import resolve_for
@@ -65,6 +65,28 @@ def test_buckets_overlap_with_the_backward_and_one_flat_bucket_does_not(pool: Po
         assert rank["steps"] == STEPS
         assert abs(sum(rank["kinds"].values()) - rank["seconds"]) < 1e-6
         assert all(rank["kinds"][kind] > 0 for kind in ("data wait", "forward", "backward", "optimizer", "framework"))
+
+
+def test_a_rank_that_exchanges_nothing_says_how_long_each_step_took(tmp_path: Path) -> None:
+    layers = [("test", {"device": "cpu", "checks.loss": "off"})]
+    arguments = {"target": "mlp", "layers": layers, "mode": "weak", "batch": 4, "threads": 1, "folder": str(tmp_path)}
+    rank = measure_apart({**arguments, "block": 3})
+    next(rank)
+    for _ in range(2):
+        turn = rank.send("turn")
+        assert len(turn["step_seconds"]) == 3
+        assert all(seconds > 0 for seconds in turn["step_seconds"])
+        # The turn has nothing else in it but the clock.
+        assert sum(turn["step_seconds"]) <= turn["seconds"] < sum(turn["step_seconds"]) + 0.5
+    rank.close()
+
+
+@pytest.mark.parametrize(("block", "every"), [(1, 10), (40, 40)])
+def test_turns_of_one_step_have_no_log_line_each(block: int, every: int) -> None:
+    """A line is one more collective."""
+    given = {"target": "mlp", "layers": [("test", {"device": "cpu"})], "block": block, "threads": 1}
+    with opened(given, {}) as rank:
+        assert rank.settings.config.log.every == every
 
 
 def test_a_model_of_any_size_has_about_four_buckets() -> None:

@@ -176,7 +176,7 @@ class Contrastive(Layers):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         (x,) = batch
         one, other = model(x), model(x + 0.1)
-        labels = self.run.first + torch.arange(len(x))
+        labels = self.run.sample_offset + torch.arange(len(x))
         return Loss(F.cross_entropy(one @ self.run.all_gather(other).T, labels, reduction="sum"), len(x))
 
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from again import Again
@@ -19,12 +19,12 @@ from lockstep.config import resolve
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.parallel.compiled import targets
-from lockstep.parallel.cudagraph import install
+from lockstep.parallel.cudagraph import graphs
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import COMPILER, Pool
-from ranks.support import DEVICE, QUIET
+from ranks.support import DEVICE, QUIET, Regression, fit
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -119,8 +119,8 @@ def trained(
 def captured(world: World, store: Any, folder: str) -> tuple[dict[str, torch.Tensor], int]:
     device = Again()
     with (  # a rank runs other tests after this one
-        patch.object(install, "wants_graph", lambda config, runtime: True),
-        patch.object(install, "CudaDevice", lambda _: device),
+        patch.object(graphs, "wants_graph", lambda config, runtime: True),
+        patch.object(graphs, "CudaDevice", lambda _: device),
     ):
         return trained(world, store, folder, False)[0], device.replayed
 
@@ -134,6 +134,72 @@ def test_ranks_meet_when_they_have_compiled(pool: Any, tmp_path: Any) -> None:
         order = [phase for phase in phases if phase in ("compile", "compiled", "exchange")]
         assert order[:3] == ["compile", "compiled", "exchange"]
         assert phases.count("compile") == phases.count("compiled") == 1
+
+
+class Tower(nn.Module):
+    """A part of its forward is compiled even if torch breaks the graph at every layer that waits for other ranks."""
+
+    def __init__(self, norm: type[nn.Module]) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(3, 4), norm(4), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(2 * x).tanh()
+
+
+class Towers(Plain):
+    def __init__(self, norm: type[nn.Module] = nn.Identity) -> None:
+        self.norm = norm
+
+    def model(self) -> nn.Module:
+        return Tower(self.norm)
+
+    def tensor_plan(self, model: nn.Module) -> dict[str, str]:
+        return {"net.0": "colwise", "net.2": "rowwise"}
+
+
+def trained_together(
+    world: World, store: Any, folder: str, compiled: bool, task: Task, settings: dict[str, Any]
+) -> tuple[list[float], int]:
+    """Train with forwards that are collective. Return the norms of the gradients, and how many graphs were compiled."""
+    values = {**QUIET, "compile": compiled, "steps": 4, "global_batch": 16, "micro_batch": 4, "run_dir": folder}
+    traced: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        traced.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compile_module = nn.Module.compile
+    with patch.object(nn.Module, "compile", lambda module: compile_module(module, backend=backend)):
+        resolved = resolve([("test", values | settings)])
+        with context.start(world, resolved.config, store) as runtime:
+            builder = open_run(resolved, runtime, "test")
+            norms: list[float] = []
+            task.after_step = lambda run, result: norms.append(result.grad_norm)
+            loop.fit(task, builder)
+            return norms, len(traced)
+
+
+@pytest.mark.parametrize(
+    ("task", "settings"),
+    [
+        (Towers(), {"strategy": "fsdp", "blocks": ["Linear"]}),
+        (Towers(), {"mesh.tp": 2}),
+        (Towers(nn.SyncBatchNorm), {}),
+    ],
+)
+def test_a_model_with_collective_forwards_is_compiled_under_its_driver(
+    pool: Any, tmp_path: Any, task: Task, settings: dict[str, Any]
+) -> None:
+    if DEVICE != "cpu":
+        pytest.skip("ranks that share a GPU use gloo")
+    plain = pool.run(trained_together, str(tmp_path / "plain"), False, task, settings, world=2)
+    found = pool.run(trained_together, str(tmp_path / "compiled"), True, task, settings, world=2)
+    for (expected, none), (norms, compiled) in zip(plain, found, strict=True):
+        assert norms == pytest.approx(expected, rel=1e-5)
+        assert len(norms) == 4
+        assert none == 0 < compiled
 
 
 def test_a_call_on_one_rank_before_the_first_step(pool: Any, tmp_path: Any) -> None:
@@ -169,3 +235,41 @@ def meet_again(world: World, store: Any, folder: str) -> tuple[bool, bool]:
 
 def test_a_second_meeting_is_not_the_first(pool: Any, tmp_path: Any) -> None:
     assert pool.run(meet_again, str(tmp_path), world=2) == [(True, False), (True, False)]
+
+
+class Wide(nn.Module):
+    """Five layers of 1.4 MB each, so that their gradients fill several buckets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.out = nn.Linear(5, 600), nn.Linear(600, 1)
+        self.layers = nn.ModuleList([nn.Linear(600, 600) for _ in range(5)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.out(x).squeeze(-1)
+
+
+def count_graphs(world: World, store: Any, values: dict[str, Any]) -> int:
+    """A job: the graphs of a model that the user has compiled."""
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def network() -> nn.Module:
+        model = Wide()
+        model.compile(backend=backend)
+        return model
+
+    fit(world, store, Regression(network=network), {"global_batch": 8, "micro_batch": 2, "steps": 2} | values)
+    return len(graphs)
+
+
+def test_compiled_code_is_split_at_the_buckets(pool: Any) -> None:
+    """Otherwise no gradient would be reduced before the whole backward has ended."""
+    assert pool.run(count_graphs, {"ddp.find_unused_parameters": True}, world=2) == [1, 1]
+    assert min(pool.run(count_graphs, {"ddp.bucket_mb": 1.0}, world=2)) >= 5

@@ -146,7 +146,7 @@ def own_evaluate(world: World, store: Any, task: Scored, settings: dict[str, Any
         own.setup(model, task.optimizer(model))
         for step in own.steps(task.data(), task.collate):
             for batch in step:
-                loss = task.loss(builder.driver.module, batch)
+                loss = task.loss(builder.driver.model, batch)
                 step.backward(loss.total, loss.weight)
             step.apply()
             return own.evaluate(task.eval_data(), task.eval_loss)

@@ -18,8 +18,8 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import open_run
 from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel.exact import hook
-from lockstep.parallel.exact.driver import OrderedDDPDriver
 from lockstep.parallel.exact.hook import OrderedHook
+from lockstep.parallel.exact.reducers import OrderedBuckets
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
@@ -176,12 +176,13 @@ def counted(world: World, store: Any, pieces: int) -> dict[str, float]:
     with context.start(world, resolved.config, store=store) as runtime:
         builder = open_run(resolved, runtime, "test")
         driver = builder.setup_model(Perceptron(), lambda model: torch.optim.SGD(model.parameters(), lr=0.1)).driver
-        assert isinstance(driver, OrderedDDPDriver)
+        assert isinstance(driver.reducer, OrderedBuckets)
+        tree = driver.reducer.tree
         run = builder.setup_run(Tokens("mlp").data(), torch.utils.data.default_collate)
         batches = next(run.step_batches())
 
         def loss(model: nn.Module, batch: Any) -> Loss:
-            waiting.append(len(driver.hook.tree.roots))
+            waiting.append(len(tree.roots))
             return Tokens("mlp").loss(model, batch)
 
         run.stepper.step(batches, loss)
@@ -205,8 +206,8 @@ def otherwise(world: World, store: Any, how: str, *arguments: Any) -> dict[str, 
     if how == "pieces":
         hook.CHUNK = 87
     else:
-        expect = OrderedHook.expect
-        OrderedHook.expect = lambda hook, *given: (setattr(hook, "through_host", True), expect(hook, *given))
+        prepare = OrderedHook.prepare
+        OrderedHook.prepare = lambda hook, *given: (setattr(hook, "through_host", True), prepare(hook, *given))
     return bits(world, store, *arguments)
 
 
@@ -316,7 +317,7 @@ EXACT = {"exact": True, "global_batch": 4, "micro_batch": 1, "steps": 2}
         (Declared("counting", network=Counting), ("the buffer 'calls' changes in training",)),
         (Misspelt("counting", network=Counting), ("'counts', which is no buffer of the model", "calls")),
         (Text("counting", network=Counting), ("a string, not a tuple",)),
-        (Streamed("mlp"), ("data from a StreamSource",)),
+        (Streamed("mlp"), ("data from a StridedStreamSource",)),
     ],
     ids=["batchnorm", "buffer", "declared", "misspelt", "text", "stream"],
 )

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.data.loader import to_device
+from lockstep.data.transfer import to_device
 from lockstep.errors import UserError
 from lockstep.optim.bf16_masters import MasterWeights
+from lockstep.optim.capabilities import needs_full_parameters
 from lockstep.optim.foreign.trial import TrialFailed, check_independent
-from lockstep.optim.kinds import ON_DTENSORS, needs_full_parameters
 from lockstep.optim.optimizers import Optimizers
+from lockstep.optim.registry import TRAITS
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.support import DEVICE, ResidualBlocks, Rows, assert_user_errors, fit, open_watched, trace_of, windows
@@ -128,6 +130,9 @@ def small() -> nn.Module:
     return nn.Sequential(nn.Conv1d(4, 6, 3), nn.Linear(6, 4), nn.Linear(4, 1))
 
 
+ON_DTENSORS = [
+    resolve_name(path) for path, traits in TRAITS.items() if traits.works_on_shards and path.startswith("torch.")
+]
 INDEPENDENT = [*ON_DTENSORS, torch.optim.Rprop, torch.optim.Adafactor, Lion, Lamb, Normalised, Shampoo]
 
 

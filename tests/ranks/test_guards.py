@@ -38,47 +38,6 @@ from ranks.support import (
 VALUES = {"global_batch": 8, "micro_batch": 2, "steps": 6}
 
 
-# ---- the forward goes through the wrapper ---------------------------------------------------------------
-
-
-def through_parts(task: Regression, model: nn.Module, x: Tensor) -> Tensor:
-    return model.out(torch.tanh(model.hidden(x))).squeeze(-1)
-
-
-def the_second_time(task: Regression, model: nn.Module, x: Tensor) -> Tensor:
-    return (task.net if task.calls % 2 == 0 else model)(x)
-
-
-BYPASSES = {
-    "self.net": lambda task, model, x: task.net(x),
-    "model.module": lambda task, model, x: model.module(x),
-    "its parts": through_parts,
-    "only in the second micro-batch": the_second_time,
-}
-
-
-@pytest.mark.parametrize("way", sorted(BYPASSES))
-@pytest.mark.parametrize("job", sorted(JOBS))
-def test_a_forward_that_bypasses_the_wrapper(pool: Pool, way: str, job: str) -> None:
-    errors = pool.errors(JOBS[job], Regression(BYPASSES[way]), VALUES, world=2)
-    assert_user_errors(
-        errors, "Perceptron or a part of it was called directly", "call `model(...)`, not `self.net(...)`"
-    )
-
-
-def test_what_the_loss_gets_looks_like_the_users_model(pool: Pool) -> None:
-    """`next(model.parameters())` is how many a loss finds its device and number format."""
-
-    def predict(task: Regression, model: nn.Module, x: Tensor) -> Tensor:
-        assert model.hidden is task.net.hidden
-        assert next(model.parameters()) is next(task.net.parameters()), "the first parameter is not the user's"
-        assert len(list(model.parameters())) == len(list(task.net.parameters()))
-        return model(x)
-
-    for size in (1, 2):
-        pool.run(fit, Regression(predict), VALUES, world=size)
-
-
 # ---- what is trainable stays trainable ------------------------------------------------------------------
 
 
@@ -179,7 +138,7 @@ def frozen_trunk(world: World, store: Any) -> dict[str, Any]:
             run.end_step(batches, run.stepper.step(batches, task.loss))
         return {
             "names": driver.names,
-            "ignored": set(driver.module.parameters_to_ignore),
+            "ignored": set(driver._ddp.parameters_to_ignore),
             "trunk note": task.net.trunk.note.tolist(),
             "head note": task.net.head.note.tolist(),
             "frozen": torch.equal(task.net.trunk.linear.weight, frozen),
@@ -437,12 +396,12 @@ def refused_states(world: World, store: Any) -> dict[str, str]:
         attempt("second model", lambda: loop.setup(task.model(), task.optimizer(plain)))
         attempt("evaluate without a batch", evaluate)
         attempt("stop", loop.stop)
-        attempt("no state", lambda: loop.register("part", 3))
+        attempt("no state", lambda: loop.register("count", 3))
         loop.register("average", plain)
         attempt("registered twice", lambda: loop.register("average", plain))
         attempt("registered data", lambda: loop.register("data", plain))
         for step in loop.steps(task.data()):
-            attempt("register late", lambda: loop.register("part", model))
+            attempt("register late", lambda: loop.register("count", model))
             attempt("second loop", lambda: next(iter(loop.steps(task.data()))))
             forgets_apply(task, model, None, step)
             step.apply()
@@ -459,10 +418,10 @@ def test_what_is_called_in_the_wrong_order(pool: Pool) -> None:
             "second model": "run.setup was called a second time with a model to train",
             "evaluate without a batch": "evaluate.batch is not set, and an evaluation before the first step needs it",
             "stop": "run.stop() was called before the first step",
-            "no state": "run.register('part', part) needs a part with state; int has none",
+            "no state": "run.register('count', stateful) needs a stateful object; int has no state",
             "registered twice": "'average' cannot be saved with the run: the name is taken",
             "registered data": "'data' cannot be saved with the run: the name is taken",
-            "register late": "run.register('part', ...) was called after run.steps(...)",
+            "register late": "run.register('count', ...) was called after run.steps(...)",
             "second loop": "run.steps(dataset) was called a second time",
         }
 
@@ -556,7 +515,7 @@ def test_one_step_with_something_in_it_is_enough(pool: Pool) -> None:
         ),
         (
             {"precision": "fp16"},
-            "3 overflowed, and each of them halved the loss scale",
+            "3 overflowed: the loss scale of fp16 is still too large",
             "a smaller scaler.initial",
         ),
     ],

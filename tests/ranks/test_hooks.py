@@ -108,12 +108,13 @@ def exchange(world: World, store: Any, values: dict[str, Any], steps: list[Step]
         for gradients, words, scale in steps:
             driver.begin()
             driver.before_forward(MicroBatch(None, 0, 1), Progress(scale, words[world.rank]))
-            total = driver.module([gradient.to(DEVICE) for gradient in gradients[world.rank]])
+            total = driver.model([gradient.to(DEVICE) for gradient in gradients[world.rank]])
             with Sent() as sent:
-                driver.backward(Loss(total, 1), Progress(scale, words[world.rank]))
+                reduced = driver.backward(Loss(total, 1), Progress(scale, words[world.rank]))
+            assert reduced is not None
             sums = [(p.grad * driver.to_sum).cpu() for p in driver.parameters if p.grad is not None]
             found["sums"].append(sums)
-            found["words"].append(driver.codec.unpack(driver.collect_reduced().packed_word.tolist()))
+            found["words"].append(driver.codec.unpack(reduced.packed_word.tolist()))
             found["sent"].append(sent.sizes)
             found["bytes"].append(sent.bytes)
             matrices = getattr(driver.hook, "matrices", {})
@@ -462,12 +463,12 @@ def gradient_bytes(world: World, store: Any, views: bool) -> int:
             held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
 
         assert driver.hook is not None
-        original = driver.hook.exchange
-        driver.hook.exchange = lambda bucket: note(bucket.buffer) or original(bucket)
+        original = driver.hook.reduce_bucket
+        driver.hook.reduce_bucket = lambda bucket: note(bucket.buffer) or original(bucket)
         driver.begin()
         progress = Progress(1.0, ControlWord(weight=1))
         driver.before_forward(MicroBatch(None, 0, 1), progress)
-        driver.backward(Loss(driver.module(torch.ones(2, 30)).sum(), 1), progress)
+        driver.backward(Loss(driver.model(torch.ones(2, 30)).sum(), 1), progress)
         for parameter in [*driver.parameters, driver._word_parameter]:
             assert parameter.grad is not None
             note(parameter.grad)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.checkpoint.initial.match import _patterns
+from lockstep.checkpoint.init_from.match import _patterns
 from lockstep.task import Loss, Task
 from pool import Pool
 from ranks.support import assert_user_errors, fit

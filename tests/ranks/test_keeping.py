@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from lockstep import faults
 from lockstep.api import Best, RunResult
-from lockstep.checkpoint import inspect
+from lockstep.checkpoint import command
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted
@@ -105,10 +106,10 @@ def test_the_best_evaluation_is_saved_at_once_and_named_everywhere(pool: Pool, t
     assert result.best == Best(best, 8, "eval_loss", 1.0)
     for name, weight in traces[0].steps[7].weights.items():
         assert torch.equal(result.weights[name], weight)
-    exported, _ = inspect.export(tmp_path, tmp_path / "best", None, best=True)
+    exported, _ = command.export(tmp_path, tmp_path / "best", None, best=True)
     assert all(torch.equal(load_file(exported)[name], result.weights[name]) for name in result.weights)
 
-    last, row = inspect.ls(tmp_path)[0].splitlines()[1:]
+    last, row = command.ls(tmp_path)[0].splitlines()[1:]
     assert row.startswith("8 ")
     assert row.endswith("not verified, best eval_loss")
     assert last.endswith("not verified")
@@ -267,12 +268,23 @@ def test_a_restart_goes_back_to_a_checkpoint_that_was_set_aside(pool: Pool, tmp_
     back = values | {"resume": str(tmp_path / "checkpoints" / "step-00000003"), "steps": 4}
     assert pool.run(one_attempt, back, 0, [], world=1) == [3]
 
-    again = values | {"resume": str(tmp_path / "checkpoints" / "step-00000009.undone")}
+    again = values | {"resume": str(tmp_path / "checkpoints" / "step-00000009.rewound")}
     pool.errors(one_attempt, again, 0, [{"how": "raise", "step": 10, "phase": "compute"}], world=1)
     assert steps_kept(tmp_path) == [3]
     assert pool.run(one_attempt, again, 1, [], world=1) == [9]
     assert steps_kept(tmp_path) == [3, 12]
     assert pool.run(one_attempt, again | {"steps": 13}, 2, [], world=1) == [12]
+
+
+def test_a_restart_goes_on_when_the_checkpoint_that_was_named_is_not_kept(pool: Pool, tmp_path: Path) -> None:
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 3, "checkpoint.keep": 9, "steps": 7}
+    values |= {"checkpoint.asynchronous": False}
+    pool.run(fit, Regression(), values, world=1)
+    back = values | {"resume": str(tmp_path / "checkpoints" / "step-00000003"), "checkpoint.keep": 1, "steps": 13}
+
+    pool.errors(one_attempt, back, 0, [{"how": "raise", "step": 10, "phase": "compute"}], world=1)
+    assert steps_kept(tmp_path) == [9]
+    assert pool.run(one_attempt, back, 1, [], world=1) == [9]
 
 
 def test_a_restart_keeps_what_was_committed_just_before_the_attempt_died(pool: Pool, tmp_path: Path) -> None:
@@ -282,7 +294,7 @@ def test_a_restart_keeps_what_was_committed_just_before_the_attempt_died(pool: P
     back = values | {"resume": str(tmp_path / "checkpoints" / "step-00000003"), "steps": 4}
     pool.run(one_attempt, back, 0, [], world=1)
 
-    again = values | {"resume": str(tmp_path / "checkpoints" / "step-00000006.undone"), "steps": 13}
+    again = values | {"resume": str(tmp_path / "checkpoints" / "step-00000006.rewound"), "steps": 13}
     pool.errors(one_attempt, again, 0, [{"how": "raise", "step": 9, "phase": "data"}], world=1)
     assert steps_kept(tmp_path) == [3, 9]
     assert pool.run(one_attempt, again, 1, [], world=1) == [9]
@@ -436,3 +448,18 @@ def test_preemption_during_an_evaluation(pool: Pool, tmp_path: Path) -> None:
     assert not events(tmp_path, "eval")
     pool.run(preempted, values, -1, world=3)
     assert [event["step"] for event in events(tmp_path, "eval")] == [4, 8, 12]  # the interrupted one comes first
+
+
+def test_an_interrupted_evaluation_that_is_the_best_is_added_to_its_checkpoint(pool: Pool, tmp_path: Path) -> None:
+    """The step is not saved again: its checkpoint stays as it was, and gets the results."""
+    values = {"run_dir": str(tmp_path), "checkpoint.best": "eval_loss", "evaluate.at_end": False}
+    pool.run(preempted, values, 3, world=2)
+    manifest = tmp_path / "checkpoints" / "step-00000004" / "manifest.json"
+    saved = manifest.read_bytes()
+    pool.run(preempted, values | {"steps": 5}, -1, world=2)
+
+    assert manifest.read_bytes() == saved
+    [evaluation] = events(tmp_path, "eval")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["best"]["step"] == 4
+    assert summary["best"]["value"] == evaluation["loss"]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+import lockstep
 from lockstep.config import resolve
 from lockstep.engine.checks.model import check_equal_work
 from lockstep.errors import UserError
@@ -74,6 +75,23 @@ def test_only_torchs_own_fused_optimizers_are_trusted_with_a_factor_and_those_th
     optimizers = Optimizers(make(model.parameters()), model)
     assert (optimizers.divides_gradients, optimizers.skips_on_device) == (divides, skips)
     assert not Optimizers(make(model.double().parameters()), model).divides_gradients
+
+
+def test_after_a_run_a_fused_optimizer_steps_as_it_did_before(tmp_path: Any) -> None:
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, fused=True)
+    rows = torch.utils.data.TensorDataset(torch.ones(8, 1))
+    with lockstep.start(run_dir=tmp_path / "run", global_batch=8, steps=1, log={"progress": "off"}) as run:
+        replica, _ = run.setup(model, optimizer)
+        for step in run.steps(rows):
+            for (x,) in step:
+                step.backward(replica(x).sum(), weight=len(x))
+            step.apply()
+
+    before = model.weight.item()
+    model.weight.grad = torch.ones_like(model.weight)
+    optimizer.step()
+    assert model.weight.item() == pytest.approx(before - 0.5)  # not divided by the weight of the last step
 
 
 class LateMetric(Regression):

@@ -202,7 +202,7 @@ def refusal(world: World, store: Any, set_hook: Callable[[Any], Any], values: di
         try:
             loop.fit(Refused(set_hook), builder)
         finally:
-            assert builder.run is None or builder.run.stepper.counters.steps_done == 0
+            assert builder.run is None or builder.run.steps_done == 0
 
 
 @pytest.mark.parametrize(

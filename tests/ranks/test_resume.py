@@ -114,12 +114,12 @@ class PreemptedRun(WatchedRun):
         self.began_with = self.state()
         world = self.runtime.world
         for batches in super().step_batches():
-            if self.stepper.counters.steps_done + 1 == self.preempt_at and world.rank == world.size - 1:
+            if self.steps_done + 1 == self.preempt_at and world.rank == world.size - 1:
                 self.runtime.notice.signal = "SIGUSR1"
             yield batches
 
     def state(self) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self.checkpoints.state.capture()[0].items()}
+        return {name: found.tensor.clone() for name, found in self.checkpoints.state.capture().tensors.items()}
 
 
 def train_part(world: World, store: Any, task: Task, values: dict[str, Any], preempt_at: int | None = None) -> Part:
@@ -232,7 +232,7 @@ class MoreData(Averaged):
 
 
 class Slots(Averaged):
-    lasting = ("global_batch",)
+    fixed_settings = ("global_batch",)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_going_back_to_an_older_checkpoint_undoes_what_came_after(pool: Pool, tm
     (part,) = pool.run(train_part, Averaged(), older, world=1)
     assert part.resumed.steps_done == 4
     names = {path.name for path in (tmp_path / "checkpoints").glob("step-*")}
-    assert names == {"step-00000004", "step-00000008.undone", "step-00000012.undone"}
+    assert names == {"step-00000004", "step-00000008.rewound", "step-00000012.rewound"}
 
 
 def test_a_run_may_begin_from_another_runs_checkpoint(pool: Pool, saved: Any, tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_run_may_begin_from_another_runs_checkpoint(pool: Pool, saved: Any, tm
     parts = pool.run(train_part, Averaged(), values, world=2)
     assert parts[0].resumed.steps_done == 8
     assert_same_bits(parts[1].began_with, saved[3][1][0].ended_with)
-    assert not list(saved[3][0].glob("checkpoints/*.undone"))
+    assert not list(saved[3][0].glob("checkpoints/*.rewound"))
 
 
 def test_a_loop_of_ones_own_saves_what_is_registered(pool: Pool, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
-from lockstep.precision import BF16_STORED
+from lockstep.precision import PRECISIONS
 from lockstep.recipes.char_lm import CharLM
 from lockstep.runtime import context
 from lockstep.runtime.world import World
@@ -39,7 +39,8 @@ def assert_same_bits(found: dict[str, Tensor], expected: dict[str, Tensor]) -> N
         assert torch.equal(found[name], expected[name]), name
 
 
-MASTER, STOCHASTIC, COMPENSATED, *_ = BF16_STORED
+STORED = [name for name, precision in PRECISIONS.items() if precision.stores_bf16]
+MASTER, STOCHASTIC, COMPENSATED, *_ = STORED
 CASES = [(MASTER, name) for name in ("ddp", "unused", "zero1", "fsdp-grads")]
 CASES += [(STOCHASTIC, name) for name in ("ddp", "zero1", "fsdp")] + [(COMPENSATED, "fsdp"), (COMPENSATED, "meta")]
 HOW = STRATEGIES | {"meta": {"strategy": "fsdp", "init": "meta"}}
@@ -108,5 +109,5 @@ def trained(world: World, store: Any, values: dict[str, Any]) -> float:
 def test_char_lm_learns_as_in_fp32(pool: Pool) -> None:
     fp32 = pool.run(trained, {}, world=1)[0]
     assert fp32 < 3.1  # a model that has learnt nothing costs 4.6
-    for precision in BF16_STORED:
+    for precision in STORED:
         assert pool.run(trained, {"precision": precision}, world=1)[0] == pytest.approx(fp32, rel=0.02), precision

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,12 +19,14 @@ from lockstep.engine import loop
 from lockstep.engine.diagnose import explained
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted
+from lockstep.parallel.apply import parallelize
 from lockstep.parallel.driver import full_state
+from lockstep.precision import PRECISIONS
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
-from ranks.support import ALL_PAIRS, assert_user_errors, configured, preempted_run
+from ranks.support import ALL_PAIRS, DEVICE, assert_user_errors, configured, open_watched, preempted_run
 
 LENGTH, WIDTH, VOCABULARY = 32, 8, 13
 
@@ -349,3 +353,45 @@ def test_save_in_any_resume_in_any_other(
     for found in pool.run(final, STRATEGIES[after] | values, None, kind(after), world=worlds(after)[0]):
         assert found["resumed"], "it has begun again, from nothing"
         assert_close(found["weights"], single["weights"])
+
+
+def autocast_of(world: World, store: Any) -> Any:
+    """A job: what a pipeline runs its stages in, if the model made precision=auto another one than the device's."""
+    with open_watched(world, store, {"strategy": "pp", "precision": "bf16", "global_batch": 4, "steps": 1}) as builder:
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).double()
+        driver = parallelize(model, builder.config, builder.runtime, PRECISIONS["fp32"])
+        builder.runtime.collectives.final_barrier()
+        return driver._pipeline.autocast
+
+
+def test_a_pipeline_computes_in_the_precision_of_the_run(pool: Pool) -> None:
+    assert pool.run(autocast_of, world=2) == [nullcontext, nullcontext]
+
+
+def role_of(world: World, store: Any, values: dict[str, Any]) -> tuple[bool, bool]:
+    """A job: whether forwards are collective, and whether a rank can evaluate by itself."""
+    with open_watched(world, store, values) as builder:
+        model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+        task = SimpleNamespace(tensor_plan=lambda _: {"0": "colwise", "2": "rowwise"})
+        role = parallelize(model, builder.config, builder.runtime, builder.precision, task).role
+        builder.runtime.collectives.final_barrier()
+        return role.collective_forwards, role.replicated
+
+
+@pytest.mark.parametrize(
+    ("values", "ranks", "expected"),
+    [
+        ({"strategy": "ddp"}, 2, (False, True)),
+        ({"strategy": "zero1"}, 2, (False, True)),
+        ({"strategy": "ddp", "ddp.find_unused_parameters": True}, 2, (False, True)),
+        ({"strategy": "fsdp"}, 2, (True, False)),
+        ({"strategy": "ddp", "mesh.tp": 2}, 2, (True, False)),
+        ({"strategy": "fsdp"}, 1, (False, True)),
+    ],
+)
+def test_whether_forwards_are_collective_follows_from_the_settings(
+    pool: Pool, values: dict[str, Any], ranks: int, expected: tuple[bool, bool]
+) -> None:
+    if "mesh.tp" in values and DEVICE != "cpu":
+        pytest.skip("ranks that share a GPU use gloo")
+    assert pool.run(role_of, values, world=ranks) == [expected] * ranks

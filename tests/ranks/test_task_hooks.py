@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lockstep.callbacks import ProgressiveSizes, crop_sequences
+from lockstep.checkpoint.state.stateful import RegisteredState
 from lockstep.engine import loop
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.errors import UserError
@@ -331,10 +332,11 @@ def test_callbacks_that_only_their_order_would_tell_apart_are_refused(pool: Pool
     other = type("Counter", (Named,), {"name": None, "__init__": lambda self: None})()
     for callbacks in ([Named("a"), Named("a")], [Counter(), Named("Counter")], [Counter(), other]):
         with pytest.raises(UserError, match=r"2 callbacks with state are called '(a|Counter)'"):
-            list(Hooks(cast(Any, None), callbacks=callbacks).parts())
+            Hooks(cast(Any, None), callbacks=callbacks).register(RegisteredState())
 
-    names = [name for name, _ in Hooks(cast(Any, None), callbacks=[Counter(), Counter(), Named("a")]).parts()]
-    assert names == ["callback Counter", "callback Counter 2", "callback a", "order of callbacks"]
+    state = RegisteredState()
+    Hooks(cast(Any, None), callbacks=[Counter(), Counter(), Named("a")]).register(state)
+    assert list(state) == ["callback Counter", "callback Counter 2", "callback a", "order of callbacks"]
 
 
 class Every(Counter):

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.data import IterableDataset, TensorDataset
 
-from lockstep.checkpoint.load import newest_valid
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
-from lockstep.checkpoint.saving.saver import Contents, Saver
+from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.search import newest_valid
+from lockstep.checkpoint.state.captured import CapturedTensor
+from lockstep.checkpoint.state.contents import shards_of
 from lockstep.checkpoint.state.reshard import shards_to_write
-from lockstep.checkpoint.storage import FileSystemStorage
+from lockstep.checkpoint.storage import CheckpointStorage, claim
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
@@ -307,8 +309,9 @@ def written(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
         run = builder.run
         assert run is not None
         tensors = run.checkpoints.state.capture().tensors
-        mine = {name: shard.local.numel() for name, shard in run.checkpoints._contents.shards().items()}
-        return {name: tensor.numel() - world.size * mine.get(name, 0) for name, tensor in tensors.items()}
+        shards = shards_of(tensors, run.checkpoints.state, runtime)
+        mine = {name: shard.local.numel() for name, shard in shards.items()}
+        return {name: found.tensor.numel() - world.size * mine.get(name, 0) for name, found in tensors.items()}
 
 
 @pytest.mark.parametrize("values", [DDP_TP, FSDP_TP])
@@ -327,7 +330,8 @@ def written_if_empty(world: World, store: Any) -> dict[str, LocalShard]:
                 torch.ones(1 - world.rank, 3), mesh, [Shard(0)], shape=torch.Size((1, 3)), stride=(3, 1)
             ),
         }
-        return shards_to_write(tensors, world.rank, [{}] * world.size)
+        captured = {name: CapturedTensor(tensor) for name, tensor in tensors.items()}
+        return shards_to_write(captured, world.rank, [{}] * world.size)
 
 
 def test_a_tensor_without_elements_is_in_the_checkpoint_too(pool: Pool, tmp_path: Path) -> None:
@@ -336,12 +340,11 @@ def test_a_tensor_without_elements_is_in_the_checkpoint_too(pool: Pool, tmp_path
     assert {*first, *second} == {"model.rows", "model.copies", "model.one_row"}
     assert "model.one_row" not in second
 
-    storage = FileSystemStorage(tmp_path)
-    storage.claim("token")
-    team = [Saver(SaveContext(storage, rank, 2, "token", Retention())) for rank in range(2)]
-    for saver, shards in zip(team, (first, second), strict=True):
-        saver.start(1, Contents(shards))
-    [save] = team[0].take_ended()
+    storage = CheckpointStorage(tmp_path)
+    claim(storage, "token")
+    team = [Saver(SaveContext(storage, rank, 2, "token", Retention(), 600.0)) for rank in range(2)]
+    save, _ = [saver.start(1, Contents(shards)) for saver, shards in zip(team, (first, second), strict=True)]
+    save.wait()
     assert isinstance(save.outcome, Committed), save.outcome
     reader = newest_valid(storage, 0, 1, lambda value: [value])
     assert reader is not None

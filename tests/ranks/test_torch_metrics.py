@@ -40,7 +40,9 @@ def make_metrics() -> dict[str, Any]:
 class Measured(Scored):
     def __init__(self, count: int):
         super().__init__(count)
-        self.net = super().model()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.net = super().model()
 
     def model(self) -> nn.Module:
         return self.net
@@ -81,11 +83,12 @@ def test_the_number_of_one_process(pool: Pool, count: int, world: int, more: dic
     task = Measured(count)
     (one,) = pool.run(fit, task, VALUES, world=1)
     found = one.summary["eval_metrics"]
-    assert found == pytest.approx(reference(task), rel=1e-5)
+    # float32. The terms of a correlation cancel, so its error does not shrink with it.
+    assert found == pytest.approx(reference(task), rel=1e-5, abs=1e-6)
     for trace in pool.run(fit, task, VALUES | more, world=world):
         exact = {name: value for name, value in trace.summary["eval_metrics"].items() if name != "pearson"}
         assert exact == {name: value for name, value in found.items() if name != "pearson"}
-        assert trace.summary["eval_metrics"]["pearson"] == pytest.approx(found["pearson"], rel=1e-6)
+        assert trace.summary["eval_metrics"]["pearson"] == pytest.approx(found["pearson"], abs=1e-6)
 
 
 def test_what_is_refused() -> None:

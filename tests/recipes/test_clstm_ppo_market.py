@@ -112,7 +112,7 @@ def test_indicators_distinguish_a_rise_from_a_fall():
         assert up[0, -1, 0] > 0.1 > -0.1 > down[0, -1, 0]
     assert Rules(indicators=True).features(2) == 2 * 6
     task = tiny(indicators=True)
-    assert attached(task, task.model()).take().count == 4
+    assert attached(task, task.model()).take().num_micro_batches == 4
 
 
 # ---- prices from a file ---------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def test_prices_from_a_file(tmp_path):
     complete = torch.cat([closes[:7], closes[8:]])
     torch.testing.assert_close(read_prices(path), complete)
     task = tiny(prices=str(path))
-    assert attached(task, task.model()).take().count == 4
+    assert attached(task, task.model()).take().num_micro_batches == 4
     envs = torch.tensor([0, 1, 2, HELD_OUT, HELD_OUT + 1])
     returns = complete.log().diff(dim=0)
     for env, drawn in zip(envs.tolist(), PriceSeries(str(path)).draw(envs, torch.zeros_like(envs), 36), strict=True):

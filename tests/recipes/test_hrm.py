@@ -61,7 +61,7 @@ def train(world: World, store: Any, run_dir: str, steps: int, more: dict[str, An
         loop.fit(task, builder)
         run = builder.run
         assert run is not None
-        state = {name: tensor.clone() for name, tensor in run.checkpoints.state.capture()[0].items()}
+        state = {name: found.tensor.clone() for name, found in run.checkpoints.state.capture().tensors.items()}
         return Ended(state, run.resumed.steps_done if run.resumed else None)
 
 

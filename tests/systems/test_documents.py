@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep.classic
-from classic_net import Net, among, net, numbers, weights
+from classic_net import Net, among, net, numbers, weights, write_rank
 from lockstep.classic import AMPConfig, AMPTrainer, DDPManager, DistributedAMPTrainer, DistributedConfig
 from lockstep.classic.train_script import main as train_script
 from lockstep.errors import ConfigError, UserError
@@ -331,13 +331,14 @@ def test_on_one_process_wrap_model_is_the_model():
 def rank_that_waits(world: World, store: Any, port: int) -> str:
     """Rank 1 leaves rank 0 alone in a step."""
     os.environ["MASTER_PORT"] = str(port)
-    trainer = DistributedAMPTrainer(net(), FP32, world.rank, world.size, "gloo", timeout_mins=2 / 60)
+    trainer = DistributedAMPTrainer(net(), FP32, world.rank, world.size, "gloo", timeout_mins=5 / 60)
     trainer.training_step(numbers(4, seed=world.rank))
     if world.rank == 1:
-        time.sleep(3)
+        store.wait(["rank 0 has given up"], timedelta(minutes=2))
         return ""
     with pytest.raises(RuntimeError) as error:
         trainer.training_step(numbers(4))
+    store.set("rank 0 has given up", "")
     return str(error.value)
 
 
@@ -495,15 +496,6 @@ def test_ranks_that_were_started_by_hand_have_a_configuration():
 
 
 # ---- the trading agent --------------------------------------------------------------------------------------
-
-
-def write_rank(rank: int, world_size: int, folder: str) -> None:
-    """Join as the documents do, and leave a file."""
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    total = torch.tensor(float(rank))
-    dist.all_reduce(total)
-    Path(folder, str(rank)).write_text(f"{total.item()} {os.environ['LOCAL_RANK']}")
-    dist.destroy_process_group()
 
 
 def test_a_function_is_launched_on_several_processes(tmp_path):

@@ -1,5 +1,5 @@
 import typing
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -12,7 +12,6 @@ from lockstep.classic.dynamic_scaler import DynamicScaler as ClassicScaler
 from lockstep.config import KEYS, ScalerConfig, resolve
 from lockstep.errors import UserError
 from lockstep.precision import (
-    BF16_STORED,
     PRECISIONS,
     DynamicScaler,
     Precision,
@@ -75,18 +74,21 @@ def test_state_round_trip_and_unknown_version():
     for overflowed in (False, True, False, False):
         scaler.update(overflowed)
     other = DynamicScaler(ScalerConfig(initial=2.0, interval=5))
-    other.load_state(scaler.get_state())
-    assert other.get_state() == scaler.get_state()
-    assert len(other.history) == 4
+    other.load_state_dict(scaler.state_dict() | {"history": [[64.0, True]]})  # as older checkpoints have it
+    assert other.state_dict() == scaler.state_dict()
+    assert (other.value, other.clean_steps) == (32.0, 2)
     with pytest.raises(UserError, match="version 99"):
-        other.load_state({**scaler.get_state(), "version": 99})
+        other.load_state_dict({**scaler.state_dict(), "version": 99})
 
 
 def test_the_history_is_bounded():
-    scaler = DynamicScaler()
+    scaler = ClassicScaler()
     for _ in range(250):
         scaler.update(False)
     assert len(scaler.history) == 100
+    other = ClassicScaler()
+    other.load_state_dict(scaler.state_dict())
+    assert other.history == scaler.history
 
 
 def test_cpu_runs_in_fp32_unless_asked():
@@ -106,11 +108,18 @@ def test_half_precision_master_weights_are_refused():
 
 
 def test_the_contract_of_every_format():
-    contracts = {name: choose_precision(config(precision=name), CPU).contract(torch.bfloat16) for name in BF16_STORED}
+    stored = [name for name, precision in PRECISIONS.items() if precision.stores_bf16]
+    contracts = {name: choose_precision(config(precision=name), CPU).contract(torch.bfloat16) for name in stored}
     start = "stored bfloat16, computed bfloat16, reduced float32, optimizer float32"
     assert all(contract.startswith(start) for contract in contracts.values())
     assert len(set(contracts.values())) == len(contracts)
     assert choose_precision(config(precision="bf16"), CPU).rounding is None
+
+
+def test_rounding_errors_are_those_of_the_format_that_is_computed_in():
+    found = {name: precision.eps(torch.float64) for name, precision in PRECISIONS.items()}
+    assert (found["fp32"], found["tf32"], found["bf16"]) == (2.0**-52, 2.0**-10, 2.0**-7)
+    assert [name for name, precision in PRECISIONS.items() if not precision.loses_bits] == ["fp32"]
 
 
 def test_the_table_has_every_precision_of_the_configuration():
@@ -148,14 +157,25 @@ def test_what_bf16_storage_cannot_do_is_refused(values, words):
 def test_storing_keeps_the_objects_and_refuses_doubles():
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     before = list(model.parameters())
-    cast_parameters_(model, "bf16")
+    master = choose_precision(config(precision="bf16-master"), CPU)
+    cast_parameters_(model, PRECISIONS["bf16"])
     assert {p.dtype for p in before} == {torch.float32}
-    cast_parameters_(model, "bf16-master")
+    cast_parameters_(model, master)
     assert {p.dtype for p in before} == {torch.bfloat16}
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
     assert model[1].running_mean.dtype == torch.float32
     with pytest.raises(UserError, match="'weight' in float64"):
-        cast_parameters_(nn.Linear(2, 2).double(), "bf16-master")
+        cast_parameters_(nn.Linear(2, 2).double(), master)
+
+
+def test_bf16_that_torch_only_emulates_is_not_chosen(monkeypatch):
+    """A V100 or T4 computes in fp16; torch says that it supports bf16, and emulates it."""
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    assert choose_precision(config(precision="auto"), torch.device("cuda")).name == "fp16"
+    with pytest.raises(UserError, match="T4 has no bf16"):
+        choose_precision(config(precision="bf16"), torch.device("cuda"))
 
 
 def test_fp8_is_refused_where_it_cannot_work(monkeypatch):

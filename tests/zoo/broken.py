@@ -110,7 +110,7 @@ class GradientOfThisRank(Contrastive):
 
     def gathered(self, rows: Tensor) -> Tensor:
         others = self.run.all_gather(rows.detach()).clone()
-        others[self.run.first : self.run.first + len(rows)] = rows
+        others[self.run.sample_offset : self.run.sample_offset + len(rows)] = rows
         return others
 
 
@@ -396,15 +396,6 @@ class LateHead(Sound):
             run.model.out = nn.Linear(8, run.model.out.out_features, bias=False)
 
 
-class Bypass(Sound):
-    """Calls the parts of the model: DDP never hears of that forward."""
-
-    def loss(self, model: nn.Module, batch: Any) -> Loss:
-        tokens, mask = batch
-        losses = token_losses(model.out(model.read(tokens[:, :-1])), tokens, mask)
-        return Loss(losses.sum(), len(losses))
-
-
 class ScaledHook(Sound):
     """Multiplies one gradient by the number of ranks, "because DDP divides by it"."""
 
@@ -638,7 +629,6 @@ FOUND: dict[type[Sound], str] = {
     Untied: "untied",
     HalfPrecision: "half-precision",
     LateHead: "changed-structure",
-    Bypass: "bypass",
     ScaledHook: "hook",
     FaintHook: "hook",
     ClampedHook: "hook",

@@ -206,7 +206,7 @@ class Contrastive(Sound):
 
     def first(self) -> int:
         """Return the place of the first label."""
-        return self.run.first
+        return self.run.sample_offset
 
 
 TASKS = [TiedWithDropout, AugmentedLSTM, FrozenTrunk, PlainStream, Noising, TorchTransformer, Sound, Contrastive]

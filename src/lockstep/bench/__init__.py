@@ -13,7 +13,8 @@ def benchmark_weak_scaling(num_gpus: Sequence[int] = (1, 2, 4, 8), **options: An
     """Benchmark with a fixed batch per rank. Returns throughput, speed-up and efficiency by number of ranks.
 
     `fair_test` says whether each rank had a device or cores of its own on a quiet machine; else `unfair_because`.
-    `options` are those of `lockstep bench weak`: target, batch, repeats, block, layers, cores_per_rank.
+    `options` are those of `lockstep bench weak`: target, batch, repeats or seconds, block, layers, cores_per_rank and
+    siblings.
     """
     from lockstep.bench.kinds.scaling import scaling_results
 

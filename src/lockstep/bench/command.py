@@ -17,9 +17,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lockstep.bench.cores import MEASURE, SIBLINGS, SYSTEM, Cores, find_cores
 from lockstep.errors import ExitCode, UserError, printable
 
 if TYPE_CHECKING:
@@ -78,11 +80,20 @@ def _add_measuring(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worlds", metavar="1,2,4,8", help="numbers of ranks (default: what this machine has)")
     parser.add_argument("--backend", metavar="nccl,gloo", help="backends to compare (comm)")
     parser.add_argument("--repeats", type=int, metavar="N", help="rounds in which everything takes a turn")
+    parser.add_argument("--seconds", type=float, metavar="S", help="as many rounds as fit into them (weak, strong)")
     parser.add_argument("--block", type=int, metavar="N", help="steps of a turn (default 10; all: 5)")
     parser.add_argument(
         "--batch", type=int, metavar="B", help="samples per step; weak: of a rank, strong: of all ranks"
     )
-    parser.add_argument("--cores-per-rank", type=int, default=0, metavar="N", help="(default: cores / largest world)")
+    parser.add_argument(
+        "--cores-per-rank", type=int, default=0, metavar="N", help="physical cores (default: cores / largest world)"
+    )
+    parser.add_argument(
+        "--siblings",
+        choices=SIBLINGS,
+        default=SYSTEM,
+        help="which CPUs share a core: what the system says, measure it, or 2i and 2i + 1, i and i + half, none",
+    )
 
     # Options of single kinds, which are named in their help.
     parser.add_argument("--accumulation", metavar="1,4", help="micro-batches per step (step)")
@@ -123,17 +134,22 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     from lockstep.bench.projection import section_of
 
     # All mistakes of the command are found here, before anything is started.
-    asked = _options(options, overrides)
+    asked = _options(options, overrides, find_cores(options.siblings))
 
     folder = asked.out
     assert folder is not None
     result = results.begin(folder, shlex.join(["lockstep", *options.arguments]), as_record(this_machine()))
     print(printable(f"hardware  {result.hardware['text']}"))
 
+    # What the ranks share out is known only now.
+    if options.siblings == MEASURE:
+        cores = _measured_cores(result)
+        asked = replace(_options(options, overrides, cores), out=folder)
+
     # A kind that cannot be measured is reported, and the others go on.
     names = list(KINDS) if options.kind == "all" else [options.kind]
     failed = False
-    with _ending_on_sigterm(), Pool(asked.cores_per_rank, ["lockstep.bench.ranks.scaling"]) as pool:
+    with _ending_on_sigterm(), Pool(asked.cores_per_rank, asked.cores, ["lockstep.bench.ranks.scaling"]) as pool:
         for name in names:
             sections = _sections(name, pool, asked, peers=not options.no_peers)
             failed |= not sections
@@ -160,6 +176,23 @@ def _measure(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         _say_without_plots(folder)
 
     return ExitCode.FAILED if failed else ExitCode.FINISHED
+
+
+def _measured_cores(result: Result) -> Cores:
+    """Measure which CPUs share a core, and add that to the result."""
+    from lockstep.bench.kinds.siblings import cores_of
+    from lockstep.bench.results import text_of
+
+    progress = ProgressLine()
+    with _ending_on_sigterm():
+        cores, sections = cores_of(MEASURE, progress.show)
+
+    progress.clear()
+    for section in sections:
+        result.put(section)
+        print(printable(text_of(section)) + "\n", flush=True)
+
+    return cores
 
 
 def _say_without_plots(folder: Path) -> None:
@@ -257,7 +290,7 @@ def _add_facts(result: Result, section: Section) -> None:
     result.facts |= {key: facts[key] for key in ("torch", "device") if key in facts}
 
 
-def _options(options: argparse.Namespace, overrides: Sequence[str]) -> BenchOptions:
+def _options(options: argparse.Namespace, overrides: Sequence[str], cores: Cores) -> BenchOptions:
     """Check what was typed, and fill in the rest."""
     from lockstep.bench import options as known
     from lockstep.config import read_layers
@@ -286,12 +319,14 @@ def _options(options: argparse.Namespace, overrides: Sequence[str]) -> BenchOpti
     return known.BenchOptions(
         target=target,
         layers=layers,
-        worlds=known.parse_worlds(options.worlds),
+        worlds=known.parse_worlds(options.worlds, cores.usable),
         backends=known.parse_backends(options.backend),
         repeats=sizes["repeats"],
+        seconds=options.seconds,
         block=sizes["block"],
         batch=options.batch,
         cores_per_rank=options.cores_per_rank,
+        cores=cores,
         max_mb=sizes["max_mb"],
         accumulation=known.parse_accumulation(sizes["accumulation"]),
         megabytes=sizes["megabytes"],

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from lockstep import targets
+from lockstep.bench.cores import Cores, find_cores
 from lockstep.config import flatten, read_layers
-from lockstep.errors import UserError, plural
-from lockstep.runtime.host.resources import available_cores, visible_gpus
+from lockstep.errors import UserError
+from lockstep.runtime.host.resources import visible_gpus
 
 # Settings that belong to the ranks of a measurement, or that every kind sets itself.
 OF_THE_PROCESS = ("device", "backend", "threads", "steps", "epochs", "global_batch", "local_batch", "run_dir", "resume")
@@ -51,9 +52,11 @@ class BenchOptions:
     worlds: list[int] = field(default_factory=lambda: [1, 2])
     backends: list[str] = field(default_factory=list)  # of collectives; empty: the one for this machine
     repeats: int = 9  # rounds
+    seconds: float | None = None  # as many rounds as fit into them, instead of `repeats` (weak and strong)
     block: int = 10  # steps of a turn
     batch: int | None = None  # samples per step: of a rank (weak), or of all ranks (strong); None: the target's own
-    cores_per_rank: int = 0  # 0: as many as the largest world allows
+    cores_per_rank: int = 0  # physical cores; 0: as many as the largest world allows
+    cores: Cores = field(default_factory=find_cores)  # that the ranks share out
     max_mb: float = 256.0  # the largest message, in MB
     accumulation: list[int] = field(default_factory=lambda: [1, 4])
     megabytes: int = 400  # of a checkpoint
@@ -66,10 +69,9 @@ class BenchOptions:
         self._check_target()
         self._check_sizes()
 
-        # Ranks share out the cores that this process may use.
         self.worlds = sorted(set(self.worlds))
         if not self.cores_per_rank:
-            self.cores_per_rank = max(1, available_cores() // max(self.worlds))
+            self.cores_per_rank = max(1, self.cores.usable // max(self.worlds))
 
     def _check_target(self) -> None:
         """Refuse a target that does not exist, or whose steps cannot be taken one by one."""
@@ -86,7 +88,7 @@ class BenchOptions:
 
     def _check_sizes(self) -> None:
         """Refuse numbers that make no sense. They may come from Python, so types are checked as well."""
-        for name in ("repeats", "block", "batch", "max_mb", "megabytes", "steps"):
+        for name in ("repeats", "seconds", "block", "batch", "max_mb", "megabytes", "steps"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int | float) or value <= 0):
                 raise UserError(f"--{name.replace('_', '-')} must be above 0", str(value), "use 1 or more")
@@ -94,11 +96,11 @@ class BenchOptions:
         if not self.worlds or not all(isinstance(world, int) and world > 0 for world in self.worlds):
             raise UserError("the numbers of ranks are not numbers above 0", str(self.worlds), "use 1,2,4")
 
-        cores = available_cores()
+        cores = self.cores.usable
         if not isinstance(self.cores_per_rank, int) or not 0 <= self.cores_per_rank <= cores:
             raise UserError(
                 f"--cores-per-rank {self.cores_per_rank} is not possible",
-                f"this process may use {plural(cores, 'core')}",
+                f"this process may use {self.cores}",
                 f"use 1 to {cores}, or 0 to share them out",
             )
 
@@ -114,10 +116,10 @@ class BenchOptions:
         }
 
 
-def parse_worlds(text: str | None) -> list[int]:
-    """Return numbers of ranks; by default powers of two up to what this machine has devices or cores for."""
+def parse_worlds(text: str | None, cores: int) -> list[int]:
+    """Return numbers of ranks; by default powers of two up to what there are devices or `cores` for."""
     if text is None:
-        most = visible_gpus() or available_cores()
+        most = visible_gpus() or cores
         return [world for world in (1, 2, 4, 8) if world <= max(2, most)]
 
     return sorted(set(_numbers("--worlds", text)))
@@ -147,6 +149,7 @@ def parse_backends(text: str | None) -> list[str]:
 FOR_KINDS = {
     "worlds": ("weak", "strong", "comm", "memory", "step", "checkpoint", "start", "recovery", "settings"),
     "backend": ("comm",),
+    "seconds": ("weak", "strong"),
     "block": ("weak", "strong", "comm", "memory", "step", "data", "settings"),
     "batch": ("weak", "strong", "comm", "memory", "data", "settings"),
     "accumulation": ("memory", "step"),
@@ -167,6 +170,9 @@ def check_kind(kind: str, typed: Mapping[str, Any]) -> None:
             raise UserError(
                 f"bench {kind} has no option {option}", f"it is for {', '.join(kinds)}", f"leave {option} out"
             )
+
+    if typed.get("seconds") and typed.get("repeats"):
+        raise UserError("--seconds and --repeats both say how many rounds there are", "", "leave one of them out")
 
 
 # The kinds that measure something of their own: what that is, and what can be chosen.

@@ -102,7 +102,7 @@ def _cards(result: Result) -> str:
     """Return the facts of the machine, as cards."""
     hardware = result.hardware
     known = {
-        "CPU": f"{hardware['cores']} of {hardware['hardware_threads']} hardware threads",
+        "CPU": f"{hardware['cpus']} of {hardware['hardware_threads']} hardware threads",
         "GPU": ", ".join(hardware["gpus"]) or "none",
         "Memory": f"{hardware['memory_gb']:.0f} GB",
         "System": hardware["system"],

@@ -20,12 +20,12 @@ from typing import Any, BinaryIO
 
 import psutil
 
-from lockstep.bench.hardware import RankPlacement, place
+from lockstep.bench.cores import Cores, RankPlacement, find_cores, place
 from lockstep.errors import UserError
 from lockstep.launch.job import PRELOAD
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.ranks.zygote_client import ZygoteClient
-from lockstep.launch.wire.lines import wait_readable
+from lockstep.launch.wire.sockets import wait_readable
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, OF_ONE_JOB, STORE_FILE
 from lockstep.runtime.host.resources import visible_gpus
 from lockstep.runtime.host.threads import wait_asleep
@@ -48,8 +48,9 @@ class Pool:
     ends all of them with itself, and its temporary folder is removed.
     """
 
-    def __init__(self, cores_per_rank: int = 1, preload: Sequence[str] = ()) -> None:
+    def __init__(self, cores_per_rank: int = 1, cores: Cores | None = None, preload: Sequence[str] = ()) -> None:
         self.cores_per_rank = cores_per_rank
+        self.cores = cores or find_cores()
         self.folder = Path(tempfile.mkdtemp(prefix="lockstep-bench-"))
         self.codes: dict[int, int] = {}  # exit codes, by the rank's number in the zygote
 
@@ -83,7 +84,7 @@ class Pool:
         self._teams += 1
         folder = self.folder / f"{self._teams:03}"
         (folder / "attempt").mkdir(parents=True)
-        placement = place(world, self.cores_per_rank)
+        placement = place(world, self.cores_per_rank, self.cores)
 
         # The ranks hold the reading end of the lifeline and exit when the other end is closed.
         reading, writing = os.pipe()
@@ -105,7 +106,8 @@ class Pool:
             spec = {
                 "measure": measure,
                 "arguments": {**arguments, "folder": str(own_folder)},
-                "cpus": placement.cpus if pin else None,
+                "cpus": placement.cpus[rank] if pin else None,
+                "threads": self.cores_per_rank,
                 "path": sys.path,
                 "folder": str(folder),
                 "rank": rank,
@@ -224,7 +226,7 @@ class Team:
     def placed(self, device: str) -> RankPlacement:
         """Return the placement of ranks that compute on `device`, as they say themselves: "cpu", or a GPU."""
         if device.startswith("cpu"):
-            return place(self.world, self._pool.cores_per_rank, gpus=0)
+            return place(self.world, self._pool.cores_per_rank, self._pool.cores, gpus=0)
         return self.placement
 
     def ready(self) -> list[Any]:

@@ -63,9 +63,7 @@ class Verdict:
         if self.refusal or self.undecided:
             return None
 
-        if self.higher_is_better:
-            return self.value >= self.limit
-        return self.value <= self.limit
+        return self.value >= self.limit if self.higher_is_better else self.value <= self.limit
 
     def __str__(self) -> str:
         if self.refusal:
@@ -97,7 +95,13 @@ class Section:
     @property
     def failed(self) -> bool:
         """Whether a target was missed, or something that was asked for could not be measured."""
+        # A verdict that is not judged, or undecided, is None: on other hardware a target says nothing.
         return bool(self.extra.get("not_measured")) or any(verdict.passed is False for verdict in self.verdicts)
+
+
+def now() -> str:
+    """Return the time in UTC, since results of several machines are compared."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
 
 
 @dataclass
@@ -108,21 +112,21 @@ class Result:
     hardware: dict[str, Any]
     facts: dict[str, Any] = field(default_factory=dict)
     sections: list[Section] = field(default_factory=list)
-    time: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()))
+    time: str = field(default_factory=now)
     version: str = lockstep.__version__
     format: int = FORMAT
 
     def put(self, section: Section) -> None:
         """Add a section, or replace the one of the same name. It says itself when and how it was measured."""
         section.stamp = {
-            "time": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+            "time": now(),
             "version": lockstep.__version__,
             "command": self.command,
         }
 
-        # The newest is last, as the page shows them.
-        self.sections = [other for other in self.sections if other.name != section.name]
-        self.sections.append(section)
+        # The newest is last, and the page shows them in this order.
+        others = [other for other in self.sections if other.name != section.name]
+        self.sections = [*others, section]
 
 
 def begin(folder: Path, command: str, hardware: dict[str, Any]) -> Result:
@@ -159,8 +163,7 @@ def write(result: Result, folder: Path) -> None:
 
     # Replaced at once: an interrupted write must not destroy the earlier measurements.
     with replacing(folder / FILE) as draft:
-        text = json.dumps(_finite(asdict(result)), indent=1) + "\n"
-        draft.write_text(text, encoding="utf-8")
+        draft.write_text(json.dumps(_finite(asdict(result)), indent=1) + "\n", encoding="utf-8")
 
     for section in result.sections:
         (folder / f"{section.name}.csv").write_text(csv_of(section), encoding="utf-8")
@@ -180,24 +183,23 @@ def read(path: Path) -> Result:
     file = path / FILE if path.is_dir() else path
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
-        sections = [_section(values) for values in data.pop("sections")]
+        sections = []
+        for values in data.pop("sections"):
+            # JSON has dictionaries where a section has records.
+            columns = [Column(**column) for column in values.pop("columns")]
+            verdicts = [Verdict(**verdict) for verdict in values.pop("verdicts")]
+            sections.append(Section(**values, columns=columns, verdicts=verdicts))
+
         return Result(**data, sections=sections)
 
-    # A file of something else fails in one of these ways.
+    # A file of something else fails in one of these ways: no such file or no text, no JSON, no such key, or a key that
+    # no record has.
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"{path} is not the result of a benchmark",
             str(error),
             "name the folder of an earlier `lockstep bench KIND --out FOLDER`",
         ) from error
-
-
-def _section(values: dict[str, Any]) -> Section:
-    """Make a section of what JSON holds of it."""
-    # JSON has dictionaries where a section has records.
-    columns = [Column(**column) for column in values.pop("columns")]
-    verdicts = [Verdict(**verdict) for verdict in values.pop("verdicts")]
-    return Section(**values, columns=columns, verdicts=verdicts)
 
 
 def csv_of(section: Section) -> str:
@@ -240,7 +242,6 @@ def middle(value: Any) -> Any:
 
 def text_of(section: Section) -> str:
     """Return the table of a section for a terminal, with its notes and verdicts."""
-    # The table, its notes, and what was judged.
     heads = [column.head for column in section.columns]
     body = [[cell(row.get(column.key)) for column in section.columns] for row in section.rows]
     lines = [section.title, *table_lines(heads, body)]
@@ -250,8 +251,7 @@ def text_of(section: Section) -> str:
 
     # A verdict that is refused already says what makes the test unfair.
     refusal = section.extra.get("refusal")
-    said = any(verdict.refusal for verdict in section.verdicts)
-    if refusal and section.rows and not said:
+    if refusal and section.rows and not any(verdict.refusal for verdict in section.verdicts):
         lines.append(f"  Not a fair test: {refusal}.")
 
     lines += [f"  {verdict}" for verdict in section.verdicts]
@@ -260,12 +260,14 @@ def text_of(section: Section) -> str:
 
 def table_lines(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str]:
     """Return the lines of a table. Columns of words are flush left, columns of numbers flush right."""
-    # Column by column, since the longest text of a column sets its width.
+    # Column by column, since the longest text of a column sets its width. A column with one word in it is one of words:
+    # "-", which stands for a missing number, is none.
     padded = []
     for head, *cells in zip(heads, *body, strict=True):
         width = max(map(len, (head, *cells)))
-        words = any(text[:1].isalpha() for text in cells)
-        padded.append([text.ljust(width) if words else text.rjust(width) for text in (head, *cells)])
+        has_words = any(text[:1].isalpha() for text in cells)
+        align = str.ljust if has_words else str.rjust
+        padded.append([align(text, width) for text in (head, *cells)])
 
     # From columns back to rows.
     return ["  " + "  ".join(row).rstrip() for row in zip(*padded, strict=True)]
@@ -273,22 +275,18 @@ def table_lines(heads: Sequence[str], body: Sequence[Sequence[str]]) -> list[str
 
 def cell(value: Any) -> str:
     """Return a value of a row as text: an estimate with half the width of its interval, or with the range of few."""
-    if is_estimate(value):
-        return _estimate_cell(value)
     if value is None:
         return "-"
-    return figure(value) if isinstance(value, float) else str(value)
+    if not is_estimate(value):
+        return figure(value) if isinstance(value, float) else str(value)
 
-
-def _estimate_cell(value: dict[str, Any]) -> str:
-    """Return an estimate as text. Few measurements have no confidence interval; their range is shown instead."""
-    median = figure(value["median"])
+    # Few measurements have no confidence interval, so `low` and `high` are their range. One has none at all.
     count = value.get("count", 1)
-    if count < 2:
-        return median
-    if count < ENOUGH:
-        return f"{median} ({figure(value['low'])} to {figure(value['high'])})"
-    return f"{median} ± {figure((value['high'] - value['low']) / 2)}"
+    if count >= ENOUGH:
+        return f"{figure(value['median'])} ± {figure((value['high'] - value['low']) / 2)}"
+
+    span = f" ({figure(value['low'])} to {figure(value['high'])})" if count > 1 else ""
+    return figure(value["median"]) + span
 
 
 def figure(value: float) -> str:

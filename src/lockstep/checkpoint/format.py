@@ -7,32 +7,13 @@ O_DIRECT. This module does not import torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import xxhash
-
-from lockstep.checkpoint.manifest import (
-    DTYPES,
-    Damaged,
-    File,
-    InvalidCheckpoint,
-    Manifest,
-    Piece,
-    TensorEntry,
-    byte_count,
-)
-from lockstep.checkpoint.manifest_reader import (
-    check_counts,
-    check_fields,
-    open_file,
-    parse_json,
-    read_manifest,
-    require,
-)
+from lockstep.checkpoint.manifest import DTYPES, Damaged, Piece, TensorEntry, byte_count
+from lockstep.checkpoint.manifest_reader import check_counts, check_fields, open_file, parse_json, require
 from lockstep.checkpoint.storage import Checkpoint
-from lockstep.checkpoint.storage.protocol import CHUNK, PAGE
+from lockstep.checkpoint.storage.files import PAGE
 
 
 class HeaderEntry(NamedTuple):
@@ -43,7 +24,7 @@ class HeaderEntry(NamedTuple):
     position: int  # of its first byte in the file
 
 
-# The tensors of a file, by key.
+# The tensors of a file, by name.
 Header = dict[str, HeaderEntry]
 
 
@@ -86,65 +67,6 @@ def arrange(tensors: dict[str, TensorEntry]) -> FileLayout:
     return FileLayout(tensors, byte_ranges, position, len(text).to_bytes(8, "little") + text)
 
 
-def verify(
-    checkpoint: Checkpoint, rank: int = 0, world_size: int = 1
-) -> tuple[Manifest | None, Sequence[InvalidCheckpoint]]:
-    """Return the manifest, and the problems with it or with this rank's share of its files."""
-    try:
-        manifest = read_manifest(checkpoint)
-    except InvalidCheckpoint as problem:
-        return None, [problem]
-
-    return manifest, find_problems(checkpoint, manifest, manifest.files[rank::world_size])
-
-
-def find_problems(checkpoint: Checkpoint, manifest: Manifest, files: Sequence[File]) -> list[InvalidCheckpoint]:
-    """Return the problems with `files`: no access, a wrong size, a wrong digest, or a missing piece."""
-    # The pieces that the manifest expects in each file, with their dtypes.
-    expected: dict[str, list[tuple[Piece, str]]] = {}
-    for entry in manifest.tensors.values():
-        for piece in entry.pieces:
-            expected.setdefault(piece.file, []).append((piece, entry.dtype))
-
-    # Report one problem per file: a wrong digest explains a wrong header.
-    problems = []
-
-    for file in files:
-        try:
-            verify_file(checkpoint, file)
-            header = read_header(checkpoint, file.name)
-            for piece, dtype in expected.get(file.name, []):
-                locate(checkpoint, header, piece, dtype)
-        except InvalidCheckpoint as problem:
-            problems.append(problem)
-
-    return problems
-
-
-def check_size(checkpoint: Checkpoint, file: File) -> None:
-    """Raise Damaged if a file is missing or has the wrong size. Its contents are not read."""
-    with open_file(checkpoint, file.name) as stream:
-        size = stream.seek(0, 2)
-
-    if size != file.size:
-        raise Damaged(checkpoint, file.name, f"has {size:,} bytes, but {file.size:,} were written")
-
-
-def verify_file(checkpoint: Checkpoint, file: File) -> None:
-    """Read a whole file and raise Damaged if its size or digest is wrong."""
-    # Check the size first: it needs no reading, and a wrong size says more than a wrong digest.
-    check_size(checkpoint, file)
-
-    with open_file(checkpoint, file.name) as stream:
-        # Large chunks, because in an object store each one is a request.
-        digest = xxhash.xxh3_128()
-        for chunk in iter(lambda: stream.read(CHUNK), b""):
-            digest.update(chunk)
-
-    if digest.hexdigest() != file.digest:
-        raise Damaged(checkpoint, file.name, "the bytes changed since they were written (digest differs)")
-
-
 def read_header(checkpoint: Checkpoint, name: str) -> Header:
     """Read the header of one file and check every entry. Raise Damaged if an entry is invalid."""
     try:
@@ -181,10 +103,10 @@ def _header_entry(what: str, item: Any, data_start: int, file_size: int) -> Head
     return HeaderEntry(dtype, shape, data_start + start)
 
 
-def locate(checkpoint: Checkpoint, header: Header, piece: Piece, dtype: str) -> int:
-    """Return the position of `piece` in its file. Raise Damaged if the file does not contain it."""
-    entry = header.get(piece.key)
+def locate(checkpoint: Checkpoint, header: Header, name: str, piece: Piece, dtype: str) -> int:
+    """Return the position of a piece of the tensor `name` in its file. Raise Damaged if the file does not hold it."""
+    entry = header.get(name)
     if entry is None or (entry.dtype, entry.shape) != (dtype, piece.shape):
-        raise Damaged(checkpoint, piece.file, f"does not hold the piece {piece.key!r} that the manifest expects there")
+        raise Damaged(checkpoint, piece.file, f"does not hold the piece of {name!r} that the manifest expects there")
 
     return entry.position

@@ -3,48 +3,50 @@
     resume                               before the first step
     ensure_rewind_checkpoint             before the first step: a policy that rewinds needs a checkpoint of the start
     prepare                              after the first step, so that the first save is as short as the others
-    poll                                 after each step: did the save in flight fail on this rank?
+    pending.poll                         after each step: did the save in flight fail on this rank?
     save_due, due_by_clock               after each step: is a save due?
     is_new_best                          after an evaluation
     save                                 between two steps
-    abort_if_failed                      when the control word says that a rank failed to write its file
+    pending.abort_if_failed              when the control word says that a rank failed to write its file
     rewind                               when a step was not applied and the policy is rewind
-    settle, best, last_location, close   at the end
+    pending.settle                       at the end
+    best, last_location, close           after that
 
 `state/contents.py` collects what a rank writes, `saving` writes it, and `resume.py` loads a checkpoint. All ranks call
-these methods at the same step. `poll`, `save_due`, `due_by_clock`, `best`, `last_location` and `close` are local; all
-others are collective.
+these methods at the same step.
 """
 
 from __future__ import annotations
 
+import math
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch
 
 import lockstep
-from lockstep.checkpoint.load import CheckpointReader
-from lockstep.checkpoint.loop_state import LoopState
+from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.resume import Resumed, Resumer
 from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.saving.saver import Saver
-from lockstep.checkpoint.schedule import SaveSchedule
-from lockstep.checkpoint.state.contents import ContentsCollector
+from lockstep.checkpoint.saving.space import check_space
+from lockstep.checkpoint.state.contents import collect, shards_of
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, update_latest
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim, delete_leftovers, update_latest
+from lockstep.checkpoint.storage.together import claim_together
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
 from lockstep.errors import UserError, plural
 from lockstep.launch.folder.checkpoint_names import LATEST, folder_name, step_in
-from lockstep.launch.folder.start_from import Beginning, GoBack, Named, Newest
 from lockstep.observe.run_folder import RunFolder
+from lockstep.optim.optimizers import Update
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime
-from lockstep.runtime.seeds import derive, seed_host
+from lockstep.runtime.seeds import reseed_at
 from lockstep.task import BatchSource, StepResult
 
 
@@ -54,82 +56,71 @@ class CheckpointManager:
     def __init__(
         self,
         folder: RunFolder,
-        storage: CheckpointStorage,
         state: RunState,
         config: RunConfig,
-        plan: Plan,
         runtime: Runtime,
         log_event: EventLogger,
-        before_next_update: Callable[[Callable[[], None]], None],
+        update: Update,
     ):
         """Keep references to the objects of a run. Nothing is read or written here.
 
-        `log_event(event, **fields)` logs an event. `before_next_update(wait)` has the next update call `wait` first.
+        `update`: it must wait until a save has copied the optimizers' state.
         """
         # The objects of the run.
         self.folder = folder
-        self.storage = storage
         self.state = state
         self.config = config
-        self.plan = plan
         self.runtime = runtime
         self.log_event = log_event
-        self.before_next_update = before_next_update
+        self.update = update
 
-        # The parts of this manager, each with one job.
+        # The objects that this manager is made of, each with one job.
         settings = config.checkpoint
-        self._retention = Retention(
-            keep=settings.keep, keep_every=settings.keep_every, best=settings.best, best_mode=settings.best_mode
+        self.storage = storage = CheckpointStorage(folder.path / "checkpoints", settings.storage)
+        self._retention = Retention.from_settings(settings)
+        self._context = SaveContext(
+            storage=storage,
+            rank=runtime.world.rank,
+            world_size=runtime.world.size,
+            token=folder.token,
+            retention=self._retention,
+            timeout_s=settings.timeout,
+            on_commit=folder.end_going_back,
         )
-        self._schedule = SaveSchedule(settings, self._retention, storage, runtime)
-        self._contents = ContentsCollector(state, runtime, log_event)
-        self._saver = Saver(self._save_context(), settings.asynchronous)
-        self._pending = PendingSave(self._saver, storage, runtime, log_event, folder.as_shown)
+        self._saver = Saver(self._context, settings.asynchronous)
+        self.pending = PendingSave(self._saver, self._context, runtime, log_event, folder.as_shown)
         self._resumer = Resumer(storage, state, config, runtime, log_event)
 
-        self._rewinds = 0  # since the last committed checkpoint
+        # When a checkpoint was last saved or loaded, or else the run began.
+        self._last_time = time.monotonic()
 
-    def _save_context(self) -> SaveContext:
-        """Return what all saves of this run have in common."""
-        # All ranks write. The token distinguishes their files from those of an earlier attempt.
-        world = self.runtime.world
-        token, on_commit = self.folder.token, self.folder.end_going_back
-        return SaveContext(self.storage, world.rank, world.size, token, self._retention, on_commit=on_commit)
+        # How many times the run has returned to each of its checkpoints, by step.
+        self._rewinds: Counter[int] = Counter()
 
     # ---- resuming ----
 
     def resume(self) -> Resumed | None:
-        """Claim the folder, and load the checkpoint from which the run starts. Return None if there is none."""
-        if self.runtime.is_main:
-            self._claim()
+        """Claim the storage, and load the checkpoint from which the run starts. Return None if there is none.
 
-        reader = self._find_start()
+        Collective. Raise a UserError if there is no room for a checkpoint and one will be saved, or if the storage
+        cannot be read or written for `checkpoint.timeout` seconds.
+        """
+        settings = self.config.checkpoint
+        claim_together(self.storage, self.runtime, settings.timeout, self._claim)
+
+        if settings.every is not None or settings.minutes is not None or settings.at_end:
+            check_space(self.storage, self.state.bytes_at_start(), self.runtime.collectives, self.log_event)
+
+        reader = self.folder.start_from.find(self._resumer)
         return None if reader is None else self._load(reader)
-
-    def _find_start(self) -> CheckpointReader | None:
-        """Return the checkpoint that the run's start names, None if it starts from the beginning. Collective."""
-        match self.folder.start_from:
-            case Beginning():
-                return None
-
-            case Named(path) | GoBack(path):
-                return self._resumer.find_named(path)
-
-            case Newest(otherwise):
-                reader = self._resumer.find_newest()
-                if reader is None and otherwise:
-                    return self._resumer.find_named(otherwise)
-
-                return reader
 
     def _load(self, reader: CheckpointReader) -> Resumed:
         """Load a checkpoint, and note what follows from it for later saves. Collective."""
         resumed = self._resumer.load(reader)
 
         # If it was another run's, a later attempt must load it again, until this run has saved one of its own.
-        step = resumed.steps_done if resumed.in_own_folder else None
-        self._schedule.loaded(step)
-        self._pending.last_committed = step
+        self.pending.last_committed = resumed.steps_done if resumed.in_own_folder else None
+        self._last_time = time.monotonic()
 
         if self.runtime.is_main and resumed.in_own_folder:
             self.folder.end_going_back()
@@ -137,35 +128,39 @@ class CheckpointManager:
         return resumed
 
     def _claim(self) -> None:
-        """Make this attempt the only writer. Rank 0 calls it, before any checkpoint is written."""
-        self.storage.claim(self.folder.token)
+        """Make this attempt the only writer. Rank 0 calls it, before any checkpoint is written.
+
+        Raises OSError. If it is called again after that, it does the rest.
+        """
+        claim(self.storage, self.folder.token)
+
+        # Free the space of what killed attempts left behind.
+        delete_leftovers(self.storage, self.folder.token)
 
         # If this attempt fails before it has gone back, the launcher announces this checkpoint. A checkpoint that was
         # set aside is not announced, because its name is not that of a step.
-        start = self.folder.start_from
-        goes_back_to = start.path.resolve().name if isinstance(start, GoBack) else ""
-
-        if step_in(goes_back_to) is not None:
-            self.storage.replace(LATEST, f"{goes_back_to}\n".encode())
+        earlier = self.folder.start_from.earlier
+        if earlier and step_in(earlier) is not None:
+            self.storage.replace(LATEST, f"{earlier}\n".encode())
         elif self.folder.attempt == 0:
             update_latest(self.storage)
 
     # ---- rewinding ----
 
     def ensure_rewind_checkpoint(self, save: Callable[[], None]) -> None:
-        """If a policy is rewind and there is no checkpoint to go back to, call `save`."""
+        """If a policy is rewind and there is no checkpoint to go back to, call `save`. Collective."""
         policies = {"nonfinite.policy": self.config.nonfinite.policy, "spike.policy": self.config.spike.policy}
         policy = next((key for key, value in policies.items() if value == "rewind"), None)
         if policy is None:
             return
 
         self._check_can_skip(policy)
-        if self._pending.last_committed is not None:
+        if self.pending.last_committed is not None:
             return
 
         # The run goes back to this checkpoint if a step before the next save is not applied.
         save()
-        if not self.settle():
+        if not self.pending.settle():
             raise UserError(
                 f"{policy}=rewind needs a checkpoint of the start, which could not be written",
                 "",
@@ -183,13 +178,12 @@ class CheckpointManager:
             )
 
     def rewind(self, result: StepResult, span: tuple[int, int] | None) -> Resumed:
-        """Go back to the last checkpoint, and from now on skip the samples of the step that was not applied.
+        """Go back to the last checkpoint. From now on skip the samples of the step that was not applied. Collective.
 
         `span`: their positions in the order of the data, as (start, stop).
         """
         # The save in flight may become the last checkpoint.
-        self.settle()
-        self._count_rewind(result)
+        self.pending.settle()
 
         reader = self._resumer.find_newest()
         if reader is None:
@@ -198,6 +192,8 @@ class CheckpointManager:
                 result.skip_reason or "",
                 "make room on the disk, or choose the policy skip or stop",
             )
+
+        self._count_rewind(result, reader.manifest.step)
 
         # `_load` resets the source, but samples that were skipped since the checkpoint must stay skipped.
         source = self.state.source
@@ -213,12 +209,12 @@ class CheckpointManager:
         self.log_event("rewind", step=result.step, to=resumed.steps_done, reason=result.skip_reason, skipped=skipped)
         return resumed
 
-    def _count_rewind(self, result: StepResult) -> None:
-        """Count a rewind, and raise if there were too many since the last checkpoint."""
+    def _count_rewind(self, result: StepResult, to: int) -> None:
+        """Count a rewind to the checkpoint of step `to`, and raise if there were too many without a new one."""
         # Without a limit, a run whose steps fail for some reason other than their samples would rewind forever.
-        self._rewinds += 1
+        self._rewinds[to] += 1
         limit = self.config.nonfinite.max_in_a_row
-        if self._rewinds > limit:
+        if self._rewinds[to] > limit:
             raise UserError(
                 f"step {result.step} was not applied, and the run has rewound {limit} times without a new checkpoint "
                 f"(nonfinite.max_in_a_row={limit})",
@@ -229,90 +225,98 @@ class CheckpointManager:
     # ---- is a save due? ----
 
     def save_due(self, steps_done: int, requested: bool) -> bool:
-        """Whether to save now: `SaveSchedule.due` has the rule. Local."""
-        return self._schedule.due(steps_done, requested)
+        """Whether to save now: a rank `requested` it, or `steps_done` is a multiple of `checkpoint.every`. Local.
+
+        The same state is not saved twice, unless its first save was aborted.
+        """
+        if self.pending.has_step(steps_done):
+            return False
+
+        every = self.config.checkpoint.every
+        return requested or (every is not None and steps_done % every == 0)
 
     def due_by_clock(self) -> bool:
-        """Whether rank 0's clock requests a save; the control word carries the request. Local."""
-        return self._schedule.due_by_clock()
+        """Whether `checkpoint.minutes` have passed on rank 0; the control word carries its request. Local."""
+        # Clocks differ between machines, so only rank 0's is used.
+        minutes = self.config.checkpoint.minutes
+        if minutes is None or not self.runtime.is_main:
+            return False
+
+        return time.monotonic() - self._last_time > 60 * minutes
 
     def is_new_best(self, metrics: Mapping[str, float]) -> bool:
-        """Whether these metrics are better than those of all checkpoints by `checkpoint.best`. Collective."""
-        return self._schedule.is_new_best(metrics)
+        """Whether these metrics are better than those of all checkpoints by `checkpoint.best`. Collective.
+
+        All ranks get the same answer, because rank 0 alone looks at the checkpoints.
+        """
+        score = self._retention.score(metrics)
+        if score is None:
+            return False
+
+        best = self.runtime.collectives.run_on_rank0(self._best_score)
+        return best is not None and score > best
+
+    def _best_score(self) -> float | None:
+        """Return the best score of all checkpoints and of the save in flight; -inf if none has a score. Local.
+
+        Return None if the checkpoints cannot be listed or read, which must not end the run: the next evaluation tries
+        again.
+        """
+        try:
+            saved = self._context.metrics.by_step()
+        except OSError:
+            return None
+
+        in_flight = self.pending.save
+        all_metrics = [*saved.values(), in_flight.metrics] if in_flight else saved.values()
+        scores = [self._retention.score(metrics) for metrics in all_metrics]
+        return max((score for score in scores if score is not None), default=-math.inf)
 
     # ---- saving ----
 
     def prepare(self) -> None:
-        """Allocate the buffer for snapshots early, so that the first save is as short as the others."""
-        self._saver.prepare(self._contents.shards())
+        """Allocate the buffer for snapshots early, so that the first save is as short as the others. Collective."""
+        self._saver.prepare(shards_of(self.state.capture_tensors().tensors, self.state, self.runtime))
 
-    def save(self, steps_done: int, loop: LoopState, metrics: dict[str, float]) -> None:
-        """Copy the state after `steps_done` steps, and write it in the background while training continues.
+    def save(self, steps_done: int, plan: Plan, metrics: dict[str, float]) -> None:
+        """Copy the state after `steps_done` steps, and write it in the background while training continues. Collective.
 
-        `metrics` are saved with the checkpoint; `checkpoint.best` compares them. Also reseeds Python's and numpy's
-        generators, as a resume does.
+        `metrics` are saved with the checkpoint; `checkpoint.best` compares them. Python's and numpy's generators get a
+        new seed (`reseed_at`).
         """
-        self.settle()
+        self.pending.settle()
         with self.runtime.heartbeat.visit("snapshot", steps_done):
-            self._pending.start(steps_done, self._contents.collect(self._run_values(loop, metrics)))
+            contents = collect(self.state, self.runtime, self.log_event, self._run_values(plan, metrics))
+            save = self.pending.start(steps_done, contents, metrics)
 
-        # An update must wait until the optimizers' state has been copied.
-        self.before_next_update(self._saver.wait_for_copy)
+        # The next update changes the optimizers' state, which may still be copied.
+        self.update.before_next_update(save.wait_for_copy)
 
-        self._schedule.started(steps_done, metrics)
-        seed_host(derive(self.config.seed, "checkpoint", steps_done))
+        self._last_time = time.monotonic()
+        reseed_at(self.config.seed, steps_done)
 
-    def _run_values(self, loop: LoopState, metrics: dict[str, float]) -> dict[str, Any]:
-        """Return what the manifest says about the run: settings, plan, versions, loop, metrics."""
+    def _run_values(self, plan: Plan, metrics: dict[str, float]) -> dict[str, Any]:
+        """Return what the manifest says about the run besides its state: settings, plan, versions, metrics."""
         # The keys are part of the file format (see CONTRIBUTING).
         return {
             "config": settings_as_text(self.config),
-            "plan": self.plan.as_record(),
+            "plan": plan.as_record(),
             "world": self.runtime.world.size,
             "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
-            "loop": asdict(loop),
             "metrics": metrics,
         }
-
-    def poll(self) -> bool:
-        """Log a save that is committed by now. Return whether it failed on this rank, for the control word. Local."""
-        return self._pending.poll()
-
-    def settle(self) -> bool:
-        """Wait until the save in flight is committed, or aborted on all ranks. Return False if this call aborted it.
-
-        If no save is in flight, this returns True at once, even if the last one was aborted earlier.
-        """
-        if self._pending.steps_done is None:
-            return True
-
-        if not self._pending.settle():
-            self._schedule.aborted()
-            return False
-
-        # Only a committed checkpoint lets the run rewind as often again.
-        self._rewinds = 0
-        return True
-
-    def abort_if_failed(self) -> bool:
-        """Abort the save in flight on all ranks if it failed on any of them. Return whether it was aborted."""
-        aborted = self._pending.abort_if_failed()
-        if aborted:
-            self._schedule.aborted()
-
-        return aborted
 
     # ---- at the end ----
 
     def best(self) -> BestCheckpoint | None:
-        """Return the best committed checkpoint by `checkpoint.best`."""
-        return best_checkpoint(self.storage, self._retention)
+        """Return the best committed checkpoint by `checkpoint.best`. Local; raises OSError if it cannot look now."""
+        return best_checkpoint(self._context.metrics, self._retention)
 
     def last_location(self) -> str | None:
-        """Return where the last committed checkpoint of this run is; None if there is none."""
-        step = self._pending.last_committed
-        return None if step is None else Checkpoint(self.storage, folder_name(step)).location
+        """Return where the last committed checkpoint of this run is; None if there is none. Local."""
+        step = self.pending.last_committed
+        return None if step is None else str(Checkpoint(self.storage, folder_name(step)).path)
 
     def close(self, timeout: float = 0.0) -> None:
-        """End the saves. One that is being written gets `timeout` seconds to finish."""
-        self._pending.close(timeout)
+        """End the saves. One that is being written gets `timeout` seconds to finish. Local."""
+        self.pending.close(timeout)

@@ -3,14 +3,17 @@
 `Manifest` has the fields of the file. If a run has written it, its `values` have these keys:
 
     config, plan, world, versions     settings as text, the plan, the number of ranks (`CheckpointManager._run_values`)
-    loop, metrics                     the state of the loop (`LoopState`), and the metrics of an evaluation of this step
+    metrics                           of an evaluation of this step
+    loop                              the state of the loop: seconds, interval, early_stop, ... (`RunState.loop_state`)
     state.model.extra                 the extra state of modules (`ModelState.capture`)
     state.model.frozen_digests        of frozen parameters that are not saved (`RunState.capture`)
     state.optimizers.NUMBER           kind, state, params, initial, settings (`OptimizerStates._capture`)
-    state.parts.NAME                  the state of a part; "data" is the data source (`RunState._capture_tensors`)
+    state.parts.NAME                  the state of a `Stateful`; "data" is the data source (`RunState.capture_tensors`)
+    state.required                    the NAMEs without whose state a resume is refused (`RegisteredState.required`)
     state.next_samples, stepper       a digest of the samples that come next, and the counters (`RunState.capture`)
 
-`Resumer.load` and `RunState.restore` read them. `manifest_reader` reads and checks a manifest. This module does not
+A run that resumes reads them in `Resumer.load` and `RunState.restore`; the properties of `Manifest` give single values
+to everybody else. `manifest_reader` reads and checks a manifest. This module does not
 import torch.
 """
 
@@ -27,7 +30,12 @@ import xxhash
 from lockstep.checkpoint.storage import Checkpoint
 
 # The version of the format of a checkpoint. Other versions are not read. CONTRIBUTING says when it changes.
-FORMAT = 2
+FORMAT = 4
+
+
+# How the names of the model's tensors begin, and those of the averages of its parameters: model.NAME, ema.NAME.
+MODEL = "model"
+EMA = "ema"
 
 
 class Dtype(NamedTuple):
@@ -90,6 +98,12 @@ class Unreadable(InvalidCheckpoint):
     verdict = "cannot be read"
 
 
+class Forbidden(Unreadable):
+    """This user must not read a file, which does not change by itself: waiting does not help."""
+
+    label = "forbidden"
+
+
 class WrongFormat(InvalidCheckpoint):
     """The checkpoint may be whole, but this version cannot read it."""
 
@@ -107,10 +121,9 @@ class File:
 
 
 class Piece(NamedTuple):
-    """A shard of a tensor as one file stores it: it begins at `offset` in the full tensor."""
+    """A shard of a tensor, under its name in one file. It begins at `offset` in the full tensor."""
 
     file: str
-    key: str  # its name in the file
     offset: tuple[int, ...]
     shape: tuple[int, ...]
 
@@ -156,14 +169,34 @@ class Manifest:
     def bytes(self) -> int:
         return sum(file.size for file in self.files)
 
+    # ---- what a run has saved in `values`; empty if something else wrote the checkpoint ----
+
     @property
     def metrics(self) -> dict[str, float]:
-        """The metrics that were saved with the checkpoint; none if it was not written by a run."""
-        metrics = self.values.get("metrics")
-        if not isinstance(metrics, dict):
-            return {}
+        """The metrics that were saved with the checkpoint."""
+        return {name: float_of(metric) for name, metric in self._value("metrics").items()}
 
-        return {name: float_of(metric) for name, metric in metrics.items()}
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings of the run by key, as a user would type them."""
+        return {key: text for key, text in self._value("config").items() if isinstance(text, str)}
+
+    @property
+    def frozen_digests(self) -> dict[str, str]:
+        """The digests of frozen parameters whose values are not saved (checkpoint.frozen=false)."""
+        return self._value("state", "model", "frozen_digests")
+
+    def state_of(self, name: str) -> dict[str, Any]:
+        """Return the state of the stateful object `name`, as `state_tree.pack` encodes it."""
+        return self._value("state", "parts", name)
+
+    def _value(self, *keys: str) -> dict[str, Any]:
+        """Return the dict at this place of `values`, or {}."""
+        found: Any = self.values
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
+
+        return found if isinstance(found, dict) else {}
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -186,7 +219,11 @@ def tensors_to_json(tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """Return the entries of tensors as JSON can hold them."""
     # Not `dataclasses.asdict`, which copies every number and takes longer than the rest of `encode`.
     return {
-        name: {"dtype": entry.dtype, "shape": entry.shape, "pieces": [piece._asdict() for piece in entry.pieces]}
+        name: {
+            "dtype": entry.dtype,
+            "shape": entry.shape,
+            "pieces": [piece._asdict() for piece in entry.pieces],
+        }
         for name, entry in tensors.items()
     }
 

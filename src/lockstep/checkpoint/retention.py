@@ -5,15 +5,17 @@ This module does not import torch.
 
 from __future__ import annotations
 
-import errno
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from lockstep.checkpoint.manifest import InvalidCheckpoint, Unreadable
-from lockstep.checkpoint.manifest_reader import read_manifest
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, delete_checkpoint
+from pydantic import ValidationError
+
+from lockstep.checkpoint.metrics import CheckpointMetrics
+from lockstep.checkpoint.storage import Checkpoint, committed, delete_checkpoint
+from lockstep.config import yaml_dialect
+from lockstep.config.sections import CheckpointConfig
 from lockstep.launch.folder.checkpoint_names import folder_name
 
 
@@ -25,6 +27,25 @@ class Retention:
     keep_every: int | None = None  # also keep checkpoints whose step is a multiple of this
     best: str | None = None  # also keep the checkpoint with the best value of this metric
     best_mode: Literal["min", "max"] = "min"  # whether the smallest or the largest value is best
+
+    @classmethod
+    def from_settings(cls, settings: CheckpointConfig) -> Retention:
+        """Return the rule of a run with these settings."""
+        return cls(settings.keep, settings.keep_every, settings.best, settings.best_mode)
+
+    @classmethod
+    def from_saved(cls, settings: Mapping[str, str]) -> Retention:
+        """Return the rule of a run that has saved these settings (`Manifest.settings`), except `keep`."""
+        names = [name for name in ("keep_every", "best", "best_mode") if f"checkpoint.{name}" in settings]
+        values = {name: yaml_dialect.word(settings[f"checkpoint.{name}"]) for name in names}
+
+        # Another version may have written something else.
+        try:
+            saved = CheckpointConfig(**values)
+        except ValidationError:
+            return cls()
+
+        return cls(keep_every=saved.keep_every, best=saved.best, best_mode=saved.best_mode)
 
     def __post_init__(self) -> None:
         # The configuration and `lockstep ckpt prune` check what users type.
@@ -40,23 +61,23 @@ class Retention:
         return value if self.best_mode == "max" else -value
 
 
-def steps_to_delete(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: Retention) -> list[int]:
-    """Return the steps to delete, oldest first, and never the newest. `checkpoints` are (step, metrics)."""
-    steps = sorted(step for step, _ in checkpoints)
+def steps_to_delete(metrics: Mapping[int, Mapping[str, Any]], retention: Retention) -> list[int]:
+    """Return the steps to delete, oldest first, and never the newest. `metrics`: of all checkpoints, by step."""
+    steps = sorted(metrics)
     kept = set(steps[-retention.keep :])
 
     if retention.keep_every:
         kept |= {step for step in steps if step % retention.keep_every == 0}
 
-    best = best_step(checkpoints, retention)
+    best = best_step(metrics, retention)
     return [step for step in steps if step not in kept and step != best]
 
 
-def best_step(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: Retention) -> int | None:
+def best_step(metrics: Mapping[int, Mapping[str, Any]], retention: Retention) -> int | None:
     """Return the step that is best by `retention.best`, the newest of equals; None if no step can be compared."""
     scores = []
-    for step, metrics in checkpoints:
-        score = retention.score(metrics)
+    for step in metrics:
+        score = retention.score(metrics[step])
         if score is not None:
             scores.append((score, step))
 
@@ -66,17 +87,16 @@ def best_step(checkpoints: Sequence[tuple[int, Mapping[str, Any]]], retention: R
 # ---- in a storage ----
 
 
-def apply_retention(storage: CheckpointStorage, retention: Retention, token: str) -> None:
-    """Delete the checkpoints that `retention` does not keep. Raise an OSError if they cannot be compared now."""
-    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(storage)}
-
+def apply_retention(known: CheckpointMetrics, retention: Retention, token: str) -> None:
+    """Delete the checkpoints that `retention` does not keep. Raises the errors of `CheckpointMetrics.by_step`."""
     # Manifests are read only if the best metric is kept.
-    metrics = []
-    for step, checkpoint in checkpoints.items():
-        metrics.append((step, metrics_of(checkpoint) if retention.best else {}))
+    if retention.best:
+        metrics = known.by_step()
+    else:
+        metrics = {checkpoint.step: {} for checkpoint in committed(known.storage)}
 
     for step in steps_to_delete(metrics, retention):
-        delete_checkpoint(storage, checkpoints[step].name, token)
+        delete_checkpoint(known.storage, folder_name(step), token)
 
 
 class BestCheckpoint(NamedTuple):
@@ -87,30 +107,17 @@ class BestCheckpoint(NamedTuple):
     value: float
 
 
-def best_checkpoint(storage: CheckpointStorage, retention: Retention) -> BestCheckpoint | None:
+def best_checkpoint(known: CheckpointMetrics, retention: Retention) -> BestCheckpoint | None:
     """Return the committed checkpoint that is best by `retention.best`; None if none has a value.
 
-    Raise an OSError if they cannot be listed or read now.
+    Raises the errors of `CheckpointMetrics.by_step`.
     """
     if retention.best is None:
         return None
 
-    metrics = {checkpoint.step: metrics_of(checkpoint) for checkpoint in committed(storage)}
-    step = best_step(list(metrics.items()), retention)
+    metrics = known.by_step()
+    step = best_step(metrics, retention)
     if step is None:
         return None
 
-    return BestCheckpoint(Checkpoint(storage, folder_name(step)), retention.best, metrics[step][retention.best])
-
-
-def metrics_of(checkpoint: Checkpoint) -> Mapping[str, float]:
-    """Return the metrics of a checkpoint. A damaged one has none, so only its age decides whether it is deleted.
-
-    Raise an OSError if its manifest cannot be read now: it may be the best checkpoint.
-    """
-    try:
-        return read_manifest(checkpoint).metrics
-    except Unreadable as problem:
-        raise OSError(errno.EIO, str(problem)) from problem
-    except InvalidCheckpoint:
-        return {}
+    return BestCheckpoint(Checkpoint(known.storage, folder_name(step)), retention.best, metrics[step][retention.best])

@@ -16,16 +16,17 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.run_state import RunState
+from lockstep.checkpoint.state.stateful import RegisteredState
 from lockstep.classic.amp_config import AMPConfig
 from lockstep.classic.checkpoints import CheckpointCalls, load_state, save_state
-from lockstep.data.loader import to_device
-from lockstep.engine.progress import StepContext
+from lockstep.data.transfer import to_device
 from lockstep.engine.start_check.data import check_different
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.schedule import LearningRate
-from lockstep.parallel.apply import apply
+from lockstep.parallel.apply import parallelize
+from lockstep.parallel.progress import StepContext
 from lockstep.precision import DynamicScaler, check_storage, choose_precision
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime, choose_device
@@ -89,8 +90,7 @@ class AMPTrainer:
         rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
         rate.advice = "set learning_rate, lr_schedule and warmup_steps in AMPConfig, and step no scheduler yourself"
 
-        precision = choose_precision(settings, self.runtime.device)
-        context = StepContext(settings, self.runtime, precision, 1, reports_loss=self.driver.role.reports_loss)
+        context = StepContext(settings, self.runtime, self.precision, 1, reports_loss=self.driver.role.reports_loss)
 
         self.stepper = Stepper(context, self.driver, self.optimizers, rate)
 
@@ -110,9 +110,9 @@ class AMPTrainer:
         """Return engine settings that the AMPConfig does not have."""
         return {}
 
-    def wrap_own(self, module: nn.Module) -> nn.Module:
-        """Return `trainer.model`, from what the driver calls."""
-        return module
+    def wrap_own(self, model: nn.Module) -> nn.Module:
+        """Return `trainer.model`."""
+        return model
 
     def wrap_other(self, model: nn.Module) -> nn.Module:
         """Return what to call in place of a model that the trainer does not train."""
@@ -127,8 +127,10 @@ class AMPTrainer:
         is prepared in the same way, but the trainer does not train it: its optimizer and its step are yours.
         """
         if not hasattr(self, "driver"):
-            self.driver = apply(model, self.config.run_config(**self.settings()), self.runtime)
-            return self.wrap_own(self.driver.module)
+            settings = self.config.run_config(**self.settings())
+            self.precision = choose_precision(settings, self.runtime.device)
+            self.driver = parallelize(model, settings, self.runtime, self.precision)
+            return self.wrap_own(model)
 
         if model is self._module or model is self.model:
             return self.model
@@ -190,7 +192,7 @@ class AMPTrainer:
     @property
     def steps(self) -> int:
         """Optimizer steps that were applied."""
-        return self.stepper.counters.applied
+        return self.stepper.counters.steps_applied
 
     # ---- checkpoints ----
 
@@ -226,7 +228,7 @@ class AMPTrainer:
 
         self.stepper.wait_for_outcome()
         source = _NoSource()
-        return RunState(self._module, self.optimizers, self.stepper, source, {}, keep_frozen=True)
+        return RunState(self._module, self.optimizers, self.stepper, source, RegisteredState(), keep_frozen=True)
 
     def _micro_step(self, batch: Any, padding: bool = False, exhausted: bool = False) -> tuple[Loss, StepResult | None]:
         """Run one batch of an optimizer step. `exhausted`: this rank has no batch after it."""
@@ -256,18 +258,17 @@ class AMPTrainer:
         with self.stepper.context.precision.autocast():
             loss = self._loss(batch, samples)
 
-        self.driver.backward(loss, self.stepper.progress)
-        if self.stepper.progress.backwards_done < count:
+        reduced = self.driver.backward(loss, self.stepper.progress)
+        if reduced is None:
             return loss, None
 
         self._open_step = None
-        reduced = self.driver.collect_reduced()
         self.stepper.set_flags(loaded=False)  # the control word of this step has carried it
         return loss, self.stepper.apply(self.stepper.progress, reduced)
 
     def _loss(self, batch: Any, samples: int) -> Loss:
         """Return the loss as a sum with a weight, from whatever the model or `loss_fn` returns."""
-        loss = self.loss_fn(self.model, batch) if self.loss_fn else self._call(batch)
+        loss = self.loss_fn(self._module, batch) if self.loss_fn else self._call(batch)
         if isinstance(loss, Loss):
             return loss
 
@@ -291,9 +292,9 @@ class AMPTrainer:
 
     def _call(self, batch: Any) -> Any:
         if isinstance(batch, Mapping):
-            return self.model(**batch)
+            return self._module(**batch)
 
-        return self.model(*batch) if isinstance(batch, list | tuple) else self.model(batch)
+        return self._module(*batch) if isinstance(batch, list | tuple) else self._module(batch)
 
 
 class _NoSource(BatchSource):

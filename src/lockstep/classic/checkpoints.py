@@ -18,14 +18,23 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lockstep.checkpoint.format import verify
-from lockstep.checkpoint.load import CheckpointReader, newest_valid
+from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
-from lockstep.checkpoint.saving.saver import Contents, Saver
+from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, delete_leftovers, open_storage
+from lockstep.checkpoint.storage import (
+    Checkpoint,
+    CheckpointStorage,
+    claim,
+    delete_leftovers,
+    owner_of,
+    put_back_replaced,
+)
+from lockstep.checkpoint.verify import verify
+from lockstep.config.sections import CheckpointConfig
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
 from lockstep.launch.folder.run_dir import is_checkpoint
@@ -139,7 +148,7 @@ def _save_here(state: RunState, step: int, calls: CheckpointCalls, folder: Path,
 
         try:
             report["checkpoint"] = _write(
-                state, step, open_storage(folder / "checkpoints"), report["token"], calls.world.size
+                state, step, CheckpointStorage(folder / "checkpoints"), report["token"], calls.world.size
             )
         except OSError as error:
             raise UserError(*_not_written(folder, str(error))) from error
@@ -155,17 +164,15 @@ def _not_written(folder: Path, why: str) -> list[str]:
 def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, world_size: int) -> str:
     """Write a checkpoint and return its name. Raise OSError if it cannot be written."""
     # Each save counts as a new attempt: what an earlier one left half-written is removed.
-    storage.claim(token)
+    claim(storage, token)
     delete_leftovers(storage, token)
 
     # One rank writes everything, in this thread: the state is the same on all ranks. The newest three stay.
     captured = state.capture()
-    shards = {name: shard_of(tensor) for name, tensor in captured.tensors.items()}
-    saver = Saver(SaveContext(storage, 0, 1, token, Retention(keep=3)), asynchronous=False)
-    values = {"state": captured.plain_state, "world": world_size}
-    saver.start(step, Contents(shards, captured.aliases, values))
-
-    [save] = saver.take_ended()
+    shards = {name: shard_of(captured_tensor.tensor) for name, captured_tensor in captured.tensors.items()}
+    saver = Saver(SaveContext(storage, 0, 1, token, Retention(keep=3), CheckpointConfig().timeout), asynchronous=False)
+    values = {"state": captured.json_state, "world": world_size}
+    save = saver.start(step, Contents(shards, captured.aliases, values))
     saver.close()
     if isinstance(save.outcome, SaveFailed):
         raise OSError(save.outcome.reason)
@@ -178,7 +185,7 @@ def _wait_for_readers(calls: CheckpointCalls, save: str, folder: Path, limit: ti
     """Wait until no rank can still be reading a checkpoint in this folder: the save may replace it."""
     # A rank that waits for this save does not load, even if it has left out a load.
     saving = calls.of_all_ranks(f"{save}/waits")
-    target = open_storage(folder / "checkpoints")
+    target = CheckpointStorage(folder / "checkpoints")
     deadline = time.monotonic() + limit.total_seconds()
 
     for load in [load for load, source in calls.loads if source == target and not calls.world.alone]:
@@ -231,7 +238,7 @@ def _is_to(report: dict[str, Any], folder: Path) -> bool:
         return True
 
     if report["error"] is None:
-        return open_storage(folder / "checkpoints").owner() == report["token"]
+        return owner_of(CheckpointStorage(folder / "checkpoints")) == report["token"]
 
     # Nothing was written to know the folder by.
     return Path(report["folder"]).name == folder.resolve().name
@@ -260,7 +267,7 @@ def load_state(
         # From here on this rank's weights may differ from those of a rank that cannot load.
         stepper.set_flags(loaded=True)
         calls.loads.append((key, reader.checkpoint.storage))
-        state.restore(reader, reader.manifest.values["state"])
+        state.restore(reader, reader.manifest.values)
 
     # Less than `limit`: ranks that left out this load may already wait for rank 0 elsewhere.
     if not world.alone and wait_for(calls.store, calls.of_all_ranks(f"{key}/called"), min(arrival, limit / 2)):
@@ -292,6 +299,9 @@ def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointR
     """Choose the checkpoint, and leave the choice for the other ranks."""
     with calls.reporting(f"{key}/choice", _interrupted(path, 0)) as choice:
         storage, only = _at(path)
+
+        # A save of the same step may have been killed when it was about to replace the checkpoint.
+        put_back_replaced(storage)
         reader = newest_valid(storage, 0, 1, lambda value: [value], only)
 
         if reader is None:
@@ -302,7 +312,7 @@ def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointR
             )
 
         choice["checkpoint"] = reader.checkpoint.name
-        choice["folder"] = storage.address
+        choice["folder"] = str(storage.root)
         choice["digest"] = reader.manifest.digest
         choice["saves"] = calls.saves[0]
 
@@ -340,7 +350,7 @@ def _same_checkpoint(path: Path, choice: dict[str, Any], world: World) -> Checkp
     manifest, problems = verify(checkpoint, world.local_rank, world.local_size)
     found = [str(problem) for problem in problems]
     if manifest is None or manifest.digest != choice["digest"]:
-        found.append(f"{checkpoint.location}: another checkpoint of the same name")
+        found.append(f"{checkpoint.path}: another checkpoint of the same name")
 
     if only not in (None, checkpoint.name):
         found.append(f"{path}: another checkpoint")
@@ -362,4 +372,4 @@ def _at(path: Path) -> tuple[CheckpointStorage, str | None]:
         checkpoint = Checkpoint.at(path)
         return checkpoint.storage, checkpoint.name
 
-    return open_storage(path / "checkpoints"), None
+    return CheckpointStorage(path / "checkpoints"), None

@@ -16,6 +16,7 @@ from lockstep.data.samplers import make_sampler
 from lockstep.data.windows import rank_range
 from lockstep.errors import UserError
 from lockstep.parallel.ddp.driver import BUFFERS_OPTION
+from lockstep.parallel.ddp.torch_private import free_group_last
 from lockstep.runtime.context import choose_device
 from lockstep.runtime.world import World
 
@@ -154,7 +155,9 @@ def wrap_in_ddp(
         "gradient_as_bucket_view": gradient_as_bucket_view,
         BUFFERS_OPTION: broadcast_buffers,
     }
-    return DistributedDataParallel(model, **options)
+    ddp = DistributedDataParallel(model, **options)
+    free_group_last(ddp)
+    return ddp
 
 
 class RankBatches(Sampler[list[int]]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from lockstep.classic.distributed_config import DistributedConfig
 from lockstep.classic.process_group import GroupMembership, check_announced, started_world, time_limit
 from lockstep.classic.rank_log import RankLog
 from lockstep.errors import UserError
-from lockstep.parallel.ddp.wrapper import Wrapper
 from lockstep.runtime.context import Runtime, choose_device
 from lockstep.runtime.world import World
 from lockstep.task import Loss, StepResult
@@ -104,10 +103,8 @@ class DistributedAMPTrainer(AMPTrainer):
     def settings(self) -> dict[str, Any]:
         return self.distributed.ddp_settings()
 
-    def wrap_own(self, module: nn.Module) -> nn.Module:
-        # With `find_unused_parameters` the driver reduces gradients itself and leaves the model as it is.
-        wrapped = isinstance(module, DistributedDataParallel) or self.runtime.world.alone
-        return module if wrapped else ReducedByTheStep(module)
+    def wrap_own(self, model: nn.Module) -> nn.Module:
+        return model if self.runtime.world.alone else ReducedByTheStep(model)
 
     def wrap_other(self, model: nn.Module) -> nn.Module:
         """Wrap a second model, which the step of this trainer does not reduce, in torch's DDP."""
@@ -158,21 +155,43 @@ class DistributedAMPTrainer(AMPTrainer):
         return loss, result
 
 
-class ReducedByTheStep(Wrapper, DistributedDataParallel):
-    """DDP by its type and its attributes, for a model whose gradients the step all-reduces after the last backward.
+class ReducedByTheStep(DistributedDataParallel):
+    """DDP by its type, with the attributes, parameter names and state dict of the model.
 
-    torch's own would fill buckets during backward, which needs a gradient for every parameter in every batch, or a
-    search through the graph. It has no buckets: they would be one more copy of the gradients.
+    It reduces nothing: the step does, whichever of the two is called.
     """
 
     def __init__(self, model: nn.Module):
         nn.Module.__init__(self)
-        self.module = model
         self.find_unused_parameters = True
         self.require_backward_grad_sync = False
+        self.module = model  # from here on, `__setattr__` forwards attributes to it
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            # Not `self.module`: before it is set, that would come here again.
+            return getattr(super().__getattr__("module"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        model = self.__dict__.get("_modules", {}).get("module")
+        if model is not None and name not in self.__dict__ and hasattr(model, name):
+            setattr(model, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(*args, **kwargs)
 
 
 def own_gpu(ids: Sequence[int] | None, world: World, of_node: bool, usual: int) -> int:

@@ -6,7 +6,9 @@ the step everywhere.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +45,7 @@ class DynamicScaler(precision.DynamicScaler):
 
         # Whether any rank overflowed in this step; None before `unscale`.
         self._overflowed: bool | None = None
+        self.history: deque[tuple[float, bool]] = deque(maxlen=100)  # (scale, overflowed) of recent steps
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         return loss * self.value
@@ -87,5 +90,14 @@ class DynamicScaler(precision.DynamicScaler):
         # A loop that looks for overflows itself passes the outcome.
         outcome = self._overflowed if overflowed is None else overflowed
         assert outcome is not None, "update() before step()"
+        self.history.append((self.value, outcome))
         super().update(outcome)
         self._overflowed = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"history": [list(entry) for entry in self.history]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.history.clear()
+        self.history.extend((float(scale), bool(overflowed)) for scale, overflowed in state["history"])

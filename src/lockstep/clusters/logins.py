@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TypeVar
 
 from lockstep.clusters.hosts import Event, Host, Login, login_words, split_ssh
-from lockstep.clusters.tether import BEAT_S, SAVE_S
+from lockstep.clusters.tether import HEARTBEAT_S, SAVE_S
 from lockstep.clusters.tether_messages import (
     Answer,
     Beat,
@@ -57,6 +57,9 @@ class Logins:
 
     A host is named by its place in the list of hosts. `ssh` is the command of --ssh, `folder` the working folder and
     `python` the interpreter, both of them at the same path on every host.
+
+    Threads of each login put what it says into one queue, and another thread sends beats. Everything else is done by
+    the thread that has made this object.
     """
 
     def __init__(self, hosts: Sequence[Host], ssh: str, folder: str, python: str):
@@ -93,7 +96,7 @@ class Logins:
     def _keep_beating(self) -> None:
         """Send beats until the context ends. Runs in a thread."""
         self._beat()
-        while not self._closed.wait(BEAT_S):
+        while not self._closed.wait(HEARTBEAT_S):
             self._beat()
 
     def _beat(self) -> None:
@@ -126,7 +129,8 @@ class Logins:
         for login in self._logins:
             login.hang_up()
 
-        # The other side saves and ends by itself. Ours is killed if the network keeps it from noticing.
+        # The other side saves and ends by itself, and its ssh with it. Ours is killed if the network keeps it from
+        # noticing: the two seconds are for the way there and back. One deadline for all, since all save at once.
         deadline = time.monotonic() + SAVE_S + 2.0
         for login in self._logins:
             while login.process.poll() is None and time.monotonic() < deadline:
@@ -210,6 +214,7 @@ class Logins:
 
     def next_event(self, seconds: float) -> Event | None:
         """Return what came from a login that is still the host's newest one."""
+        # What an older login still says, such as that its connection is lost, is not about the host any more.
         try:
             event = self._events.get(timeout=seconds)
         except Empty:
@@ -223,6 +228,9 @@ class _JobWatch:
 
     `jobs` has what each host runs, by its place; `least` is the fewest hosts with which the job goes on; `signals` gets
     the names of the signals that this process receives.
+
+    A host is in `_ended` once its launcher has ended, or once it is lost. While a lost host is tried again it is in
+    `_again` as well; when it is back, it is in neither of them.
     """
 
     def __init__(self, logins: Logins, jobs: Sequence[StartTraining], least: int, signals: list[str]):
@@ -241,7 +249,7 @@ class _JobWatch:
         # How each host ended: its launcher's exit code; None where the login was lost.
         self._ended: dict[int, int | None] = {}
 
-        # Hosts whose login has ended: nothing comes from them any more.
+        # Hosts whose login has ended: nothing comes from them any more. A launcher ends before its login does.
         self._closed: set[int] = set()
 
         # When a lost host is tried again; by when all hosts must have ended; and when they are not waited for any more.
@@ -251,6 +259,7 @@ class _JobWatch:
 
     def run(self) -> int:
         """Run the job until every host has ended or is given up. Return the job's exit code."""
+        # Not one after the other's answer: the launchers find each other, in whichever order they start.
         for place, job in enumerate(self._jobs):
             self._logins.send(place, job)
 
@@ -293,19 +302,18 @@ class _JobWatch:
     def _handle(self, event: Event) -> None:
         """Act on what came from a host: a line to show, an answer, or the end of its login."""
         place = event.host
-        if event.code is not None:
-            self._closed.add(place)
-
         if event.line is not None:
             self._show(place, event.line, event.is_error)
         elif event.answer is not None:
             self._handle_answer(place, event.answer)
-        elif event.code is not None and place not in self._ended:
-            self._lose(place, event.code)
+        elif event.code is not None:
+            self._closed.add(place)
+            if place not in self._ended:
+                self._lose(place, event.code)
 
-        # Another login to a lost host has failed: there will be another one.
-        elif event.code is not None and place in self._again:
-            self._again[place] = time.monotonic() + AGAIN_S
+            # Another login to a lost host has failed: there will be another one.
+            elif place in self._again:
+                self._again[place] = time.monotonic() + AGAIN_S
 
     def _show(self, place: int, line: str, is_error: bool) -> None:
         """Print a line of a host, marked with its name. The first host speaks for the job, and has no mark."""
@@ -328,7 +336,8 @@ class _JobWatch:
             self._logins.hang_up(place)
             return
 
-        # A host that was lost is back.
+        # A host that was lost is back. `again`: a launcher that cannot start there yet is tried another time, and does
+        # not end the job.
         del self._again[place]
         self._ended.pop(place, None)
         self._closed.discard(place)
@@ -343,33 +352,34 @@ class _JobWatch:
         self._logins.note(place, connected=False)
 
         # The job goes on if enough hosts are left.
-        name = self._logins.hosts[place].name
-        left = len(self._jobs) - len(self._ended)
-        if left >= self._least and not self._ending:
-            self._say(f"the login to {name} has ended (exit code {code}); trying again while the job runs")
+        enough = len(self._jobs) - len(self._ended) >= self._least
+        goes_on = enough and not self._ending
+        what_follows = "; trying again while the job runs" if goes_on else ""
+        self._say(f"the login to {self._logins.hosts[place].name} has ended (exit code {code}){what_follows}")
+
+        if goes_on:
             self._again[place] = time.monotonic() + AGAIN_S
-        else:
-            self._say(f"the login to {name} has ended (exit code {code})")
-            if left < self._least:
-                self._expect_the_end()
+        elif not enough:
+            self._expect_the_end()
 
     def _try_again(self, now: float) -> None:
         """Log in again to the hosts that are due. What a host answers to `look` shows whether it is back."""
-        for place, when in self._again.items():
-            if now >= when and not self._ending:
-                try:
-                    self._logins.log_in_again(place)
-                except UserError:
-                    # This machine has no process left for ssh, say: the job goes on without that host.
-                    self._again[place] = now + AGAIN_S
-                    continue
+        due = [place for place, when in self._again.items() if now >= when]
+        for place in due if not self._ending else ():
+            try:
+                self._logins.log_in_again(place)
+            except UserError:
+                # This machine has no process left for ssh, say: the job goes on without that host.
+                self._again[place] = now + AGAIN_S
+                continue
 
-                # Until this login has ended, too, no other one begins.
-                self._again[place] = float("inf")
-                self._logins.send(place, Look(self._jobs[place].target))
+            # Until this login has ended, too, no other one begins.
+            self._again[place] = float("inf")
+            self._logins.send(place, Look(self._jobs[place].target))
 
     def _expect_the_end(self) -> None:
         """All launchers of a job end with it; one that cannot know that the job is over is asked to end."""
+        # Only the first end counts: each host that ends afterwards would put the deadline off.
         self._ending = True
         if self._deadline is None and self._patience is None:
             self._deadline = time.monotonic() + END_S
@@ -392,23 +402,24 @@ class _JobWatch:
             self._hang_up()
             return
 
-        # None is left if the last one has just ended.
+        # To one host alone, whose launcher tells the others: one from each host would count as many signals. None is
+        # left if the last one has just ended.
         first = next((place for place in range(len(self._jobs)) if place not in self._ended), None)
         if first is not None:
             self._logins.send(first, PassSignal(signal))
 
     def _code(self) -> int:
         """Return the job's exit code: all launchers of a job have the same one, unless some never knew its end."""
-        # The first of these that any launcher reports is the job's.
+        # The first of these that any launcher reports is the job's. A failure comes last: it also stands for a tether
+        # that has crashed, while the others knew how the job went on.
+        order = (ExitCode.FINISHED, ExitCode.REFUSED, ExitCode.INTERRUPTED, ExitCode.RESTART, ExitCode.FAILED)
         known = set(self._ended.values())
-        first = (ExitCode.FINISHED, ExitCode.REFUSED, ExitCode.INTERRUPTED, ExitCode.RESTART)
-        code = next((code for code in first if code in known), None)
+        for code in order:
+            if code in known:
+                return code
 
         # No host could say how it ended: the machines or the network are lost, or the user did not wait for them.
-        if code is None and ExitCode.FAILED not in known:
-            code = ExitCode(Preempted.code_of(self._first_signal))
-
-        return ExitCode.FAILED if code is None else code
+        return Preempted.code_of(self._first_signal)
 
     def _say(self, text: str) -> None:
         """Print a line about the hosts, for the user."""

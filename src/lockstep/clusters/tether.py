@@ -43,12 +43,12 @@ from lockstep.clusters.tether_messages import (
     encode,
 )
 from lockstep.errors import ExitCode, Preempted, UserError, printable
-from lockstep.launch.wire.lines import LineReader, wait_readable
+from lockstep.launch.wire.sockets import LineReader, wait_readable
 from lockstep.runtime.host.network import address_family, addresses_of_interfaces
 from lockstep.runtime.preemption import PREEMPT_SIGNALS, signal_handler
 
 # How often the command that logged in says that it lives, and the silence after which a tether counts as broken.
-BEAT_S = 5.0
+HEARTBEAT_S = 5.0
 SILENCE_S = 20.0
 
 # How long the launcher may take to save once its tether has broken. Together with the time that the kernel needs to

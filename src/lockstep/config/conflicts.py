@@ -38,10 +38,18 @@ def _parallel_axes(settings: Settings) -> list[Setting]:
     return [axis for key in ("mesh.tp", "mesh.pp") for axis in _on(settings, key) if axis.value > 1]
 
 
-def _collective_forward(settings: Settings) -> list[Setting]:
-    """Return the settings under which a forward waits for other ranks."""
-    strategies = [setting for setting in _on(settings, "strategy") if setting.value not in with_trait("local_forward")]
+def _without_ddp(settings: Settings) -> list[Setting]:
+    """Return the settings under which torch's DDP does not run the model: what makes `RunConfig.uses_ddp` false."""
+    strategies = [setting for setting in _on(settings, "strategy") if setting.value not in with_trait("uses_ddp")]
     return strategies + _parallel_axes(settings)
+
+
+def _collective_forwards(settings: Settings) -> list[Setting]:
+    """Return the settings under which forwards wait for other ranks: what makes `RankRole.collective_forwards` true.
+
+    A model that brings its own SyncBatchNorm has such forwards under any settings.
+    """
+    return _without_ddp(settings) + _on(settings, "ddp.sync_batchnorm")
 
 
 def _together(setting: Setting, other: Setting, reason: str, fix: str) -> UserError:
@@ -142,7 +150,7 @@ ONLY_DDP = {
 
 
 def _ddp_options(settings: Settings) -> Iterator[UserError]:
-    others = _collective_forward(settings) + _on(settings, "ddp.find_unused_parameters")
+    others = _without_ddp(settings) + _on(settings, "ddp.find_unused_parameters")
     reason = "an option of torch's DistributedDataParallel, which is not used then"
 
     for key, neutral in ONLY_DDP.items():
@@ -159,16 +167,17 @@ def _ddp_options(settings: Settings) -> Iterator[UserError]:
 def _load_balance(settings: Settings) -> Iterator[UserError]:
     for balance in _on(settings, "load_balance"):
         # The ranks run different numbers of forwards: one with fewer would leave the others waiting in theirs.
-        collective = _collective_forward(settings)
-        coupled = _on(settings, "ddp.static_graph") + _on(settings, "ddp.sync_batchnorm")
+        collective = _collective_forwards(settings)
         if collective:
             key = collective[0].key
             fix = "set strategy=ddp, or strategy=zero1" if key == "strategy" else f"leave {key} out"
             reason = "forwards in which the ranks wait for each other, so that all must run the same number"
             yield _together(balance, collective[0], reason, f"{fix}; or leave {balance.key} out")
-        elif coupled:
-            reason = "an option that requires one micro-batch per rank and step, or the same number on all ranks"
-            yield _together(balance, coupled[0], reason, f"leave {coupled[0].key} out, or {balance.key}")
+            return
+
+        for static in _on(settings, "ddp.static_graph"):
+            reason = "an option that requires one micro-batch per rank and step"
+            yield _together(balance, static, reason, f"leave {static.key} out, or {balance.key}")
 
 
 def _pipelines(settings: Settings) -> list[Setting]:
@@ -202,8 +211,8 @@ def _stages(settings: Settings) -> Iterator[UserError]:
 def _cuda_graphs(settings: Settings) -> Iterator[UserError]:
     # Forwards that wait for other ranks, recompute, or differ from call to call cannot be captured.
     for graph in _on(settings, "graph"):
-        others = _collective_forward(settings)
-        for key in ("ddp.sync_batchnorm", "ddp.find_unused_parameters", "remat"):
+        others = _collective_forwards(settings)
+        for key in ("ddp.find_unused_parameters", "remat"):
             others += _on(settings, key)
 
         # One reason is enough: the first is the most fundamental.
@@ -280,7 +289,6 @@ EXACT: dict[str, tuple[tuple[Any, ...], str, str]] = {
         "a format whose sums have no fixed order",
         "set precision=bf16",
     ),
-    "optimizer": (("task", "adamw", "sgd"), "an optimizer that is not known to be exact", "leave optimizer out"),
     "graph": (("auto", False), "kernels that may be chosen again at capture", "leave graph out"),
     "attention": (("auto", "flash", "efficient", "math"), "kernels that add in no fixed order", "leave attention out"),
     "compile": (("auto", False), "kernels that are generated again in every layout", "leave compile out"),
@@ -325,10 +333,10 @@ OPTIONS_OF = (
     OptionsOf(
         ("blocks",),
         "strategy",
-        SHARDED,
+        (*SHARDED, *with_trait("pipeline")),
         "nothing is done block by block",
         "remat=full",
-        {"remat": (), "precision": ("fp8",), "exact": (True,)},
+        {"remat": (), "precision": ("fp8",), "exact": (True,), "mesh.pp": (), "compile": (True,)},
     ),
     OptionsOf(POWERSGD, "ddp.hook", ("powersgd",), "gradients are not compressed by powersgd", "ddp.hook=powersgd"),
     OptionsOf(("lr.min_ratio",), "lr.schedule", (), "the rate does not fall", "lr.schedule=cosine"),

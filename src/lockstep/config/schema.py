@@ -74,7 +74,9 @@ class RunConfig(ConfigSection):
     optimizer: str = key("task", "task: the task's own; any other replaces it and keeps its parameter groups")
     strategy: StrategyName = key("ddp", "how the ranks share the model")
     blocks: list[str] | None = key(
-        None, "class names of the modules to shard or recompute as a unit; null: detected", example=["Block"]
+        None,
+        "class names of the modules to shard, recompute, compile or split between as a unit; null: detected",
+        example=["Block"],
     )
     init: Literal["host", "meta"] = key(
         "host", "device for model construction; `meta` allocates and initialises one block at a time (fsdp only)"
@@ -83,7 +85,10 @@ class RunConfig(ConfigSection):
         "none", "activation checkpointing: none, full, selective, or every-N for every N-th block", example="full"
     )
     compile: Literal["auto"] | bool = key(
-        "auto", "torch.compile the loss with the model, or as much of it as can be; auto: on CUDA, if it pays"
+        "auto",
+        "torch.compile the loss with the model, or as much of it as can be; auto: on CUDA, if it pays"
+        "; in any case where forwards wait for other ranks (fsdp, tp, pp, SyncBatchNorm), with deterministic=true and "
+        "with fp8",
     )
     graph: Literal["auto"] | bool = key(
         "auto", "capture the model's calls as CUDA graphs and replay them; auto: if it is launch-bound"
@@ -146,6 +151,11 @@ class RunConfig(ConfigSection):
     def uses_axis(self, *axes: str) -> bool:
         """Return whether the model is shared along one of these mesh axes, "tp" or "pp"."""
         return any(self.strategy_record.axis == axis or (getattr(self.mesh, axis) or 1) > 1 for axis in axes)
+
+    @property
+    def uses_ddp(self) -> bool:
+        """Whether every rank runs the full model, under torch's DDP or its equivalent."""
+        return self.strategy_record.uses_ddp and not self.uses_axis("tp", "pp")
 
     # -- checks --
 

@@ -216,8 +216,14 @@ class CheckpointConfig(ConfigSection):
     )
     storage: str | None = key(
         None,
-        "address of an object store for the tensors of checkpoints, which are otherwise in run_dir",
+        "URL of a store for the tensors of checkpoints, which are otherwise in run_dir",
         example="s3://bucket/folder",
+    )
+    # A store that is gone for longer needs a person.
+    timeout: float = key(
+        600.0,
+        "seconds to wait for files: of the other ranks in a save; of a checkpoint that cannot be read at a resume",
+        gt=0,
     )
     # A large frozen backbone need not be in every checkpoint.
     frozen: bool = key(
@@ -255,6 +261,8 @@ class WeightsConfig(ConfigSection):
 class RestartConfig(ConfigSection):
     # A failure that recurs more often needs a person.
     per_hour: int = key(10, "restarts after failures that are allowed within an hour; 0: none", ge=0)
+    # Where nothing is ever saved, an hourly rate would let the same hang repeat for ever.
+    max_in_a_row: int = key(5, "restarts after failures that are allowed without a new checkpoint between them", ge=1)
     grace: float = key(600.0, "seconds that preempted ranks get to save and exit", gt=0)
 
 

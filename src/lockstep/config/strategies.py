@@ -1,11 +1,12 @@
 """Strategies: how the ranks share a model. There is one record per name, and no other place compares names.
 
-All other code reads the attributes of a record. To add a strategy, add a record here, its name to `StrategyName`, and a
-driver that `parallel/apply.py` builds for its attributes.
+All other code reads the attributes of a record. To add a strategy, add a record here, its name to `StrategyName`, and
+the driver that the record names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,12 +21,14 @@ class Strategy:
     """What a strategy shards over the ranks, and which settings go with it."""
 
     name: StrategyName
+    driver: str  # what makes its driver, as MODULE:NAME: called with the model and a `DriverSetup`
     replicates: tuple[str, ...]  # parts of STATE that exist more than once in the job
-    local_forward: bool = False  # a forward waits for no other rank: torch's DDP, or its equivalent, runs the model
+    uses_ddp: bool = False  # torch's DDP, or its equivalent, runs the full model: a forward waits for no other rank
     shards_parameters: bool = False  # by blocks, with fully_shard: blocks and offload have a meaning
     keeps_gathered: bool = False  # parameters stay gathered from the forward to the end of the backward
     replica_groups: bool = False  # full copies, each sharded over a group of ranks
     axis: str | None = None  # the mesh axis that gets all ranks that no other axis takes
+    spans: tuple[str, ...] = ()  # axes of the mesh, besides dp, along which its driver runs the model
     composes_with_mesh: bool = True  # can be combined with mesh.tp and mesh.pp
     nearest: str = ""  # the strategy to type instead, for use with mesh.tp or mesh.pp
     exact: bool = False  # sums can be made independent of the number of ranks
@@ -38,32 +41,58 @@ class Strategy:
 
     @property
     def only_reduces_gradients(self) -> bool:
-        """Whether ranks exchange nothing in a step but one all-reduce of the gradients."""
-        return self.local_forward and not self.shards_optimizer
+        """Whether the all-reduce of the gradients is the only communication of a step."""
+        return self.uses_ddp and not self.shards_optimizer
 
     @property
     def pipeline(self) -> bool:
         return self.axis == "pp"
+
+    def driver_in(self, sizes: Mapping[str, int]) -> str:
+        """Return what makes the driver, as MODULE:NAME, in a mesh with these sizes of its axes."""
+        # The first axis that this strategy's driver does not span decides, with the strategy of its name.
+        for axis in ("pp", "tp"):
+            if sizes[axis] > 1 and axis not in self.spans:
+                return STRATEGIES[axis].driver
+
+        return self.driver
+
+
+# What makes a driver. As text, because the launcher checks settings and must not import torch; and the modules of a
+# pipeline are slow to import.
+DDP = "lockstep.parallel.ddp.driver:make_driver"
+FSDP = "lockstep.parallel.fsdp.driver:FSDPDriver"
+TP = "lockstep.parallel.tensor.driver:TensorDriver"
+PP = "lockstep.parallel.pipeline.driver:PipelineDriver"
 
 
 # tp and pp shard the model's layers and stages; how much of it several ranks hold depends on the model.
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
-        Strategy("ddp", STATE, local_forward=True, exact=True),
+        Strategy("ddp", DDP, STATE, uses_ddp=True, exact=True),
         Strategy(
             "zero1",
+            DDP,
             ("parameters", "gradients"),
-            local_forward=True,
+            uses_ddp=True,
             exact=True,
             composes_with_mesh=False,
             nearest="ddp",
         ),
-        Strategy("fsdp-grads", (), shards_parameters=True, keeps_gathered=True, exact=True),
-        Strategy("fsdp", (), shards_parameters=True, exact=True),
-        Strategy("hsdp", STATE, shards_parameters=True, replica_groups=True, composes_with_mesh=False, nearest="fsdp"),
-        Strategy("tp", STATE, axis="tp", comparable=False),
-        Strategy("pp", STATE, axis="pp", comparable=False),
+        Strategy("fsdp-grads", FSDP, (), shards_parameters=True, keeps_gathered=True, exact=True, spans=("tp",)),
+        Strategy("fsdp", FSDP, (), shards_parameters=True, exact=True, spans=("tp",)),
+        Strategy(
+            "hsdp",
+            FSDP,
+            STATE,
+            shards_parameters=True,
+            replica_groups=True,
+            composes_with_mesh=False,
+            nearest="fsdp",
+        ),
+        Strategy("tp", TP, STATE, axis="tp", spans=("tp",), comparable=False),
+        Strategy("pp", PP, STATE, axis="pp", spans=("pp", "tp"), comparable=False),
     )
 }
 

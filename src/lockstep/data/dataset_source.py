@@ -1,19 +1,70 @@
-"""The base of all sources over a dataset, map-style or a stream."""
+"""The base of all sources over a dataset, map-style or a stream, and the options that they share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from lockstep.config import DataConfig
 from lockstep.data.worker_process import LoaderBatches
-from lockstep.task import BatchSource, MicroBatch
+from lockstep.runtime.context import EventLogger, log_nothing
+from lockstep.runtime.world import World
+from lockstep.task import BatchSource
+
+
+def _alone(value: Any) -> list[Any]:
+    return [value]
+
+
+def _accept(state: Any) -> None:
+    pass
+
+
+def _no_beat() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class SourceOptions:
+    """Options of a source over a dataset: the size of a step, the configuration, and this rank."""
+
+    global_batch: int
+    micro_batch_size: int
+    tail: str  # how the last window of an epoch is treated, see `next_window`
+    config: DataConfig
+    seed: int
+    data_world: World  # this rank among the ranks that train on different samples
+    device: torch.device
+    in_turn: bool = False  # micro-batches are assigned to ranks in turn, not in contiguous ranges
+    collective_forwards: bool = False  # forwards contain collectives: all ranks must run the same number of them
+    exact: bool = False
+    watches_dataset: bool = True  # a change of the dataset that worker processes do not see is an error
+    gather_states: Callable[[Any], list[Any]] = _alone  # returns the states of all ranks, by rank; collective
+    log_event: EventLogger = log_nothing
+    beat: Callable[[], None] = _no_beat  # tells the watchdog that this rank is making progress
+    check_state: Callable[[Any], None] = _accept  # raises if a checkpoint cannot hold this state of a stream
+
+    @property
+    def num_micro_batches(self) -> int:
+        """The micro-batches of a full global batch, on all ranks together."""
+        return -(-self.global_batch // self.micro_batch_size)
+
+    @property
+    def pins_memory(self) -> bool:
+        pin_memory = self.config.pin_memory
+        return self.device.type == "cuda" if pin_memory == "auto" else pin_memory
+
+    @property
+    def pins_here(self) -> bool:
+        """Whether this process pins the batches. With worker processes, the DataLoader does."""
+        return self.pins_memory and not self.config.workers
 
 
 class DatasetSource(BatchSource):
-    """A source that reads the user's dataset. The start check compares what ranks and workers read of it.
-
-    A source whose worker processes read sets `_reading`, so that `close` ends them.
-    """
+    """A source that reads the user's dataset. If worker processes read it, `_reading` is set, and `close` ends them."""
 
     _reading: Iterator[Any] | None = None
 
@@ -23,7 +74,3 @@ class DatasetSource(BatchSource):
             self._reading.close()
 
         self._reading = None
-
-    def read_again(self, micro: MicroBatch) -> Any:
-        """Read a micro-batch again, in another process. Return None if it need not be the same."""
-        return None

@@ -1,16 +1,13 @@
-"""Reads samples, in this process or in worker processes, and moves batches to the device.
+"""Reads samples and collates them, in this process or in worker processes.
 
 Random numbers are seeded per sample, so that a sample is the same on every rank and in every worker. (A dataset with
-`__getitems__` is seeded once per micro-batch, by its first id.) Batches of a map-style dataset for a GPU are
-copied on a separate CUDA stream, one micro-batch ahead, while the GPU computes.
+`__getitems__` is seeded once per micro-batch, by its first id.)
 """
 
 from __future__ import annotations
 
-import copy
 import operator
-from collections import UserDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,8 +53,8 @@ class SampleReader:
 
     def __post_init__(self) -> None:
         # All of this is decided once: `__call__` runs for every micro-batch.
-        self._default_collate = is_default_collate(self.collate)
-        if self._default_collate:
+        collates_by_default = is_default_collate(self.collate)
+        if collates_by_default:
             self.collate = default_collate  # Task.collate would only call it
 
         # A Subset always has `__getitems__`, so the dataset inside it decides.
@@ -68,7 +65,7 @@ class SampleReader:
         self._reads_in_batches = hasattr(self.innermost, "__getitems__")
 
         # A TensorDataset only indexes its tensors, so a batch takes one index operation per tensor.
-        self._indexes_tensors = type(self.dataset) is TensorDataset and self._default_collate
+        self._indexes_tensors = type(self.dataset) is TensorDataset and collates_by_default
 
     def __call__(self, request: Request) -> Any:
         """Return the collated batch of a request. It is the same in every process and after any other request."""
@@ -82,21 +79,21 @@ class SampleReader:
                 raise
 
         ids = [int(i) for i in request.ids]
-        return collate_samples(self.collate, self.samples(request), ids, request.where, self._default_collate)
+        return collate_samples(self.collate, self.read_samples(request), ids, request.where)
 
-    def samples(self, request: Request) -> list[Any]:
+    def read_samples(self, request: Request) -> list[Any]:
         """Return the samples of a request before collate."""
         ids = [int(i) for i in request.ids]
         if self._reads_in_batches:
             # One call reads all samples, so they share one seed.
             self._seed(request.epoch, ids[0])
-            return self._read(self.dataset.__getitems__, ids, ids, request.where)
+            return self._read(self.dataset.__getitems__, ids, ids, request)
 
         # Each sample has its own seed, so that it does not depend on the samples read before it.
         samples = []
         for index in ids:
             self._seed(request.epoch, index)
-            samples.append(self._read(partial(operator.getitem, self.dataset), index, [index], request.where))
+            samples.append(self._read(partial(operator.getitem, self.dataset), index, [index], request))
 
         return samples
 
@@ -119,12 +116,12 @@ class SampleReader:
             "return a batch from Task.collate for at least some samples",
         )
 
-    def _read(self, read: Callable[[Any], Any], key: Any, ids: list[int], where: str) -> Any:
-        """Call a function of the dataset or collate; an error gets the ids of the samples."""
+    def _read(self, read: Callable[[Any], Any], key: Any, ids: list[int], request: Request) -> Any:
+        """Call a function of the dataset; an error gets the ids of the samples."""
         try:
             return read(key)
         except Exception as error:  # the dataset is the user's code
-            name_samples(error, ids, where)
+            name_samples(error, ids, request.where)
             raise
 
     def _seed(self, epoch: int, index: int) -> None:
@@ -134,6 +131,9 @@ class SampleReader:
 
 def _gather(tensor: Tensor, rows: Tensor) -> Tensor:
     """Return `tensor[rows]`; `rows` has shape (samples,)."""
+    # A dataset may keep its tensors on a GPU.
+    rows = rows.to(tensor.device)
+
     # `index_select` is faster, but its result is always contiguous: it would lose channels_last.
     return tensor.index_select(0, rows) if tensor.is_contiguous() else tensor[rows]
 
@@ -143,16 +143,14 @@ def is_default_collate(collate: Callable[[list[Any]], Any]) -> bool:
     return getattr(collate, "__func__", collate) in (Task.collate, default_collate)
 
 
-def collate_samples(
-    collate: Callable[[list[Any]], Any], samples: list[Any], ids: list[int], where: str, is_default: bool
-) -> Any:
+def collate_samples(collate: Callable[[list[Any]], Any], samples: list[Any], ids: list[int], where: str) -> Any:
     """Return `collate(samples)`. An error gets the ids of the samples."""
     try:
         return collate(samples)
     except UserError:
         raise
     except Exception as error:  # collate is the user's code
-        explained = explain_collate_error(error, samples, ids, where, is_default)
+        explained = explain_collate_error(error, samples, ids, where, is_default_collate(collate))
         if explained is error:
             raise
 
@@ -167,7 +165,7 @@ def is_empty(batch: Any) -> bool:
     # Usually the first tensor has samples, and the others need not be examined.
     has_tensors = False
     for tensor in _tensors(batch):
-        if tensor.dim() and tensor.shape[0]:
+        if tensor.dim() and tensor.size(0):  # a nested tensor has no `shape`
             return False
 
         has_tensors |= tensor.dim() > 0
@@ -207,11 +205,13 @@ class _OneRequestPerItem(torch.utils.data.Dataset):
 def read_all(
     reader: SampleReader, requests: Iterator[Request], workers: int, prefetch: int, pin_memory: bool = False
 ) -> Iterator[Any]:
-    """Return batches for `requests`, in their order. Each worker process reads `prefetch` requests ahead."""
+    """Return batches for `requests`, in their order. Each worker process reads `prefetch` requests ahead.
+
+    `pin_memory`: of batches that worker processes have read; `Transfer` pins those of this process.
+    """
     # Lazily: nothing is read before it is needed.
     if not workers:
-        batches = map(reader, requests)
-        return map(pin, batches) if pin_memory else batches
+        return map(reader, requests)
 
     # Before the fork.
     check_no_connection(reader.dataset)
@@ -241,150 +241,3 @@ def start_loader(
 
     loader = DataLoader(dataset, num_workers=workers, pin_memory=pin_memory and workers > 0, **options)
     return LoaderBatches(loader)
-
-
-# ---- to the device ----
-
-
-def pin(batch: Any) -> Any:
-    """Return the batch in pinned memory, from which a copy to the GPU does not block the host.
-
-    Tensors on a GPU stay there: only host memory can be pinned.
-    """
-    from torch.utils.data._utils.pin_memory import pin_memory
-
-    def pin_tensor(tensor: Tensor) -> Tensor:
-        return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
-
-    return _map_tensors(batch, pin_tensor, pin_memory, "pin_memory")
-
-
-def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor] | None = None) -> Any:
-    """Move every tensor inside `batch` to the device, with `move` or else `Tensor.to`, asynchronously if pinned."""
-    if device.type == "cpu":
-        return batch
-
-    def move_tensor(tensor: Tensor) -> Tensor:
-        # A subclass of Tensor may override `to`.
-        if move and type(tensor) is Tensor:
-            return move(tensor)
-
-        return tensor.to(device, non_blocking=True)
-
-    return _map_tensors(batch, move_tensor, lambda other: other, "to", (device,))
-
-
-def _map_tensors(
-    batch: Any,
-    change: Callable[[Tensor], Any],
-    otherwise: Callable[[Any], Any],
-    method: str,
-    arguments: tuple[Any, ...] = (),
-) -> Any:
-    """Return `batch` with `change` applied to every tensor.
-
-    For an object that is neither a tensor nor a plain container, its own method named `method` is called, if it has
-    one. A mapping without that method is treated as a dict. `otherwise` is applied to anything else.
-    """
-    if isinstance(batch, Tensor):
-        return change(batch)
-
-    def map_all(values: Iterable[Any]) -> Iterator[Any]:
-        return (_map_tensors(value, change, otherwise, method, arguments) for value in values)
-
-    # The constructor of a named tuple takes its fields as arguments; others take an iterable.
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*map_all(batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(map_all(batch))
-    if not isinstance(batch, dict) and hasattr(batch, method):
-        return getattr(batch, method)(*arguments)
-    if isinstance(batch, Mapping):
-        return _mapping_like(batch, dict(zip(batch, map_all(batch.values()), strict=True)))
-
-    return otherwise(batch)
-
-
-def _mapping_like(batch: Mapping[Any, Any], values: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return `values` as a mapping of the same type, with the other attributes of `batch`.
-
-    If the type cannot be built from a dict, return a dict.
-    """
-    # A shallow copy of these has its own dict, so `update` leaves the original alone.
-    if isinstance(batch, dict | UserDict):
-        changed = copy.copy(batch)
-        changed.update(values)
-        return changed
-
-    try:
-        return type(batch)(values)  # pyrefly: ignore
-    except TypeError:
-        return values
-
-
-# ---- prefetching to the GPU ----
-
-
-def prefetch_to_device(batches: Iterator[Any], stream: CopyStream) -> Iterator[Any]:
-    """Yield batches on the device. The copy of the next batch starts before each batch is yielded.
-
-    An error while reading a batch is raised in place of that batch, not one batch early.
-    """
-    # At most two copies are in flight: the batch to yield next, and the one after it.
-    in_flight: list[Any] = []
-    stop: Exception | None = None
-    try:
-        while stop is None:
-            # An error waits until the batches before it have been yielded.
-            try:
-                in_flight.append(stream.send(next(batches)))
-            except Exception as error:  # StopIteration, or an error of the dataset
-                stop = error
-
-            if in_flight and (stop or len(in_flight) > 1):
-                yield stream.receive(in_flight.pop(0))
-
-        if not isinstance(stop, StopIteration):
-            raise stop
-    finally:
-        # The memory of batches that are dropped must not be reused before their copy has ended.
-        for sent in in_flight:
-            stream.receive(sent)
-
-
-class CopyStream:
-    """Copies batches to the device on a separate CUDA stream.
-
-    The memory of a batch is allocated on the compute stream, and the batch after next reuses it. Its copy therefore
-    waits for all work queued so far, and overlaps with the work on the batch in between.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.stream = torch.cuda.Stream(device)
-
-    def send(self, batch: Any) -> tuple[Any, torch.Event]:
-        """Queue a copy behind all work queued so far. The host does not wait."""
-        # Otherwise the copy could overwrite memory that a kernel of the batch before last still reads.
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        moved = to_device(batch, self.device, self._copy)
-        return moved, self.stream.record_event()
-
-    def receive(self, sent: tuple[Any, torch.Event]) -> Any:
-        """Return the batch, and let the compute stream wait for its copy. The host does not wait."""
-        batch, arrived = sent
-        torch.cuda.current_stream(self.device).wait_event(arrived)
-        return batch
-
-    def _copy(self, tensor: Tensor) -> Tensor:
-        # A tensor on a GPU belongs to the compute stream. Reading it on another stream would allow its memory to be
-        # reused before the read has ended.
-        if tensor.is_cuda:
-            return tensor.to(self.device, non_blocking=True)
-
-        # The memory is allocated on the compute stream; the copy runs on ours.
-        copied = torch.empty_like(tensor, device=self.device)
-        with torch.cuda.stream(self.stream):
-            copied.copy_(tensor, non_blocking=True)
-
-        return copied

@@ -5,24 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
+from torch.utils.data import TensorDataset
 
-from lockstep.data.dataset_source import DatasetSource
-from lockstep.data.loader import (
-    CopyStream,
-    Request,
-    SampleReader,
-    is_empty,
-    prefetch_to_device,
-    read_all,
-    to_device,
-)
+from lockstep.data.dataset_source import DatasetSource, SourceOptions
+from lockstep.data.loader import Request, SampleReader, is_empty, read_all
 from lockstep.data.samplers import Sampler
-from lockstep.data.source_options import SourceOptions
+from lockstep.data.transfer import Transfer
 from lockstep.data.windows import Assigned, StepOrder, Window
 from lockstep.data.worker_copies import WorkerCopies
 from lockstep.errors import UserError
@@ -43,8 +36,12 @@ class MapSource(DatasetSource):
         self, reader: SampleReader, sampler: Sampler, options: SourceOptions, sample_lengths: np.ndarray | None = None
     ):
         self.reader = reader
-        self.order = StepOrder(sampler, len(reader.dataset), options, sample_lengths)
+        self.collate = reader.collate
+        self.step_order: StepOrder = StepOrder(  # pyrefly: ignore[bad-override-mutable-attribute]
+            sampler, len(reader.dataset), options, sample_lengths
+        )
         self.options = options
+        self._transfer = Transfer(options.device, options.pins_here)
 
         # An iterator over batches that are read and copied ahead, and the position of its next step.
         self._prefetched: Iterator[Any] | None = None
@@ -62,36 +59,37 @@ class MapSource(DatasetSource):
             self._copies.check()
 
         # The window at the position, even if it was taken before and never committed.
-        order = self.order
+        order = self.step_order
         window = order.window(order.position)
         after = order.end_position(window)
+        size = window.size
         assigned = order.assign(window)
         return StepBatches(
             len(assigned),
             self._load(window, assigned),
-            window.size,
-            count_all_ranks=order.count(window),
-            span=(after - window.size, after),
+            size,
+            global_num_micro_batches=order.count(window),
+            span=(after - size, after),
         )
 
     def commit(self, batches: StepBatches, result: StepResult | None) -> None:
         assert batches.span is not None
-        self.order.advance(batches.span[1])
+        self.step_order.advance(batches.span[1])
 
     def state_dict(self) -> dict[str, Any]:
-        return self.order.state_dict()
+        return self.step_order.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.order.load_state_dict(state)
+        self.step_order.load_state_dict(state)
         self.close()  # what was read ahead belongs to the old position
 
     @property
     def skipped_spans(self) -> list[tuple[int, int]]:
         """All spans [start, stop) of positions that are left out."""
-        return self.order.skipped_spans
+        return self.step_order.skipped_spans
 
     def skip(self, span: tuple[int, int]) -> None:
-        self.order.skip(span)
+        self.step_order.skip(span)
 
     def read_again(self, micro: MicroBatch) -> Any:
         """Read a micro-batch in this process, to compare it with what a worker read. None if samples are not seeded."""
@@ -105,36 +103,25 @@ class MapSource(DatasetSource):
         """Return a context for reading in this process: changes that reading makes to the dataset are ignored."""
         return self._copies.ignore_changes() if self._copies else nullcontext()
 
-    def next_request(self, count: int, beyond_step: bool = False) -> Request:
-        """Return a request for the next samples, at most `count`, the same on every rank.
+    def read_samples(self, epoch: int, ids: Sequence[int]) -> Any:
+        with self.reading_here():
+            return self.reader.read_samples(Request(epoch, ids))
 
-        It does not go beyond the end of the step, or of the epoch if `beyond_step` is true.
-        """
-        # A window lies in one epoch, and so does a request.
-        window = self.order.window(self.order.position)
-        stop = min(window.start + count, self.order.epoch_length if beyond_step else window.stop)
-        return Request(window.epoch, self.order.ids(window.epoch, window.start, stop).tolist())
+    def first_sample(self) -> Any:
+        # A dataset may open files for its first sample, which forked workers would share.
+        if self.options.config.workers and not isinstance(self.reader.innermost, TensorDataset | list | tuple):
+            return None
 
-    def recent_requests(self, count: int) -> Iterator[Request]:
-        """Yield requests for the samples of the next step, and for up to `count` samples that came before them."""
-        window = self.order.window(self.order.position)
-        start = window.start - count
-        yield Request(window.epoch, self.order.ids(window.epoch, max(0, start), window.stop).tolist())
-
-        # The rest are the last samples of the previous epoch.
-        if start < 0 < window.epoch:
-            stop = self.order.epoch_length
-            yield Request(window.epoch - 1, self.order.ids(window.epoch - 1, max(0, stop + start), stop).tolist())
+        # The same reader that training uses, so that the sample is transformed as it will be.
+        try:
+            return self.reader.read_samples(Request(0, [0]))
+        except Exception:  # the first step will report it
+            return None
 
     def start_workers(self) -> None:
-        """Start the worker processes, if there are any.
-
-        Call it before this process reads a sample: a dataset may open files for its first sample, which forked workers
-        would share.
-        """
         if self.options.config.workers and self._prefetched is None:
             self._prefetched = self._start_reading()
-            self._prefetched_position = self.order.position
+            self._prefetched_position = self.step_order.position
 
     def close(self) -> None:
         super().close()
@@ -143,8 +130,8 @@ class MapSource(DatasetSource):
     def upcoming(self) -> list[Any]:
         """Return the epoch and the ids of the next samples. A resumed run must have the same, at any batch size."""
         # Only up to the end of the epoch: where the next one begins depends on the batch size.
-        request = self.next_request(UPCOMING, beyond_step=True)
-        return [request.epoch, *request.ids]
+        epoch, ids = self.step_order.next_ids(UPCOMING, beyond_step=True)
+        return [epoch, *ids]
 
     # ---- reading samples ----
 
@@ -154,9 +141,13 @@ class MapSource(DatasetSource):
         prefetches = self.options.config.workers or self.options.device.type == "cuda"
         batches = self._prefetch(window) if prefetches else None
         for one in assigned:
-            micro = self.order.micro_batch(window, one)
+            micro = self.step_order.micro_batch(window, one)
             # What is read ahead comes in the same order, by the same assignment (`_requests`).
-            micro.data = self.reader(Request(window.epoch, micro.ids)) if batches is None else next(batches)
+            if batches is None:
+                micro.data = self._transfer(self.reader(Request(window.epoch, micro.ids)))
+            else:
+                micro.data = next(batches)
+
             # A batch that collate has emptied still takes part in the step, with weight 0.
             if is_empty(micro.data):
                 self._make_padding(micro)
@@ -175,9 +166,9 @@ class MapSource(DatasetSource):
         # Found once, and kept on the device: its values do not matter, as long as the model accepts it.
         if self._padding_batch is None:
             with self.reading_here():
-                batch = self.reader.nonempty_batch(self.options.micro_batch)
+                batch = self.reader.nonempty_batch(self.options.micro_batch_size)
 
-            self._padding_batch = to_device(batch, self.options.device)
+            self._padding_batch = self._transfer(batch)
 
         micro.data = self._padding_batch
         micro.padding = True
@@ -185,10 +176,10 @@ class MapSource(DatasetSource):
     def _prefetch(self, window: Window) -> Iterator[Any]:
         """Return an endless iterator over batches on the device, from the current position on."""
         # Continue the iterator of the last step, except at the start and after a resume.
-        if self._prefetched is None or self._prefetched_position != self.order.position:
+        if self._prefetched is None or self._prefetched_position != self.step_order.position:
             self._prefetched = self._start_reading()
 
-        self._prefetched_position = self.order.end_position(window)
+        self._prefetched_position = self.step_order.end_position(window)
         return self._prefetched
 
     def _start_reading(self) -> Iterator[Any]:
@@ -200,20 +191,15 @@ class MapSource(DatasetSource):
         if self._copies:
             self._copies.record()
 
-        requests = self._requests(self.order.position)
+        requests = self._requests(self.step_order.position)
         batches = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
         self._reading = batches
-
-        # On a CPU there is no copy to overlap.
-        if self.options.device.type != "cuda":
-            return batches
-
-        return prefetch_to_device(batches, CopyStream(self.options.device))
+        return self._transfer.ahead(batches)
 
     def _requests(self, position: int) -> Iterator[Request]:
         """Yield requests for this rank's micro-batches from a position on, endlessly."""
         while True:
-            window = self.order.window(position)
-            position = self.order.end_position(window)
-            for assigned in self.order.assign(window):
-                yield Request(window.epoch, self.order.micro_batch(window, assigned).ids)
+            window = self.step_order.window(position)
+            position = self.step_order.end_position(window)
+            for assigned in self.step_order.assign(window):
+                yield Request(window.epoch, self.step_order.micro_batch(window, assigned).ids)

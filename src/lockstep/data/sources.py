@@ -8,17 +8,17 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from lockstep.config import DataConfig
+from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.length_balance import check_lengths
 from lockstep.data.loader import SampleReader
 from lockstep.data.map_source import MapSource
 from lockstep.data.samplers import Sampled, make_sampler
 from lockstep.data.samplers.torch_samplers import bind_sampler
-from lockstep.data.source_options import SourceOptions
 from lockstep.data.streams.cursor import has_state
 from lockstep.data.streams.epochs import EpochSource
-from lockstep.data.streams.exact import ExactStreamSource
+from lockstep.data.streams.resumable import ResumableStreamSource
 from lockstep.data.streams.shards import Shards
-from lockstep.data.streams.strided import StreamSource
+from lockstep.data.streams.strided import StridedStreamSource
 from lockstep.data.worker_copies import check_no_connection
 from lockstep.errors import UserError
 from lockstep.task import BatchSource
@@ -95,10 +95,10 @@ def _open_stream(data: Any, collate: Collate, options: SourceOptions) -> EpochSo
     if config.resume == "reread" or (has_state(data) and config.sharding == "stride"):
         return _open_shards(Shards([data]), collate, options)
 
-    return StreamSource(data, collate, options)
+    return StridedStreamSource(data, collate, options)
 
 
-def _open_shards(shards: Shards, collate: Collate, options: SourceOptions) -> ExactStreamSource:
+def _open_shards(shards: Shards, collate: Collate, options: SourceOptions) -> ResumableStreamSource:
     """Open a stream that resumes exactly."""
     _refuse_balance(shards, options.config)
     if options.config.sharding == "own":
@@ -108,7 +108,7 @@ def _open_shards(shards: Shards, collate: Collate, options: SourceOptions) -> Ex
             "leave data.sharding out; or leave data.resume out, and return an iterable dataset instead of Shards",
         )
 
-    return ExactStreamSource(shards, collate, options)
+    return ResumableStreamSource(shards, collate, options)
 
 
 def _refuse_other_sources(data: Any) -> None:

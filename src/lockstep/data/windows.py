@@ -8,18 +8,18 @@ sample.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from heapq import heapify, heapreplace
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.length_balance import divide_by_length
 from lockstep.data.samplers import Sampler
 from lockstep.data.samplers.sampler import OrderCache, checked_ids
 from lockstep.data.samplers.shuffled import SequentialSampler, ShuffledSampler
-from lockstep.data.source_options import SourceOptions
 from lockstep.errors import UserError
 from lockstep.task import MicroBatch
 
@@ -136,8 +136,9 @@ class StepOrder:
         self.data_world = options.data_world
         self.position = 0  # where the next step begins
 
-        # Our own samplers give every sample once, so their ids need no check. Those of users do.
-        own = isinstance(sampler, ShuffledSampler | SequentialSampler)
+        # Our own samplers give every sample once, so their ids need no check. Those of users do, also if they derive
+        # theirs from ours.
+        own = type(sampler) in (ShuffledSampler, SequentialSampler)
         self._is_permutation = own and self.epoch_length == dataset_length
 
         # Spans [start, stop) of positions that are left out because their step was skipped.
@@ -225,13 +226,34 @@ class StepOrder:
 
     def count(self, window: Window) -> int:
         """Return the number of micro-batches of a window, on all ranks together."""
-        return -(-window.size // self.options.micro_batch)
+        return -(-window.size // self.options.micro_batch_size)
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:
         """Return the ids (stop - start,) of the samples at the offsets [start, stop) of an epoch."""
         if self._is_permutation:
             return self.sampler.ids(epoch, start, stop)
         return checked_ids(self.sampler, epoch, start, stop, self.dataset_length)
+
+    def next_ids(self, count: int, beyond_step: bool = False) -> tuple[int, list[int]]:
+        """Return the epoch and the ids of the next samples, at most `count`, the same on every rank.
+
+        They do not go beyond the end of the step, or of the epoch if `beyond_step` is true.
+        """
+        # A window lies in one epoch, and so do these samples.
+        window = self.window(self.position)
+        stop = min(window.start + count, self.epoch_length if beyond_step else window.stop)
+        return window.epoch, self.ids(window.epoch, window.start, stop).tolist()
+
+    def recent_ids(self, count: int) -> Iterator[tuple[int, list[int]]]:
+        """Yield (epoch, ids) for the samples of the next step, and for up to `count` samples that came before them."""
+        window = self.window(self.position)
+        start = window.start - count
+        yield window.epoch, self.ids(window.epoch, max(0, start), window.stop).tolist()
+
+        # The rest are the last samples of the previous epoch.
+        if start < 0 < window.epoch:
+            stop = self.epoch_length
+            yield window.epoch - 1, self.ids(window.epoch - 1, max(0, stop + start), stop).tolist()
 
     def micro_batch(self, window: Window, assigned: Assigned) -> MicroBatch:
         """Return a micro-batch of a window without its data: which samples it has, and its place in the step."""
@@ -242,7 +264,7 @@ class StepOrder:
             first = sum(map(len, parts[:index]))
             return MicroBatch(None, index, len(ids), window.epoch, ids, padding, first)
 
-        start, stop = micro_slice(window, self.options.micro_batch, index)
+        start, stop = micro_slice(window, self.options.micro_batch_size, index)
         ids = self.ids(window.epoch, start, stop)
         return MicroBatch(None, index, stop - start, window.epoch, ids, padding, start - window.start)
 

@@ -6,7 +6,6 @@ device) must be the same on every rank and after every resume.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,38 +14,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config.changes import Change
-from lockstep.data.map_source import MapSource
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource
 
-# float64 sums of multiples of 1/grid are exact in any order, as long as they stay below 2^53 / grid. So the device can
-# sum control words. Log lines may hold numbers of any size, which `ExactSums` adds on the host.
-WEIGHT_GRID = 2.0**32  # for weights: their sum is exact below 2^21 per step
-LOSS_GRID = 2.0**20  # for losses in spike detection: their sum is exact below 2^33
-
-MAX_ROUNDING = 1e-6  # the largest relative change of a weight by rounding it to its grid
 ORDER_SETTINGS = ("micro_batch", "global_batch", "blocks")  # these determine the order in which gradients are added
-
-
-def on_grid(value: float | Tensor, grid: float) -> Any:
-    """Return `value`, a number or a tensor of any shape, rounded to the nearest multiple of 1/grid."""
-    if isinstance(value, Tensor):
-        return torch.round(value.double() * grid) / grid
-
-    return round(value * grid) / grid if math.isfinite(value) else value
-
-
-def check_weight(weight: float) -> None:
-    """Check that rounding to the grid does not change the weight, which would change the training."""
-    if abs(on_grid(weight, WEIGHT_GRID) - weight) > MAX_ROUNDING * weight:
-        raise UserError(
-            f"exact=true cannot represent a weight of {weight:.3g}",
-            "it rounds weights to multiples of 2^-32, which would change this one",
-            "multiply the loss and its weight by the same large number, such as 1e6: the training stays the same",
-        )
 
 
 class Exactness:
@@ -69,7 +43,7 @@ class Exactness:
 
     def begin(self, source: BatchSource, plan: Plan, changed_settings: list[Change]) -> str:
         """Check the source and return a line for the banner, which names what has changed since the checkpoint."""
-        if not isinstance(source, MapSource):
+        if source.step_order is None:
             raise UserError(
                 f"exact=true cannot be used with data from a {type(source).__name__}",
                 "which samples make up a micro-batch would depend on the number of ranks",

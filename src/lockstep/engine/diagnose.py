@@ -21,10 +21,10 @@ from lockstep.engine.checks.token_ids import explain_index
 from lockstep.engine.evaluation.evaluator import evaluation_batch
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch import records
-from lockstep.optim.kinds import is_torchs
+from lockstep.optim.capabilities import is_known
 from lockstep.optim.registry import state_copies
 from lockstep.parallel.blocks import find_blocks
-from lockstep.parallel.cudagraph.install import has_captures
+from lockstep.parallel.cudagraph.graphs import has_captures
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.exact.block_inputs import BlockInputs
 from lockstep.parallel.fsdp.driver import hidden_output
@@ -183,7 +183,7 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
             first.append(Option(f"evaluate.batch={batch // 2}", None))
     else:
         # With micro_batch=auto there is nothing to advise: the next attempt takes a smaller one.
-        what = f"step {run.stepper.counters.steps_done} with micro-batches of {run.plan.micro_batch}"
+        what = f"step {run.steps_done} with micro-batches of {run.plan.micro_batch}"
         smaller = _record_smaller_micro_batch(run)
         if smaller:
             return SmallerMicroBatch(f"{what} does not fit: {shortage}; continuing with micro-batches of {smaller}")
@@ -218,8 +218,8 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
         for optimizer in optimizers.all:
             state += [value for values in optimizer.state.values() for value in values.values()]
 
-            # The size of the state is known only for torch's optimizers.
-            groups = optimizer.param_groups if is_torchs(optimizer) else []
+            # The size of the state is not known for a user's optimizer.
+            groups = optimizer.param_groups if is_known(optimizer) else []
             for group in groups:
                 stateless = [p for p in group["params"] if p.requires_grad and not optimizer.state.get(p)]
                 to_come += round(state_copies(optimizer, group) * count(stateless))

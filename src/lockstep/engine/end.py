@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from lockstep.checkpoint.inspect import read_weights
+from lockstep.checkpoint.export import read_weights
 from lockstep.config.settings import nested
 from lockstep.engine.log.summary import summary_of
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import write_summary
 from lockstep.observe.weights import save_weights
-from lockstep.parallel.cudagraph.install import release_captures
+from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import full_state
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ def end_training(run: Run) -> None:
     _log_stop(run)
 
     counters = run.stepper.counters
-    run.stepper.outcomes.check_something_learned(counters.steps_done, counters.applied)
+    run.stepper.outcomes.check_something_learned(counters.steps_done, counters.steps_applied)
     run.check_replicas()
 
     # The last evaluation may be the best one.
@@ -46,7 +46,7 @@ def end_training(run: Run) -> None:
 
     # The weights are written while the checkpoint is being committed, unless they may come from it.
     if run.config.checkpoint.final == "best":
-        run.checkpoints.settle()
+        run.checkpoints.pending.settle()
 
     # Write the log lines whose numbers are still on the device.
     run.recorder.poll(wait=True)
@@ -54,10 +54,10 @@ def end_training(run: Run) -> None:
         _save_final_weights(run)
     except UserError:
         # Raised on all ranks. If the weights cannot be written, they can still be exported from this checkpoint.
-        run.checkpoints.settle()
+        run.checkpoints.pending.settle()
         raise
 
-    run.checkpoints.settle()
+    run.checkpoints.pending.settle()
 
 
 def _log_stop(run: Run) -> None:
@@ -67,7 +67,7 @@ def _log_stop(run: Run) -> None:
     reason = next(filter(None, reasons), None)
     run.requests.stop_reason = reason
     if reason:
-        run.recorder.event("stop", step=run.stepper.counters.steps_done, reason=reason)
+        run.recorder.event("stop", step=run.steps_done, reason=reason)
 
 
 # ---- the weights ----
@@ -122,7 +122,7 @@ def _write_weights(run: Run, file: str, weights: dict[str, Tensor], aliases: dic
 def close(run: Run, text: str | None = None) -> dict[str, Any]:
     """Write the summary and the report, and return the summary. `text` is what the task's `show` returned."""
     run.runtime.heartbeat.beat("end")
-    run.recorder.write_rest(run.stepper.sums, run.stepper.counters.steps_done)
+    run.recorder.write_rest(run.stepper.sums, run.steps_done)
 
     # While the checkpoints are still open: `_release` closes them.
     best = run.runtime.collectives.run_on_rank0(lambda: _describe_best(run))
@@ -161,7 +161,7 @@ def _describe_best(run: Run) -> dict[str, Any] | None:
     if best is None:
         return None
 
-    path = run.folder.as_shown(best.checkpoint.location)
+    path = run.folder.as_shown(best.checkpoint.path)
     return {"step": best.checkpoint.step, "metric": best.metric, "value": best.value, "checkpoint": path}
 
 
@@ -172,6 +172,7 @@ def _release(run: Run) -> None:
     setup.optimizers.release()
     run.stepper.learning_rate.release()
 
+    setup.driver.cudnn_pause.end()
     release_captures(setup.driver.model)
 
     if setup.driver.compiler:
@@ -197,12 +198,13 @@ def _write_report(run: Run, summary: dict[str, Any]) -> None:
 
 
 def end_preempted(run: Run) -> NoReturn:
-    """Raise `Preempted`, which ends this process. All ranks have saved at the same step."""
-    steps_done = run.stepper.counters.steps_done
+    """Raise `Preempted`, which ends this process. All ranks have tried to save at the same step."""
+    steps_done = run.steps_done
     run.close_source()
 
     # If the save failed, there is no checkpoint of this step to report.
-    saved = run.checkpoints.last_location() if run.checkpoints.settle() else None
+    save_failed = not run.checkpoints.pending.settle()
+    saved = None if save_failed else run.checkpoints.last_location()
     path = run.folder.as_shown(saved) if saved else None
 
     # Only some ranks may have received the signal.
@@ -210,6 +212,6 @@ def end_preempted(run: Run) -> NoReturn:
     received = run.runtime.collectives.gather_json([notice.signal, notice.original])
     signal, original = next((both for both in received if both[0]), ("SIGTERM", "SIGTERM"))
 
-    run.recorder.event("leave", step=steps_done, signal=original, checkpoint=path)
+    run.recorder.event("preempted", step=steps_done, signal=original, checkpoint=path)
     run.runtime.collectives.final_barrier()
-    raise Preempted(steps_done, signal, path)
+    raise Preempted(steps_done, signal, path, save_failed)

@@ -15,14 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.data.map_source import MapSource
 from lockstep.data.windows import rank_counts, rank_range
 from lockstep.errors import UserError, plural
-from lockstep.parallel.batchnorm.sync import is_synchronised
 from lockstep.parallel.driver import Driver
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime
-from lockstep.task import BatchSource
+from lockstep.task import BatchSource, SampleOrder
 
 WARM_UP = 3  # the first steps are not measured: they compile, allocate and connect
 MEASURED = 5  # steps per measurement
@@ -85,14 +83,15 @@ def open_load_balancer(
         return None
 
     # Ranks will run different numbers of micro-batches.
-    if not isinstance(source, MapSource):
+    if source.step_order is None:
         raise UserError(
             f"load_balance cannot be used with data from a {type(source).__name__}",
             "every rank reads its own samples of a stream, or of a custom source",
             "return a dataset with __getitem__ and a length from data(), or leave load_balance out",
         )
 
-    if any(map(is_synchronised, driver.model.modules())):
+    # config/conflicts.py has refused the settings that lead to this, but not a SyncBatchNorm in the user's model.
+    if driver.role.collective_forwards:
         raise UserError(
             "load_balance cannot be used with SyncBatchNorm",
             "it gives ranks different numbers of micro-batches, and the forward of SyncBatchNorm waits for all ranks",
@@ -100,18 +99,18 @@ def open_load_balancer(
         )
 
     if isinstance(speeds, str):
-        return LoadBalancer(plan, source, runtime, log_event)
+        return LoadBalancer(plan, source.step_order, runtime, log_event)
 
-    source.order.assign_by(speeds)
+    source.step_order.assign_by(speeds)
     return None
 
 
 class LoadBalancer:
     """Measures the speed of each rank, and reassigns micro-batches if that makes steps shorter."""
 
-    def __init__(self, plan: Plan, source: MapSource, runtime: Runtime, log_event: EventLogger):
+    def __init__(self, plan: Plan, order: SampleOrder, runtime: Runtime, log_event: EventLogger):
         self._micro_batches = plan.micro_batches
-        self._order = source.order
+        self._order = order
         self._runtime = runtime
         self._log_event = log_event
 

@@ -7,6 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from lockstep.engine.checks.settings import check_evaluations
 from lockstep.engine.end import close, end_training
 from lockstep.engine.evaluation.evaluator import EvaluationSet, check_data, evaluation_sets
@@ -17,7 +19,7 @@ from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.engine.start_check.metrics import check_metrics
 from lockstep.parallel.meta.init import init_as_configured
-from lockstep.task import StepBatches, Task
+from lockstep.task import Loss, StepBatches, Task
 
 
 def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
@@ -37,7 +39,7 @@ def fit(task: Task, builder: RunBuilder) -> dict[str, Any]:
 
 
 class Training:
-    """The parts of `fit`: a task and its Run. A benchmark calls them itself, to stop between two steps."""
+    """The stages of `fit`: a task and its Run. A benchmark calls them itself, to stop between two steps."""
 
     def __init__(self, task: Task, builder: RunBuilder):
         """Set up the run, and refuse mistakes that can be found before the first step."""
@@ -54,11 +56,6 @@ class Training:
         self.run = builder.setup_run(data(), task.collate)
         self.run.hooks.before_training()
 
-        # A compiler wraps the task's own loss, and the hooks come after it: they may run any Python.
-        compiler = self.run.driver.compiler
-        loss = compiler.around(task.loss) if compiler else task.loss
-        self._loss = self.run.hooks.around_loss(loss)
-
         write_assets = overridden(task, "write_assets")
         if write_assets:
             self.run.runtime.collectives.run_on_rank0(lambda: _write_assets(write_assets, self.run.folder.path))
@@ -67,10 +64,19 @@ class Training:
         self._eval_sets = _eval_sets(task, self.run)
         self.run.check_start(task)
         check_metrics(self.run, task, self._eval_sets)
+        self._loss = self._wrapped_loss()
+
+    def _wrapped_loss(self) -> Callable[[nn.Module, Any], Loss]:
+        """Return the loss function of the steps."""
+        # A compiler wraps the task's own loss, and the hooks come after it: they may run any Python.
+        compiler, hooks = self.run.driver.compiler, self.run.hooks
+        hooks.inject_faults()
+        return hooks.around_loss(compiler.around(self.task.loss) if compiler else self.task.loss)
 
     def evaluate_if_interrupted(self) -> None:
         """Repeat the evaluation during which the run was preempted, if there is one."""
-        if self._eval_sets and self.run.resumed and self.run.resumed.loop.evaluation_due:
+        is_due, self.run.requests.evaluation_due = self.run.requests.evaluation_due, False
+        if is_due and self._eval_sets:
             self._evaluate()
             self.run.save_if_agreed()
 
@@ -81,7 +87,7 @@ class Training:
         run.end_step(batches, result)
 
         # Before the save, so that the checkpoint holds its result.
-        if self._eval_sets and run.evaluations.are_due(run.stepper.counters.steps_done):
+        if self._eval_sets and run.evaluations.are_due(run.steps_done):
             self._evaluate()
 
         run.maintain()
@@ -91,10 +97,10 @@ class Training:
         run, config = self.run, self.run.config
 
         # These weights have just been evaluated if an evaluation was due after the last step.
-        is_current = run.evaluations.is_current(run.stepper.counters.steps_done)
+        is_current = run.evaluations.is_current(run.steps_done)
         evaluates = bool(self._eval_sets) and config.evaluate.at_end and not is_current
 
-        # The last evaluation may be the best one, and must then be a part of the last checkpoint.
+        # The last evaluation may be the best one, and decides then which weights are written.
         if evaluates and config.checkpoint.best:
             self._evaluate()
 
@@ -121,7 +127,7 @@ def _setup_model(task: Task, builder: RunBuilder, data: Callable[[], Any]) -> No
     scheduler = overridden(task, "scheduler") or (lambda _: None)
     builder.setup_model(model, task.optimizer, task, data, scheduler)
     if hasattr(task, "state_dict"):
-        builder.parts.add("task", task)
+        builder.state.add("task", task)
 
 
 def _write_assets(write: Callable[[Path], None], run_dir: Path) -> None:

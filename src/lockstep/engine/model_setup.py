@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from lockstep.checkpoint.init_from.weights import InitialWeights
 from lockstep.engine.checks.guards import TrainableGuard
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluation.evaluator import Evaluator
@@ -25,6 +26,7 @@ class ModelSetup:
     exactness: Exactness | None  # with `exact`
     schedulers: Any = None  # the user's, as `make_learning_rate` takes them
     average: WeightAverage | None = None  # with `ema.decay`
+    initial: InitialWeights | None = None  # with `init_from`
 
     def evaluation_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the weights that its optimizers evaluate and save."""
@@ -32,4 +34,4 @@ class ModelSetup:
 
     def averaged_weights(self) -> AbstractContextManager[None]:
         """Return a context in which the averages, if there are any, are the model's weights."""
-        return self.average.applied(self.driver.drop_gathered) if self.average else nullcontext()
+        return self.average.swapped_in(self.driver.drop_gathered) if self.average else nullcontext()

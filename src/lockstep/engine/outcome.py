@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from lockstep.config import SpikeConfig
-from lockstep.engine.progress import StepContext, StepProgress
 from lockstep.errors import OutOfStep, UserError, listed_ranks, plural
 from lockstep.parallel.driver import Reduced
+from lockstep.parallel.progress import StepContext, StepProgress, wrong_weight
 from lockstep.runtime.control_word import ControlWord, step_mark
 from lockstep.task import MicroBatch, StepResult
 
@@ -41,7 +41,7 @@ class Outcome:
 
     finite: bool = field(init=False)  # whether `grad_norm` is finite
     mean_loss: float = field(init=False)  # 0 if the control word does not include the loss
-    accepted: bool = field(init=False)  # the step is applied; `skip_on_device` computes the opposite on the device
+    applied: bool = field(init=False)  # the step is applied; `skip_on_device` computes the opposite on the device
 
     def __post_init__(self) -> None:
         word = self.word
@@ -49,11 +49,12 @@ class Outcome:
         self.mean_loss = float(word.loss) / float(word.weight) if word.weight else 0.0
 
         # `not >` instead of `<=`: a mean loss of nan is not a spike. Only the gradient decides then, as on the device.
-        self.accepted = self.finite and not (self.mean_loss > self.loss_limit)
+        # A negative weight, which `Outcomes.check` refuses, would turn the descent into an ascent.
+        self.applied = self.finite and float(word.weight) > 0 and not (self.mean_loss > self.loss_limit)
 
     def skip_reason(self) -> str | None:
         """Return why the step is skipped, or None if it is applied or has weight 0, which is legal."""
-        if self.accepted or not self.word.weight:
+        if self.applied or not self.word.weight:
             return None
 
         if self.finite:
@@ -71,9 +72,13 @@ class Outcome:
         return f"no finite gradient for {len(nonfinite)} of {len(names)} parameters, first {names[nonfinite[0]]!r}"
 
 
-def skip_on_device(reduced: Reduced, grad_norm: Tensor, loss_limit: float) -> Tensor:
-    """Return whether the step must be skipped, the opposite of `Outcome.accepted`, as a tensor () on the device."""
-    skip = ~torch.isfinite(grad_norm)
+def skip_on_device(reduced: Reduced, grad_norm: Tensor, weight: Tensor, loss_limit: float) -> Tensor:
+    """Return whether the step must be skipped, the opposite of `Outcome.applied`, as a tensor () on the device.
+
+    `weight` () is that of the summed control word.
+    """
+    # Where the weight is positive, a norm is at least 0, inf or nan. torch.isfinite would launch three more kernels.
+    skip = ~((weight > 0) & (grad_norm < math.inf))
 
     # Without a limit, skip decoding the control word, which would launch kernels.
     if loss_limit == math.inf:
@@ -104,15 +109,15 @@ class Outcomes:
         # Counts so far.
         self.skipped = 0
         self.skipped_since_log = 0
-        self.skips_in_a_row = 0  # not counting fp16 overflows that only lowered the loss scale
+        self.skips_in_a_row = 0  # not counting overflows of fp16 at a scale that can still be lowered
         self.empty_in_a_row = 0  # steps of weight 0
 
         self.rewind_after: SkippedStep | None = None  # the run must rewind to its last checkpoint
-        self._scale_backoffs = 0  # skips that only lowered the loss scale of fp16
+        self._overflows = 0  # skips because of a loss scale of fp16 that can still be lowered
 
     def conclude(self, outcome: Outcome) -> StepResult:
-        """Check that the ranks agree, count the step, react if it was skipped, and return its result."""
-        result = self._result_if_agreed(outcome)
+        """Count a step that `check` has passed, react if it was skipped, and return its result."""
+        result = self._result(outcome)
 
         # A step of weight 0 is legal, but many in a row deserve a warning.
         if result.weight == 0:
@@ -125,36 +130,37 @@ class Outcomes:
 
         # The loss scale follows every step that has a gradient.
         self.empty_in_a_row = 0
-        scale_lowered = self._update_scale(outcome)
+        overflowed = self._update_scale(outcome)
 
         if result.applied:
             self.skips_in_a_row = 0
             self.spikes.add(outcome.mean_loss)
         else:
-            self._skip(outcome, result, scale_lowered)
+            self._skip(outcome, result, overflowed)
 
         return result
 
     def conclude_measured(self, outcome: Outcome) -> StepResult:
-        """Check that the ranks agree, and return the result of a pass without an update.
+        """Return the result of a pass without an update, which `check` has passed.
 
         It counts neither as an applied step nor as one of weight 0, and spike detection ignores its loss.
         A gradient that is not finite is treated as that of a skipped step.
         """
-        result = replace(self._result_if_agreed(outcome), applied=False)
+        result = replace(self._result(outcome), applied=False)
         if result.skip_reason:
             self._skip(outcome, result, self._update_scale(outcome))
 
         return result
 
-    def _result_if_agreed(self, outcome: Outcome) -> StepResult:
-        """Return the result of a step, or raise if the ranks do not agree."""
+    def check(self, outcome: Outcome) -> None:
+        """Raise if the ranks do not agree, or if the weight is negative.
+
+        Call it as soon as the host has the control word: before the update, unless the device decides about that.
+        """
         word = outcome.word
         step = outcome.progress.step
         ranks = self._runtime.world.size
 
-        # An accepted step is applied by now: these checks do not prevent it, they only end the run.
-        #
         # Ranks that loaded are in another step too, so `loaded` comes first. But if the marks are too small to be a sum
         # of marks, this is no control word.
         if 0 < word.loaded < ranks <= word.step:
@@ -171,14 +177,20 @@ class Outcomes:
         if self._scaler and abs(word.scale / ranks - math.log2(self._scaler.value)) > 1e-3:
             raise RuntimeError(f"the loss scale differs between ranks; on this rank it is {self._scaler.value}")
 
+        # Weights that a GPU computes are not checked one by one: see `StepProgress.record`.
+        if float(word.weight) < 0:
+            raise wrong_weight(float(word.weight))
+
+    def _result(self, outcome: Outcome) -> StepResult:
+        word = outcome.word
         return StepResult(
-            step=step,
-            applied=outcome.accepted,
+            step=outcome.progress.step,
+            applied=outcome.applied,
             weight=float(word.weight),
             grad_norm=outcome.grad_norm,
             skip_reason=outcome.skip_reason(),
             loss=outcome.mean_loss if self._knows_loss and word.weight else None,
-            exhausted=word.exhausted == ranks,
+            exhausted=word.exhausted == self._runtime.world.size,
             flags=word,
         )
 
@@ -204,24 +216,25 @@ class Outcomes:
         )
 
     def _update_scale(self, outcome: Outcome) -> bool:
-        """Adapt the loss scale of fp16. Return whether it was lowered."""
+        """Adapt the loss scale of fp16. Return whether the step overflowed at a scale that can still be lowered."""
         # A spike with a finite gradient does not change the loss scale.
-        if self._scaler is None or (outcome.finite and not outcome.accepted):
+        if self._scaler is None or (outcome.finite and not outcome.applied):
             return False
 
-        before = self._scaler.value
-        self._scaler.update(overflowed=not outcome.accepted)
-        return self._scaler.value < before
+        can_be_lowered = self._scaler.value > self._scaler.config.minimum
+        self._scaler.update(overflowed=not outcome.applied)
+        return can_be_lowered and not outcome.applied
 
-    def _skip(self, outcome: Outcome, result: StepResult, scale_lowered: bool) -> None:
+    def _skip(self, outcome: Outcome, result: StepResult, overflowed: bool) -> None:
         """Log a skipped step and apply the policy. Collective: every rank must call it."""
         self.skipped += 1
         self.skipped_since_log += 1
         reason = self._log_skip(outcome, result)
 
-        # An overflow that lowers the fp16 loss scale is not a failure: this is how the scaler finds its value.
-        if scale_lowered:
-            self._scale_backoffs += 1
+        # An overflow of fp16 is not a failure: this is how the scaler finds its value. One of several that
+        # `scaler.hysteresis` allows does not lower the scale yet.
+        if overflowed:
+            self._overflows += 1
             return
 
         # Too many of the others in a row end the run under every policy.
@@ -266,8 +279,8 @@ class Outcomes:
         if not self.skipped:
             cause = "the loss of every step had weight 0"
             fix = "look at the weight that loss() returns (how many terms its sum has; 0 where all of them are masked)"
-        elif self._scale_backoffs == self.skipped:
-            cause = f"{self.skipped} overflowed, and each of them halved the loss scale of fp16"
+        elif self._overflows == self.skipped:
+            cause = f"{self.skipped} overflowed: the loss scale of fp16 is still too large"
             fix = "train for more steps, or set a smaller scaler.initial"
         else:
             cause = f"{self.skipped} were skipped for the reasons above"
@@ -289,17 +302,17 @@ class Outcomes:
             "skips": {
                 "skipped": self.skipped,
                 "failures_in_a_row": self.skips_in_a_row,
-                "scale_backoffs": self._scale_backoffs,
+                "scale_backoffs": self._overflows,
             },
             "spikes": {"recent": list(self.spikes.recent)},
-            "scaler": self._scaler.get_state() if self._scaler else None,
+            "scaler": self._scaler.state_dict() if self._scaler else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         skips = state["skips"]
         self.skipped = skips["skipped"]
         self.skips_in_a_row = skips["failures_in_a_row"]
-        self._scale_backoffs = skips.get("scale_backoffs", 0)  # older checkpoints do not have it
+        self._overflows = skips.get("scale_backoffs", 0)  # older checkpoints do not have it
 
         self.skipped_since_log = 0
         self.empty_in_a_row = 0
@@ -308,7 +321,7 @@ class Outcomes:
         self.spikes.recent.extend(state["spikes"]["recent"])
 
         if self._scaler and state["scaler"]:
-            self._scaler.load_state(state["scaler"])
+            self._scaler.load_state_dict(state["scaler"])
 
 
 class SpikeDetector:

@@ -59,14 +59,14 @@ class OwnRun(BuiltRunView):
 
         Pass everything that the run trains in one call: models, optimizers and schedulers (torch's, or a function of
         the step). They are returned in the same order. A frozen model, such as a teacher, may be passed alone: it is
-        moved to the device, and not wrapped.
+        moved to the device.
         """
 
-        parts = [model, *others]
-        models = [part for part in parts if isinstance(part, nn.Module)]
-        schedulers = [part for part in parts if is_scheduler(part)]
-        optimizers = [part for part in parts if isinstance(part, torch.optim.Optimizer)]
-        _check_parts(parts)
+        given = [model, *others]
+        models = [one for one in given if isinstance(one, nn.Module)]
+        schedulers = [one for one in given if is_scheduler(one)]
+        optimizers = [one for one in given if isinstance(one, torch.optim.Optimizer)]
+        _check_setup_arguments(given)
 
         # Without an optimizer there is nothing to train.
         if not optimizers:
@@ -84,13 +84,10 @@ class OwnRun(BuiltRunView):
         # A direct optimizer.step() would apply gradient sums that are not divided yet.
         setup.optimizers.refuse_direct_steps()
 
-        # Return wrapped models in place of the plain ones. The setting `optimizer` may also have replaced optimizers.
-        module = setup.driver.module
-        wrapped_models = several.called_by(module) if several else iter([module])
-
-        replaced = {id(model): wrapped for model, wrapped in zip(models, wrapped_models, strict=True)}
+        # One model is returned as it is. The setting `optimizer` may have replaced optimizers.
+        replaced: dict[int, Any] = {id(model): proxy for model, proxy in zip(models, several or models, strict=True)}
         replaced |= {id(own): new for own, new in zip(optimizers, setup.optimizers.all, strict=True)}
-        return tuple(replaced.get(id(part), part) for part in parts)
+        return tuple(replaced.get(id(one), one) for one in given)
 
     def _check_setup(self, setup: ModelSetup, optimizers: int) -> None:
         """Raise if a custom loop cannot run this model, or if the user has made another number of optimizers."""
@@ -111,7 +108,7 @@ class OwnRun(BuiltRunView):
             )
 
     def _setup_frozen(self, models: list[nn.Module]) -> list[nn.Module]:
-        """Move models without an optimizer to the device. They are neither wrapped nor saved."""
+        """Move models without an optimizer to the device. They are not saved."""
         for model in models:
             if any(p.requires_grad for p in model.parameters()):
                 raise UserError(
@@ -145,14 +142,16 @@ class OwnRun(BuiltRunView):
         # Without a compiler nothing is compiled, or the model's forward is collective and compiled by itself.
         return driver.compiler.around(function) if driver.compiler else function
 
-    def register(self, name: str, part: Any) -> None:
-        """Save `part` with every checkpoint and restore its state on resume. Call it before `run.steps`.
+    def register(self, name: str, stateful: Any) -> None:
+        """Save `stateful` with every checkpoint and restore its state on resume. Call it before `run.steps`.
 
-        `part` is anything with `state_dict` and `load_state_dict`, such as a moving average.
+        `stateful` is anything with `state_dict` and `load_state_dict`, such as a moving average. If it also has
+        `parameter_tensors`, a tensor for each parameter by its name, these are saved and restored like the parameters,
+        under any strategy; `restart(names)` is then called for those that a checkpoint lacks.
         """
-        if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+        if not (hasattr(stateful, "state_dict") and hasattr(stateful, "load_state_dict")):
             raise UserError(
-                f"run.register({name!r}, part) needs a part with state; {type(part).__name__} has none",
+                f"run.register({name!r}, stateful) needs a stateful object; {type(stateful).__name__} has no state",
                 "",
                 "pass an object with state_dict() and load_state_dict(state)",
             )
@@ -162,7 +161,7 @@ class OwnRun(BuiltRunView):
                 f"run.register({name!r}, ...) was called after run.steps(...)", "", "call it before run.steps(...)"
             )
 
-        self._builder.parts.add(name, part)
+        self._builder.state.add(name, stateful)
 
     def add_callback(self, callback: Any) -> None:
         """Call the hooks of `callback` during the run, see `lockstep.callbacks`. Call it before `run.steps`."""
@@ -187,6 +186,7 @@ class OwnRun(BuiltRunView):
         self._run = run = self._builder.setup_run(dataset, collate)
         run.hooks.before_training()
         run.check_start()
+        run.hooks.inject_faults()
 
         gradients = GradientGuard(run.model_setup.optimizers)
 
@@ -240,7 +240,7 @@ class OwnRun(BuiltRunView):
 
         # After a `break` on this rank only, the other ranks would wait forever in a collective. A barrier through the
         # store detects this, and heartbeats detect it before the timeout.
-        steps_done = run.stepper.counters.steps_done
+        steps_done = run.steps_done
 
         beats = run.runtime.heartbeat
 
@@ -302,12 +302,12 @@ class OwnRun(BuiltRunView):
             )
 
 
-def _check_parts(parts: list[Any]) -> None:
+def _check_setup_arguments(given: list[Any]) -> None:
     """Raise a UserError if `run.setup` got something that it does not take."""
-    for part in parts:
-        if not isinstance(part, nn.Module | torch.optim.Optimizer) and not is_scheduler(part):
+    for one in given:
+        if not isinstance(one, nn.Module | torch.optim.Optimizer) and not is_scheduler(one):
             raise UserError(
-                f"run.setup got a {type(part).__name__}: it takes models, torch's optimizers and schedulers",
+                f"run.setup got a {type(one).__name__}: it takes models, torch's optimizers and schedulers",
                 "",
                 "instead of other schedulers pass a function of the step that returns a share of the peak: "
                 "run.setup(model, optimizer, lambda step: 0.99**step)",

@@ -13,7 +13,7 @@ from lockstep.engine.run import Run
 from lockstep.engine.start_check.check import check_own_loop, snapshot_for_own_loop
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Reduced
-from lockstep.parallel.inner_gradients import TORCH_ENGINE, use_engine
+from lockstep.parallel.inner_gradients import UNWATCHED
 from lockstep.runtime.seeds import derive, seed_torch
 from lockstep.task import Loss, Metric, MicroBatch, StepBatches, StepResult, Weight
 
@@ -33,16 +33,15 @@ class OwnStep:
         self.passes_done = 0
 
         # What a user may read.
-        self.index = run.stepper.counters.steps_done
-        self.first = 0  # offset of the current batch's first sample in the global step
+        self.index = run.steps_done
+        self.sample_offset = 0  # offset of the current batch's first sample in the global step
         self.ended = False
         self.result: StepResult | None = None
 
         # Random numbers that the loop draws before its first batch must not depend on the step of a resume.
         seed_torch(derive(run.config.seed, "step", self.index), run.runtime.device)
         self._driver = run.driver
-        self._watched = use_engine(self._driver.watched_engine)  # for gradients that the loop computes itself
-        self._unwatched = use_engine(TORCH_ENGINE)
+        self._reduced: Reduced | None  # of the current pass, after its last backward
         self._begin_pass()
 
         # State that the first forward of the run must not change; compared in the first backward.
@@ -67,12 +66,12 @@ class OwnStep:
                 self._saved_batches.append(micro)
 
             self._yielded += 1
-            self.first = micro.first
+            self.sample_offset = micro.sample_offset
             self._driver.before_forward(micro, self._progress)
             self._gradients.note()
 
             # The body of the user's loop runs at this yield, under autocast. It must call `backward` once.
-            with self._watched, self._progress.autocast():
+            with self._driver.watch, self._progress.autocast():
                 yield micro.data
 
             # The body is over. Without its backward, the ranks would not be in the same micro-batch.
@@ -100,15 +99,15 @@ class OwnStep:
             self._snapshot = None
 
         # Autocast is on in the body of the loop, but must be off in the backward.
-        with self._unwatched, self._run.stepper.context.precision.no_autocast():
+        with UNWATCHED, self._run.stepper.context.precision.no_autocast():
             loss = Loss(loss_sum, weight, metrics)
             if self._run.hooks.follow_losses:
                 loss = self._run.hooks.before_backward(loss)
 
-            self._driver.backward(loss, self._progress)
+            self._reduced = self._driver.backward(loss, self._progress)
 
-        # The exchange is over, and the loop may do anything now, but `apply` needs these gradients.
-        if self._progress.backwards_done == self._batches.count:
+        # The gradients are reduced, and the loop may do anything now, but `apply` needs them.
+        if self._reduced:
             self._gradients.note()
             self._run.runtime.heartbeat.beat("user code")
 
@@ -120,7 +119,8 @@ class OwnStep:
         """
         self._check_pass("step.apply()")
         indices = self._indices(optimizers)
-        reduced = self._reduced()
+        assert self._reduced is not None, "`_check_pass` has seen the last backward"
+        reduced = self._reduced.drop_missing()
 
         # Only these optimizers are stepped, so the gradients of all other parameters are dropped.
         if indices is not None:
@@ -152,7 +152,8 @@ class OwnStep:
 
         # On a GPU the host may not have read the result of the previous update yet.
         self._run.requests.accept_last()
-        self.result = self._run.stepper.measure(self._progress, self._reduced())
+        assert self._reduced is not None, "`_check_pass` has seen the last backward"
+        self.result = self._run.stepper.measure(self._progress, self._reduced.drop_missing())
         self._end_pass()
         return self.result
 
@@ -169,14 +170,10 @@ class OwnStep:
             "call step.apply() after the loop over its batches" + (", once per pass" if several else ""),
         )
 
-    def _reduced(self) -> Reduced:
-        """Return the reduced gradients. Some drivers exchange them only now."""
-        self._run.runtime.heartbeat.beat("exchange")
-        return self._driver.collect_reduced()
-
     def _begin_pass(self) -> None:
         """Begin a pass: its sums start at 0, and all gradients are cleared."""
         self._yielded = 0
+        self._reduced = None
         self._progress = self._run.stepper.begin(self._batches, self.passes_done, self._passes)
         self._gradients.forget()
         self._driver.begin()
@@ -207,9 +204,9 @@ class OwnStep:
 
         # Without the last backward, which includes the all-reduce, the other ranks would wait.
         done = self._progress.backwards_done if self._progress.pass_index == self.passes_done else 0
-        if done != self._batches.count:
+        if done != self._batches.num_micro_batches:
             raise UserError(
-                f"{call} was called after {done} of {self._batches.count} batches of the step",
+                f"{call} was called after {done} of {self._batches.num_micro_batches} batches of the step",
                 "",
                 "iterate over all batches first: for batch in step: ... step.backward(loss_sum, weight)",
             )

@@ -7,12 +7,10 @@ its own: the ranks then do the same after the same step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.resume import Resumed
 from lockstep.engine.step import Stepper
 from lockstep.task import StepResult
 
@@ -23,12 +21,17 @@ class Requests:
 
     stepper: Stepper
     checkpoints: CheckpointManager
+    total_steps: int
+    steps_changed: bool = False  # whether the user has set another number of steps than the resumed run had
+
+    rewound: ClassVar[bool] = False  # what was requested after the checkpoint is still wanted
 
     # Agreed: the same on every rank.
     stop_agreed: bool = False
     save_agreed: bool = False
     evaluate_agreed: bool = False
     preempt_agreed: bool = False
+    evaluation_due: bool = False  # the evaluation of this step was interrupted: the resumed run evaluates first
 
     stop_reason: str | None = None  # why the run ends before its last step; other ranks may not know it
 
@@ -58,7 +61,7 @@ class Requests:
 
         # All ranks abort the save in the same step, because they read the same control word.
         if flags.save_failed:
-            self.checkpoints.abort_if_failed()
+            self.checkpoints.pending.abort_if_failed()
 
     def accept_last(self) -> StepResult | None:
         """Wait for the result of the last step, if the host has not read it yet, accept its flags and return it."""
@@ -101,32 +104,32 @@ class Requests:
         self.stop_reason = reason
         self.stop_agreed = True
 
-    def resume_stop(self, resumed: Resumed) -> None:
+    # ---- checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the stop that the user's code requested on any rank, and whether an evaluation is due. Collective."""
+        requested = self.checkpoints.runtime.collectives.gather_json(self.stop_requested)
+        reason = next((reason for reason in requested if reason is not None), None)
+
+        # A request in the last step has nothing left to stop: with more steps, the run goes on.
+        done = self.stop_agreed or self.stepper.counters.steps_done >= self.total_steps
+        stop = None if reason is None else {"reason": reason, "done": done}
+        return {"stop": stop, "evaluation_due": self.evaluation_due}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Carry out a stop that the user's code had requested before the checkpoint, or stay stopped.
 
         A run that has stopped continues if the user sets another number of steps.
         """
-        stop = resumed.loop.stop
+        self.evaluation_due = state.get("evaluation_due", False)
+        stop = state.get("stop")
         if stop is None:
             return
 
         if not stop["done"]:
             self.request_stop(stop["reason"] or None, by_user=True)
-        elif not {"steps", "epochs"} & {change.key for change in resumed.changed_settings}:
+        elif not self.steps_changed:
             # The reason is "" if the user gave none.
             self.stop_reason = stop["reason"] or None
             self.stop_requested = stop["reason"]
             self.stop_agreed = True
-
-    def stop_state(self, requested: Sequence[str | None], total_steps: int) -> dict[str, Any] | None:
-        """Return the stop that the user's code requested, as a checkpoint holds it, or None.
-
-        `requested` holds `stop_requested` of every rank.
-        """
-        reasons = [reason for reason in requested if reason is not None]
-        if not reasons:
-            return None
-
-        # A request in the last step has nothing left to stop: with more steps, the run goes on.
-        done = self.stop_agreed or self.stepper.counters.steps_done >= total_steps
-        return {"reason": reasons[0], "done": done}

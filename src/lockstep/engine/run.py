@@ -7,27 +7,26 @@
         run.maintain()                       write the log line; rewind or save; end if preempted
     end_training(run), close(run)            the last checkpoint, the weights, the summary (engine/end.py)
 
-`make_run` in setup/run.py makes a Run with all its parts.
+`make_run` in setup/run.py makes a Run with all its objects.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from lockstep.checkpoint.loop_state import LoopState
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.resume import Resumed
 from lockstep.config import RunConfig
-from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.guards import check_replicas
+from lockstep.engine.clock import RunClock
 from lockstep.engine.end import end_preempted
 from lockstep.engine.evaluation.evaluations import Evaluations, results_for_hooks
 from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, evaluation_batch
+from lockstep.engine.hooks.all_gather import RowGathering
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.load_balance import LoadBalancer
 from lockstep.engine.log.step_log import StepLog
@@ -52,13 +51,13 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False, kw_only=True)
 class Run:
-    """A run that is ready to train: its parts, and the order in which a step calls them."""
+    """A run that is ready to train: its objects, and the order in which a step calls them."""
 
     # The process and its records.
     config: RunConfig
     runtime: Runtime
     name: str
-    started: float  # start time, minus the seconds trained before a resume
+    clock: RunClock
     folder: RunFolder
     recorder: Recorder
 
@@ -77,41 +76,32 @@ class Run:
     evaluations: Evaluations
     hooks: Hooks  # the user's functions that the run calls
 
-    # The RunBuilder, whose `run` is this Run. This reference cycle is intended: only the garbage collector frees the
-    # Run. Freed by reference count just after the process group was destroyed, DDP's destructor could deadlock with
-    # gloo's threads (pytorch/pytorch#179291).
-    _keep_alive: Any = field(repr=False)
-
     tracer: StepTracer | None = field(init=False, default=None)  # while steps are traced
     profiled: ProfiledSteps | None = field(init=False, default=None)  # with `profile.count`
-    batches_are_whole: bool = field(init=False, default=False)  # in an evaluation: a batch is not split over the ranks
-    gathers_rows: bool = field(init=False, default=False)  # a step has called `run.all_gather`
+    gathering: RowGathering = field(init=False, default_factory=RowGathering)
 
     @property
     def seconds(self) -> float:
         """The seconds that the run has taken, those before a resume included."""
-        return time.time() - self.started
+        return self.clock.seconds
 
     @property
     def driver(self) -> Driver:
         return self.model_setup.driver
 
+    @property
+    def steps_done(self) -> int:
+        """The number of steps so far, including skipped ones."""
+        return self.stepper.counters.steps_done
+
     # ---- before the first step ----
-
-    def restore(self, resumed: Resumed) -> None:
-        """Continue the loop of a checkpoint: its early stopping, and a stop that was requested before it."""
-        if resumed.loop.early_stop:
-            self.evaluations.early_stop.load_state_dict(resumed.loop.early_stop)
-            self.evaluations.stop_if_no_improvement()
-
-        self.requests.resume_stop(resumed)
 
     def check_start(self, task: Any = None) -> None:
         """Refuse a loss or data that would train the wrong model, before the first step. Collective.
 
         `task` is None in a custom loop.
         """
-        if self.stepper.counters.steps_done > 0:
+        if self.steps_done > 0:
             return  # a resumed run was checked at its start
 
         cause = start_check.find_cause(self, task)
@@ -129,25 +119,25 @@ class Run:
         self.model_setup.guard.late_hooks.check()
         is_first = True
 
-        while self.stepper.counters.steps_done < self.plan.steps and not self.requests.stop_agreed:
+        while self.steps_done < self.plan.steps and not self.requests.stop_agreed:
             self.model_setup.guard.check()
             if self.profiled:
                 self.profiled.begin_step()
 
             if self.driver.compiler:
-                self.driver.compiler.begin_step(self.plan.steps - self.stepper.counters.steps_done)
+                self.driver.compiler.begin_step(self.plan.steps - self.steps_done)
 
             # Only the first step of this process compares what ranks and workers have read. `source` is read in every
             # step: a benchmark replaces it between two of them.
             batches = self._take_first() if is_first else self.source.take()
             is_first = False
 
-            batches.step = self.stepper.counters.steps_done
-            batches.micro_batches = self._feed(batches.micro_batches, batches.count)
+            micro_batches = self._feed(batches.micro_batches, batches.num_micro_batches)
             if self.hooks.follow_batches:
-                batches.micro_batches = self.hooks.around_batches(batches.micro_batches)
+                micro_batches = self.hooks.around_batches(micro_batches)
 
-            yield batches
+            # A copy: the object belongs to the source, which may give it again.
+            yield replace(batches, micro_batches=micro_batches, step=self.steps_done)
 
     def _take_first(self) -> StepBatches:
         """Take this rank's batches of the first step of this process, and compare what ranks and workers have read.
@@ -164,7 +154,7 @@ class Run:
         """Yield `count` micro-batches and measure how long this rank waits for them."""
         iterator = iter(batches)
         for done in range(count):
-            self.runtime.heartbeat.beat("data", self.stepper.counters.steps_done)
+            self.runtime.heartbeat.beat("data", self.steps_done)
             if self.load_balancer:
                 self.load_balancer.mark()
 
@@ -188,8 +178,8 @@ class Run:
     def close_source(self) -> None:
         """End the data workers and the sample log: no step follows."""
         self.source.close()
-        if self.log.samples:
-            self.log.samples.close()
+        if self.log.sample_log:
+            self.log.sample_log.close()
 
     # ---- the end of a step ----
 
@@ -198,7 +188,7 @@ class Run:
 
         `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first.
         """
-        steps_done = self.stepper.counters.steps_done
+        steps_done = self.steps_done
         self._commit(batches, result, steps_done)
 
         result = self._accept(batches, result, steps_done)
@@ -227,8 +217,8 @@ class Run:
 
         # A checkpoint that is saved after this line resumes after these samples.
         self.source.commit(batches, result)
-        if self.log.samples:
-            self.log.samples.write(batches.step, self.stepper.progress.trained)
+        if self.log.sample_log:
+            self.log.sample_log.write(batches.step, self.stepper.progress.trained)
 
         if self.load_balancer:
             self.load_balancer.end_step(steps_done)
@@ -242,7 +232,7 @@ class Run:
         if is_last:
             result = self.requests.accept_last() or result
 
-        self.log.end_step(batches.samples, result, is_last)
+        self.log.end_step(batches.global_num_samples, result, is_last)
         return result
 
     def _check_model(self, steps_done: int) -> None:
@@ -257,7 +247,7 @@ class Run:
     def _request_what_is_due(self) -> None:
         """Put what is due by this rank's clock, and a failed save, into the next control word."""
         # Any rank may fail to write, or receive a signal that asks for a save. The clock of a save is rank 0's.
-        save_failed = self.checkpoints.poll()
+        save_failed = self.checkpoints.pending.poll()
         save = self.checkpoints.due_by_clock() or self.runtime.notice.asks_for_save()
         evaluate = False
 
@@ -279,14 +269,11 @@ class Run:
 
     # ---- between two steps ----
 
-    def maintain(self, evaluation_due: bool = False) -> None:
-        """Write the log line and save if they are due, rewind if the policy says so, and end a preempted process.
-
-        `evaluation_due`: the evaluation of this step was interrupted, so the resumed run must evaluate first.
-        """
+    def maintain(self) -> None:
+        """Write the log line and save if they are due, rewind if the policy says so, and end a preempted process."""
         self.log.write_if_due()
 
-        steps_done = self.stepper.counters.steps_done
+        steps_done = self.steps_done
         save_due = self.checkpoints.save_due(steps_done, self.requests.save_agreed or self.requests.preempt_agreed)
 
         # A checkpoint needs the result of its step, which may also be that the run must rewind.
@@ -299,7 +286,7 @@ class Run:
         if self.stepper.outcomes.rewind_after:
             self._rewind(self.stepper.outcomes.rewind_after)
         else:
-            self._check_and_save(steps_done, save_due, evaluation_due)
+            self._check_and_save(steps_done, save_due)
 
         # After the save, whose time belongs to the step.
         if self.profiled:
@@ -308,14 +295,14 @@ class Run:
         if self.requests.preempt_agreed:
             end_preempted(self)
 
-    def _check_and_save(self, steps_done: int, save_due: bool, evaluation_due: bool) -> None:
+    def _check_and_save(self, steps_done: int, save_due: bool) -> None:
         # Here and not in `end_step`, to include changes by `after_step` or by a custom loop.
         if save_due or steps_done % self.config.checks.every == 0:
             self.check_replicas()
 
         steps_at_start = self.resumed.steps_done if self.resumed else 0
         if save_due:
-            self._save_now(evaluation_due)
+            self._save_now()
         elif steps_done == steps_at_start + 1:
             # Allocate the snapshot after the first step of this process, which makes the first save shorter. By now
             # the optimizers have their state, so the size is known. If the forward adds parameters, it has done so.
@@ -325,15 +312,8 @@ class Run:
     def _rewind(self, skipped: SkippedStep) -> None:
         """Return to the last checkpoint and leave out the samples of the skipped step from now on."""
         self.stepper.outcomes.rewind_after = None
-        resumed = self.checkpoints.rewind(skipped.result, skipped.span)
-
-        # The log interval also returns to its state in the checkpoint.
-        self.log.restore(resumed.loop.interval)
+        self.checkpoints.rewind(skipped.result, skipped.span)
         self.recorder.start_clock()
-
-        # Evaluations that came after the checkpoint no longer count.
-        if resumed.loop.early_stop:
-            self.evaluations.early_stop.load_state_dict(resumed.loop.early_stop)
 
     def check_replicas(self) -> None:
         """Check that all ranks hold the same parameters, if they should. Collective."""
@@ -342,10 +322,10 @@ class Run:
 
     # ---- a save ----
 
-    def _save_now(self, evaluation_due: bool) -> None:
+    def _save_now(self) -> None:
         """Save a checkpoint that is due or was requested, and mark the request as carried out."""
         began = time.perf_counter()
-        self.save_checkpoint(evaluation_due)
+        self.save_checkpoint()
 
         # Only now: a save that raises has not carried out the request.
         self.requests.saved()
@@ -354,41 +334,24 @@ class Run:
         self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
 
     def save_if_agreed(self) -> None:
-        """Save if the evaluation that a resumed run repeats has asked for it, even if this step was saved before."""
+        """Save if the evaluation that a resumed run repeats has asked for it, and this step is not saved here yet."""
         if self.requests.save_agreed:
-            self._save_now(evaluation_due=False)
+            self._save_now()
 
-    def save_checkpoint(self, evaluation_due: bool = False) -> None:
-        """Save a checkpoint of the current state. `evaluation_due`: see `maintain`. Collective."""
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint of the current state. Collective."""
         self.model_setup.guard.check_structure()  # the state of a replaced parameter would have no name
 
         # Checkpoints hold the buffers of rank 0.
         self.driver.sync_buffers()
 
         # checkpoint.best compares these metrics, if these weights were evaluated.
-        steps_done = self.stepper.counters.steps_done
+        steps_done = self.steps_done
         metrics = self.evaluations.results() if self.evaluations.is_current(steps_done) else {}
-        loop = self._loop_state(evaluation_due)
 
         # The weights are copied at once; only the optimizers' state and the averages are copied later.
         with self.model_setup.evaluation_weights():
-            self.checkpoints.save(steps_done, loop, metrics)
-
-    def _loop_state(self, evaluation_due: bool) -> LoopState:
-        """Return the state of the loop for a checkpoint. Collective."""
-        # What only some ranks know: names of metrics, and a stop that the user's code requested.
-        mine = [self.log.names_to_share(), self.requests.stop_requested]
-        gathered = self.runtime.collectives.gather_json(mine)
-        if any(names for names, _ in gathered):
-            self.log.agree_on_names()
-
-        return LoopState(
-            evaluation_due=evaluation_due,
-            interval=self.recorder.interval_state(self.stepper.sums),
-            seconds=self.seconds,
-            early_stop=self.evaluations.early_stop.state_dict(),
-            stop=self.requests.stop_state([requested for _, requested in gathered], self.plan.steps),
-        )
+            self.checkpoints.save(steps_done, self.plan, metrics)
 
     # ---- an evaluation ----
 
@@ -404,7 +367,8 @@ class Run:
         # Some rank was preempted. The checkpoint records that the resumed run must evaluate first.
         if evaluations is None:
             self.requests.preempt_agreed = True
-            self.maintain(evaluation_due=True)
+            self.requests.evaluation_due = True
+            self.maintain()
             raise AssertionError("unreachable: maintain() raises Preempted")
 
         # Decide only when all are done: an interrupted evaluation is repeated from the first set on.
@@ -421,23 +385,12 @@ class Run:
 
         # Not the micro-batch of the plan: the results must not depend on the number of ranks.
         batch = evaluation_batch(self.config, self.plan.global_batch)
-        steps_done = self.stepper.counters.steps_done
+        steps_done = self.steps_done
 
-        with self.reading_samples(), setup.evaluation_weights(), setup.averaged_weights(), self.whole_batches():
+        # The samples may be those that worker processes read, too.
+        here = self.source.reading_here()
+        with here, setup.evaluation_weights(), setup.averaged_weights(), self.gathering.whole_batches():
             return setup.evaluator.evaluate_all(sets, batch, steps_done, may_preempt)
-
-    def reading_samples(self) -> AbstractContextManager[None]:
-        """Return a context for reading samples here: they may be those that worker processes read too."""
-        return self.source.reading_here() if isinstance(self.source, MapSource) else nullcontext()
-
-    @contextmanager
-    def whole_batches(self) -> Iterator[None]:
-        """Return a context in which the loss gets whole batches: `run.all_gather` has nothing to gather there."""
-        self.batches_are_whole = True
-        try:
-            yield
-        finally:
-            self.batches_are_whole = False
 
 
 def _wrong_count(count: int, given: str) -> UserError:

@@ -1,6 +1,7 @@
 """One optimizer step, as a transaction: all ranks apply it, or none does.
 
-One exception: ranks that are in different steps are noticed only after the update, and the run then ends.
+One exception: where the host reads the outcome late (see the end of this text), ranks that are in different steps are
+noticed only after the update, and the run then ends.
 
     progress = self.begin(batches)                                       sums and counts start at 0
     reduced  = self.driver.forward_backward(batches, loss_fn, progress)  reduced over micro-batches and ranks
@@ -25,12 +26,12 @@ from torch import Tensor
 
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
 from lockstep.engine.outcome import Outcome, Outcomes, skip_on_device
-from lockstep.engine.progress import StepContext, StepProgress
 from lockstep.observe.metrics import ExactSums, Sums
 from lockstep.optim.optimizers import Optimizers, Update
 from lockstep.optim.schedule import LearningRate
 from lockstep.optim.user_scheduler import SchedulerRate
 from lockstep.parallel.driver import Driver, LossFn, Reduced
+from lockstep.parallel.progress import StepContext, StepProgress
 from lockstep.runtime.control_word import ControlWord
 from lockstep.task import StepBatches, StepResult
 
@@ -38,7 +39,7 @@ from lockstep.task import StepBatches, StepResult
 @dataclass
 class Counters:
     steps_done: int = 0  # applied or skipped; `apply` counts a step before it updates
-    applied: int = 0  # applied steps only; the learning-rate schedule follows this count
+    steps_applied: int = 0  # without those that were skipped; the learning-rate schedule follows this count
 
 
 @dataclass(frozen=True)
@@ -54,8 +55,6 @@ class Pending:
 
 class Stepper:
     """Runs optimizer steps on this rank, in lockstep with all others."""
-
-    progress: StepProgress  # of the current step
 
     def __init__(
         self,
@@ -86,6 +85,7 @@ class Stepper:
         self.reads_outcome_late = on_gpu and not self.scaler and self.update.skips_on_device
 
         # Changed by every step.
+        self.progress = StepProgress(context, StepBatches(0, (), 0), 0)  # of the current step; empty before the first
         self.counters = Counters()
         self.sums = self._new_sums()  # of the steps applied since the last log line
         self.lr = learning_rate.at(0)
@@ -110,7 +110,7 @@ class Stepper:
         `optimizers` holds the indices of the optimizers to step; None means all of them. The caller must have cleared
         the gradients of the others.
         """
-        assert progress.backwards_done == progress.batches.count, "apply() before the last micro-batch"
+        assert progress.backwards_done == progress.batches.num_micro_batches, "apply() before the last micro-batch"
         progress.optimizer_indices = self.update.optimizer_indices if optimizers is None else optimizers
         progress.micro = None  # `progress` lives until the outcome is known, and must not keep the batch in memory
         self.context.runtime.heartbeat.beat("update")
@@ -124,7 +124,7 @@ class Stepper:
 
         # The schedule follows the applied steps, so a skipped one does not move it. On a GPU the previous outcome is
         # not known yet: if it is a skip, this step's rate is one point ahead.
-        self.lr = self.learning_rate.set(self.counters.applied)
+        self.lr = self.learning_rate.set(self.counters.steps_applied)
 
         # Only the last pass over the batches ends the step.
         self.counters.steps_done += progress.ends_step
@@ -146,11 +146,13 @@ class Stepper:
         to_mean = self._to_mean(reduced, weight)
         grad_norm = float(torch.linalg.vector_norm(reduced.norms)) * to_mean
 
+        # No limit: a pass that applies nothing cannot be skipped as a spike.
+        outcome = Outcome(progress, reduced, math.inf, word, grad_norm)
+        self.outcomes.check(outcome)
+
         # In place, because the user reads `p.grad` until the next pass.
         self.update.multiply(reduced.parameters, to_mean)
-
-        # No limit: a pass that applies nothing cannot be skipped as a spike.
-        return self.outcomes.conclude_measured(Outcome(progress, reduced, math.inf, word, grad_norm))
+        return self.outcomes.conclude_measured(outcome)
 
     def _apply_now(self, progress: StepProgress, reduced: Reduced, norm: Tensor) -> StepResult:
         """Wait for the control word and the norm, then apply the step or skip it."""
@@ -159,7 +161,8 @@ class Stepper:
 
         # All ranks have the same numbers here, so they agree without another collective.
         outcome = Outcome(progress, reduced, self.outcomes.spikes.limit(), word, grad_norm)
-        if outcome.accepted:
+        self.outcomes.check(outcome)
+        if outcome.applied:
             self.update.step(reduced.parameters, factor, progress.update_count, progress.optimizer_indices)
             self._count_update(progress)
 
@@ -168,10 +171,11 @@ class Stepper:
     def _apply_late(self, progress: StepProgress, reduced: Reduced, norm: Tensor) -> StepResult | None:
         """Let the device decide whether the fused optimizers skip. Return the result of the previous step."""
         # With weight 0 the norm is 0 x inf = nan, so the device skips.
-        grad_norm, factor = self._norm_and_factor(reduced, norm, reduced.codec.weight(reduced.packed_word))
+        weight = reduced.codec.weight(reduced.packed_word)
+        grad_norm, factor = self._norm_and_factor(reduced, norm, weight)
 
         loss_limit = self.outcomes.spikes.limit()
-        skip = skip_on_device(reduced, grad_norm, loss_limit)
+        skip = skip_on_device(reduced, grad_norm, weight, loss_limit)
 
         # `factor` and `skip` are tensors of shape (): the host only launches kernels, and knows neither value.
         self.update.step_on_device(factor, skip, progress.update_count, progress.optimizer_indices)
@@ -204,9 +208,11 @@ class Stepper:
 
         # Judge by the limit of that step, not by the current one.
         outcome = Outcome(pending.progress, pending.reduced, pending.loss_limit, word, grad_norm)
-        if not outcome.accepted:
+        if not outcome.applied:
             self._uncount_update(pending.progress)
 
+        # The device has decided about the update long ago: this can only end the run.
+        self.outcomes.check(outcome)
         return self._conclude(outcome)
 
     def _wait_for_word(self, reduced: Reduced) -> tuple[ControlWord, float]:
@@ -219,17 +225,17 @@ class Stepper:
 
     def _count_update(self, progress: StepProgress) -> None:
         """Count the update, for the schedule and for the schedulers of the optimizers that were stepped."""
-        self.counters.applied += progress.ends_step
+        self.counters.steps_applied += progress.ends_step
         self.learning_rate.count_step(progress.optimizer_indices)
 
     def _uncount_update(self, progress: StepProgress) -> None:
         """Take back `_count_update`: the device has skipped the update."""
-        self.counters.applied -= progress.ends_step
+        self.counters.steps_applied -= progress.ends_step
         self.learning_rate.uncount_step(progress.optimizer_indices)
 
     def _conclude(self, outcome: Outcome) -> StepResult:
-        """Add the losses of an accepted step to those of the next log line. Count the step, and react to a skip."""
-        if outcome.accepted:
+        """Add the losses of an applied step to those of the next log line. Count the step, and react to a skip."""
+        if outcome.applied:
             self.sums.add(outcome.progress.losses, outcome.progress.metrics)
 
         return self.outcomes.conclude(outcome)
@@ -254,7 +260,7 @@ class Stepper:
     def state_dict(self) -> dict[str, Any]:
         assert self._pending is None, "state_dict() before wait_for_outcome()"
         # The keys are part of the file format: `step` is the number of steps done.
-        counters = {"step": self.counters.steps_done, "applied": self.counters.applied}
+        counters = {"step": self.counters.steps_done, "applied": self.counters.steps_applied}
         return {"counters": counters, **self.outcomes.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -265,7 +271,7 @@ class Stepper:
         self.sums = self._new_sums()
         self._pending = None
         self.learning_rate.remember_rates()  # loading replaced the parameter groups
-        self.lr = self.learning_rate.at(self.counters.applied)
+        self.lr = self.learning_rate.at(self.counters.steps_applied)
 
     def _new_sums(self) -> Sums:
         return ExactSums(self.context.runtime.collectives) if self.context.config.exact else Sums()

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint import inspect
+from lockstep.checkpoint.export import frozen_digests, read_weights, run_folder_of
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.storage import Checkpoint
 from lockstep.errors import UserError, plural
@@ -43,7 +43,7 @@ class ExportOptions:
 
 def export(path: Path, checkpoint: Checkpoint, options: ExportOptions) -> str:
     """Write the weights of a checkpoint, found at `path`, as a Hugging Face folder. Return the text to print."""
-    run = inspect.run_folder_of(path)
+    run = run_folder_of(path)
     out = options.out or run / "export" / f"{checkpoint.name}-hf"
     if out.exists() and not options.overwrite:
         raise UserError(f"{out} already exists", "", "name another folder with --out, or add --overwrite")
@@ -104,9 +104,9 @@ class _Weights:
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, assets: Path, options: ExportOptions) -> _Weights:
-        tensors, aliases = inspect.read_weights(checkpoint, options.ema)
+        tensors, aliases = read_weights(checkpoint, options.ema)
         state = tensors | {name: tensors[original] for name, original in aliases.items()}
-        return cls(state, inspect.frozen_digests(checkpoint), assets, options.base, checkpoint.location)
+        return cls(state, frozen_digests(checkpoint), assets, options.base, str(checkpoint.path))
 
 
 def _write_model(draft: Path, weights: _Weights, max_shard_size: str) -> str:

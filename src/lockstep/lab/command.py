@@ -6,10 +6,14 @@ Nothing here imports torch before it must: the contents, the guesses and the cal
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from lockstep.errors import ExitCode, UserError
-from lockstep.lab import course, predictions
+from lockstep.lab import calculators, course, predictions, readiness
+
+# Carries out a verb, and returns an exit code, or None for 0.
+Verb = Callable[[argparse.Namespace], int | None]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -17,42 +21,40 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(lab_run=_contents)
     verbs = parser.add_subparsers(dest="lab_verb", metavar="VERB")
 
+    # The defaults of a verb replace those of the command, so that `run` needs no list of verbs.
+    def add_verb(name: str, carry_out: Verb, help: str) -> argparse.ArgumentParser:
+        verb = verbs.add_parser(name, help=help)
+        verb.set_defaults(lab_run=carry_out)
+        return verb
+
     # The exercises.
-    check = verbs.add_parser("check", help="run your solution of an exercise, and say what is wrong with it and why")
+    check = add_verb("check", _check, "run your solution of an exercise, and say what is wrong with it and why")
     check.add_argument("number", metavar="N", help="the exercise: 1 to 9")
     check.add_argument("file", type=Path, metavar="FILE", help="the file that you have edited")
-    check.set_defaults(lab_run=_check)
 
-    predict = verbs.add_parser("predict", help="show the questions of an exercise, or commit your guesses")
+    predict = add_verb("predict", _predict, "show the questions of an exercise, or commit your guesses")
     predict.add_argument("number", metavar="N")
     predict.add_argument("guesses", nargs="*", metavar="key=value")
-    predict.set_defaults(lab_run=_predict)
 
     # Calculators.
-    memory = verbs.add_parser("memory", help="the memory of parameters, gradients and AdamW, by strategy")
+    memory = add_verb("memory", _memory, "the memory of parameters, gradients and AdamW, by strategy")
     memory.add_argument(
         "--parameters", type=float, metavar="P", help="default: the tables of the original course, 70e9 on 4 GPUs"
     )
     memory.add_argument("--gpus", type=int, default=4, metavar="N")
     memory.add_argument("--format", choices=["mixed", "fp32"], default="mixed")
-    memory.set_defaults(lab_run=_memory)
 
-    cost = verbs.add_parser("cost", help="what GPUs cost")
+    cost = add_verb("cost", _cost, "what GPUs cost")
     cost.add_argument("--gpus", type=int, metavar="N", help="default: the figures of the original course")
     cost.add_argument("--hours", type=float, default=1.0)
     cost.add_argument("--price", type=float, default=2.0, help="dollars for one GPU and hour (default 2)")
     cost.add_argument("--busy", type=float, default=1.0, help="share of the time that GPUs compute (default 1)")
-    cost.set_defaults(lab_run=_cost)
 
     # How far the learner is.
-    ready = verbs.add_parser("ready", help="the ten lines of 'You're ready when': what is shown, and what is open")
+    ready = add_verb("ready", _ready, "the ten lines of 'You're ready when': what is shown, and what is open")
     ready.add_argument("answers", nargs="*", metavar="LINE=ANSWER", help="answer the question of a line: 5=60")
-    ready.set_defaults(lab_run=_ready)
 
-    page = verbs.add_parser(
-        "page", help="write one HTML page of your guesses, the formulas, the measurements and pictures"
-    )
-    page.set_defaults(lab_run=_page)
+    add_verb("page", _page, "write one HTML page of your guesses, the formulas, the measurements and pictures")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -62,29 +64,29 @@ def run(options: argparse.Namespace) -> int:
 
 def _contents(options: argparse.Namespace) -> None:
     """Print the course, with what has been passed."""
+    # This is the first thing that a learner types, so it ends with the next one.
     passed = course.passed()
     print("The course (lab/README.md explains each part):\n")
     for number, exercise in course.GRADERS.items():
         state = "passed" if number in passed else ""
         print(f"  {number:>3}  {exercise.title:38} {exercise.file:44} {state}".rstrip())
 
-    # How far the learner is, and how to continue.
     _say_next()
     print("Your guesses and pictures: lockstep lab predict N, lockstep lab page")
 
 
 def _say_next() -> None:
     """Print how many exercises have passed, and what to type next."""
-    passed = course.passed()
-
     # Bonus exercises have no grader, so they are not counted.
+    passed = course.passed()
     graded = {number: exercise for number, exercise in course.GRADERS.items() if exercise.grader}
     left = [number for number in graded if number not in passed]
     print(f"\n{len(graded) - len(left)} of {len(graded)} graded exercises passed.")
 
+    # In the order of the course, whatever has been passed out of order.
     if left:
-        print(f"Next: edit {graded[left[0]].file}, then type")
-        print(f"  lockstep lab check {left[0]} {graded[left[0]].file}")
+        file = graded[left[0]].file
+        print(f"Next: edit {file}, then type\n  lockstep lab check {left[0]} {file}")
     else:
         print("Next: lockstep lab ready")
 
@@ -93,6 +95,7 @@ def _check(options: argparse.Namespace) -> int | None:
     """Grade a file, and print each finding as soon as it is there."""
     from lockstep.lab.grading import grade
 
+    # Flushed line by line: a grader may start processes and train for a while, and the learner should see it work.
     number = course.number_of(options.number)
     print(f"Exercise {number}: {course.GRADERS[number].title}", flush=True)
 
@@ -121,7 +124,7 @@ def _predict(options: argparse.Namespace) -> None:
     number = course.number_of(options.number)
     questions = {question.key: question for question in course.questions_of(number)}
 
-    # Each guess is kept as soon as it is read.
+    # Each guess is kept as soon as it is read: a mistake in the third one must not cost the first two.
     for text in options.guesses:
         key, _, value = text.partition("=")
         if key not in questions:
@@ -136,16 +139,19 @@ def _predict(options: argparse.Namespace) -> None:
 
     # Guesses of this exercise, those of earlier calls included.
     entries = {entry.key: entry for entry in predictions.load() if entry.exercise == number}
-    guesses = {key: entry.guess for key, entry in entries.items()}
+    missing = []
     for key, question in questions.items():
-        guess = guesses.get(key)
-        state = "no guess yet" if guess is None else f"your guess: {guess:g}"
+        entry = entries.get(key)
         unit = f" [{question.unit}]" if question.unit else ""
-        print(f"  {key}: {question.text}{unit} {state}")
+        if entry is not None and entry.guess is not None:
+            print(f"  {key}: {question.text}{unit} your guess: {entry.guess:g}")
+            continue
 
-    # After the measurement was shown, a guess would be none.
-    shown = {key for key, entry in entries.items() if entry.measured is not None}
-    missing = [f"{key}=NUMBER" for key in questions if guesses.get(key) is None and key not in shown]
+        # After the measurement was shown, a guess would be none.
+        print(f"  {key}: {question.text}{unit} no guess yet")
+        if entry is None or entry.measured is None:
+            missing.append(f"{key}=NUMBER")
+
     if missing:
         print(f"To guess: lockstep lab predict {number} {' '.join(missing)}")
 
@@ -159,8 +165,6 @@ def _page(options: argparse.Namespace) -> None:
 
 def _memory(options: argparse.Namespace) -> None:
     """Print the memory of a model by strategy, or the course's tables."""
-    from lockstep.lab import calculators
-
     # Without options, the tables of the course.
     if options.parameters is None:
         print(calculators.table(calculators.memory_rows()))
@@ -180,8 +184,6 @@ def _memory(options: argparse.Namespace) -> None:
 
 def _cost(options: argparse.Namespace) -> None:
     """Print what GPUs cost, and how much of that pays for waiting, or the course's figures."""
-    from lockstep.lab import calculators
-
     if options.gpus is None:
         print(calculators.table(calculators.cost_rows()))
         return
@@ -192,6 +194,7 @@ def _cost(options: argparse.Namespace) -> None:
     paid = calculators.cost(options.gpus, options.hours, options.price)
     print(f"  {options.gpus} GPUs for {options.hours:g} hours at ${options.price:g}: ${paid:,.0f}")
 
+    # The same work at full use would cost less; the rest was paid for idle GPUs.
     if options.busy < 1:
         wasted = paid - calculators.cost_at(paid, options.busy, 1.0)
         print(f"  busy for {100 * options.busy:g} % of the time: ${wasted:,.0f} of it pay for waiting")
@@ -199,8 +202,6 @@ def _cost(options: argparse.Namespace) -> None:
 
 def _ready(options: argparse.Namespace) -> int:
     """Take answers, print the ten lines, and fail while one of them is open."""
-    from lockstep.lab import readiness
-
     for text in options.answers:
         line, _, value = text.partition("=")
         try:

@@ -30,7 +30,7 @@ import torch._dynamo  # optimizers import it when they first step: seconds, whic
 import torch.distributed as dist
 
 from lockstep.errors import UserError
-from lockstep.launch.failure import Failure
+from lockstep.launch.failure import follows_lost_peer
 
 LIMIT = timedelta(seconds=40)  # for one call on all ranks; only a hang reaches it
 
@@ -165,9 +165,8 @@ class Learner:
 
             writer.send(_Result(rank, function(self.module(), *arguments)))
         except BaseException as error:  # also SystemExit: the grader must know how the rank ended
-            name = type(error).__name__
-            lost_peer = Failure(rank, "", 0.0, name, str(error)).reports_lost_peer
-            writer.send(_Result(rank, error=self._explain(rank, error), lost_peer=lost_peer))
+            explained = self._explain(rank, error)
+            writer.send(_Result(rank, error=explained, lost_peer=follows_lost_peer(error)))
 
         sys.stdout.flush()
         writer.close()

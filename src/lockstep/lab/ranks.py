@@ -72,9 +72,10 @@ def _run_and_leave(main: Callable[[], object]) -> None:
         traceback.clear_frames(error.__traceback__)  # they hold what `main` has made
         raise
     finally:
-        # A DDP module over gloo that outlives its group may hang when it is freed (torch 2.13).
-        gc.collect()
         if dist.is_initialized():
+            # While the group exists: a DDP module over gloo that outlives it may hang when it is freed (torch 2.13). So
+            # nothing is collected if `main` has left the group itself.
+            gc.collect()
             dist.destroy_process_group()
 
 

@@ -1,38 +1,46 @@
 """The agent of one node: it starts the node's ranks, watches them, asks them to save and exit, and kills them.
 
 It decides nothing. The coordinator's orders go in (`carry_out`), and messages for the coordinator come out (`poll`,
-`node_beat`). Every node has an agent, including the coordinating node.
+`heartbeat`). Every node has an agent, including the coordinating node.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import assert_never
 
-from lockstep.launch.failure import PREEMPTED, RankExit
+from lockstep.errors import UserError
+from lockstep.launch import records
+from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure, RankExit
 from lockstep.launch.folder.run_dir import not_writable
+from lockstep.launch.hangs.collection import collect
+from lockstep.launch.hangs.suspicion import view_of
 from lockstep.launch.job import RESUME_COMMAND, Job
-from lockstep.launch.ranks.local_attempt import LocalAttempt
+from lockstep.launch.ranks.local_ranks import LocalRanks
 from lockstep.launch.ranks.post_mortem import examine
 from lockstep.launch.ranks.rank_environment import rank_environment
 from lockstep.launch.ranks.zygote import RankChange
 from lockstep.launch.ranks.zygote_client import ZygoteClient
-from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     CollectStacks,
     Kill,
-    Message,
-    NodeBeat,
-    Preempt,
+    NodeHeartbeat,
+    Order,
     Prepare,
     RankExited,
     RanksGone,
+    Report,
+    SaveAndExit,
+    Stacks,
     Start,
     ZygoteLost,
 )
 from lockstep.launch.wire.secret import SECRET
+from lockstep.launch.wire.sockets import wait_readable
 from lockstep.runtime.environments.launcher import OF_ONE_JOB, TERM_FILE
 from lockstep.runtime.host.threads import share_cores
 from lockstep.runtime.rendezvous.handshake import Secret
@@ -60,7 +68,7 @@ class Agent:
 
         # A zygote for another number of ranks, which imports while the current ranks still run.
         self._next_zygote: ZygoteClient | None = None
-        self._current: LocalAttempt | None = None
+        self._current: LocalRanks | None = None
 
         # The newest attempt whose ranks were requested from the zygote.
         self._started: int | None = None
@@ -69,34 +77,34 @@ class Agent:
         self._cannot_import = False
 
         # What the next `poll` returns.
-        self._messages: list[Message] = []
+        self._messages: list[Report] = []
 
     # ---- orders of the coordinator ----
 
-    def carry_out(self, message: Message) -> None:
+    def carry_out(self, order: Order) -> None:
         """Carry out an order."""
         current = self._current
-        match message:
+        match order:
             case Start():
-                self._start(message)
+                self._start(order)
             case Prepare():
-                self._prepare(message.count)
+                self._prepare(order.count)
 
-            case Preempt() if current and current.number == message.attempt:
-                self._preempt(current, message.signal)
-            case CollectStacks() if current and current.number == message.attempt:
-                self._messages.append(current.collect_stacks())
-            case Kill() if current and current.number == message.attempt:
+            case SaveAndExit() if current and current.attempt == order.attempt:
+                self._save_and_exit(current, order.signal)
+            case CollectStacks() if current and current.attempt == order.attempt:
+                self._collect_stacks(current, order.request)
+            case Kill() if current and current.attempt == order.attempt:
                 self._begin_kill(current)
 
             case Kill():
                 # The attempt has no ranks on this node, or has none any more.
-                self._messages.append(RanksGone(message.attempt))
-            case Preempt() | CollectStacks():
+                self._messages.append(RanksGone(order.attempt))
+            case SaveAndExit() | CollectStacks():
                 pass  # for an attempt that is over on this node
 
             case _:
-                raise ValueError(f"{type(message).__name__} is not an order")
+                assert_never(order)
 
     def _start(self, start: Start) -> None:
         """Start the ranks of an attempt. Those of an earlier one are gone, or are killed here."""
@@ -112,6 +120,14 @@ class Agent:
             # The imports of this one may succeed. If they do not, that is reported again.
             self._cannot_import = False
 
+        try:
+            self._request_ranks(start)
+        except (OSError, UserError) as error:
+            self._close_attempt()
+            self._report_setup(start, error)
+
+    def _request_ranks(self, start: Start) -> None:
+        """Set up the ranks of an attempt, and ask the zygote for their processes."""
         # The run's folder may have been removed, or be on a disk that this node cannot write to.
         logs = self._job.run_dir / "logs"
         try:
@@ -120,7 +136,7 @@ class Agent:
             raise not_writable(self._job.run_dir, error) from None
 
         # The environment that all ranks share, and then what is different for each.
-        self._current = current = LocalAttempt(start, self.name, logs)
+        self._current = current = LocalRanks(start, self.name, logs)
         shared = rank_environment(start, current.folder, logs, self._zygote.env, self.secret)
         for local_rank, (number, rank) in enumerate(current.ranks.items()):
             env = shared | {"RANK": str(number), "LOCAL_RANK": str(local_rank)}
@@ -134,6 +150,15 @@ class Agent:
         # The coordinator learns from the next heartbeat that the ranks were requested.
         self._started = start.attempt
         self.nproc = replace(self._job.nproc, preferred=start.count)
+
+    def _report_setup(self, start: Start, error: OSError | UserError) -> None:
+        """Report that this node cannot set up its ranks. None of them has a process."""
+        text = str(error) if isinstance(error, UserError) else f"{self.name} cannot set up its ranks: {error}"
+        for rank in range(start.first_rank, start.first_rank + start.count):
+            failure = Failure.by_launcher(
+                LauncherFailure.SETUP, text, rank, self.name, for_user=isinstance(error, UserError)
+            )
+            self._messages.append(RankExited(start.attempt, rank, RankExit(1, failure)))
 
     def _prepare(self, count: int) -> None:
         """Start a zygote for `count` ranks, unless the newest one will do.
@@ -153,18 +178,26 @@ class Agent:
     def _new_zygote(self, env: dict[str, str]) -> ZygoteClient:
         return ZygoteClient(self._job.entry, self._job.preload, env)
 
-    def _preempt(self, current: LocalAttempt, signal: str | None) -> None:
+    def _collect_stacks(self, current: LocalRanks, request: int) -> None:
+        """Collect the stacks of the ranks. That takes seconds, in which no heartbeat is sent: see `times.py`."""
+        stacks, collectives = collect(current.folder, current.pids)
+
+        # The heartbeat is sent before the stacks: it shows the ranks that have advanced meanwhile.
+        self._messages.append(self.heartbeat())
+        self._messages.append(Stacks.of(current.attempt, request, stacks, collectives))
+
+    def _save_and_exit(self, current: LocalRanks, signal: str | None) -> None:
         """Ask the ranks to save and exit."""
-        # Before the zygote is ready no rank exists, so all count as preempted.
+        # Before the zygote is ready no rank exists, so all count as ranks that have exited as they were asked to.
         if not self._zygote.ready:
             self._zygote.drop_unsent()
-            preempted = RankExit(PREEMPTED)
-            self._messages += [RankExited(current.number, rank, preempted) for rank in current.ranks]
+            rank_exit = RankExit(PREEMPTED)
+            self._messages += [RankExited(current.attempt, rank, rank_exit) for rank in current.ranks]
             current.ranks.clear()
 
-        current.preempt(signal)
+        current.ask_to_save(signal)
 
-    def _begin_kill(self, current: LocalAttempt) -> None:
+    def _begin_kill(self, current: LocalRanks) -> None:
         """Kill the ranks; `poll` says when they are gone.
 
         The state on disk is consistent at any moment, so there is nothing to wait for.
@@ -194,7 +227,7 @@ class Agent:
 
     # ---- what happens on the node ----
 
-    def poll(self) -> list[Message]:
+    def poll(self) -> list[Report]:
         """Return the messages about what has happened since the last call."""
         # What happened to ranks comes first: a zygote that died may have reported their ends before.
         changes = self._zygote.poll()
@@ -205,17 +238,17 @@ class Agent:
 
         # The ranks were killed, and all of them are gone.
         if self._current is not None and self._current.killed_at and self._current.all_gone:
-            self._messages.append(RanksGone(self._current.number))
+            self._messages.append(RanksGone(self._current.attempt))
             self._close_attempt()
 
         messages, self._messages = self._messages, []
         return messages
 
-    def _note_changes(self, current: LocalAttempt, changes: list[RankChange]) -> None:
+    def _note_changes(self, current: LocalRanks, changes: list[RankChange]) -> None:
         """Note which ranks have started or ended. Ranks of earlier attempts are not looked at."""
         # The last heartbeat is sent before the ends of ranks: it may carry settings that no earlier heartbeat had.
         if any(change.is_end for change in changes):
-            self._messages.append(self.node_beat())
+            self._messages.append(self.heartbeat())
 
         for change in changes:
             rank = current.ranks.get(change.rank)
@@ -228,12 +261,14 @@ class Agent:
                 current.rank_started(rank, change.pid)
             elif rank.pid == change.pid:
                 del current.ranks[rank.number]
-                rank_exit = examine(rank, change.code, time.time())
-                self._messages.append(RankExited(current.number, rank.number, rank_exit))
+                now = time.time()
+                rank_exit = examine(rank, change.code, now)
+                age = max(0.0, now - rank_exit.failure.time) if rank_exit.failure else 0.0
+                self._messages.append(RankExited(current.attempt, rank.number, rank_exit, age))
 
-    def _check_zygote(self, current: LocalAttempt | None) -> None:
-        """Kill a zygote that is stuck, and replace one that has died."""
-        # If it has not said that killed ranks ended, it is suspended or stuck, unless a rank is slow to die.
+    def _check_zygote(self, current: LocalRanks | None) -> None:
+        """Kill a zygote that does not answer, and replace one that has died."""
+        # If it has not said that killed ranks ended, it is halted or stalls, unless a rank is slow to die.
         if current and current.ranks and current.seconds_since_kill > RANKS_KILL_S and not current.any_process_left:
             self._zygote.kill_zygote()
 
@@ -249,16 +284,28 @@ class Agent:
             self._current.zygote_lost()
 
         # Without its imports a zygote cannot work, and neither could the next one: then the job ends.
-        attempt = self._current.number if self._current else None
+        attempt = self._current.attempt if self._current else None
         text = f"the process {self._zygote.pid} that starts the ranks on {self.name} {self._zygote.how_it_ended}"
         self._messages.append(ZygoteLost(attempt, text, self._cannot_import))
 
         if not self._cannot_import:
             self._zygote = self._new_zygote(self._zygote.env)
 
-    def node_beat(self) -> NodeBeat:
-        """Return the heartbeat of this node, with those of its ranks."""
-        return self._current.beat() if self._current else NodeBeat(attempt=self._started)
+    def heartbeat(self) -> NodeHeartbeat:
+        """Return the heartbeat of this node, with those of its ranks. Called about once a second."""
+        current = self._current
+        if current is None:
+            return NodeHeartbeat(attempt=self._started)
+
+        current.do_housekeeping()
+
+        # There is no view of a rank that died before its first heartbeat.
+        views = [view_of(rank, self.name, pid, current.folder) for rank, pid in current.pids.items()]
+
+        # Rank 0 renames the file with the task's settings into place once it has read the configuration.
+        settings = json.loads(records.read(current.folder / "settings.json") or "{}")
+
+        return NodeHeartbeat([view for view in views if view is not None], settings, current.attempt)
 
     def sockets(self) -> list[ZygoteClient]:
         """Return what to wait for: reports of the zygote."""

@@ -8,49 +8,42 @@ from __future__ import annotations
 import secrets
 import time
 from contextlib import closing
-from functools import partial
 from typing import assert_never
 
 from lockstep.launch.agent import Agent
-from lockstep.launch.decisions.cluster import Node
-from lockstep.launch.decisions.commands import Command, DropNode, LogEvent, Send, StartAttempt
+from lockstep.launch.decisions.commands import Command, DismissNode, DropNode, LogEvent, Send, StartAttempt
+from lockstep.launch.decisions.members import Node
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.failure import Failure
 from lockstep.launch.folder.election import HeldTerm
-from lockstep.launch.folder.run_dir import commit_is_near, latest_step
 from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.terminal import say
-from lockstep.launch.times import BEAT_S, LOST_AFTER_S
+from lockstep.launch.times import HEARTBEAT_S, OVERDUE_TURN_S
 from lockstep.launch.validation import problem_with, refusal_of
 from lockstep.launch.wire.acceptor import Rejection
 from lockstep.launch.wire.connections import ConnectionLost, Hub, listen_at
-from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
     Hello,
     JobEnd,
     Message,
-    NodeBeat,
+    NodeHeartbeat,
+    Order,
     RankExited,
-    RanksGone,
     Rendezvous,
-    SignalReceived,
-    Stacks,
+    Report,
     Start,
+    ToNode,
     Welcome,
-    ZygoteLost,
 )
+from lockstep.launch.wire.sockets import wait_readable
 from lockstep.launch.wire.store_server import StoreServer, store_secret
 
 # How long an iteration of the loop waits for something to happen.
 WAIT_S = 0.05
-
-# A loop that did not come round for this long was suspended, or was collecting stacks, and another node may have taken
-# over.
-SUSPENDED_S = 2.0
 
 
 class Coordinator:
@@ -80,23 +73,19 @@ class Coordinator:
 
         self._held_term = held_term
 
+        # A thread looks at the run folder, which may be on a disk that answers slowly.
+        self._watch = FolderWatch(job.run_dir, held_term)
+
         # The coordinating node joins its own job like any other node.
         now = time.monotonic()
-        checkpoints = job.run_dir / "checkpoints"
-        self._state_machine = JobStateMachine(
-            job, partial(latest_step, checkpoints), partial(commit_is_near, checkpoints), now, inherited
-        )
+        self._state_machine = JobStateMachine(job, self._watch.look_at_checkpoints(), now, inherited)
         self._state_machine.node_joined(Node(COORDINATOR, agent.name, agent.nproc), now)
 
         # What changes from turn to turn.
         self._newcomers: list[int] = []  # nodes that were welcomed in this turn, and have no state yet
-        self._next_beat = now
+        self._check_due = now
+        self._heartbeat_due = now
         self._ending: JobEnd | None = None  # set by the last command
-        self._superseded = False
-        self._last_iteration = now
-
-        # A thread looks at the run folder, which may be on a disk that answers slowly.
-        self._watch = FolderWatch(job.run_dir, held_term, self._is_stuck)
 
         # The signals that this launcher received. If another node takes over, its coordinator must get them.
         self.received_signals: list[str] = []
@@ -107,7 +96,7 @@ class Coordinator:
             with closing(self._watch):
                 # Until the last command, or until another node has taken over. In both cases no rank may be left here.
                 self._watch.start()
-                while self._ending is None and not self._superseded:
+                while self._ending is None and not self._watch.superseded:
                     self._iterate()
 
                 self._agent.kill_and_wait()
@@ -115,7 +104,7 @@ class Coordinator:
 
             # Removing the term file tells the others that the job has ended. After an exception it stays, so that
             # another node takes over.
-            if self._held_term and not self._superseded:
+            if self._held_term and not self._watch.superseded:
                 self._held_term.end()
 
         counts = self._hub.rejected()
@@ -144,48 +133,74 @@ class Coordinator:
         now = time.monotonic()
         messages = self._agent.poll()
 
-        # A coordinator that was superseded must not act on what has arrived. Its rank 0 looks once a second too, and
-        # may have ended for that reason before the thread has looked.
-        self._superseded = self._watch.superseded
+        # A coordinator that was superseded must not act on what has arrived. The thread may not have looked yet: after
+        # this process was halted, and if rank 0 has ended, which looks for a successor itself.
         rank_exited = any(isinstance(message, RankExited) for message in messages)
-        if rank_exited or now - self._last_iteration > SUSPENDED_S:
-            self._look_for_successor()
+        if rank_exited or now - self._watch.loop_turned_at > OVERDUE_TURN_S:
+            self._watch.look_for_successor()
 
-        if self._superseded:
+        if self._watch.superseded:
             return
 
-        self._last_iteration = now
+        self._watch.loop_turned_at = now
+        self._send_heartbeat()
 
         # What happened goes in first, so that the deadlines below are judged with all that is known.
-        self._receive_all(messages, now)
+        from_nodes = self._hub.poll(now)
+        self._note_checkpoints([*messages, *(message for _, message in from_nodes)], now)
+        self._receive_all(messages, from_nodes, now)
         self._serve_store(now)
         self._poll_folder(now)
 
-        if now >= self._next_beat:
-            self._next_beat = now + BEAT_S
+        if now >= self._check_due:
+            self._check_due = now + HEARTBEAT_S
             self._every_second(now)
 
         # Let the state machine check its deadlines, then carry out all commands of this iteration.
         self._state_machine.tick(now)
+        self._send_heartbeat()
         for command in self._state_machine.take_commands():
             self._carry_out(command)
 
+    def _send_heartbeat(self) -> None:
+        """Send the coordinator's heartbeat to the other nodes, if it is due.
+
+        Called before each of the two that may hold up the loop, a disk and the stacks of ranks, so that these do not
+        add up (`times.py`).
+        """
+        now = time.monotonic()
+        if now >= self._heartbeat_due:
+            self._heartbeat_due = now + HEARTBEAT_S
+            self._send_to_nodes(self.state)
+
     def _every_second(self, now: float) -> None:
-        """Exchange heartbeats and check for hangs."""
-        self._handle(COORDINATOR, self._agent.node_beat(), now)
-        self._send_to_nodes(self.state)
+        """Take the heartbeat of this node, and check for hangs."""
+        self._state_machine.receive(COORDINATOR, self._agent.heartbeat(), now)
         self._state_machine.check_for_hangs(now)
 
-    def _receive_all(self, messages: list[Message], now: float) -> None:
+    def _note_checkpoints(self, messages: list[Message | ConnectionLost], now: float) -> None:
+        """Tell the state machine what the checkpoints show, which the thread has seen within the last second.
+
+        If something other than heartbeats has arrived, or a deadline has passed, look now instead.
+        """
+        news = any(not isinstance(message, NodeHeartbeat) for message in messages)
+        if news or self._state_machine.is_due(now):
+            self._watch.look_at_checkpoints()
+
+        self._state_machine.note_checkpoints(self._watch.checkpoints)
+
+    def _receive_all(
+        self, messages: list[Report], from_nodes: list[tuple[int, Message | ConnectionLost]], now: float
+    ) -> None:
         """Handle the signals of this launcher, the messages of its agent, and those of the other nodes."""
         while self._signals:
             self.received_signals.append(self._signals.pop(0))
             self._state_machine.preempt_requested(self.received_signals[-1], now)
 
         for message in messages:
-            self._handle(COORDINATOR, message, now)
+            self._state_machine.receive(COORDINATOR, message, now)
 
-        for node, message in self._hub.poll(now):
+        for node, message in from_nodes:
             self._receive_from_node(node, message, now)
 
         # One state for all nodes that have joined in this turn.
@@ -234,17 +249,6 @@ class Coordinator:
             else:
                 say(f"lockstep: {folder / 'resize'} must hold a number; it held {text[:80]!r}")
 
-    # ---- whether another node has taken over ----
-
-    def _look_for_successor(self) -> None:
-        """Check the disk now, instead of waiting for the thread's next look. This may block."""
-        if self._held_term is not None:
-            self._superseded = self._superseded or self._held_term.superseded()
-
-    def _is_stuck(self) -> bool:
-        """Return whether the loop has not come round for as long as it takes the other nodes to lose this one."""
-        return time.monotonic() - self._last_iteration > LOST_AFTER_S
-
     # ---- messages of nodes ----
 
     def _receive_from_node(self, node: int, message: Message | ConnectionLost, now: float) -> None:
@@ -254,18 +258,23 @@ class Coordinator:
                 self._state_machine.node_lost(node, f"vanished: {message}", now)
 
             # It would be admitted again, and the ranks asked to save for a node that they have already.
-            case Hello() if node in self._state_machine.state.cluster.nodes:
+            case Hello() if node in self._state_machine.nodes:
                 self._state_machine.node_lost(node, "was dropped: it asked to join a second time", now)
             case Hello():
                 self._admit(node, message, now)
 
-            case _ if node not in self._state_machine.state.cluster.nodes:
+            case _ if node not in self._state_machine.nodes:
                 pass  # from a node that was refused, or that is lost
-            case _ if problem := problem_with(message, node, self._state_machine.state.attempt):
+            case _ if problem := problem_with(message, node, self._state_machine.attempt):
                 self._state_machine.node_lost(node, f"was dropped: it sent an invalid message ({problem})", now)
 
+            # Of two failures the earlier one is to blame: their times must be those of one clock.
+            case RankExited():
+                self._state_machine.receive(node, message.in_time_of(time.time()), now)
+
             case _:
-                self._handle(node, message, now)
+                assert isinstance(message, Report), "`problem_with` has refused anything else"
+                self._state_machine.receive(node, message, now)
 
     def _admit(self, node: int, hello: Hello, now: float) -> None:
         """Let a node join the job, or refuse it."""
@@ -274,8 +283,8 @@ class Coordinator:
 
         # The node may have reconnected before we noticed that its old connection was dead. Then it replaces itself.
         state_machine = self._state_machine
-        returns = hello.term == held_term.term.number and hello.number in state_machine.state.cluster.nodes
-        full = state_machine.state.cluster.full and not returns
+        returns = hello.term == held_term.term.number and hello.number in state_machine.nodes
+        full = state_machine.full and not returns
 
         # A refused node prints the reason and ends, which closes the connection.
         refused = refusal_of(hello, self._job, full)
@@ -298,24 +307,6 @@ class Coordinator:
 
         self._newcomers.append(node)
 
-    def _handle(self, node: int, message: Message, now: float) -> None:
-        """Hand a message of a node, or of this node's agent, to the state machine."""
-        match message:
-            case RankExited():
-                self._state_machine.rank_exited(message, now)
-            case RanksGone():
-                self._state_machine.ranks_gone(node, message.attempt, now)
-            case ZygoteLost():
-                self._state_machine.zygote_lost(node, message, now)
-            case Stacks():
-                self._state_machine.stacks_received(node, message, now)
-            case NodeBeat():
-                self._state_machine.beat_received(node, message, now)
-            case SignalReceived():
-                self._state_machine.preempt_requested(message.signal, now, node)
-            case _:
-                raise AssertionError(f"{type(message).__name__} is not for the coordinator")
-
     # ---- commands of the state machine ----
 
     def _carry_out(self, command: Command) -> None:
@@ -324,7 +315,10 @@ class Coordinator:
                 self._start_attempt(command)
 
             case Send():
-                self._send(command.node, command.message)
+                self._send(command.node, command.order)
+
+            case DismissNode():
+                self._hub.send(command.node, command.ending)
 
             case DropNode():
                 self._hub.drop(command.node)
@@ -345,8 +339,8 @@ class Coordinator:
 
     def _start_attempt(self, command: StartAttempt) -> None:
         """Start the ranks on all nodes, which are numbered node by node."""
-        self._look_for_successor()
-        if self._superseded:
+        self._watch.look_for_successor()
+        if self._watch.superseded:
             return
 
         # If this node is lost before its next heartbeat, its successor must know the number of this attempt.
@@ -384,16 +378,16 @@ class Coordinator:
             self._store.close()
             self._store = None
 
-    def _send(self, node: int, message: Message) -> None:
-        """Send a message to a node; this node's agent carries it out at once."""
+    def _send(self, node: int, order: Order) -> None:
+        """Send an order to a node; this node's agent carries it out at once."""
         if node == COORDINATOR:
-            self._agent.carry_out(message)
+            self._agent.carry_out(order)
         else:
-            self._hub.send(node, message)
+            self._hub.send(node, order)
 
-    def _send_to_nodes(self, message: Message) -> None:
+    def _send_to_nodes(self, message: ToNode) -> None:
         """Send a message to all other nodes; the hub skips this one."""
-        self._hub.send_to_all(self._state_machine.state.cluster.nodes, message)
+        self._hub.send_to_all(self._state_machine.nodes, message)
 
 
 def _unused_port(address: str) -> int:

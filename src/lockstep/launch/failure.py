@@ -12,12 +12,12 @@ import signal
 import time
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Any, Literal
 
-from lockstep.errors import OutOfStep, Preempted, SmallerMicroBatch
+from lockstep.errors import OutOfStep, Preempted, SmallerMicroBatch, UserError
 from lockstep.launch import frames
 
-# The exit code of a rank that saved and exited on request, and all codes of ranks that did not fail.
+# The exit code of a rank that exited on request, and all codes of ranks that did not fail.
 PREEMPTED = Preempted.CODE
 CLEAN = (0, PREEMPTED)
 
@@ -25,23 +25,89 @@ CLEAN = (0, PREEMPTED)
 Origin = Literal["exception", "signal", "launcher"]
 
 
+@dataclass(frozen=True)
+class FailureTraits:
+    """What is known about a kind of failure. The defaults are those of a signal."""
+
+    # The same program would most likely fail in the same way again, so a restart needs progress.
+    likely_to_repeat: bool = False
+
+    # A whole node has failed: all its ranks end, and none of them is named or counted as the one to blame.
+    of_node: bool = False
+
+    # The node would fail in the same way again: the job does without it, if it can.
+    unfit_node: bool = False
+
+    # A rank that fails like this has not lost a peer before: it would have raised, or aborted.
+    never_a_consequence: bool = False
+
+    # micro_batch=auto asks for a smaller micro-batch: the only exception that a restart fixes.
+    asks_for_smaller_micro_batch: bool = False
+
+    # No rank advanced: `hang.action` applies.
+    hangs: bool = False
+
+    # The message names the ranks that are to blame. The rank that noticed it, and its traceback, do not help.
+    names_culprits: bool = False
+
+
 class LauncherFailure(StrEnum):
-    """Kinds of failures whose origin is the launcher."""
+    """Kinds of failures whose origin is the launcher, with what is known about each."""
 
-    NODE = "node"  # a machine is lost, or too few machines joined
-    ZYGOTE = "zygote"  # the process that starts the ranks of a node ended
-    FORK = "fork"  # the system refused the process of a rank
-    HANG = "hang"
-    OVERDUE = "overdue"  # ranks that were asked to save did not exit in time
-    EXIT = "exit"  # a rank ended without an exception before its work was done
+    traits: FailureTraits
+
+    def __new__(cls, value: str, traits: FailureTraits) -> LauncherFailure:
+        member = str.__new__(cls, value)
+        member._value_ = value
+        member.traits = traits
+        return member
+
+    # A machine is lost, or too few machines joined.
+    NODE = "node", FailureTraits(of_node=True)
+
+    # The process that starts the ranks of a node ended, or could not import the program.
+    ZYGOTE = "zygote", FailureTraits(of_node=True)
+    IMPORT = "import", FailureTraits(of_node=True, unfit_node=True, likely_to_repeat=True)
+
+    # The system refused the process of a rank.
+    FORK = "fork", FailureTraits(never_a_consequence=True)
+
+    # A node could not set up its ranks: no room for their folder, or a run folder that it cannot write to.
+    SETUP = (
+        "setup",
+        FailureTraits(of_node=True, unfit_node=True, likely_to_repeat=True, never_a_consequence=True),
+    )
+
+    # No rank advances. In a deadlock the ranks' collectives prove that none can: more time would not help.
+    HANG = "hang", FailureTraits(hangs=True)
+    DEADLOCK = "deadlock", FailureTraits(hangs=True, likely_to_repeat=True)
+
+    # Ranks that were asked to save did not exit in time.
+    OVERDUE = "overdue", FailureTraits()
+
+    # A rank ended without an exception before its work was done.
+    EXIT = "exit", FailureTraits(likely_to_repeat=True, never_a_consequence=True)
 
 
-# What gloo, NCCL and torch's store say in a rank whose peer is gone.
+# What is known about exceptions, by their names: a record has no more. All others are errors of the program.
+EXCEPTIONS = {
+    SmallerMicroBatch.__name__: FailureTraits(asks_for_smaller_micro_batch=True),
+    OutOfStep.__name__: FailureTraits(likely_to_repeat=True, names_culprits=True),
+}
+ERROR_OF_PROGRAM = FailureTraits(likely_to_repeat=True)
+
+
+# What gloo, NCCL and torch's store say in a rank whose peer is gone. NCCL's watchdog says it after a timeout. A later
+# collective repeats the reason why the communicator was aborted, which may be an error of this rank, or gives none.
 _LOST_PEER = re.compile(
     r"connection (?:was )?(?:likely )?(?:closed|reset)|broken pipe|socket (?:timeout|error)|failed to recv, got 0 bytes"
-    r"|remote process exited|ncclRemoteError|caused pair closure|connect(?:ion)? .*refused|timed out waiting",
+    r"|remote process exited|ncclRemoteError|caused pair closure|connect(?:ion)? .*refused|timed out waiting"
+    r"|watchdog caught collective operation timeout|communicator was aborted on rank \d+\.(?!\s*original reason)",
     re.IGNORECASE,
 )
+
+# What is known of an abort of rank 0: it writes to the terminal, so the launcher cannot read the reason.
+ABORTED_UNREAD = "native code aborted; if it gave a reason, that is on the terminal"
 
 # A dataset may say the same about some server, so only exceptions of torch count: those that have a class of their own,
 # and the RuntimeErrors of gloo. Their text names the line of C++ that raised it: "[.../tcp/pair.cc:537] ..."; the one
@@ -67,6 +133,7 @@ class Failure:
     phase: str | None = None
     log: str = ""  # the last lines that the rank wrote
     cause: str = ""  # see `UserError`
+    follows_lost_peer: bool = False  # see the function of this name
     origin: Origin = "exception"
 
     @classmethod
@@ -78,39 +145,31 @@ class Failure:
         host: str = "",
         *,
         when: float | None = None,
-        step: int | None = None,
-        phase: str | None = None,
-        traceback: str = "",
-        log: str = "",
-        cause: str = "",
+        **details: Any,
     ) -> Failure:
-        """Return a failure that the launcher has noticed: now, or at the time `when`."""
-        return cls(
-            rank,
-            host,
-            time.time() if when is None else when,
-            kind,
-            message,
-            traceback=traceback,
-            step=step,
-            phase=phase,
-            log=log,
-            cause=cause,
-            origin="launcher",
-        )
+        """Return a failure that the launcher has noticed: now, or at the time `when`. `details`: any other field."""
+        return cls(rank, host, time.time() if when is None else when, kind, message, origin="launcher", **details)
 
-    def is_one_of(self, *kinds: LauncherFailure) -> bool:
-        """Return whether the launcher has noticed this failure, as one of these kinds."""
-        return self.origin == "launcher" and self.kind in kinds
+    @property
+    def traits(self) -> FailureTraits:
+        """What is known about this kind of failure."""
+        match self.origin:
+            case "exception":
+                return EXCEPTIONS.get(self.kind, ERROR_OF_PROGRAM)
+            case "signal":
+                return FailureTraits()
+            case "launcher":
+                # Another node may send any kind.
+                known = self.kind in set(LauncherFailure)
+                return LauncherFailure(self.kind).traits if known else FailureTraits()
+
+    def noticed_as(self, kind: LauncherFailure) -> bool:
+        """Return whether the launcher has noticed a failure of this kind."""
+        return self.origin == "launcher" and self.kind == kind
 
     def raised_as(self, error: type[BaseException]) -> bool:
         """Return whether a rank raised this exception. A record has only its name."""
         return self.origin == "exception" and self.kind == error.__name__
-
-    @property
-    def asks_for_smaller_micro_batch(self) -> bool:
-        """Whether micro_batch=auto asks for a smaller micro-batch: the only exception that a restart fixes."""
-        return self.raised_as(SmallerMicroBatch)
 
     @property
     def likely_to_repeat(self) -> bool:
@@ -118,16 +177,22 @@ class Failure:
 
         An exception of torch that only reports a lost peer does not count: the network may be to blame.
         """
-        if self.asks_for_smaller_micro_batch or self.reports_lost_peer:
-            return False
-
-        return self.origin == "exception" or self.is_one_of(LauncherFailure.EXIT)
+        return self.traits.likely_to_repeat and not self.reports_lost_peer
 
     @property
     def reports_lost_peer(self) -> bool:
-        """Whether the failure only says that another rank is gone: a torch exception, or the abort that followed it."""
+        """Whether another rank is gone, and that is all: a torch exception says so, or what followed from it."""
         aborted = self.origin == "signal" and self.kind == signal.SIGABRT.name
-        return (aborted or self._raised_by_torch) and bool(_LOST_PEER.search(self.message))
+        says_so = (aborted or self._raised_by_torch) and bool(_LOST_PEER.search(self.message))
+        return says_so or self.follows_lost_peer
+
+    @property
+    def aborted_unread(self) -> bool:
+        """Whether the failure is an abort whose reason the launcher cannot read, which may be such a report.
+
+        NCCL aborts a rank that has lost a peer. A rank that has done its work waits for no peer.
+        """
+        return self.origin == "signal" and self.message == ABORTED_UNREAD and self.phase not in ("end", "after run")
 
     @property
     def _raised_by_torch(self) -> bool:
@@ -139,7 +204,7 @@ class Failure:
     def headline(self) -> str:
         """The first line of the failure: which rank, where, when, and the error."""
         when = time.strftime("%H:%M:%S", time.localtime(self.time))
-        if self.is_one_of(LauncherFailure.NODE, LauncherFailure.ZYGOTE) or self.raised_as(OutOfStep):
+        if self.traits.of_node or self.traits.names_culprits:
             return f"lockstep: {self.message} ({when})"
 
         where = f"step {self.step}, phase {self.phase}, " if self.step is not None else ""
@@ -151,9 +216,8 @@ class Failure:
         if self.for_user:
             return f"lockstep: {self.message}"
 
-        # A smaller micro-batch is a request, not an error of the program; and for OutOfStep, the traceback of the rank
-        # that noticed it does not help.
-        if self.asks_for_smaller_micro_batch or self.raised_as(OutOfStep):
+        # A smaller micro-batch is a request, not an error of the program.
+        if self.traits.asks_for_smaller_micro_batch or self.traits.names_culprits:
             return self.headline
 
         # After a crash the stack and the last lines of the log are shown. An exception's traceback is in both.
@@ -166,6 +230,27 @@ class Failure:
         return "\n".join([self.headline, *(f"  {line}" for line in shown)])
 
 
+def follows_lost_peer(error: BaseException) -> bool:
+    """Return whether an exception, or one of those that led to it, only says that another rank is gone.
+
+    A program may catch torch's exception and raise another one. Lockstep's own exceptions have worked out the cause.
+    """
+    chain = [error]
+    for link in chain:
+        if isinstance(link, UserError | OutOfStep | SmallerMicroBatch):
+            continue
+
+        if Failure(None, "", 0.0, type(link).__name__, str(link)).reports_lost_peer:
+            return True
+
+        # A program may have linked them in a circle, and may say which of its errors are equal.
+        for earlier in (link.__cause__, link.__context__):
+            if earlier is not None and all(earlier is not other for other in chain):
+                chain.append(earlier)
+
+    return False
+
+
 # ---- how ranks ended, and which of them is to blame ----
 
 
@@ -176,35 +261,46 @@ class RankExit:
     code: int
     failure: Failure | None = None
     exit_line: str = ""  # FILE:LINE of the sys.exit(0) that ended the rank, if one did
+    unsaved_step: int | None = None  # the step whose save failed, if the rank was asked to save and exit
 
     @property
     def clean(self) -> bool:
-        """Whether the rank finished, or saved and exited as it was asked to."""
+        """Whether the rank finished, or exited as it was asked to."""
         return self.code in CLEAN and self.failure is None
 
     @property
-    def may_be_a_consequence(self) -> bool:
-        """Whether the exit of another rank may have led to this one.
+    def never_started(self) -> bool:
+        """Whether its node could not set it up."""
+        return self.failure is not None and self.failure.noticed_as(LauncherFailure.SETUP)
 
-        A rank that has lost its peers raises, or aborts. So it has not if a signal other than SIGABRT killed this rank,
-        or if it exited without an exception, or never started.
+    @property
+    def died_by_itself(self) -> bool:
+        """Whether no exit of another rank can have led to this one.
+
+        A rank that has lost its peers raises, or aborts. This one was killed by a signal other than SIGABRT, or exited
+        without an exception, or never started. A rank that has raised, and then crashes while it exits, has raised.
         """
-        killed = self.code < 0 and self.code != -signal.SIGABRT
-        never_raised = self.failure is not None and self.failure.is_one_of(LauncherFailure.EXIT, LauncherFailure.FORK)
-        return not killed and not never_raised
+        raised = self.failure is not None and self.failure.origin == "exception"
+        killed = self.code < 0 and self.code != -signal.SIGABRT and not raised
+        return killed or (self.failure is not None and self.failure.traits.never_a_consequence)
 
     @property
     def reports_lost_peer(self) -> bool:
         """Whether this rank failed only because another rank is gone."""
-        return self.may_be_a_consequence and self.failure is not None and self.failure.reports_lost_peer
+        return not self.died_by_itself and self.failure is not None and self.failure.reports_lost_peer
+
+    @property
+    def may_report_lost_peer(self) -> bool:
+        """Whether it is possible that this rank failed only because another rank is gone."""
+        return self.reports_lost_peer or (self.failure is not None and self.failure.aborted_unread)
 
 
 def pick_root(exits: dict[int, RankExit]) -> int | None:
     """Return the rank whose failure explains the others; None if no rank has failed.
 
-    A rank that died by itself comes first (its exit cannot be a consequence), then a rank that raised an error of its
-    own, then a rank that only reports a lost peer; among equals, the earliest. A process that dies leaves no record,
-    and its peers record within milliseconds that they lost it, so time alone would blame one of the peers.
+    A rank that died by itself comes first, then a rank with an error of its own, then a rank that may only report a
+    lost peer, then a rank that does only that; among equals, the earliest. A process that dies leaves no record, and
+    its peers record within milliseconds that they lost it, so time alone would blame one of the peers.
     """
     # False sorts before True, and the rank breaks ties.
     failures = []
@@ -212,7 +308,8 @@ def pick_root(exits: dict[int, RankExit]) -> int | None:
         failure = rank_exit.failure
 
         if failure is not None:
-            failures.append((rank_exit.may_be_a_consequence, rank_exit.reports_lost_peer, failure.time, rank))
+            consequence = (not rank_exit.died_by_itself, rank_exit.may_report_lost_peer, rank_exit.reports_lost_peer)
+            failures.append((consequence, failure.time, rank))
 
     return min(failures)[-1] if failures else None
 
@@ -222,7 +319,8 @@ def left_early(rank: int, host: str, report: Failure, exit_line: str) -> Failure
 
     `report`: the failure of a rank that lost it.
     """
-    found = f"ended with code 0 while other ranks were training: rank {report.rank} then lost its connection"
+    then = "lost its connection" if report.reports_lost_peer else "aborted"
+    found = f"ended with code 0 while other ranks were training: rank {report.rank} then {then}"
 
     shorter = "look for a loop that is shorter there"
     by_exit = f"sys.exit at {exit_line}; if that is the end of its script, {shorter}"

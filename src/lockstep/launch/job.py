@@ -69,8 +69,8 @@ class Job:
     # This node's number, if a platform numbers its machines: then number 0 coordinates first, at the address of `join`.
     node: int | None = None
 
-    # The step of an earlier checkpoint of this run, if --resume names one: the first attempt goes back to it.
-    goes_back_to: int | None = None
+    # The name of a checkpoint of this run, if --resume names one: the first attempt goes back to it.
+    goes_back_to: str | None = None
 
     # The function that a rank calls with `spec`, as MODULE:FUNCTION. It is text, because this package must not import
     # the layers above it.

@@ -11,8 +11,7 @@ from contextlib import closing, contextmanager
 from lockstep.errors import UserError
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import Coordinator
-from lockstep.launch.folder.locks import hold
-from lockstep.launch.folder.resize import remove_old_requests
+from lockstep.launch.folder.start_from import hold_for_new_job
 from lockstep.launch.job import Job, parse_address
 from lockstep.launch.nodes.node_launcher import NodeLauncher
 from lockstep.launch.wire.messages import JobEnd
@@ -39,8 +38,7 @@ def supervise(job: Job) -> tuple[JobEnd, bool]:
             launcher = NodeLauncher(job, name, signals)
             return launcher.run(), launcher.ended_job
 
-        with hold(job.run_dir), closing(Agent(job, name)) as agent:
-            remove_old_requests(job.run_dir)
+        with hold_for_new_job(job.run_dir, job.goes_back_to), closing(Agent(job, name)) as agent:
             ending = Coordinator(job, agent, signals).run()
             assert ending is not None, "only a job on several machines can be taken over"
             return ending, True

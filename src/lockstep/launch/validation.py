@@ -1,26 +1,12 @@
-"""Checks messages of other nodes; no later code checks them again."""
+"""Checks of what other nodes send: whether a node may join, and whether its messages can be right."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from typing import Any
 
 from lockstep.launch.decisions.attempt import Attempt
-from lockstep.launch.decisions.settings import Settings
-from lockstep.launch.job import Job
-from lockstep.launch.wire.messages import (
-    Hello,
-    Message,
-    NodeBeat,
-    RankExited,
-    RanksGone,
-    Refused,
-    SignalReceived,
-    Stacks,
-    ZygoteLost,
-    difference,
-    different_program,
-)
-from lockstep.runtime.preemption import PREEMPT_SIGNALS
+from lockstep.launch.job import PROGRAM, Job
+from lockstep.launch.wire.messages import Hello, Message, Refused, Report
 
 # How many ranks a node may announce at most.
 MAX_RANKS = 4096
@@ -51,37 +37,42 @@ def refusal_of(hello: Hello, job: Job, full: bool) -> Refused | None:
     return None
 
 
+def difference(theirs: Hello, ours: dict[str, Any]) -> str | None:
+    """Return which parts of two nodes' commands differ, or None if they agree."""
+    return _different_values({**theirs.identity, PROGRAM: None}, {**ours, PROGRAM: None})
+
+
+def different_program(theirs: Hello, ours: dict[str, Any]) -> str | None:
+    """Return which versions and which files of two nodes differ, or None if they agree."""
+    programs = theirs.identity.get(PROGRAM), ours.get(PROGRAM)
+    valid = [program if isinstance(program, dict) else {} for program in programs]
+    return _different_values(*valid)
+
+
+def _different_values(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
+    """Return all keys whose values differ, with both values, as text; None if there are none."""
+    parts = []
+
+    # A key that only one of them has differs from None.
+    for key in sorted(theirs.keys() | ours.keys()):
+        they, we = theirs.get(key), ours.get(key)
+        if they != we:
+            parts.append(f"{key}: {they!r} here, {we!r} on the coordinating node")
+
+    return "; ".join(parts) or None
+
+
 def problem_with(message: Message, node: int, attempt: Attempt) -> str | None:
     """Return why this message of a node cannot be right, or None. `attempt` is the current one."""
-    ranks: Collection[int] = ()
-    match message:
-        case RanksGone() | ZygoteLost():
-            pass
+    if not isinstance(message, Report):
+        return f"{type(message).__name__} is not for the coordinator"
 
-        case SignalReceived():
-            if message.signal not in [number.name for number in PREEMPT_SIGNALS]:
-                return f"{message.signal} is not a signal that preempts a job"
-
-        case RankExited():
-            ranks = [message.rank]
-            if message.exit.failure is None and not message.exit.clean:
-                return f"rank {message.rank} failed without a failure"
-
-        case Stacks():
-            ranks = message.stack_of.keys() | message.collectives_of.keys()
-
-        case NodeBeat():
-            ranks = [view.rank for view in message.views]
-            try:
-                Settings(**message.settings)
-            except (TypeError, ValueError) as error:
-                return f"its settings are not valid: {error}"
-
-        case _:
-            return f"{type(message).__name__} is not for the coordinator"
+    problem = message.why_invalid()
+    if problem:
+        return problem
 
     # A message about an earlier attempt is ignored anyway.
-    strange = set(ranks) - set(attempt.ranks_on(node))
+    strange = set(message.ranks) - set(attempt.ranks_on(node))
     of_this_attempt = getattr(message, "attempt", None) == attempt.number
     if strange and of_this_attempt:
         return f"ranks {sorted(strange)} are not its ranks"

@@ -18,8 +18,7 @@ from lockstep.errors import UserError
 from lockstep.launch.folder.locks import lock
 from lockstep.launch.folder.run_dir import choose_run_dir, holds_a_run, not_writable, prepare, refuse_another_run
 from lockstep.launch.folder.start_from import (
-    GoBack,
-    Named,
+    ResumeNamed,
     StartFrom,
     choose_start,
     from_json,
@@ -42,11 +41,11 @@ class RunFolder:
     token: str  # distinguishes this attempt from an earlier one that may still be writing
     lock: Any = None  # held open by rank 0
 
-    def as_shown(self, location: str) -> str:
-        """Return a location as the user would write it; that of a file in this folder begins with `shown`."""
-        path = Path(location)
+    def as_shown(self, path: str | Path) -> str:
+        """Return a path as the user would write it; that of a file in this folder begins with `shown`."""
+        path = Path(path)
         inside = path.is_relative_to(self.path)
-        return str(Path(self.shown) / path.relative_to(self.path)) if inside else location
+        return str(Path(self.shown) / path.relative_to(self.path) if inside else path)
 
     def end_going_back(self) -> None:
         """Let later attempts start from the newest checkpoint: it is the one that --resume named, or follows it."""
@@ -102,7 +101,7 @@ def _open(config: RunConfig, name: str) -> RunFolder:
         refuse_another_run(shown, config.resume)
 
     start_from = choose_start(config.resume, path, attempt)
-    if isinstance(start_from, Named) and holds_a_run(path):
+    if isinstance(start_from, ResumeNamed) and holds_a_run(path):
         raise UserError(
             f"--resume {start_from.path} cannot be used with run_dir={shown}: that folder already holds another run",
             "",
@@ -129,7 +128,7 @@ def _create(folder: RunFolder) -> None:
         _seen_mark(folder).touch()
 
         # An earlier job may have ended before it had gone back.
-        if isinstance(folder.start_from, GoBack):
+        if folder.start_from.earlier:
             going_back_mark(path).touch()
         else:
             going_back_mark(path).unlink(missing_ok=True)

@@ -24,13 +24,11 @@ from lockstep.observe.report import without_undone
 
 State = Literal["running", "finished", "preempted", "failed", "killed"]
 
-# The last event of one of these kinds says how a run ended, if it ended. Rank 0 of a preempted run writes `leave`, and
-# its launcher `preempted`.
+# The last event of one of these kinds says how a run ended, if it ended.
 STATES: dict[str, State] = {
     "start": "killed",
     "end": "finished",
     "error": "failed",
-    "leave": "preempted",
     "preempted": "preempted",
 }
 

@@ -18,8 +18,10 @@ from rich.filesize import decimal as size_text
 from lockstep.errors import UserError, plural, some_names
 from lockstep.launch.folder.locks import hold_idle
 from lockstep.observe.run_list import facts_of, files_in, is_run
+from lockstep.observe.sinks import SINKS
 
-# What a run writes into its folder, sinks and `lockstep ckpt export` included. Other names stay where they are.
+# What a run writes into its folder, sinks and `lockstep ckpt export` included. Other names stay where they are, such as
+# those of a user's sink, whose class is not imported here.
 OURS = (
     *(
         "config.yaml",
@@ -30,7 +32,7 @@ OURS = (
         "model.safetensors",
         "ema.safetensors",
     ),
-    *("metrics.jsonl", "events.jsonl", "metrics.csv", "prometheus.url", "micro_batch.json", "resize"),
+    *("metrics.jsonl", "events.jsonl", "micro_batch.json", "resize"),
     *(
         "checkpoints",
         "logs",
@@ -39,13 +41,11 @@ OURS = (
         "assets",
         "export",
         "profile",
-        "tensorboard",
-        "wandb",
-        "mlflow.db*",
         "launch",
     ),
-    *(".lock", ".launcher", ".going-back", ".seen-*", ".probe-*", ".secret*", ".sink-id", ".shared-*", ".coordinator*"),
+    *(".lock", ".launcher", ".going-back", ".seen-*", ".probe-*", ".secret*", ".shared-*", ".coordinator*"),
     *(".cut-off-*", ".*.tmp"),
+    *(pattern for sink in SINKS.values() for pattern in sink.files),
 )
 
 CHECKPOINTS = ("checkpoints",)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.optim.kinds import is_ours, is_torchs
+from lockstep.optim.capabilities import is_known
 from lockstep.optim.optimizers import GroupPart, restricted_to
 from lockstep.runtime.layout import by_mesh, dtensor_like, local, shard_of
 from lockstep.runtime.seeds import derive
@@ -117,7 +117,7 @@ class MasterWeights:
         """Yield the parts of groups that one call of `optimizer.step()` updates."""
         parts = [part for group in optimizer.param_groups for part in self._parts(group)]
         # A user-defined optimizer may count its calls: it gets everything at once.
-        if is_ours(optimizer) or is_torchs(optimizer):
+        if is_known(optimizer):
             yield from ([part] for part in parts)
         elif parts:
             yield parts

@@ -18,21 +18,21 @@ from torch import Tensor, nn
 
 from lockstep.config import ClipConfig
 from lockstep.errors import UserError, some_names
-from lockstep.optim.foreign.stand_ins import step_with_stand_ins
-from lockstep.optim.foreign.trial import TrialFailed, check_independent
-from lockstep.optim.kinds import (
+from lockstep.optim.capabilities import (
     DIVIDES_AND_SKIPS_ATTRIBUTE,
-    DIVIDING,
     DTENSOR_ATTRIBUTE,
     HOOK_FIX,
-    SKIPPING,
     can_step_as_is,
     cannot_step,
     check_kind,
     is_trusted,
     needs_full_parameters,
     step_hook,
+    traits_of,
 )
+from lockstep.optim.foreign.stand_ins import step_with_stand_ins
+from lockstep.optim.foreign.trial import TrialFailed, check_independent
+from lockstep.optim.registry import OptimizerTraits
 from lockstep.runtime.layout import by_mesh, local
 
 if TYPE_CHECKING:
@@ -169,10 +169,10 @@ class Optimizers:
         # Whether every optimizer can apply grad_scale inside its fused kernel. That divisor is float32, so gradients of
         # float64 parameters are divided before the step instead.
         all_float32 = all(p.dtype == torch.float32 for p in self.parameters())
-        self.divides_gradients = all_float32 and self._all_fused(DIVIDING)
+        self.divides_gradients = all_float32 and self._all_fused(lambda traits: traits.divides)
 
         # Whether the device can skip a step without waiting for the host.
-        self.skips_on_device = self.divides_gradients and self._all_fused(SKIPPING)
+        self.skips_on_device = self.divides_gradients and self._all_fused(lambda traits: traits.skips)
 
         self.masters: MasterWeights | None = None  # set if parameters are stored in bfloat16
         self._several_meshes = len(by_mesh(self.parameters())) > 1
@@ -270,7 +270,7 @@ class Optimizers:
 
         self.masters = masters
         self.divides_gradients = True
-        self.skips_on_device = self._all_fused(SKIPPING)
+        self.skips_on_device = self._all_fused(lambda traits: traits.skips)
 
     def step(
         self,
@@ -284,9 +284,10 @@ class Optimizers:
         `update_count` counts the updates of the run, including skipped ones; it seeds stochastic rounding.
         `divisor` and `skip` have shape (); if `skip` is not 0, nothing changes.
         """
+        stepped = [self.all[i] for i in indices]
         self._updating = True  # `_refuse` allows steps meanwhile
         try:
-            for optimizer in [self.all[i] for i in indices]:
+            for optimizer in stepped:
                 # Fused optimizers read these two attributes; others ignore them.
                 optimizer.grad_scale = None if self.masters else divisor  # pyrefly: ignore[missing-attribute]
                 optimizer.found_inf = skip  # pyrefly: ignore[missing-attribute]
@@ -301,6 +302,10 @@ class Optimizers:
                     self._step_one(optimizer)
         finally:
             self._updating = False
+
+            # Both belong to this step. The user's own `step()`, after the run, must not divide by its weight.
+            for optimizer in stepped:
+                optimizer.grad_scale = optimizer.found_inf = None  # pyrefly: ignore[missing-attribute]
 
         self._after_step()
 
@@ -329,13 +334,13 @@ class Optimizers:
 
         self._hooks = []
 
-    def _all_fused(self, kinds: tuple[type[torch.optim.Optimizer], ...]) -> bool:
-        """Return whether every optimizer is a fused one of these kinds, or declares that it divides and skips.
+    def _all_fused(self, can: Callable[[OptimizerTraits], bool]) -> bool:
+        """Return whether every optimizer is a fused one that `can` do it, or declares that it divides and skips.
 
         One with a hook on its step is not: the hook must find gradients at their true size.
         """
         for optimizer in self.all:
-            is_fused = type(optimizer) in kinds and all(group.get("fused") for group in optimizer.param_groups)
+            is_fused = can(traits_of(optimizer)) and all(group.get("fused") for group in optimizer.param_groups)
             if not (is_fused or getattr(optimizer, DIVIDES_AND_SKIPS_ATTRIBUTE, False)):
                 return False
 

@@ -1,7 +1,8 @@
 """Optimizers by name (`optimizer=adamw8bit`), which take over the parameter groups of the task's optimizer.
 
-Each optimizer is one entry in OPTIMIZERS, plus its own module. This module imports torch only when it builds an
-optimizer, so that a launcher can check names quickly.
+What is known about a class is one entry in TRAITS, which also has torch's other classes; how it is built by name is one
+entry in OPTIMIZERS. This module imports torch only when it builds an optimizer, so that a launcher can check names
+quickly.
 """
 
 from __future__ import annotations
@@ -22,74 +23,107 @@ OWN = "task"
 
 
 @dataclass(frozen=True)
-class OptimizerKind:
-    """An optimizer that a run can build by name."""
+class OptimizerTraits:
+    """What Lockstep knows about one class of optimizers, and not about its subclasses. The defaults assume nothing."""
 
-    path: str  # of its class, as MODULE:CLASS
-    # Keys of the task's groups that it takes over. Other keys, such as the betas of another optimizer, are dropped.
-    options: tuple[str, ...]
-    state_bytes: float  # bytes of state per element of a large matrix
-    about: str  # a description of its state, for the banner
-    # Names of optimizer classes with this state, including the user's: used to estimate memory.
-    classes: tuple[str, ...] = ()
+    # Bytes of state per element of a large matrix. None: a float32 if the group has momentum, and nothing otherwise.
+    state_bytes: float | None = None
+    # Whether it divides gradients by `grad_scale` inside its fused kernel.
+    divides: bool = False
+    # Whether that kernel also skips correctly on the device (`found_inf`).
+    skips: bool = False
+    # Whether it is correct on DTensors. Other optimizers get plain tensors instead (optim/foreign/stand_ins.py).
+    works_on_shards: bool = False
+    # Whether it fails on DTensors, but updates every element independently: it can step the shards as plain tensors.
+    elementwise: bool = False
+    # Whether each update has the same bits however parameters are sharded; asked of those that are built by name.
+    exact: bool = False
     # Whether its state is per row of a parameter: tensor parallelism may shard rows.
     needs_full_rows: bool = False
+
+
+# The class of an optimizer, as MODULE:CLASS -> its traits.
+TRAITS = {
+    "torch.optim.adadelta:Adadelta": OptimizerTraits(works_on_shards=True),
+    "torch.optim:Adafactor": OptimizerTraits(state_bytes=0),
+    "torch.optim.adagrad:Adagrad": OptimizerTraits(divides=True, works_on_shards=True),
+    "torch.optim.adam:Adam": OptimizerTraits(state_bytes=8, divides=True, skips=True, works_on_shards=True),
+    "torch.optim.adamax:Adamax": OptimizerTraits(state_bytes=8, works_on_shards=True),
+    "torch.optim.adamw:AdamW": OptimizerTraits(
+        state_bytes=8, divides=True, skips=True, works_on_shards=True, exact=True
+    ),
+    "torch.optim.asgd:ASGD": OptimizerTraits(works_on_shards=True),
+    "torch.optim:Muon": OptimizerTraits(state_bytes=4),
+    "torch.optim.nadam:NAdam": OptimizerTraits(state_bytes=8, works_on_shards=True),
+    "torch.optim.radam:RAdam": OptimizerTraits(state_bytes=8, works_on_shards=True),
+    "torch.optim.rmsprop:RMSprop": OptimizerTraits(works_on_shards=True),
+    "torch.optim.rprop:Rprop": OptimizerTraits(elementwise=True),
+    # It cannot skip on the device: skipping the first step would leave its momentum uninitialised.
+    "torch.optim.sgd:SGD": OptimizerTraits(divides=True, works_on_shards=True, exact=True),
+    "torch.optim.sparse_adam:SparseAdam": OptimizerTraits(),
+    # One float32 per row and column: negligible per element.
+    "lockstep.optim.adafactor:Adafactor": OptimizerTraits(state_bytes=0, works_on_shards=True, needs_full_rows=True),
+    # Two moments of one byte, each with a float32 scale per 256 elements.
+    "lockstep.optim.adamw8bit:AdamW8bit": OptimizerTraits(
+        state_bytes=2 + 2 * 4 / 256, works_on_shards=True, needs_full_rows=True
+    ),
+    "lockstep.optim.schedule_free:AdamWScheduleFree": OptimizerTraits(state_bytes=12, works_on_shards=True),
+}
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """How a run builds an optimizer by name."""
+
+    path: str  # of its class, as in TRAITS
+    # Keys of the task's groups that it takes over. Other keys, such as the betas of another optimizer, are dropped.
+    options: tuple[str, ...]
+    about: str  # a description of its state, for the banner
     # Whether it updates only matrices. All other parameters, and embeddings, then get the optimizer `others`.
     others: str | None = None
     # Further arguments of its constructor.
     arguments: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def traits(self) -> OptimizerTraits:
+        return TRAITS[self.path]
+
 
 OPTIMIZERS = {
-    "adamw": OptimizerKind(
-        "torch.optim:AdamW",
+    "adamw": OptimizerSpec(
+        "torch.optim.adamw:AdamW",
         options=("lr", "betas", "eps", "weight_decay", "maximize"),
-        state_bytes=8,
         about="torch's AdamW, two moments in float32",
-        classes=("AdamW", "Adam", "NAdam", "RAdam", "Adamax"),
         arguments={"fused": True},
     ),
-    "sgd": OptimizerKind(
+    "sgd": OptimizerSpec(
         # Not fused: torch has no fused SGD for DTensors (2.13).
-        "torch.optim:SGD",
+        "torch.optim.sgd:SGD",
         options=("lr", "momentum", "dampening", "nesterov", "weight_decay", "maximize"),
-        state_bytes=0,
         about="torch's SGD, without state, or with 4 bytes per parameter if the task's groups have momentum",
     ),
-    "adamw8bit": OptimizerKind(
+    "adamw8bit": OptimizerSpec(
         "lockstep.optim.adamw8bit:AdamW8bit",
         options=("lr", "betas", "eps", "weight_decay"),
-        # Two moments of one byte, each with a float32 scale per 256 elements.
-        state_bytes=2 + 2 * 4 / 256,
         about="both moments in 8 bits, those of vectors and small parameters in float32",
-        classes=("AdamW8bit",),
-        needs_full_rows=True,
     ),
-    "adafactor": OptimizerKind(
+    "adafactor": OptimizerSpec(
         "lockstep.optim.adafactor:Adafactor",
         options=("lr", "weight_decay"),
-        # One float32 per row and column: negligible per element.
-        state_bytes=0,
         about="one mean of squared gradients per row and per column, no momentum",
-        classes=("Adafactor",),
-        needs_full_rows=True,
     ),
-    "muon": OptimizerKind(
+    "muon": OptimizerSpec(
         "torch.optim:Muon",
         options=("lr", "weight_decay"),
-        state_bytes=4,
         about="torch's Muon for matrices, one momentum; AdamW for embeddings and all other parameters",
-        classes=("Muon",),
         others="adamw",
         # Updates as large as AdamW's, so that the task's rate and weight decay still fit.
         arguments={"adjust_lr_fn": "match_rms_adamw"},
     ),
-    "schedule_free": OptimizerKind(
+    "schedule_free": OptimizerSpec(
         "lockstep.optim.schedule_free:AdamWScheduleFree",
         options=("lr", "betas", "eps", "weight_decay"),
-        state_bytes=12,
         about="schedule-free AdamW, whose average of the weights is evaluated and saved",
-        classes=("AdamWScheduleFree",),
     ),
 }
 
@@ -98,16 +132,30 @@ NAMES = (OWN, *OPTIMIZERS)
 
 def describe(name: str) -> str:
     """Return the banner line about the state of this optimizer."""
-    kind = OPTIMIZERS[name]
-    size = f" (about {kind.state_bytes:.2g} bytes of state per parameter)" if kind.state_bytes else ""
-    return f"{name} in place of the task's: {kind.about}{size}"
+    spec = OPTIMIZERS[name]
+    state_bytes = spec.traits.state_bytes
+    size = f" (about {state_bytes:.2g} bytes of state per parameter)" if state_bytes else ""
+    return f"{name} in place of the task's: {spec.about}{size}"
+
+
+def check_exact(name: str) -> None:
+    """Refuse an optimizer by name with exact=true, if its updates depend on how parameters are sharded."""
+    if name != OWN and not OPTIMIZERS[name].traits.exact:
+        known = [other for other, spec in OPTIMIZERS.items() if spec.traits.exact]
+        raise UserError(
+            f"exact=true cannot be combined with optimizer={name}",
+            "an optimizer that is not known to be exact",
+            f"leave optimizer out, or set optimizer={' or '.join(known)}",
+        )
 
 
 def state_copies(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> float:
     """Estimate the size of a group's state as a multiple of the size of its parameters, in float32."""
-    for kind in OPTIMIZERS.values():
-        if type(optimizer).__name__ in kind.classes:
-            return kind.state_bytes / 4
+    # By its name alone, because a class of the same name elsewhere most likely has the same state.
+    name = f":{type(optimizer).__name__}"
+    for path, traits in TRAITS.items():
+        if path.endswith(name) and traits.state_bytes is not None:
+            return traits.state_bytes / 4
 
     # Other optimizers, such as SGD, are assumed to have one copy with momentum, and none without.
     return float(bool(group.get("momentum")))
@@ -126,8 +174,11 @@ def build_optimizers(config: RunConfig, optimizers: Any, model: nn.Module | None
     if config.optimizer not in OPTIMIZERS:
         raise unknown_name("optimizer", config.optimizer, NAMES)
 
-    kind = OPTIMIZERS[config.optimizer]
-    if kind.needs_full_rows and config.uses_axis("tp"):
+    if config.exact:
+        check_exact(config.optimizer)
+
+    spec = OPTIMIZERS[config.optimizer]
+    if spec.traits.needs_full_rows and config.uses_axis("tp"):
         raise UserError(
             f"optimizer={config.optimizer} with tensor parallelism (mesh.tp) is not possible: mesh.tp shards rows of a "
             "parameter, and the state of this optimizer is per row",
@@ -146,18 +197,18 @@ def build_optimizers(config: RunConfig, optimizers: Any, model: nn.Module | None
             built.append(optimizer)
             continue
 
-        _check_replaceable(config.optimizer, kind, optimizer)
-        if kind.others is None:
-            built.append(_make(kind, optimizer.param_groups))
+        _check_replaceable(config.optimizer, spec, optimizer)
+        if spec.others is None:
+            built.append(_make(spec, optimizer.param_groups))
         else:
-            built += _make_both(kind, OPTIMIZERS[kind.others], optimizer.param_groups, model)
+            built += _make_both(config.optimizer, optimizer.param_groups, model)
 
     return built
 
 
-def _check_replaceable(name: str, kind: OptimizerKind, optimizer: torch.optim.Optimizer) -> None:
+def _check_replaceable(name: str, spec: OptimizerSpec, optimizer: torch.optim.Optimizer) -> None:
     """Refuse to replace an optimizer that does something which the other one would not do."""
-    from lockstep.optim.kinds import HOOK_FIX, step_hook
+    from lockstep.optim.capabilities import HOOK_FIX, step_hook
 
     if hook := step_hook(optimizer):
         raise UserError(
@@ -166,7 +217,7 @@ def _check_replaceable(name: str, kind: OptimizerKind, optimizer: torch.optim.Op
             f"{HOOK_FIX}; or set optimizer={OWN}",
         )
 
-    if "maximize" not in kind.options and any(group.get("maximize") for group in optimizer.param_groups):
+    if "maximize" not in spec.options and any(group.get("maximize") for group in optimizer.param_groups):
         raise UserError(
             f"optimizer={name} cannot maximize, and the task's {type(optimizer).__name__} has maximize=True",
             "it would train in the opposite direction",
@@ -174,19 +225,20 @@ def _check_replaceable(name: str, kind: OptimizerKind, optimizer: torch.optim.Op
         )
 
 
-def _make(kind: OptimizerKind, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def _make(spec: OptimizerSpec, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """Return an optimizer with the same parameter groups, and the options that it takes over."""
-    keys = ("params", *kind.options)
-    return resolve_name(kind.path)(
-        [{key: group[key] for key in keys if key in group} for group in groups], **kind.arguments
+    keys = ("params", *spec.options)
+    return resolve_name(spec.path)(
+        [{key: group[key] for key in keys if key in group} for group in groups], **spec.arguments
     )
 
 
-def _make_both(
-    kind: OptimizerKind, others: OptimizerKind, groups: list[dict[str, Any]], model: nn.Module | None
-) -> list[torch.optim.Optimizer]:
+def _make_both(name: str, groups: list[dict[str, Any]], model: nn.Module | None) -> list[torch.optim.Optimizer]:
     """Return an optimizer for the matrices of these groups, and one for all other parameters, if there are any."""
     from torch import nn
+
+    spec = OPTIMIZERS[name]
+    assert spec.others is not None
 
     modules = model.modules() if model is not None else ()
     embeddings = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
@@ -204,9 +256,9 @@ def _make_both(
     matrices, rest = part(True), part(False)
     if not matrices:
         raise UserError(
-            "the model has no matrices besides embeddings, and optimizer=muon updates only matrices",
+            f"the model has no matrices besides embeddings, and optimizer={name} updates only matrices",
             "",
-            "set optimizer=adamw",
+            f"set optimizer={spec.others}",
         )
 
-    return [_make(kind, matrices), *([_make(others, rest)] if rest else [])]
+    return [_make(spec, matrices), *([_make(OPTIMIZERS[spec.others], rest)] if rest else [])]

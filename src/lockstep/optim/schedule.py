@@ -39,9 +39,13 @@ def cosine(config: LrConfig, step: int, total: int) -> float:
 
 def wsd(config: LrConfig, step: int, total: int) -> float:
     """Warm up, stay, and decay: fall in a straight line over the last share `decay` of the run."""
-    # A decay over one step, or over none, must not divide by 0.
-    falling = max(1, round(total * config.decay))
-    fallen = max(0, step - (total - falling)) / max(1, falling - 1)
+    if not config.decay:
+        return 1.0
+
+    # Both ends of the line are steps, so even the shortest decay has two: one at the peak, the last at `min_ratio`.
+    # It does not begin before the warm-up has ended: the rate would jump there.
+    begin = max(config.warmup, total - max(2, round(total * config.decay)))
+    fallen = max(0, step - begin) / max(1, total - 1 - begin)
     return 1.0 - (1.0 - config.min_ratio) * min(1.0, fallen)
 
 
@@ -184,30 +188,30 @@ class LearningRate(GuardedRates):
         ratio = 1.0 if config.peak is None else config.peak / initial_rates[0]
         self.peaks = [lr * ratio * batch_scaling(config, global_batch) for lr in initial_rates]
 
-    def at(self, step: int) -> float:
-        """Return the rate of the first group at this step."""
-        return self.peaks[0] * self._share(step)
+    def at(self, steps_applied: int) -> float:
+        """Return the rate of the first group after this many applied steps."""
+        return self.peaks[0] * self._share(steps_applied)
 
-    def set(self, step: int) -> float:
-        """Set the rate of every group for this step, and return the rate of the first group."""
+    def set(self, steps_applied: int) -> float:
+        """Set the rate of every group for the step after `steps_applied` ones, and return that of the first group."""
         self.check()
 
         # All groups follow the same schedule, each with its own peak.
-        share = self._share(step)
+        share = self._share(steps_applied)
         for group, peak in zip(self.groups, self.peaks, strict=True):
             set_rate(group, peak * share)
 
         self.remember_rates()
         return self.peaks[0] * share
 
-    def _share(self, step: int) -> float:
+    def _share(self, steps_applied: int) -> float:
         if self._function is None:
-            return share_of_peak(self.config, step, self.total_steps)
+            return share_of_peak(self.config, steps_applied, self.total_steps)
 
-        share = float(self._function(step))
+        share = float(self._function(steps_applied))
         if not 0 <= share < math.inf:
             raise UserError(
-                f"the learning-rate function returned {share} for step {step}",
+                f"the learning-rate function returned {share} for step {steps_applied} (only applied steps count)",
                 "",
                 "return a finite share of the peak, 0 or more; the peak is the rate that the optimizer was made with",
             )
@@ -220,7 +224,7 @@ class LearningRate(GuardedRates):
         points = {"start": 0, "warm-up end": min(self.config.warmup, last), "half": self.total_steps // 2, "end": last}
         if self._function:
             del points["warm-up end"]  # unknown: the function includes any warm-up
-        return {name: self.at(step) for name, step in points.items()}
+        return {name: self.at(steps) for name, steps in points.items()}
 
     def describe(self) -> str:
         """Return a line for the banner."""

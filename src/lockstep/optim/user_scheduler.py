@@ -88,11 +88,11 @@ class SchedulerRate(GuardedRates):
         for scheduler in schedulers:
             vars(scheduler)["step"] = _refuse_direct_step
 
-    def at(self, step: int) -> Any:
+    def at(self, steps_applied: int) -> Any:
         """Return the current rate of the first group. A scheduler cannot compute the rate of another step."""
         return self.groups[0]["lr"]
 
-    def set(self, step: int) -> Any:
+    def set(self, steps_applied: int) -> Any:
         """Step the schedulers that are behind their optimizers, and return the rate of the first group."""
         self.check()
         for number, (scheduler, optimizer, by_evaluations) in enumerate(self._entries):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,10 @@ class WeightAverage:
     """Averages of the trainable parameters. Each is sharded like its parameter, and at least float32.
 
     It keeps one more tensor for each parameter, on the device of the parameter. `update` adds no collective: every rank
-    averages what it holds.
+    averages what it holds. Checkpoints hold it as a `PerParameter`.
     """
+
+    copy_later = True  # `Run.end_step` waits for the copy of a save before each update
 
     def __init__(self, model: nn.Module, decay: float, held_elsewhere: Collection[str] = ()):
         """Begin with the current weights. In a pipeline, other ranks hold and average `held_elsewhere`."""
@@ -28,14 +31,14 @@ class WeightAverage:
         self.parameters: dict[str, nn.Parameter] = {
             name: p for name, p in model.named_parameters() if p.requires_grad and name not in held_elsewhere
         }
-        self.averages: Mapping[str, Tensor] = {
+        self.parameter_tensors: Mapping[str, Tensor] = {
             name: p.detach().to(_wide(p.dtype), copy=True) for name, p in self.parameters.items()
         }
 
     @torch.no_grad()
     def update(self) -> None:
         """Move every average towards its parameter. Call it once per step."""
-        averages = [local(average) for average in self.averages.values()]
+        averages = [local(average) for average in self.parameter_tensors.values()]
         weights = [local(p).to(_wide(p.dtype)) for p in self.parameters.values()]
 
         # Not `lerp`: it may use a fused multiply-add for some elements and not for others, depending on their place.
@@ -46,14 +49,20 @@ class WeightAverage:
     def restart(self, names: Collection[str]) -> None:
         """Let these averages begin with the current weights."""
         for name in names:
-            local(self.averages[name]).copy_(local(self.parameters[name]))
+            local(self.parameter_tensors[name]).copy_(local(self.parameters[name]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}  # the tensors are all of its state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Do nothing: the tensors are restored in place."""
 
     @contextmanager
-    def applied(self, before_change: Callable[[], None]) -> Iterator[None]:
+    def swapped_in(self, before_change: Callable[[], None]) -> Iterator[None]:
         """Give the model the averages for a while. `before_change` drops full parameters gathered from shards."""
         weights = [local(p).detach().clone() for p in self.parameters.values()]
         before_change()
-        self._set(local(average) for average in self.averages.values())
+        self._set(local(average) for average in self.parameter_tensors.values())
         try:
             yield
         finally:

@@ -9,40 +9,39 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pkgutil import resolve_name
 from typing import Any
 
 from torch import nn
 
 from lockstep.config import RunConfig
-from lockstep.parallel.batchnorm.sync import is_synchronised
+from lockstep.errors import UserError
+from lockstep.parallel.batchnorm.sync import adapt_sync_batchnorm, is_synchronised, synchronise_batchnorm
+from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.caches import disable_kv_cache
 from lockstep.parallel.compiled.compiler import Compiler
 from lockstep.parallel.compiled.targets import compiled_call
-from lockstep.parallel.cudagraph.install import capture_calls
-from lockstep.parallel.ddp.driver import DDPDriver, FlatReduceDriver
-from lockstep.parallel.driver import Driver, SingleDriver
+from lockstep.parallel.cudagraph.graphs import capture_calls
+from lockstep.parallel.driver import Driver, DriverSetup, SingleDriver
 from lockstep.parallel.exact.block_inputs import group_input_gradients
-from lockstep.parallel.exact.driver import (
-    OrderedDDPDriver,
-    OrderedFlatReduceDriver,
-    OrderedFSDPDriver,
-    OrderedSingleDriver,
-)
-from lockstep.parallel.fsdp.driver import FSDPDriver, check_offload, check_scalars
+from lockstep.parallel.exact.reducers import OrderedReducer
+from lockstep.parallel.fsdp.driver import check_offload, check_scalars
 from lockstep.parallel.hooks.parameter_hooks import check_hooks, take_hooks
-from lockstep.parallel.layers import adapt_sync_batchnorm, compute_in_float8, synchronise_batchnorm
-from lockstep.parallel.mesh import Axes, plan_mesh
+from lockstep.parallel.mesh import Axes, Mesh, plan_mesh
 from lockstep.parallel.meta.init import check_init, fill_model
 from lockstep.parallel.remat import recompute_blocks
-from lockstep.parallel.tensor.driver import TensorDriver, shard_layers
-from lockstep.precision import cast_parameters_, choose_precision
+from lockstep.parallel.tensor.driver import shard_layers
+from lockstep.precision import Precision, cast_parameters_
 from lockstep.runtime.context import EventLogger, Runtime, log_nothing
 
+FLOAT8_MULTIPLE = 16  # float8 matrix products need dimensions that are multiples of this
 
-def apply(
+
+def parallelize(
     model: nn.Module,
     config: RunConfig,
     runtime: Runtime,
+    precision: Precision,
     task: Any = None,
     log_event: EventLogger = log_nothing,
     data: Callable[[], Any] | None = None,
@@ -60,41 +59,45 @@ def apply(
 
     # Sharding replaces parameters, which would drop their hooks. The driver gets the hooks below.
     hooks = take_hooks(model)
-    _place(model, config, runtime, pipelined)
+    _place(model, config, runtime, precision, pipelined)
 
     # Replace single layers before the model's calls are wrapped.
     if axes and not pipelined and mesh.sizes["tp"] > 1:
         shard_layers(model, task, axes, runtime)
 
-    _adapt_layers(model, config, runtime, pipelined)
+    _adapt_layers(model, config, runtime, precision, pipelined)
 
     # What the user has compiled stays as it is.
     compiled = wants_compile(config, runtime) and not any(map(compiled_call, model.modules()))
-
-    # If forwards are collective, the ranks compile together, in the first one. Otherwise a Compiler watches the driver.
-    together = compiled and not pipelined and collective_forwards(model, config, runtime)
-    if together:
-        model.compile()  # in place: no `_orig_mod.` in names, no second object
-
-    driver = _make_driver(model, task, config, runtime, axes, compiled, data)
-
-    # A Compiler captures when it has decided: a CUDA graph records the compiled kernels. Without one, capture now.
-    if compiled and not pipelined and not together:
-        driver.compiler = make_compiler(driver, config, runtime, log_event)
-    else:
-        capture_calls(model, config, runtime, log_event)
-
-    check_hooks(hooks, model, runtime)
-    driver.use_hooks(hooks)
-    if driver.statistics:
-        driver.statistics.log_event = log_event
-
+    driver = _make_driver(model, mesh, DriverSetup(config, runtime, precision, axes, task, compiled, data))
     driver.role = replace(
         driver.role,
+        collective_forwards=_collective_forwards(model, config, runtime),
         data_rank=mesh.coordinate("dp"),
         data_size=mesh.data_size,
         reports_loss=mesh.reports_loss,
     )
+
+    if driver.role.collective_forwards:
+        _refuse_graph(config)
+        # The ranks compile together, in the first forward. A pipeline has compiled its stages.
+        if compiled and not pipelined:
+            model.compile()  # in place: no `_orig_mod.` in names, no second object
+    elif compiled:
+        # It captures when it has decided: a CUDA graph records the compiled kernels.
+        driver.compiler = make_compiler(driver, config, runtime, precision, log_event)
+    else:
+        capture_calls(model, config, runtime, log_event)
+
+    # Compiled code has chosen its kernels, and a repeatable run must not change them.
+    if not compiled and runtime.device.type == "cuda" and not (config.deterministic or config.exact):
+        driver.cudnn_pause.needed = None
+
+    check_hooks(hooks, model, runtime)
+    driver.use_parameter_hooks(hooks)
+    if driver.statistics:
+        driver.statistics.log_event = log_event
+
     return driver
 
 
@@ -106,7 +109,7 @@ def _check_settings(model: nn.Module, config: RunConfig, runtime: Runtime) -> No
         check_scalars(model, config)
 
 
-def _place(model: nn.Module, config: RunConfig, runtime: Runtime, pipelined: bool) -> None:
+def _place(model: nn.Module, config: RunConfig, runtime: Runtime, precision: Precision, pipelined: bool) -> None:
     """Put the parameters on the device, in the dtype in which they are stored.
 
     A model on the meta device is filled block by block while it is sharded, so only a single rank fills it here. A
@@ -116,19 +119,19 @@ def _place(model: nn.Module, config: RunConfig, runtime: Runtime, pipelined: boo
         fill_model(model, (), lambda _: None, runtime)
 
     if not any(p.is_meta for p in model.parameters()):
-        cast_parameters_(model, config.precision)
+        cast_parameters_(model, precision)
         if not pipelined:
             model.to(runtime.device)
 
 
-def _adapt_layers(model: nn.Module, config: RunConfig, runtime: Runtime, pipelined: bool) -> None:
+def _adapt_layers(model: nn.Module, config: RunConfig, runtime: Runtime, precision: Precision, pipelined: bool) -> None:
     """Change how layers compute: BatchNorm, float8, and what is recomputed in the backward."""
     if config.ddp.sync_batchnorm:
         synchronise_batchnorm(model, runtime)
     else:
         adapt_sync_batchnorm(model, runtime, pipelined)
 
-    if choose_precision(config, runtime.device).float8:
+    if precision.float8:
         compute_in_float8(model, config.blocks)
 
     # A pipeline disables the cache of its stages itself.
@@ -140,6 +143,35 @@ def _adapt_layers(model: nn.Module, config: RunConfig, runtime: Runtime, pipelin
         group_input_gradients(model, config)
 
 
+def compute_in_float8(model: nn.Module, named: list[str] | None) -> None:
+    """Compute the matrix products inside blocks in float8 (torchao), with one scale per tensor.
+
+    The layers outside the blocks (usually the first and the last) stay in bfloat16: they lose most from fewer bits and
+    are a small part of the work. The parameters stay the same objects, with their names and dtypes.
+    """
+    from torchao.float8 import convert_to_float8_training  # pyrefly: ignore[missing-import]
+
+    # By id, since a module may have several names.
+    modules = [module for block in find_blocks(model, named) for module in block.modules()]
+    chosen = {id(module) for module in modules if _fits_float8(module)}
+    if not chosen:
+        raise UserError(
+            f"precision=fp8 finds no layer to convert in {type(model).__name__}",
+            f"no block has an nn.Linear whose features are multiples of {FLOAT8_MULTIPLE}",
+            "set precision=bf16, or name the classes of the blocks: blocks=[Block]",
+        )
+
+    convert_to_float8_training(model, module_filter_fn=lambda module, name: id(module) in chosen)
+
+
+def _fits_float8(module: nn.Module) -> bool:
+    return (
+        isinstance(module, nn.Linear)
+        and module.in_features % FLOAT8_MULTIPLE == 0
+        and module.out_features % FLOAT8_MULTIPLE == 0
+    )
+
+
 def wants_compile(config: RunConfig, runtime: Runtime) -> bool:
     """Whether to compile, or to find out whether it pays. On a CPU it is slow, and rarely pays."""
     if config.compile == "auto":
@@ -147,54 +179,40 @@ def wants_compile(config: RunConfig, runtime: Runtime) -> bool:
     return config.compile
 
 
-def make_compiler(driver: Driver, config: RunConfig, runtime: Runtime, log_event: EventLogger) -> Compiler:
-    precision = choose_precision(config, runtime.device)
-
+def make_compiler(
+    driver: Driver, config: RunConfig, runtime: Runtime, precision: Precision, log_event: EventLogger
+) -> Compiler:
     # Whether compiling pays is a question of time, and a repeatable run must not depend on it. float8 always needs it.
     judged = config.compile == "auto" and not config.deterministic and not precision.float8
-    loose = runtime.device.type == "cuda" or precision.name != "fp32"
+    loose = runtime.device.type == "cuda" or precision.loses_bits
     return Compiler(driver, config, log_event, judged, loose)
 
 
-def collective_forwards(model: nn.Module, config: RunConfig, runtime: Runtime) -> bool:
-    """Whether a forward of the model waits for other ranks."""
+def _collective_forwards(model: nn.Module, config: RunConfig, runtime: Runtime) -> bool:
+    """Whether forwards of the model in training wait for other ranks. All other code reads this from `RankRole`."""
     if runtime.world.alone:
         return False
 
-    synchronised = any(map(is_synchronised, model.modules()))
-    return not config.strategy_record.local_forward or config.uses_axis("tp") or synchronised
+    return not config.uses_ddp or any(map(is_synchronised, model.modules()))
 
 
-def _make_driver(
-    model: nn.Module,
-    task: Any,
-    config: RunConfig,
-    runtime: Runtime,
-    axes: Axes | None,
-    compiled: bool,
-    data: Callable[[], Any] | None,
-) -> Driver:
-    """Return the driver for the strategy's attributes."""
-    # config/conflicts.py has already refused exact mode with tp or pp.
-    if runtime.world.alone:
-        single = OrderedSingleDriver if config.exact else SingleDriver
-        return single(model, runtime)
+def _refuse_graph(config: RunConfig) -> None:
+    """Refuse graph=true if forwards are collective. What config/conflicts.py cannot see is the model."""
+    if config.graph is True:
+        raise UserError(
+            "graph=true cannot be used with SyncBatchNorm: its forward waits for other ranks, and is not captured",
+            "",
+            "set graph=auto; or use GroupNorm",
+        )
 
-    if axes and axes.mesh.sizes["pp"] > 1:
-        from lockstep.parallel.pipeline.driver import PipelineDriver  # torch.distributed.pipelining is slow to import
 
-        return PipelineDriver(model, task, config, axes, runtime, compiled, data)
+def _make_driver(model: nn.Module, mesh: Mesh, setup: DriverSetup) -> Driver:
+    """Return the driver that the strategy's record names; in one process there is nothing to share."""
+    if not setup.runtime.world.alone:
+        return resolve_name(setup.config.strategy_record.driver_in(mesh.sizes))(model, setup)
 
-    if config.strategy_record.shards_parameters:
-        fsdp = OrderedFSDPDriver if config.exact else FSDPDriver
-        return fsdp(model, config, runtime, axes)
+    driver = SingleDriver(model, setup.runtime)
+    if setup.config.exact:
+        driver.reducer = OrderedReducer(driver)
 
-    if axes:
-        return TensorDriver(model, axes, runtime)
-    if config.ddp.find_unused_parameters and config.exact:
-        return OrderedFlatReduceDriver(model, runtime)
-    if config.ddp.find_unused_parameters:
-        return FlatReduceDriver(model, runtime, config.ddp.broadcast_buffers)
-
-    ddp = OrderedDDPDriver if config.exact else DDPDriver
-    return ddp(model, config.ddp, runtime, config.seed)
+    return driver

@@ -19,16 +19,23 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.state.model_names import frozen_names, is_extra, tied_names
-from lockstep.errors import UserError
+from lockstep.config import RunConfig
+from lockstep.errors import UserError, some_names
 from lockstep.parallel.batchnorm.statistics import running_statistics
+from lockstep.parallel.compiled.batch_sizes import shapes_of
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import (
-    TORCH_ENGINE,
+    GradientWatch,
     InnerGradient,
+    LossFn,
     asked_for,
+    backward,
     refuse_backward,
-    watched_engine,
 )
+from lockstep.parallel.mesh import Axes
+from lockstep.parallel.progress import StepProgress
+from lockstep.precision import Precision
+from lockstep.runtime.attention import CudnnPause
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
@@ -38,7 +45,6 @@ from lockstep.task import Loss, MicroBatch, StepBatches
 if TYPE_CHECKING:
     from lockstep.parallel.compiled.compiler import Compiler  # which calls a driver
 
-LossFn = Callable[[Any, Any], Loss]
 Autocast = Callable[[], AbstractContextManager[Any]]
 
 
@@ -46,8 +52,8 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 class RankRole:
     """How a driver places the model on the ranks, and which data this rank trains on. It is fixed for a run."""
 
-    replicated: bool = True  # every rank holds every parameter in full
-    collective_forwards: bool = False  # forwards contain collectives: all ranks must run the same number of them
+    replicated: bool = True  # every rank holds every parameter in full, and can evaluate by itself
+    collective_forwards: bool = False  # forwards in training wait for other ranks, which must run as many; see apply.py
     in_turn: bool = False  # micro-batches are assigned to ranks in turn, not in contiguous ranges
     runs_whole_model: bool = True  # a rank can call the model by itself; False in a pipeline
     pipeline_depth: int = 1  # micro-batches in flight: the number of pipeline ranks
@@ -85,43 +91,57 @@ class Reduced:
             norms=self.norms[indices],
         )
 
+    def drop_missing(self) -> Reduced:
+        """Drop the parameters whose gradient a custom loop has set to None after the last backward."""
+        left = {id(p) for p in self.parameters if p.grad is not None}
+        if not left:
+            raise no_gradient()
 
-class Progress(Protocol):
-    """The part of a step that a driver calls back: accounting, seeds and the control word.
+        return self if len(left) == len(self.parameters) else self.drop_others(left)
 
-    `StepProgress` (`engine/progress.py`) implements it and documents each method. It is declared here too, because this
-    package must not import `engine`.
-    """
 
-    batches: StepBatches
-    micro: MicroBatch | None
-    backwards_done: int  # the driver counts: a method would be one more call for every micro-batch
-    autocast: Autocast
+class Reducer(Protocol):
+    """Adds up the gradients of a step in a driver's place. Exact mode has some, which add in one fixed order."""
 
-    @property
-    def is_last_micro_batch(self) -> bool: ...
+    def begin(self) -> None:
+        """Begin a step. The last one may have been abandoned."""
 
-    def before_forward(self, micro: MicroBatch, stage: int = 0) -> None: ...
+    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+        """Prepare for a micro-batch."""
 
-    def record(self, loss: Loss) -> float: ...
+    def after_backward(self, is_last: bool) -> None:
+        """Take the gradients of a micro-batch. `is_last`: it is this rank's last one of the step."""
 
-    @property
-    def needs_reference_weight(self) -> bool: ...
+    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
+        """Do what `Driver.reduce` does."""
+        ...
 
-    def find_reference_weight(self, micro: MicroBatch, weight: Any) -> None: ...
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the L2 norm of each full tensor. `tensors` are sharded like the parameters."""
+        ...
 
-    def control_word(self) -> ControlWord: ...
 
-    def constant(self, value: float, dtype: torch.dtype) -> Tensor: ...
+@dataclass(frozen=True)
+class DriverSetup:
+    """What a driver is made from, besides the model. The record of a strategy names what makes its driver."""
+
+    config: RunConfig
+    runtime: Runtime
+    precision: Precision
+    axes: Axes | None  # None: dp is the only axis
+    task: Any  # which may say how the model is split
+    compiled: bool  # whether the model will be compiled; a driver that splits it compiles the parts
+    data: Callable[[], Any] | None  # returns samples, to run the model with
 
 
 class PlacedModel:
     """A model where its strategy has put it: what set-up, evaluations and checkpoints see of a driver."""
 
     role = RankRole()
-    parts: Mapping[str, Any] = {}  # further objects with state_dict and load_state_dict, for the checkpoint
+    stateful: Mapping[str, Any] = {}  # further objects for the checkpoint, by name: see `Stateful`
     facts: Mapping[str, str] = {}  # lines for the banner
     compiler: Compiler | None = None  # if a part of the step may be compiled
+    reducer: Reducer | None = None  # adds up gradients in this driver's place
     broadcasts_buffers = False  # whether every step begins with rank 0's buffers on all ranks
 
     def __init__(
@@ -136,25 +156,16 @@ class PlacedModel:
         replicas: the ranks that train the same layers on different samples; None: all ranks
         held: the names of the tensors that this rank holds; None: it holds all of them
         """
-        self.model = model  # the user's, unwrapped: parameter names are relative to it
-        self.module: nn.Module = model  # what the task calls
+        self.model = model  # the user's own, which the task calls
         self.runtime = runtime
         self.statistics = running_statistics(model, replicas or runtime.collectives, held)
         self.names, self.parameters = trainable(model)
+        self.cudnn_pause = CudnnPause()  # who decides what is compiled decides whether it is needed
 
     def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
         """Return the loss of one batch, without gradients; None on ranks that do not compute it."""
         with autocast():
-            # Not `self.module`: a wrapper's forward is collective, and ranks may evaluate different numbers of batches.
             return loss_fn(self.model, data)
-
-    def call_inside(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call a function that calls the model, unwrapped, in a training step. A wrapper runs it as its forward."""
-        return function(*args)
-
-    def no_exchange(self) -> AbstractContextManager[Any]:
-        """Return a context for training forwards whose backward never comes, or exchanges nothing."""
-        return nullcontext()
 
     def many_forwards(self) -> AbstractContextManager[str | None]:
         """Return a context for many small forwards without gradients. It yields a warning for the user, or None.
@@ -165,7 +176,11 @@ class PlacedModel:
 
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the L2 norm of each full tensor. `tensors` are sharded like the parameters."""
-        # Squares overflow in float16 and lose precision in bfloat16.
+        return self.reducer.norms(tensors) if self.reducer else self._norms(tensors)
+
+    def _norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        # Squares overflow in float16 and lose precision in bfloat16. Either all trained parameters are stored in half
+        # precision, or none is (precision.py).
         half = bool(tensors) and tensors[0].dtype in (torch.bfloat16, torch.float16)
         return list(torch._foreach_norm(tensors, 2, torch.float32 if half else None))
 
@@ -192,7 +207,7 @@ class PlacedModel:
         """Copy rank 0's buffers to all ranks."""
         self.runtime.collectives.broadcast_(list(self.model.buffers()))
 
-    def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
+    def use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
         """Call the user's parameter hooks, given by parameter name, from now on. They get full gradients."""
         for name, parameter in zip(self.names, self.parameters, strict=True):
             if name in hooks:
@@ -203,26 +218,11 @@ class WatchedModel(PlacedModel):
     """Calls the user's loss in training, and watches for gradients that the loss computes itself."""
 
     keeps_graphs = False  # whether one of these gradients went through a graph that is needed again
-    # From the driver's `before_forward` to the end of `backward`: calls of the model belong to training.
-    in_micro_batch = False
-
-    def call_loss(self, loss_fn: LossFn, module: Any, data: Any) -> Loss:
-        """Call the user's loss, and `before_inner_gradient` before each gradient that it computes itself.
-
-        torch has no public way to see such a gradient before it is computed (inner_gradients.py). What would go wrong
-        without this is in tests/ranks/test_inner_gradients.py.
-        """
-        # The same as `with use_engine(self.watched_engine)`, without its calls for every micro-batch.
-        torch.autograd._engine_run_backward = self.watched_engine  # pyrefly: ignore[missing-attribute]
-        try:
-            return loss_fn(module, data)
-        finally:
-            torch.autograd._engine_run_backward = TORCH_ENGINE  # pyrefly: ignore[missing-attribute]
 
     @cached_property
-    def watched_engine(self) -> Callable[..., Any]:
-        """The replacement for torch's autograd engine while the user's loss runs."""
-        return watched_engine(self.before_inner_gradient)
+    def watch(self) -> GradientWatch:
+        """Calls `before_inner_gradient` before each gradient that the user's code computes itself."""
+        return GradientWatch(self.before_inner_gradient)
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         """Prepare for a gradient that the user's loss computes itself, or refuse it with a UserError."""
@@ -237,73 +237,93 @@ class WatchedModel(PlacedModel):
 class Driver(WatchedModel):
     """Executes the steps of a model, one micro-batch after another. Subclasses sum over ranks.
 
-    A custom loop calls `begin`, `before_forward`, `backward` and `collect_reduced` itself.
+    A custom loop calls `begin`, `before_forward` and `backward` itself.
     """
 
     to_sum = 1.0  # see `Reduced`
-    _word_and_norms: tuple[Tensor, Tensor | None]  # from `_reduce`; valid from a step's last backward on
 
     @cached_property
     def codec(self) -> ControlWordCodec:
         return ControlWordCodec(self.runtime.device, torch.float64)
 
-    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: Progress) -> Reduced:
+    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: StepProgress) -> Reduced:
         """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
         self.begin()
+        loss_fn = self.watch.around(loss_fn)
+        reduced = None
+
         for micro in batches.micro_batches:
             self.before_forward(micro, progress)
             with progress.autocast():
-                loss = self.call_loss(loss_fn, self.module, micro.data)
+                loss = loss_fn(self.model, micro.data)
 
-            self.backward(loss, progress)  # outside autocast, as torch recommends
+            reduced = self.backward(loss, progress)  # outside autocast, as torch recommends
 
-        return self.collect_reduced()
+        assert reduced is not None, "a step without its last micro-batch"
+        return reduced
 
     def begin(self) -> None:
         """Begin a step: clear the gradients of the last one."""
-        self.in_micro_batch = False  # a custom loop may have caught an exception of the last backward
         for parameter in self.parameters:
             parameter.grad = None
+
+        if self.reducer:
+            self.reducer.begin()
+
+        # A custom loop may have caught an exception of the last backward.
+        self._end_micro_batch()
 
         if self.broadcasts_buffers:
             self.sync_buffers()
 
-    def before_forward(self, micro: MicroBatch, progress: Progress) -> None:
+    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
         progress.before_forward(micro)
-        self.in_micro_batch = True
+        if self.compiler:
+            self.compiler.in_micro_batch = True
+
+        # cuDNN would make a plan for each new size.
+        if self.cudnn_pause.looks:
+            self.cudnn_pause.note(tuple(shapes_of(micro.data)))
+        self.cudnn_pause.begin()
+
         if self.statistics:
             self.statistics.begin(micro)
+        if self.reducer:
+            self.reducer.before_forward(micro, progress)
 
-    def backward(self, loss: Loss, progress: Progress) -> None:
-        """Backpropagate the loss sum. After the last backward of a step, gradients and control word are reduced."""
+    def backward(self, loss: Loss, progress: StepProgress) -> Reduced | None:
+        """Backpropagate the loss sum. The last backward of a step reduces and returns its gradients; others None."""
         grad_output = progress.record(loss)
 
         # After `record`, because the control word carries the weights of all micro-batches.
         word = progress.control_word() if progress.is_last_micro_batch else None
         self._backward(loss.total, progress.constant(grad_output, loss.total.dtype), word)
+        if self.reducer:
+            self.reducer.after_backward(is_last=word is not None)
 
+        reduced = None
         if word is not None:
-            self._word_and_norms = self._reduce(word)
+            reduced = self._collect(*(self.reducer or self).reduce(word))
             if self.statistics:
                 self.statistics.end_step(progress.batches)
 
-        self.in_micro_batch = False
+        self._end_micro_batch()
         progress.backwards_done += 1
+        return reduced
 
-    def collect_reduced(self) -> Reduced:
-        """Return the reduced gradients, after the last backward."""
+    def _end_micro_batch(self) -> None:
+        self.cudnn_pause.end()
+        if self.compiler:
+            self.compiler.in_micro_batch = False
+
+    def _collect(self, packed: Tensor, norms: Tensor) -> Reduced:
+        """Return the gradients of the step with the summed control word and the norms, both from `reduce`."""
         parameters = [p for p in self.parameters if p.grad is not None]
         names = self.names
-        if not parameters and self.role.runs_whole_model:
-            raise no_gradient()
 
         # Usually every parameter has a gradient, and there is no need to build another list of names.
         if len(parameters) < len(names):
             names = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
-
-        packed, norms = self._word_and_norms
-        if norms is None:
-            norms = torch.stack(self.norms([p.grad for p in parameters]))  # pyrefly: ignore[bad-argument-type]
 
         return Reduced(parameters, names, norms, packed, self.codec, self.to_sum)
 
@@ -313,36 +333,14 @@ class Driver(WatchedModel):
         Override it to reduce gradients while the backward runs. In the last backward of a step `word` is this rank's
         control word, which may be reduced with them.
         """
-        run_engine((total,), (grad_output,))
+        backward((total,), (grad_output,))
 
-    def _reduce(self, word: ControlWord) -> tuple[Tensor, Tensor | None]:
+    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
         """Reduce over ranks whatever the backwards of the step have not reduced.
 
-        Return the summed control word [LENGTH], and the norms of the gradients. The norms are None if this rank holds
-        full gradients and can compute them itself.
+        Return the summed control word [LENGTH], and the norm of each gradient that this step has.
         """
         raise NotImplementedError
-
-
-def run_engine(outputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> None:
-    """Like `torch.autograd.backward`, but skip its type and shape checks.
-
-    They take about 9 us a micro-batch (docs/LOG.md has the measurement).
-    """
-    # The first output is the loss. If it is a subclass of Tensor, torch's function may call a backward of that class.
-    if type(outputs[0]) is not Tensor:
-        torch.autograd.backward(outputs, grad_outputs)
-        return
-
-    TORCH_ENGINE(
-        outputs,
-        grad_outputs,
-        keep_graph=False,
-        create_graph=False,
-        inputs=(),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
 
 
 def sum_with_word(driver: Driver, word: ControlWord, numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -352,11 +350,20 @@ def sum_with_word(driver: Driver, word: ControlWord, numbers: Tensor) -> tuple[T
     return sums[:LENGTH], sums[LENGTH:]
 
 
+def norms_of_gradients(driver: Driver) -> Tensor:
+    """Return the norms for `reduce` of a driver with full gradients on this rank: [gradients]"""
+    grads = [p.grad for p in driver.parameters if p.grad is not None]
+    if not grads:
+        raise no_gradient()
+
+    return torch.stack(driver.norms(grads))
+
+
 class SingleDriver(Driver):
     """Runs the model in one process, where there is nothing to sum."""
 
-    def _reduce(self, word: ControlWord) -> tuple[Tensor, None]:
-        return self.codec.pack(word), None
+    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
+        return self.codec.pack(word), norms_of_gradients(self)
 
 
 def no_gradient() -> UserError:
@@ -367,6 +374,22 @@ def no_gradient() -> UserError:
         "look for torch.no_grad() or inference_mode() around model(...) in the loss, for .detach(), .item() or numpy "
         "on the way from its output to the loss, and for a loss that does not use the output",
     )
+
+
+def check_reached(missed: list[str], trainable: int) -> None:
+    """Raise if a backward missed some parameters. `trainable` is the number of all trainable parameters."""
+    if len(missed) == trainable:
+        raise no_gradient()
+
+    if missed:
+        raise UserError(
+            f"the loss of a micro-batch does not depend on every trainable parameter: no gradient for "
+            f"{some_names(missed)}",
+            "",
+            "freeze them (requires_grad=False) if nothing uses them; if only some losses or micro-batches do, set "
+            "ddp.find_unused_parameters=true",
+            cause="unused",
+        )
 
 
 class RanksDiffer(Exception):
@@ -380,10 +403,10 @@ class ShardedDriver(Driver):
     norms of the shards are summed over ranks.
     """
 
-    role = RankRole(replicated=False, collective_forwards=True)
+    role = RankRole(replicated=False)
     _hooks: Mapping[str, ParameterHooks] = {}
 
-    def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
+    def use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
         self._hooks = hooks  # called with the gradient sums of a step
 
     @contextmanager
@@ -412,15 +435,20 @@ class ShardedDriver(Driver):
                 "set strategy=ddp or strategy=zero1, which keep full parameters on every rank",
             )
 
-    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _norms(self, tensors: list[Tensor]) -> list[Tensor]:
         squared = self.runtime.collectives.all_reduce_(squared_norms(tensors).to(self.runtime.device))
         return list(squared.sqrt().unbind())
 
-    def _reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
+    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
         self._reduce_gradients()
         self._call_hooks()
         squared = squared_norms([p.grad for p in self.parameters if p.grad is not None])
         packed, squared = sum_with_word(self, word, squared)
+
+        # After the collective, in which the other ranks wait.
+        if not len(squared):
+            raise no_gradient()
+
         return packed, squared.sqrt()
 
     def _reduce_gradients(self) -> None:

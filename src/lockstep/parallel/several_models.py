@@ -22,18 +22,15 @@ class SeveralModels(nn.Module):
         return self.get_submodule(str(index))(*args, **kwargs)
 
     def __iter__(self) -> Iterator[OneOfSeveral]:
-        return self.called_by(self)
-
-    def called_by(self, module: nn.Module) -> Iterator[OneOfSeveral]:
-        """Yield a proxy of each model. Its calls go through `module`, which is this module or a wrapper around it."""
+        """Yield a proxy of each model. Its calls go through this module."""
         for index in range(self.count):
-            yield OneOfSeveral(module, index, self.get_submodule(str(index)))
+            yield OneOfSeveral(self, index, self.get_submodule(str(index)))
 
 
 class OneOfSeveral:
     """A proxy of one of the models, for the user's code. It has the attributes, parameters and names of that model."""
 
-    def __init__(self, module: nn.Module, index: int, model: nn.Module):
+    def __init__(self, module: SeveralModels, index: int, model: nn.Module):
         # Not by assignment, which `__setattr__` forwards to the model.
         vars(self).update(_module=module, _index=index, _model=model)
 

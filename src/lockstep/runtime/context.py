@@ -185,6 +185,9 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
         if backend != "none" and not joined:
             dist.destroy_process_group()
 
+    # After an error, or a preemption, the run is not complete: the launcher must still notice if this rank hangs.
+    heartbeat.beat("after run")
+
 
 # ---- the process group ----
 

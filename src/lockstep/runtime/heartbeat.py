@@ -14,20 +14,24 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
+
+# How long a visit of a phase takes. "steady": about as long in every step; "files": it reads or writes files;
+# "unpredictable": earlier visits, if there were any, say nothing about the next visit.
+Duration = Literal["steady", "files", "unpredictable"]
 
 
 @dataclass(frozen=True)
 class Phase:
     """The properties of a phase that the watchdog, the table of slow ranks and the GPU's clock use."""
 
-    # How long a visit takes. "steady": about as long in every step; "files": it reads or writes files;
-    # "unpredictable": earlier visits, if there were any, say nothing about the next visit.
-    duration: str = "unpredictable"
+    duration: Duration = "unpredictable"
     waits: bool = False  # the rank waits for other ranks in this phase, so it is not blamed for a hang
     saves: bool = False  # the phase saves what was trained, and must not be cut short
     before_exchange: bool = False  # other ranks may wait in their exchange until this phase ends
+    after_run: bool = False  # the run is closed: how long the program goes on is not judged
     column: str = ""  # the column in the table of slow ranks, for a phase that is part of a step; a GPU times it
 
 
@@ -47,6 +51,7 @@ PHASES = {
     "commit": Phase("files", saves=True),  # waiting for a checkpoint to be on disk
     "user code": Phase(column="compute"),  # a user's loop between two steps, after_step, show
     "end": Phase(saves=True),  # report and summary
+    "after run": Phase(after_run=True),  # what the program does when the run is closed: an export, say
 }
 _NUMBER = {phase: number for number, phase in enumerate(PHASES)}
 

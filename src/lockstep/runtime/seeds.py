@@ -45,6 +45,15 @@ def seed_host(value: int) -> None:
     np.random.seed(value & 0xFFFFFFFF)  # numpy takes 32 bits
 
 
+def reseed_at(seed: int, steps_done: int) -> None:
+    """Give Python's and numpy's generators the seed of a checkpoint. `seed`: that of the run.
+
+    A save and a resume both call this, so that a resumed run draws the same numbers as one that went on. A checkpoint
+    does not hold the states of these generators: it can be resumed on another number of ranks.
+    """
+    seed_host(derive(seed, "checkpoint", steps_done))
+
+
 def rng_states(device: torch.device) -> dict[str, Any]:
     """Return the states of the global generators, by name."""
     states: dict[str, Any] = {

@@ -30,7 +30,7 @@ from lockstep.verify.trials import Trial, VerifyOptions, check, choose
 WIDTH = 100  # characters of a line
 
 # Causes that one process cannot show.
-SHOWN_BY_RANKS = ("rank-in-loss", "not-synchronised", "data", "augmentation", "bypass", "hang", "refused")
+SHOWN_BY_RANKS = ("rank-in-loss", "not-synchronised", "data", "augmentation", "hang", "refused")
 
 # Causes that show in another split of the batch: if they are meant, no other split is compared.
 SPLIT_CAUSES = {"mean-of-means", "mean-for-sum", "loss-weight", "penalty", "batch-coupled"}
@@ -293,7 +293,7 @@ def _failed_alone(target: str, options: VerifyOptions, record: TrialRecord, bega
     failure = record.failure
     assert failure is not None
 
-    # A mistake that the engine refuses, such as a forward around the wrapper, is a result. Other refusals are raised.
+    # A mistake that the engine refuses, such as a loss that is no sum, is a result. Other refusals are raised.
     cause = of_failure(failure.cause, failure.message, failure.for_user)
     if cause.key == "refused":
         # All that a rank leaves of a UserError is its text.

@@ -137,7 +137,7 @@ class RecordedRun(Run):
 
         # Probes: only one rank's share of the samples, on one process; or every sample twice.
         if isinstance(source, MapSource) and orders["part"]:
-            source.order.data_world = World(*orders["part"])
+            source.step_order.data_world = World(*orders["part"])
 
         if isinstance(source, MapSource) and orders["twice"]:
             reader: Any = source.reader
@@ -164,7 +164,7 @@ class RecordedRun(Run):
             # A loop may call model.train() before each step, so eval mode is set each time.
             if self.orders["eval_mode"]:
                 self.driver.model.eval()
-                self.driver.module.eval()
+                self.driver.model.eval()
 
             if self.orders["nudge"]:
                 self._nudge()
@@ -192,12 +192,12 @@ class RecordedRun(Run):
 
         settings = [_plain(group) for optimizer in self.model_setup.optimizers.all for group in optimizer.param_groups]
         self._steps.append({"micros": self._micros, "settings": settings})
-        self._facts["gathers"] = self.gathers_rows
+        self._facts["gathers"] = self.gathering.used
         super().end_step(batches, result)
 
-    def maintain(self, evaluation_due: bool = False) -> None:
+    def maintain(self) -> None:
         self.model_setup.guard.check_structure()  # after every step, before a checkpoint fails for that reason
-        super().maintain(evaluation_due)
+        super().maintain()
 
     def end_training(self) -> None:
         """Do nothing: a trial needs no weights."""
@@ -220,7 +220,7 @@ class RecordedRun(Run):
                     "index": micro.index,
                     "padding": micro.padding,
                     "ids": [int(i) for i in micro.ids],
-                    "rows": _rows(micro.data, micro.samples),
+                    "rows": _rows(micro.data, micro.num_samples),
                     # Sums over the passes of a step.
                     "total": 0.0,
                     "weight": 0.0,
@@ -240,10 +240,10 @@ class RecordedRun(Run):
         self._passes[id(self._note)] += 1
         self._generators = _generators()
 
-    def _record_loss(self, loss: Loss, progress: Any) -> None:
+    def _record_loss(self, loss: Loss, progress: Any) -> Any:
         """Run the backward, and add the loss to the note of its micro-batch."""
         states = _generators()
-        self._backward(loss, progress)
+        reduced = self._backward(loss, progress)
 
         note = self._note
         note["total"] += float(loss.total.detach())
@@ -256,6 +256,7 @@ class RecordedRun(Run):
         # A generator that has moved on was used by the loss.
         drawn = [name for name, state in states.items() if self._generators[name] != state]
         note["drawn"] = list(dict.fromkeys([*note["drawn"], *drawn]))
+        return reduced
 
     # ---- between steps ----
 
@@ -279,8 +280,8 @@ class RecordedRun(Run):
 
     def _extra(self) -> dict[str, Tensor]:
         """Return what the task or the script keeps besides the model: registered state and the task's attributes."""
-        parts = self.checkpoints.state.parts
-        own: dict[str, Any] = {f"state.{name}": part.state_dict() for name, part in parts.items()}
+        registered = self.checkpoints.state.registered
+        own: dict[str, Any] = {f"state.{name}": stateful.state_dict() for name, stateful in registered.items()}
 
         # A moving average is often an attribute that no state_dict names, which is the mistake to find.
         for name, value in getattr(self._task, "__dict__", {}).items():
@@ -306,14 +307,11 @@ class RecordedRun(Run):
 
     def _nudge(self) -> None:
         """Move every weight by up to one unit in the last place of the compute format."""
-        # The format of the compute may differ from the format of storage: tf32 keeps 10 bits of a float32.
         precision = self.stepper.context.precision
-        size = 2.0**-10 if precision.name == "tf32" else torch.finfo(precision.compute).eps
-
         with torch.no_grad():
             for p in trainable(self.driver.model)[1]:
                 change = 2 * torch.rand(p.shape, generator=self._nudges, dtype=torch.float64) - 1
-                p.mul_((1 + size * change).to(p.device, torch.float64).to(p.dtype))
+                p.mul_((1 + precision.eps(p.dtype) * change).to(p.device, torch.float64).to(p.dtype))
 
     def _put(self, name: str, tensors: dict[str, Tensor]) -> None:
         if self.runtime.is_main:

@@ -23,7 +23,7 @@ from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import PRELOAD
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.ranks.zygote_client import ZygoteClient
-from lockstep.launch.wire.lines import wait_readable
+from lockstep.launch.wire.sockets import wait_readable
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, OF_ONE_JOB, STORE_FILE
 from lockstep.runtime.host.resources import available_cores, visible_gpus
 from lockstep.verify.record import TrialRecord, read_record

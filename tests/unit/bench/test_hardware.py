@@ -1,4 +1,4 @@
-"""Cores for ranks, and the projection to more ranks."""
+"""Other processes, the projection to more ranks, and what the kinds compute with."""
 
 from __future__ import annotations
 
@@ -12,52 +12,6 @@ from lockstep.bench.kinds.checkpoint import file_system
 from lockstep.bench.kinds.comm import bus_factor, human, sizes_up_to
 from lockstep.bench.projection import NetworkLink, all_reduce_seconds, fit, link_of_all_reduce, project, section_of
 from lockstep.bench.results import Result, Section
-
-
-def siblings(root: Path, groups: list[list[int]]) -> None:
-    for group in groups:
-        for cpu in group:
-            folder = root / f"cpu{cpu}" / "topology"
-            folder.mkdir(parents=True)
-            (folder / "thread_siblings_list").write_text(",".join(map(str, group)))
-
-
-def test_hardware_threads_of_one_core_are_one_group(tmp_path: Path) -> None:
-    siblings(tmp_path, [[0, 2], [1, 3]])
-    assert hardware.physical_cores([0, 1, 2, 3], tmp_path) == [[0, 2], [1, 3]]
-    assert hardware.physical_cores([7, 8], tmp_path) == [[7], [8]]
-
-
-@pytest.fixture
-def four_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine of two cores with two hardware threads each, and no GPU."""
-    siblings(tmp_path, [[0, 2], [1, 3]])
-    groups = hardware.physical_cores([0, 1, 2, 3], tmp_path)
-    monkeypatch.setattr(hardware.os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
-    monkeypatch.setattr(hardware, "available_cores", lambda: 4)
-    monkeypatch.setattr(hardware, "physical_cores", lambda allowed: groups)
-
-
-@pytest.mark.usefixtures("four_threads")
-def test_ranks_get_cores_of_their_own_as_long_as_there_are_enough() -> None:
-    two = hardware.place(2, 2, gpus=0)
-    assert two.cpus == [[0, 2], [1, 3]]
-    assert two.own
-    assert hardware.describe(two, 2) == "each rank has 2 hardware threads of 1 core of its own"
-
-    # Whatever the number of ranks, a rank has the same: here a core whose other thread is idle.
-    assert hardware.place(1, 1, gpus=0).cpus == [[0]]
-    assert hardware.place(2, 1, gpus=0).cpus == [[0], [1]]
-    assert hardware.describe(hardware.place(2, 1, gpus=0), 1) == "each rank has 1 core of its own"
-
-    assert hardware.place(4, 1, gpus=0).shared == "ranks share physical cores, as hardware threads"
-    assert hardware.place(3, 2, gpus=0).shared == "3 ranks of 2 cores share 4 cores"
-
-
-@pytest.mark.usefixtures("four_threads")
-def test_with_gpus_it_is_the_gpus_that_count() -> None:
-    assert hardware.place(2, 1, gpus=2).own
-    assert hardware.place(3, 1, gpus=2).shared == "3 ranks share 2 GPUs"
 
 
 def test_a_fit_finds_latency_and_bandwidth() -> None:
@@ -139,8 +93,6 @@ def test_what_is_not_known_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "not known" in hardware.disturbance(None)
     assert hardware.disturbance(0.5) == "other processes used 0.50 cores meanwhile"
     assert hardware.disturbance(0.3) == ""
-    monkeypatch.delattr(hardware.os, "sched_setaffinity", raising=False)
-    assert hardware.place(1, 1, gpus=0).shared == "this system cannot give ranks cores of their own"
 
 
 def test_the_file_system_of_a_folder_is_named(tmp_path: Path) -> None:

@@ -16,10 +16,11 @@ import pytest
 
 from lockstep.bench import benchmark_weak_scaling, plots, results
 from lockstep.bench.compare import compare
-from lockstep.bench.hardware import RankPlacement
+from lockstep.bench.cores import RankPlacement
 from lockstep.bench.intervals import estimate, ratio, spread_text
 from lockstep.bench.kinds import comm, settings, start, step
 from lockstep.bench.kinds.memory import judge, judge_ranks, worst_rank
+from lockstep.bench.kinds.scaling import limits_of, numbers_within
 from lockstep.bench.options import BenchOptions
 from lockstep.bench.page import write_pictures_and_page
 from lockstep.bench.pool import RanksEnded, rounds_of
@@ -42,7 +43,7 @@ def result(throughput: list[float], hardware: str = "a <machine>") -> Result:
     columns = [Column("world", "ranks"), Column("throughput", "throughput", "samples/s")]
     verdict = Verdict("efficiency >= 90 %", 0.95, 0.9, refusal="2 ranks share 1 core")
     section = Section("weak", "Weak <scaling>", columns, rows, ["a note"], [verdict])
-    about = {"text": hardware, "cores": 2, "hardware_threads": 2, "gpus": [], "memory_gb": 8.0, "system": "", "load": 0}
+    about = {"text": hardware, "cpus": 2, "hardware_threads": 2, "gpus": [], "memory_gb": 8.0, "system": "", "load": 0}
     return Result("lockstep bench weak", about, {"torch": "2.13"}, [section])
 
 
@@ -194,6 +195,9 @@ def test_what_asks_ranks_to_measure_does_not_import_torch() -> None:
         (["settings", "--way", "lr.peak='1"], "cannot be read: No closing quotation"),
         (["weak", "--way", "exact=true"], "bench weak has no option --way"),
         (["weak", "--cores-per-rank", "100000"], "--cores-per-rank 100000 is not possible"),
+        (["weak", "--seconds", "0"], "--seconds must be above 0"),
+        (["weak", "--seconds", "5", "--repeats", "7"], "--seconds and --repeats both say how many rounds"),
+        (["memory", "--seconds", "5"], "bench memory has no option --seconds"),
         (["start", "mlp"], "bench start starts a script of its own, and takes no target"),
         (["recovery", "lr.peak=1"], "bench recovery trains a small model of its own"),
         (["weak", "steps=5"], "bench weak sets steps itself"),
@@ -215,6 +219,8 @@ def test_mistakes_are_refused_before_anything_is_measured(
 def test_functions_refuse_what_they_do_not_know() -> None:
     with pytest.raises(UserError, match="there is no option repeat"):
         benchmark_weak_scaling([1, 2], repeat=3)
+    with pytest.raises(UserError, match="siblings=twins is not known"):
+        benchmark_weak_scaling([1, 2], siblings="twins")
     for worlds in ([], [0, 1], ["2"]):
         with pytest.raises(UserError, match="numbers of ranks"):
             benchmark_weak_scaling(worlds)
@@ -294,6 +300,24 @@ def test_teams_take_turns_and_who_begins_alternates() -> None:
     teams: Any = {name: SimpleNamespace(ask=lambda name=name: order.append(name) or [name]) for name in "ab"}
     assert rounds_of(teams, 3, lambda _: None) == {"a": [["a"]] * 3, "b": [["b"]] * 3}
     assert "".join(order) == "abbaab"
+
+
+def test_rounds_end_before_the_time_is_over() -> None:
+    # Each round takes as many seconds as its number says, and the last one that would fit on average is the third.
+    clock = iter([0.0, 0.0, 1.0, 3.0, 6.0])
+    assert list(numbers_within(7.0, lambda: next(clock))) == [0, 1, 2]
+    late = iter([0.0, 0.0, 100.0])
+    assert list(numbers_within(7.0, lambda: next(late))) == [0]
+
+
+def test_the_machine_limit_waits_for_the_slowest_rank_in_every_step() -> None:
+    # Two ranks that are slow in turn: each takes 4 s for two steps, but together they would take 6.
+    ranks = [{"seconds": 4.0, "step_seconds": [1.0, 3.0]}, {"seconds": 4.0, "step_seconds": [3.0, 1.0]}]
+    rates = {1: [8 / 3.0], 2: [16 / 8.0]}  # 8 samples of a rank in a turn of 3 s, alone, and of 8 s, together
+    found = limits_of(2, 1, rates, [ranks], samples=16)
+    middles = {name: value["median"] for name, value in found.items() if value}
+    assert middles == pytest.approx({"machine_limit": 3 / 6, "of_machine_limit": 6 / 8, "limit_without_waiting": 3 / 4})
+    assert set(limits_of(1, 1, rates, None, samples=8).values()) == {None}
 
 
 def test_the_efficiency_axis_shows_whole_error_bars() -> None:

@@ -1,6 +1,6 @@
 """Checkpoints for tests, made by one or several ranks in one process, and the ways to look at them.
 
-Where a place is needed, a path means a `FileSystemStorage` there.
+Where a place is needed, a path means a `CheckpointStorage` there.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from typing import Any
 
 import torch
 
-from lockstep.checkpoint.load import CheckpointReader, Gather, newest_valid
+from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.saving.saver import Contents, Saver
+from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.search import Gather, newest_valid
 from lockstep.checkpoint.state.state_tree import pack, unpack
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim
 from lockstep.runtime.layout import LocalShard, shard_of
 
 TOKEN = "a1b2c3"
 
 
 def as_storage(place: Path | CheckpointStorage) -> CheckpointStorage:
-    return FileSystemStorage(place) if isinstance(place, Path) else place
+    return CheckpointStorage(place) if isinstance(place, Path) else place
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
@@ -53,6 +54,25 @@ def shard(tensors: Mapping[str, torch.Tensor], rank: int, size: int) -> dict[str
     return mine
 
 
+class WatchedSaver(Saver):
+    """A saver that remembers its saves, so that a test can look at them when they have ended."""
+
+    def __init__(self, context: SaveContext, asynchronous: bool):
+        super().__init__(context, asynchronous)
+        self._running: list[Save] = []
+
+    def start(self, steps_done: int, contents: Contents, metrics: Mapping[str, float] = {}) -> Save:
+        save = super().start(steps_done, contents, metrics)
+        self._running.append(save)
+        return save
+
+    def take_ended(self, timeout: float | None = None) -> list[Save]:
+        """Wait for the last save, and return those that have ended since the last call."""
+        ended = [save for save in self._running if save.wait(timeout)]
+        self._running = [save for save in self._running if save not in ended]
+        return ended
+
+
 def savers(
     place: Path | CheckpointStorage,
     size: int = 1,
@@ -60,12 +80,12 @@ def savers(
     keep: Retention | None = None,
     asynchronous: bool = True,
     timeout_s: float = 600.0,
-) -> list[Saver]:
+) -> list[WatchedSaver]:
     storage = as_storage(place)
-    storage.claim(token)
+    claim(storage, token)
     keep = keep or Retention(keep=10)
     contexts = [SaveContext(storage, rank, size, token, keep, timeout_s) for rank in range(size)]
-    return [Saver(context, asynchronous) for context in contexts]
+    return [WatchedSaver(context, asynchronous) for context in contexts]
 
 
 def commit(
@@ -142,6 +162,6 @@ def together(size: int, work: Callable[[int, Gather], Any]) -> list[Any]:
     return results
 
 
-def end(team: list[Saver]) -> list[Save]:
+def end(team: list[WatchedSaver]) -> list[Save]:
     """Wait for all ranks, and return the one save of each."""
     return [report for saver in team for report in saver.take_ended(60)]

@@ -1,4 +1,4 @@
-"""What every storage of checkpoints must do. A storage is tested by a class of three lines, as in test_storages.py."""
+"""What checkpoints rely on, wherever their tensors are. A store is tested by a class of three lines."""
 
 from __future__ import annotations
 
@@ -9,16 +9,19 @@ import pytest
 from checkpoints import TOKEN, commit, load, same, savers, shard, state
 
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.saver import Contents
+from lockstep.checkpoint.saving.context import Contents
 from lockstep.checkpoint.storage import (
     Checkpoint,
     CheckpointStorage,
+    claim,
     committed,
     delete_leftovers,
+    owner_of,
     set_aside,
     set_aside_after,
 )
-from lockstep.launch.folder.checkpoint_names import file_name
+from lockstep.checkpoint.storage.stores import allow_store_of, open_store
+from lockstep.launch.folder.checkpoint_names import file_name, folder_name
 
 
 def latest(storage: CheckpointStorage) -> str:
@@ -29,20 +32,31 @@ def put(storage: CheckpointStorage, key: str, data: bytes = b"x") -> None:
     storage.write(key, [memoryview(data)])
 
 
+# The key of a file with tensors, whose contents go to the store.
+TENSORS = f"{folder_name(1)}/{file_name(0)}"
+
+
 class StorageContract:
-    """What every storage must do. A subclass says how to make one."""
+    """What every run relies on. A subclass says where the tensors are."""
+
+    def url(self, tmp_path: Path) -> str | None:
+        """Return the URL of the store, as in `checkpoint.storage`. `tmp_path` is a folder for this test."""
+        raise NotImplementedError
 
     def make(self, tmp_path: Path) -> CheckpointStorage:
-        """Return a storage. For the same folder, it is another object for the same files, or the same object."""
-        raise NotImplementedError
+        # A run allows the store of its setting in the same way.
+        url = self.url(tmp_path)
+        if url:
+            allow_store_of(url)
+        return CheckpointStorage(tmp_path / "run" / "checkpoints", url)
 
     @pytest.fixture
     def storage(self, tmp_path: Path) -> CheckpointStorage:
         return self.make(tmp_path)
 
     def test_what_is_written_can_be_read_from_any_position(self, storage: CheckpointStorage) -> None:
-        storage.write("folder/file", iter([memoryview(b"abc"), memoryview(b""), memoryview(b"defg")]))
-        with storage.open("folder/file") as file:
+        storage.write(TENSORS, iter([memoryview(b"abc"), memoryview(b""), memoryview(b"defg")]))
+        with storage.open(TENSORS) as file:
             assert file.readable()
             assert file.read() == b"abcdefg"
             assert file.seek(0, 2) == 7
@@ -53,9 +67,9 @@ class StorageContract:
 
     def test_the_memory_of_a_chunk_may_change_after_the_write(self, storage: CheckpointStorage) -> None:
         data = bytearray(b"abc")
-        storage.write("folder/file", [memoryview(data)])
+        storage.write(TENSORS, [memoryview(data)])
         data[:] = b"xyz"
-        assert storage.open("folder/file").read() == b"abc"
+        assert storage.open(TENSORS).read() == b"abc"
 
     def test_an_exception_instead_of_a_chunk_reaches_the_caller(self, storage: CheckpointStorage) -> None:
         def chunks() -> Iterator[memoryview]:
@@ -63,10 +77,12 @@ class StorageContract:
             raise RuntimeError("aborted")
 
         with pytest.raises(RuntimeError, match="aborted"):
-            storage.write("folder/file", chunks())
+            storage.write(TENSORS, chunks())
+        storage.delete(folder_name(1))
+        assert storage.folders() == []
 
     def test_missing_files_are_file_not_found(self, storage: CheckpointStorage) -> None:
-        for key in ("file", "folder/file"):
+        for key in ("file", "folder/file", TENSORS):
             with pytest.raises(FileNotFoundError):
                 storage.open(key)
         with pytest.raises(FileNotFoundError):
@@ -74,6 +90,23 @@ class StorageContract:
         storage.delete("file")
         storage.delete("folder/file")
         storage.delete("folder")
+        storage.delete(TENSORS)
+
+    def test_what_is_gone_from_the_store_is_file_not_found(self, storage: CheckpointStorage) -> None:
+        put(storage, TENSORS)
+        self.lose(storage)
+        with pytest.raises(FileNotFoundError):
+            storage.open(TENSORS)
+        storage.delete(folder_name(1))
+        assert storage.folders() == []
+
+    def lose(self, storage: CheckpointStorage) -> None:
+        """Delete the contents of the only file, but not the URL."""
+        url_file = storage.root / f"{TENSORS}.object"
+        if url_file.exists():
+            open_store(url_file.read_text()).delete(url_file.read_text())
+        else:
+            (storage.root / TENSORS).unlink()
 
     def test_a_folder_exists_as_long_as_it_has_files(self, storage: CheckpointStorage) -> None:
         assert storage.folders() == []
@@ -118,11 +151,23 @@ class StorageContract:
         assert storage.open("folder/file").read() == b"short"
 
     def test_the_last_claim_counts(self, storage: CheckpointStorage) -> None:
-        assert storage.owner() is None
-        storage.claim("first")
-        storage.claim("second")
-        assert storage.owner() == "second"
+        assert owner_of(storage) is None
+        claim(storage, "first")
+        claim(storage, "second")
+        assert owner_of(storage) == "second"
         assert storage.folders() == []
+
+    def test_nothing_stays_outside_of_the_runs_folder(self, storage: CheckpointStorage, tmp_path: Path) -> None:
+        """`lockstep rm` calls this, and then deletes the folder."""
+        storage.delete_objects()
+        commit(storage, 1)
+        [url] = [path.read_text() for path in storage.root.rglob("*.object")] or [None]
+        storage.delete_objects()
+        if url:
+            with pytest.raises(FileNotFoundError):
+                open_store(url).open(url)
+        outside = [path for path in tmp_path.rglob("*.safetensors") if "checkpoints" not in path.parts]
+        assert outside == []
 
     def test_there_is_room(self, storage: CheckpointStorage) -> None:
         assert storage.free_bytes() > 0
@@ -149,9 +194,9 @@ class StorageContract:
         commit(storage, 4)
         assert set_aside(storage, "step-00000004", "damaged") == "step-00000004.damaged1"
         set_aside_after(storage, 1)
-        assert {"step-00000003.undone", "step-00000002.undone"} <= set(storage.folders())
+        assert {"step-00000003.rewound", "step-00000002.rewound"} <= set(storage.folders())
         assert latest(storage) == "step-00000001"
-        assert Checkpoint(storage, "step-00000003.undone").open(file_name(0)).read()
+        assert Checkpoint(storage, "step-00000003.rewound").open(file_name(0)).read()
         set_aside(storage, "step-00000001", "damaged")
         with pytest.raises(FileNotFoundError):
             latest(storage)

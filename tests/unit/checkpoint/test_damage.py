@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import pickle
 import re
 import shutil
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +22,14 @@ from checkpoints import alone, commit, load, same, state, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint import load as load_module
-from lockstep.checkpoint.format import find_problems
-from lockstep.checkpoint.load import CheckpointReader, ReportedProblem, newest_valid
-from lockstep.checkpoint.manifest import Damaged, File, Manifest, Piece, TensorEntry, WrongFormat, encode
+from lockstep.checkpoint import search
+from lockstep.checkpoint.manifest import FORMAT, Damaged, File, Manifest, Piece, TensorEntry, encode
 from lockstep.checkpoint.manifest_reader import decode, read_manifest
-from lockstep.checkpoint.storage import Checkpoint, FileSystemStorage
+from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.search import ReportedProblem, newest_valid
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim
+from lockstep.checkpoint.storage.together import StorageUnavailable
+from lockstep.checkpoint.verify import find_problems
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import file_name
 
@@ -75,9 +80,12 @@ DAMAGES = {
 }
 
 
+# A manifest of another step, or with another number of its format, has tests of its own.
+OTHERS = [("manifest.json", "of another step"), ("manifest.json", "last byte")]
+
+
 @pytest.mark.parametrize(
-    ("file", "damage"),
-    [(file, damage) for file in FILES for damage in DAMAGES if (file, damage) != ("manifest.json", "of another step")],
+    ("file", "damage"), [(file, damage) for file in FILES for damage in DAMAGES if (file, damage) not in OTHERS]
 )
 def test_a_damaged_file_means_the_checkpoint_before(root, tmp_path, file, damage):
     marker = tmp_path / "exploded"
@@ -88,6 +96,13 @@ def test_a_damaged_file_means_the_checkpoint_before(root, tmp_path, file, damage
     assert [(damaged.checkpoint.name, damaged.file) for damaged in found.skipped] == [("step-00000020", file)]
     assert found.skipped[0].why
     assert not marker.exists()
+
+
+def test_a_damaged_number_of_the_format_is_another_format(root):
+    """Nothing tells the two apart, so the run stops: the checkpoint may be whole."""
+    DAMAGES["last byte"](root / "step-00000020" / "manifest.json", root)
+    with pytest.raises(UserError, match=r"another version of Lockstep\n.*format 0, of an older version"):
+        load(root)
 
 
 def test_the_pickle_of_these_tests_does_explode(tmp_path):
@@ -158,14 +173,14 @@ def test_nothing_whole_is_an_error_that_names_each_file_and_reason(root):
 
 def test_exactly_one_checkpoint_can_be_asked_for(root):
     only = "step-00000010"
-    found = newest_valid(FileSystemStorage(root), 0, 1, alone, only)
+    found = newest_valid(CheckpointStorage(root), 0, 1, alone, only)
     assert found is not None
     assert found.manifest.step == 10
     flip(root / only / file_name(1), 100)
     with pytest.raises(UserError, match=f"{file_name(1)}: the bytes changed"):
-        newest_valid(FileSystemStorage(root), 0, 1, alone, only)
+        newest_valid(CheckpointStorage(root), 0, 1, alone, only)
     with pytest.raises(UserError, match="missing"):
-        newest_valid(FileSystemStorage(root), 0, 1, alone, "step-00000011")
+        newest_valid(CheckpointStorage(root), 0, 1, alone, "step-00000011")
 
 
 def other_format(root: Path, step: int, version: int) -> None:
@@ -173,22 +188,24 @@ def other_format(root: Path, step: int, version: int) -> None:
     (root / f"step-{step:08}" / "manifest.json").write_text(json.dumps({"format": version, "contents": {}}))
 
 
-@pytest.mark.parametrize(("version", "age"), [(1, "an older"), (3, "a newer")])
+@pytest.mark.parametrize(("version", "age"), [(3, "an older"), (5, "a newer")])
 def test_a_checkpoint_of_another_version_is_not_called_damaged(root, version, age):
+    """Nor is it passed over, since it may be whole: only the user decides to lose the steps after the one before."""
     other_format(root, 20, version)
-    found, loaded = load(root)
-    assert same(loaded, state(10))
-    [skipped] = found.skipped
-    assert isinstance(skipped, WrongFormat)
-    assert skipped.why == f"format {version}, of {age} version of Lockstep; this version reads format 2"
+    for only in (None, "step-00000020"):
+        with pytest.raises(UserError) as caught:
+            newest_valid(CheckpointStorage(root), 0, 1, alone, only)
+        assert not isinstance(caught.value, StorageUnavailable)  # there is nothing to wait for
+        assert caught.value.problem == f"the checkpoint {root}/step-00000020 was written by another version of Lockstep"
+        why = f"format {version}, of {age} version of Lockstep; this version reads format 4"
+        assert caught.value.found == f"step-00000020/manifest.json: {why}"
+        assert caught.value.fix.startswith("use the version of Lockstep that wrote it")
+        assert (f"--resume {root}/step-00000010" in caught.value.fix) == (only is None)
 
-    with pytest.raises(UserError, match=r"step-00000020 was written by another version(.|\n)*use the version"):
-        newest_valid(FileSystemStorage(root), 0, 1, alone, "step-00000020")
-    other_format(root, 10, version)
-    with pytest.raises(UserError, match=r"every checkpoint in .* was written by another version of Lockstep"):
-        load(root)
-    (root / "step-00000010" / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"every checkpoint in .* is damaged or was written by another version"):
+    # A newer one that is damaged does not hide it.
+    commit(root, 30)
+    (root / "step-00000030" / "manifest.json").unlink()
+    with pytest.raises(UserError, match="step-00000020 was written by another version of Lockstep"):
         load(root)
 
 
@@ -202,7 +219,7 @@ def test_damage_on_one_rank_is_damage_whatever_the_format(root):
                     value = [[["damaged", "manifest.json", "cannot be read"]], value[1]]
                 return gather_all(value)
 
-        return newest_valid(FileSystemStorage(root), rank, 2, gather)
+        return newest_valid(CheckpointStorage(root), rank, 2, gather)
 
     other_format(root, 20, 1)
     for found in together(2, seen_by):
@@ -212,8 +229,49 @@ def test_damage_on_one_rank_is_damage_whatever_the_format(root):
         assert "an older version" in skipped.why
 
 
+def test_all_ranks_stop_if_one_of_them_cannot_read_its_share(root):
+    """A file server may be down for some machines: nobody may resume from an older checkpoint then."""
+    open_file = CheckpointStorage.open
+
+    class Unmounted(CheckpointStorage):
+        def open(self, key: str) -> Any:
+            if key == "step-00000020/rank-00001.safetensors":
+                raise OSError(errno.EIO, "Input/output error")
+            return open_file(self, key)
+
+    def search(rank: int, gather: Any) -> Any:
+        return newest_valid(Unmounted(root) if rank == 1 else CheckpointStorage(root), rank, 2, gather)
+
+    for answer in together(2, search):
+        assert isinstance(answer, StorageUnavailable)
+        assert answer.problem == f"the checkpoint {root}/step-00000020 cannot be read"
+        assert answer.found == "step-00000020/rank-00001.safetensors: cannot be read: Input/output error"
+        assert f"--resume {root}/step-00000010" in answer.fix
+
+
+@pytest.mark.parametrize("method", ["folders", "open"])
+def test_all_ranks_stop_if_one_of_them_cannot_list_the_checkpoints(root, method):
+    """The others would wait for it until their collective times out."""
+
+    def fail(*_: Any) -> Any:
+        raise OSError(errno.EIO, "Input/output error")
+
+    class Unmounted(CheckpointStorage):
+        pass
+
+    setattr(Unmounted, method, fail)
+
+    def search(rank: int, gather: Any) -> Any:
+        return newest_valid(Unmounted(root) if rank == 1 else CheckpointStorage(root), rank, 2, gather)
+
+    for answer in together(2, search):
+        assert isinstance(answer, StorageUnavailable)
+        assert answer.problem == f"the checkpoints in {root} cannot be listed"
+        assert answer.found == "rank 1: [Errno 5] Input/output error"
+
+
 def test_no_checkpoint_at_all_is_none(tmp_path):
-    assert newest_valid(FileSystemStorage(tmp_path / "checkpoints"), 0, 1, alone) is None
+    assert newest_valid(CheckpointStorage(tmp_path / "checkpoints"), 0, 1, alone) is None
 
 
 # ---- several ranks ----
@@ -223,7 +281,7 @@ def test_no_checkpoint_at_all_is_none(tmp_path):
 def test_all_ranks_come_to_the_same_answer(root, size):
     """Each rank reads only its files: only one of them can have seen the damage."""
     flip(root / "step-00000020" / file_name(1), 150)
-    answers = together(size, lambda rank, gather: newest_valid(FileSystemStorage(root), rank, size, gather))
+    answers = together(size, lambda rank, gather: newest_valid(CheckpointStorage(root), rank, size, gather))
     for found in answers:
         assert found.manifest.step == 10
         assert [(damaged.checkpoint.name, damaged.file) for damaged in found.skipped] == [
@@ -233,25 +291,25 @@ def test_all_ranks_come_to_the_same_answer(root, size):
 
 def test_every_file_is_read_by_one_rank(pristine, monkeypatch):
     seen = []
-    monkeypatch.setattr("lockstep.checkpoint.format.verify_file", lambda folder, file: seen.append(file.name))
-    together(2, lambda rank, gather: newest_valid(FileSystemStorage(pristine), rank, 2, gather))
+    monkeypatch.setattr("lockstep.checkpoint.verify.verify_file", lambda folder, file, beat: seen.append(file.name))
+    together(2, lambda rank, gather: newest_valid(CheckpointStorage(pristine), rank, 2, gather))
     assert sorted(seen) == [file_name(0), file_name(1)]
 
 
 @pytest.mark.parametrize(("first", "second"), [("full", "empty"), ("empty", "full"), ("full", "claimed by another")])
 def test_ranks_with_disks_of_their_own_are_told(root, tmp_path, monkeypatch, first, second):
-    monkeypatch.setattr(load_module, "LOOK_PAUSE_S", 0.0)
+    monkeypatch.setattr(search, "LOOK_PAUSE_S", 0.0)
     (tmp_path / "empty").mkdir()
     shutil.copytree(root, tmp_path / "claimed by another")
     shutil.copy(root / "owner", tmp_path / "empty" / "owner")  # so that it must be noticed otherwise
-    FileSystemStorage(tmp_path / "claimed by another").claim("other")
+    claim(CheckpointStorage(tmp_path / "claimed by another"), "other")
     places = [tmp_path / {"full": "checkpoints"}.get(name, name) for name in (first, second)]
-    for answer in together(2, lambda rank, gather: newest_valid(FileSystemStorage(places[rank]), rank, 2, gather)):
+    for answer in together(2, lambda rank, gather: newest_valid(CheckpointStorage(places[rank]), rank, 2, gather)):
         assert isinstance(answer, UserError)
         assert "share" in answer.fix
 
 
-class StaleListing(FileSystemStorage):
+class StaleListing(CheckpointStorage):
     """A folder on NFS whose listing is old for the first few looks: it has no checkpoint yet."""
 
     old_looks = 3
@@ -263,10 +321,10 @@ class StaleListing(FileSystemStorage):
 
 @pytest.mark.parametrize("stale_rank", [0, 1])
 def test_an_old_listing_of_the_folder_is_looked_at_again(root, monkeypatch, stale_rank):
-    monkeypatch.setattr(load_module, "LOOK_PAUSE_S", 0.0)
+    monkeypatch.setattr(search, "LOOK_PAUSE_S", 0.0)
 
     def work(rank, gather):
-        return newest_valid(StaleListing(root) if rank == stale_rank else FileSystemStorage(root), rank, 2, gather)
+        return newest_valid(StaleListing(root) if rank == stale_rank else CheckpointStorage(root), rank, 2, gather)
 
     assert [reader.checkpoint.name for reader in together(2, work)] == ["step-00000020"] * 2
 
@@ -276,7 +334,7 @@ def test_ranks_that_read_different_manifests_are_told(root, tmp_path):
     manifest = read_manifest(Checkpoint.at(other / "step-00000020"))
     manifest.values["list"].append(1)
     (other / "step-00000020" / "manifest.json").write_bytes(encode(manifest))
-    answers = together(2, lambda rank, gather: newest_valid(FileSystemStorage([root, other][rank]), rank, 2, gather))
+    answers = together(2, lambda rank, gather: newest_valid(CheckpointStorage([root, other][rank]), rank, 2, gather))
     assert all(isinstance(answer, UserError) and "different manifests" in answer.found for answer in answers)
 
 
@@ -304,8 +362,13 @@ def test_any_edit_is_noticed_or_changes_nothing(pristine, tmp_path_factory, file
     root = shutil.copytree(pristine, tmp_path_factory.mktemp("edit") / "checkpoints")
     path = root / "step-00000020" / file
     path.write_bytes(edited(path.read_bytes(), changes))
-    found, loaded = load(root)
-    if found.manifest.step == 20:
+    found = None
+    with suppress(UserError):
+        found, loaded = load(root)
+
+    if found is None:
+        assert json.loads(path.read_bytes())["format"] != FORMAT
+    elif found.manifest.step == 20:
         assert same({k: v for k, v in loaded.items() if k != "t"}, state(20))
         assert repr(found.manifest) == repr(read_manifest(Checkpoint.at(pristine / "step-00000020")))
     else:
@@ -416,7 +479,7 @@ def test_a_forged_safetensors_header_raises_nothing_but_damaged(pristine, tmp_pa
         (lambda c: c["files"].append(c["files"][0]), "listed twice"),
         (lambda c: c["tensors"]["model.weight"].update(dtype="F128"), "unknown dtype"),
         (lambda c: c["tensors"]["model.weight"]["pieces"].pop(), "do not add up to the full tensor"),
-        (lambda c: c["tensors"]["model.weight"]["pieces"][0].update(offset=[4, 0]), "overlap"),
+        (lambda c: c["tensors"]["model.weight"]["pieces"][0].update(offset=[4, 0]), "not a grid"),
         (lambda c: c["tensors"]["model.weight"]["pieces"][1].update(offset=[5, 0]), "exceeds the tensor's shape"),
         (lambda c: c["tensors"]["model.weight"]["pieces"][1].update(file="other"), "not listed"),
         (lambda c: c["tensors"]["model.weight"].update(shape=[2**40, 0, 2**40]), "too large"),
@@ -464,28 +527,21 @@ def test_a_file_with_another_dtype_than_the_manifest_says_is_a_problem_before_an
 
 
 def of_pieces(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> Manifest:
-    """Return the manifest of one tensor, in pieces (offset, shape) of one file."""
-    pieces = tuple(Piece("part", str(key), offset, size) for key, (offset, size) in enumerate(boxes))
-    return Manifest(1, 0.0, "", (File("part", 1, ""),), {"x": TensorEntry("U8", shape, pieces)})
+    """Return the manifest of one tensor, in pieces (offset, shape) of one file each."""
+    pieces = tuple(Piece(f"part{number}", offset, size) for number, (offset, size) in enumerate(boxes))
+    files = tuple(File(piece.file, 1, "") for piece in pieces)
+    return Manifest(1, 0.0, "", files, {"x": TensorEntry("U8", shape, pieces)})
 
 
-def test_pieces_in_a_grid_are_not_compared_with_each_other(tmp_path, monkeypatch):
-    """Of 200,000 pieces in rows and columns, each was compared with the hundreds that share its row: a minute."""
-    compared = []
-    monkeypatch.setattr("lockstep.checkpoint.manifest_reader._overlap", lambda a, b: compared.append(a))
+def test_the_pieces_of_a_tensor_are_a_grid(tmp_path):
     side = 40
     whole = of_pieces((2 * side, side), [((2 * row, column), (2, 1)) for row in range(side) for column in range(side)])
     assert decode(encode(whole), Checkpoint.at(tmp_path)) == whole
-    assert not compared
 
-
-def test_pieces_that_are_not_a_grid_are_few(tmp_path):
-    """Every row is cut in another place, so that each piece must be compared with others."""
-    rows = [((row, start), (1, size)) for row in range(3000) for start, size in ((0, row + 1), (row + 1, 3999 - row))]
-    few = of_pieces((30, 4000), rows[:60])
-    assert decode(encode(few), Checkpoint.at(tmp_path)) == few
-    with pytest.raises(Damaged, match="6,000 pieces that are not a grid"):
-        decode(encode(of_pieces((3000, 4000), rows)), Checkpoint.at(tmp_path))
+    # Every row is cut in another place, which no way of sharding does.
+    rows = [((row, start), (1, size)) for row in range(30) for start, size in ((0, row + 1), (row + 1, 39 - row))]
+    with pytest.raises(Damaged, match="the pieces of tensor 'x' are not a grid"):
+        decode(encode(of_pieces((30, 40), rows)), Checkpoint.at(tmp_path))
 
 
 def test_a_manifest_is_written_in_one_fixed_way(pristine):

@@ -16,23 +16,24 @@ import pytest
 from checkpoints import load, same, state
 
 import preloaded
-from lockstep.checkpoint.storage import FileSystemStorage, committed, delete_leftovers, open_storage
+from lockstep.checkpoint.storage import CheckpointStorage, committed, delete_leftovers
 from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.launch.folder.run_dir import latest_step
 
 HERE = Path(__file__).parent
 
-# The process that is killed. One import of torch serves all kills: each round is a fork, and saves until it dies.
+# The process that is killed. Each round is a fork, and saves until it dies.
 VICTIM = """
 import os, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from checkpoints import savers, shard, state
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.saver import Contents
+from lockstep.checkpoint.saving.outcome import Written
+from lockstep.checkpoint.saving.context import Contents
 
 root = Path(sys.argv[2])
-for line in sys.stdin:
+for line in open(sys.argv[3]):
     step = int(line)
     pid = os.fork()
     if pid == 0:
@@ -42,33 +43,38 @@ for line in sys.stdin:
             step += 1
             for rank, saver in enumerate(team):
                 saver.start(step, Contents(shard(state(step), rank, 2), values={"step": step}))
-            for saver in team:
-                assert not saver.take_ended()[0].outcome.warning
-    os.waitpid(pid, 0)
-    print("dead", flush=True)
+            coordinator, other = (saver.take_ended()[0].outcome for saver in team)
+            assert not coordinator.warning
+            assert isinstance(other, Written)
+    _, status = os.waitpid(pid, 0)
+    print("killed" if os.WIFSIGNALED(status) else "ended by itself", flush=True)
 """
 
 
 @pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_of_the_newest_or_the_one_before(tmp_path):
     root, draw = tmp_path / "checkpoints", random.Random(0)
-    command = [sys.executable, "-c", VICTIM, str(HERE), str(root)]
     newest, resumed, half = 0, 0, 0
     longest = 0.04  # seconds until the kill; more on a machine where nothing gets committed in that time
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as victim:
-        assert victim.stdin is not None
-        assert victim.stdout is not None
+    rounds = tmp_path / "rounds"
+    os.mkfifo(rounds)
+    reading, writing = os.pipe()
+    victim = preloaded.start_python(
+        "-c", VICTIM, str(HERE), str(root), str(rounds), env=os.environ, cwd=tmp_path, stdout=writing, stderr=None
+    )
+    os.close(writing)
+    with rounds.open("w") as asked, open(reading) as said:
         deadline = time.monotonic() + 15  # on a busy machine, fewer rounds will do
         for _ in range(60):
             if resumed > 5 and half > 5 and time.monotonic() > deadline:
                 break
-            print(newest, file=victim.stdin, flush=True)
-            pid = int(victim.stdout.readline())
+            print(newest, file=asked, flush=True)
+            pid = int(said.readline())
             time.sleep(draw.uniform(0, longest))
             os.kill(pid, signal.SIGKILL)
-            assert victim.stdout.readline() == "dead\n"
+            assert said.readline() == "killed\n"
             half += any(".tmp-" in path.name for path in root.iterdir())
-            known = committed(FileSystemStorage(root))
+            known = committed(CheckpointStorage(root))
             longest *= 0.9 if known and known[0].step > newest else 1.3
             if not known:
                 continue
@@ -79,9 +85,9 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_of_the_newest_or_the_one
             assert same(loaded, state(found.manifest.step))
             resumed += found.manifest.step > newest
             newest = found.manifest.step
-            delete_leftovers(FileSystemStorage(root), "none")
+            delete_leftovers(CheckpointStorage(root), "none")
             assert not [path for path in root.iterdir() if ".tmp-" in path.name]
-        victim.stdin.close()
+    assert victim.wait(60) == 0
     assert resumed > 5  # else nothing was tested
     assert half > 5
 
@@ -98,11 +104,11 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
         "from pathlib import Path\n"
         "from checkpoints import commit, savers, shard, state\n"
         "from lockstep import faults\n"
-        "from lockstep.checkpoint.saving.saver import Contents\n"
-        "from lockstep.checkpoint.storage import ObjectStorage\n"
+        "from lockstep.checkpoint.saving.context import Contents\n"
+        "from lockstep.checkpoint.storage import CheckpointStorage\n"
         "top = Path(sys.argv[2])\n"
         "for phase in ['write', 'rename', 'latest', 'committed']:\n"
-        "    for root in (top / phase, ObjectStorage(top / 'objects' / phase, f'file://{top}/bucket/{phase}')):\n"
+        "    for root in (top / phase, CheckpointStorage(top / 'objects' / phase, f'file://{top}/bucket/{phase}')):\n"
         "        commit(root, 1)\n"
         "        if (pid := os.fork()) == 0:\n"
         "            faults.fire = lambda at, step: os._exit(9) if at == phase else None\n"
@@ -118,7 +124,7 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
         assert same(loaded, state(step))
 
         # In an object store as well; and an object that was not committed is deleted with its folder.
-        storage = open_storage(tmp_path / "objects" / phase)
+        storage = CheckpointStorage(tmp_path / "objects" / phase)
         assert same(load(storage)[1], state(step))
         assert count_files(tmp_path / "bucket" / phase) == 2
         delete_leftovers(storage, "none")

@@ -9,20 +9,21 @@ from typing import Any
 import pytest
 import xxhash
 
-from lockstep.checkpoint import inspect, manifest_reader
+from lockstep.checkpoint import command, manifest_reader
 from lockstep.checkpoint.format import FileLayout, arrange
-from lockstep.checkpoint.manifest import File, Piece, TensorEntry
+from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, encode
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.storage import FileSystemStorage
+from lockstep.checkpoint.saving.snapshot import BackgroundCopy
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim
 from lockstep.launch.folder.checkpoint_names import file_name
 
 
-class CountingStorage(FileSystemStorage):
+class CountingStorage(CheckpointStorage):
     """Counts its operations."""
 
     def __init__(self, root: Path):
@@ -36,16 +37,16 @@ class CountingStorage(FileSystemStorage):
 
 
 def layout_of(rank: int, ranks: int) -> FileLayout:
-    piece = Piece(file_name(rank), "weight", (rank, 0), (1, 4))
+    piece = Piece(file_name(rank), (rank, 0), (1, 4))
     return arrange({"weight": TensorEntry("F32", (ranks, 4), (piece,))})
 
 
 def saved(root: Path, ranks: int) -> tuple[CountingStorage, Save]:
     """Have rank 0 commit a checkpoint for which the other ranks have written their files."""
     storage = CountingStorage(root)
-    storage.claim("token")
+    claim(storage, "token")
     own = layout_of(0, ranks)
-    save = Save(SaveContext(storage, 0, ranks, "token", Retention()), 1, 1, own.file_size)
+    save = Save(SaveContext(storage, 0, ranks, "token", Retention(), 600.0), 1, 1, own.file_size)
     (root / save.draft.name).mkdir(parents=True)
     for rank in range(1, ranks):
         layout = layout_of(rank, ranks)
@@ -53,7 +54,7 @@ def saved(root: Path, ranks: int) -> tuple[CountingStorage, Save]:
         file = File(file_name(rank), len(data), xxhash.xxh3_128(data).hexdigest())
         (root / save.draft.name / file.name).write_bytes(data)
         (root / save.draft.name / f"rank-{rank:05d}.json").write_bytes(Confirmation(file, layout.tensors).encode())
-    save.run(own, memoryview(bytes(own.size)), lambda: None, {}, {})
+    save.start(own, memoryview(bytes(own.size)), BackgroundCopy([]), {}, {}, asynchronous=False)
     return storage, save
 
 
@@ -66,8 +67,8 @@ def test_a_commit_opens_each_file_twice_and_deletes_each_confirmation_once(tmp_p
         calls[ranks] = dict(storage.calls)
         found = read_manifest(save.outcome.checkpoint)
         assert len(found.files) == len(found.tensors["weight"].pieces) == ranks
-        assert inspect.verify(tmp_path / str(ranks))[1] == 0
-        assert "not verified" in inspect.ls(tmp_path / str(ranks))[0]
+        assert command.verify(tmp_path / str(ranks))[1] == 0
+        assert "not verified" in command.ls(tmp_path / str(ranks))[0]
 
     assert calls[64] == calls[8] | {"open": calls[8]["open"] + 2 * 56, "delete": calls[8]["delete"] + 56}
 
@@ -79,3 +80,27 @@ def test_a_manifest_that_would_be_too_large_to_read_is_not_committed(
     _, save = saved(tmp_path / "checkpoints", 16)
     assert isinstance(save.outcome, SaveFailed)
     assert save.outcome.reason.endswith("manifest.json: more than 1,000 bytes")
+
+
+def test_a_manifest_of_1024_ranks_and_2200_sharded_tensors_can_be_read(tmp_path: Path) -> None:
+    """A model of 723 parameters and its optimizer. From 944 ranks on, no save of it could be committed."""
+
+    def encoded(tensors: int) -> tuple[Manifest, bytes]:
+        files = [file_name(rank) for rank in range(1024)]
+        pieces = {
+            f"optimizer.0.model.layers.{number:03d}.self_attn.q_proj.weight.exp_avg_sq": [
+                (file, (rank * 28, 0), (28, 8192)) for rank, file in enumerate(files)
+            ]
+            for number in range(tensors)
+        }
+        entries = {
+            name: TensorEntry("F32", (28 * 1024, 8192), tuple(Piece(file, *place) for file, *place in shards))
+            for name, shards in pieces.items()
+        }
+        manifest = Manifest(1, 0.0, "", tuple(File(file, 10**12, "0" * 32) for file in files), entries)
+        return manifest, encode(manifest)
+
+    manifest, data = encoded(4)
+    assert manifest_reader.decode(data, Checkpoint.at(tmp_path)) == manifest
+    bytes_per_tensor = (len(data) - len(encoded(2)[1])) / 2
+    assert 2 * 2200 * bytes_per_tensor < manifest_reader._MAX_MANIFEST_BYTES

@@ -1,12 +1,13 @@
-"""Checkpoints whose tensors are in an object store: committed, killed, deleted and damaged like those in a folder."""
+"""Checkpoints whose tensors are in a store: committed, killed, deleted and damaged like those in a folder."""
 
 from __future__ import annotations
 
 import errno
 import io
 import os
+import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +21,35 @@ from storage_contract import StorageContract
 from test_run_in_memory import Dropped
 
 import lockstep
-from lockstep.checkpoint import inspect
-from lockstep.checkpoint import load as load_module
-from lockstep.checkpoint.load import newest_valid
+from lockstep.checkpoint import command, search
 from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.saving.context import Contents
 from lockstep.checkpoint.saving.outcome import SaveFailed
-from lockstep.checkpoint.saving.saver import Contents
-from lockstep.checkpoint.storage import FileSystemStorage, ObjectStorage, open_storage
+from lockstep.checkpoint.search import newest_valid
+from lockstep.checkpoint.storage import CheckpointStorage, stores
+from lockstep.checkpoint.storage.together import StorageUnavailable
+from lockstep.cli import main
 from lockstep.errors import Preempted, UserError
 from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.testing import fail_at
 
 
-def store_at(tmp_path: Path) -> ObjectStorage:
-    return ObjectStorage(tmp_path / "run" / "checkpoints", f"file://{tmp_path}/bucket/")
+def store_at(tmp_path: Path) -> CheckpointStorage:
+    return CheckpointStorage(tmp_path / "run" / "checkpoints", f"file://{tmp_path}/bucket/")
 
 
 def objects(tmp_path: Path) -> list[Path]:
     return [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
 
 
-class TestFiles(StorageContract):
-    def make(self, tmp_path: Path) -> ObjectStorage:
-        return store_at(tmp_path)
+class TestLocalFiles(StorageContract):
+    def url(self, tmp_path: Path) -> str:
+        return f"file://{tmp_path}/bucket/"
 
 
-class TestMemory(StorageContract):
-    def make(self, tmp_path: Path) -> ObjectStorage:
-        return ObjectStorage(tmp_path, "memory://bucket/folder")
+class TestFsspec(StorageContract):
+    def url(self, tmp_path: Path) -> str:
+        return "memory://bucket/folder"
 
 
 def test_the_tensors_are_objects_and_everything_else_is_in_the_folder(tmp_path: Path) -> None:
@@ -70,17 +72,23 @@ def test_the_tensors_are_objects_and_everything_else_is_in_the_folder(tmp_path: 
 
 def test_the_folder_alone_says_where_the_objects_are(tmp_path: Path) -> None:
     commit(store_at(tmp_path), 1, size=2)
-    found = open_storage(tmp_path / "run" / "checkpoints")
-    assert isinstance(found, ObjectStorage)
+    found = CheckpointStorage(tmp_path / "run" / "checkpoints")
     assert same(load(found)[1], state(1))
-    assert found == FileSystemStorage(tmp_path / "run" / "checkpoints")
 
     # Without the setting, new checkpoints are files again.
     commit(found, 2)
     assert (found.root / "step-00000002" / file_name(0)).is_file()
-    inspect.delete_objects(tmp_path / "run")
+    command.delete_objects(tmp_path / "run")
     assert objects(tmp_path) == []
-    assert found.folders() == []
+    assert found.folders() == ["step-00000002"]
+
+
+def test_a_checkpoint_that_was_copied_elsewhere_is_whole(tmp_path: Path) -> None:
+    """The copy has the URLs of its objects: nothing in the folder above it is needed."""
+    checkpoint = commit(store_at(tmp_path), 1, size=2)
+    copy = shutil.copytree(checkpoint.path, tmp_path / "elsewhere" / checkpoint.name)
+    assert command.verify(copy) == ("step-00000001  ok", 0)
+    assert {path.name for path in checkpoint.storage.root.iterdir()} == {"latest", "owner", checkpoint.name}
 
 
 def test_an_object_that_is_damaged_or_gone_is_a_damaged_checkpoint(tmp_path: Path) -> None:
@@ -101,22 +109,72 @@ def test_an_object_that_is_damaged_or_gone_is_a_damaged_checkpoint(tmp_path: Pat
     assert same(loaded, state(1))
 
 
-@pytest.mark.parametrize("address", ["{}/precious", "file://{}/precious", "simplecache::file://{}/precious", ""])
-def test_an_address_that_somebody_else_wrote_is_neither_read_nor_deleted(tmp_path: Path, address: str) -> None:
+@pytest.mark.parametrize("url", ["{}/precious", "file://{}/precious", "simplecache::file://{}/precious", ""])
+def test_a_url_that_somebody_else_wrote_is_neither_read_nor_deleted(tmp_path: Path, url: str) -> None:
     precious = tmp_path / "precious"
     precious.write_bytes(b"mine")
     storage = store_at(tmp_path)
     commit(storage, 1)
-    (storage.root / "step-00000001" / f"{file_name(0)}.object").write_text(address.format(tmp_path))
-    with pytest.raises(UserError, match="not the address of an object"):
+    (storage.root / "step-00000001" / f"{file_name(0)}.object").write_text(url.format(tmp_path))
+    with pytest.raises(UserError, match="not the URL of an object"):
         load(storage)
-    with pytest.raises(OSError, match="not the address of an object"):
+    with pytest.raises(OSError, match="not the URL of an object"):
         storage.delete("step-00000001")
     assert precious.read_bytes() == b"mine"
 
 
+@pytest.mark.parametrize("read", [lambda storage: load(storage), lambda storage: storage.delete("step-00000001")])
+def test_a_class_that_only_a_checkpoint_names_is_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[CheckpointStorage], None]
+) -> None:
+    """An import runs code, and the folder may come from elsewhere."""
+    (tmp_path / "evil_store.py").write_text("raise AssertionError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    storage = store_at(tmp_path)
+    commit(storage, 1)
+    url_file = storage.root / "step-00000001" / f"{file_name(0)}.object"
+    url_file.write_text(url_file.read_text().replace("file://", "evil_store:Store://"))
+    with pytest.raises((UserError, OSError), match=r"not allowed.*--store evil_store:Store") as raised:
+        read(storage)
+    assert not isinstance(raised.value, StorageUnavailable), "a run would wait for it"
+    assert "evil_store" not in sys.modules
+
+
+def test_commands_use_a_store_of_the_users_if_they_are_told_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own_store.py").write_text("from lockstep.checkpoint.storage.files import LocalFiles as Own")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    run = tmp_path / "run"
+    lockstep.fit(Dropped(), run_dir=run, checkpoint={"storage": f"own_store:Own://{tmp_path}/bucket"})
+    assert len(objects(tmp_path)) == 1
+
+    # Another process has not seen the setting.
+    monkeypatch.delitem(stores.STORES, "own_store:Own")
+    assert main(["ckpt", "verify", str(run)]) == 1
+    assert "--store own_store:Own" in capsys.readouterr().out
+    assert main(["ckpt", "verify", str(run), "--store", "own_store:Own"]) == 0
+    assert main(["rm", "--yes", str(run), "--store", "own_store:Own"]) == 0
+    assert objects(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("memory_store", "is not the name of a store's class"),
+        ("no_such_module:Store", "there is no module no_such_module"),
+        ("memory_store:Missing", "has no class Missing"),
+        ("storage_contract:StorageContract", "the class StorageContract lacks write, open, delete"),
+    ],
+)
+def test_a_class_that_is_no_store_is_refused(name: str, problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        stores.allow_store(name)
+
+
 def test_a_store_that_fails_costs_a_checkpoint_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    real_store: CheckpointStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class NoCredentials(Exception):
         pass
@@ -124,15 +182,16 @@ def test_a_store_that_fails_costs_a_checkpoint_and_leaves_nothing(
     def refuse(*_: Any, **__: Any) -> Any:
         raise NoCredentials("no key")
 
-    storage = store_at(tmp_path)
+    storage = real_store
     [saver] = savers(storage)
     with monkeypatch.context() as patch:
-        patch.setattr(fsspec.get_filesystem_class("file"), "open", refuse)
+        patch.setattr(RealStore, "open", refuse)
         saver.start(1, Contents(shard(state(1), 0, 1)))
         [save] = saver.take_ended()
     assert isinstance(save.outcome, SaveFailed)
     assert "NoCredentials: no key" in save.outcome.reason
-    assert storage.folders() == objects(tmp_path) == []
+    assert storage.folders() == []
+    assert RealStore.objects == {}
 
     # An exception of the save itself is not turned into one of the store.
     def chunks() -> Iterator[memoryview]:
@@ -142,9 +201,9 @@ def test_a_store_that_fails_costs_a_checkpoint_and_leaves_nothing(
     with pytest.raises(OSError, match="full") as raised:
         storage.write(f"step-00000009.tmp-a-1/{file_name(0)}", chunks())
     assert raised.value.errno == errno.ENOSPC
-    assert len(objects(tmp_path)) == 1
+    assert len(RealStore.objects) == 1
     storage.delete("step-00000009.tmp-a-1")
-    assert objects(tmp_path) == []
+    assert RealStore.objects == {}
 
 
 class Upload(io.BytesIO):
@@ -176,10 +235,10 @@ class RealStore(MemoryFileSystem):
 
 
 @pytest.fixture
-def real_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ObjectStorage:
+def real_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointStorage:
     fsspec.register_implementation("real", RealStore, clobber=True)
     monkeypatch.setattr(RealStore, "objects", {})
-    return ObjectStorage(tmp_path / "run" / "checkpoints", "real://bucket")
+    return CheckpointStorage(tmp_path / "run" / "checkpoints", "real://bucket")
 
 
 class Fetched(AbstractBufferedFile):
@@ -208,7 +267,7 @@ def test_a_load_fetches_each_byte_twice_to_verify_it_and_to_read_it(
     """A read-ahead fetches five megabytes for each tensor."""
     fsspec.register_implementation("range", RangeStore, clobber=True)
     monkeypatch.setattr(RangeStore, "objects", {})
-    storage = ObjectStorage(tmp_path / "run" / "checkpoints", "range://bucket")
+    storage = CheckpointStorage(tmp_path / "run" / "checkpoints", "range://bucket")
     tensors = {f"model.{number}": torch.full((1 << 16,), float(number)) for number in range(64)}
     commit(storage, 1, tensors=tensors)
     [written] = RangeStore.objects.values()
@@ -224,8 +283,8 @@ def test_a_load_fetches_each_byte_twice_to_verify_it_and_to_read_it(
     assert sum(Fetched.requests) < 2.3 * len(written)
 
 
-def test_an_object_whose_folder_was_deleted_while_it_was_written_is_deleted(real_store: ObjectStorage) -> None:
-    """Rank 0 has failed, say, and has deleted the folder with the address of rank 1's object."""
+def test_an_object_whose_folder_was_deleted_while_it_was_written_is_deleted(real_store: CheckpointStorage) -> None:
+    """Rank 0 has failed, say, and has deleted the folder with the URL of rank 1's object."""
     draft = "step-00000001.tmp-a-1"
 
     def chunks() -> Iterator[memoryview]:
@@ -239,8 +298,8 @@ def test_an_object_whose_folder_was_deleted_while_it_was_written_is_deleted(real
     assert real_store.folders() == []
 
 
-def test_an_address_has_another_name_while_its_object_is_deleted(
-    real_store: ObjectStorage, monkeypatch: pytest.MonkeyPatch
+def test_a_url_has_another_name_in_the_folder_while_its_object_is_deleted(
+    real_store: CheckpointStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So a rank whose object is complete only after that sees that it must delete it."""
     commit(real_store, 1)
@@ -250,15 +309,15 @@ def test_an_address_has_another_name_while_its_object_is_deleted(
     def look(self: RealStore, path: str) -> None:
         seen.append({file.name: file.read_text() for file in folder.glob("*.object")})
 
-    addresses = {file.name: file.read_text() for file in folder.glob("*.object")}
+    urls = {file.name: file.read_text() for file in folder.glob("*.object")}
     monkeypatch.setattr(RealStore, "rm_file", look)
     real_store.delete("step-00000001")
-    assert [list(names.values()) for names in seen] == [list(addresses.values())]
-    assert not seen[0].keys() & addresses.keys()
+    assert [list(names.values()) for names in seen] == [list(urls.values())]
+    assert not seen[0].keys() & urls.keys()
 
 
-def test_an_address_is_kept_until_its_object_is_deleted(
-    real_store: ObjectStorage, monkeypatch: pytest.MonkeyPatch
+def test_a_url_is_kept_until_its_object_is_deleted(
+    real_store: CheckpointStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit(real_store, 1, size=2)
 
@@ -278,7 +337,7 @@ def test_an_address_is_kept_until_its_object_is_deleted(
     assert real_store.folders() == []
 
 
-def test_an_address_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_url_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its contents are on the disk before its name is, and both are before the object exists."""
     storage = store_at(tmp_path)
     sync, synced = os.fsync, []
@@ -291,9 +350,9 @@ def test_an_address_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "fsync", note)
     draft = "step-00000001.tmp-a-1"
     storage.write(f"{draft}/{file_name(0)}", [memoryview(b"abc")])
-    (file, address, _), (folder, _, _) = synced[:2]
+    (file, url, _), (folder, _, _) = synced[:2]
     assert file.startswith(f".{file_name(0)}.object.")
-    assert address == (storage.root / draft / f"{file_name(0)}.object").read_text()
+    assert url == (storage.root / draft / f"{file_name(0)}.object").read_text()
     assert folder == draft
     assert synced[1][2] == []
 
@@ -301,24 +360,8 @@ def test_an_address_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.Mon
     assert (objects(tmp_path)[0].name, "abc") in [(name, text) for name, text, _ in synced]
 
 
-def test_the_file_that_says_that_there_are_objects_survives_a_power_cut(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    storage = store_at(tmp_path)
-    sync, synced = os.fsync, []
-
-    def note(handle: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
-        synced.append((path.name.rpartition(".")[0] or path.name, path.is_file() and path.read_text()))
-        sync(handle)
-
-    monkeypatch.setattr(os, "fsync", note)
-    storage.claim("a")
-    assert synced == [(".objects", (storage.root / "objects").read_text()), (storage.root.name, False)]
-
-
 def test_an_object_that_cannot_be_read_is_not_called_damaged(
-    real_store: ObjectStorage, monkeypatch: pytest.MonkeyPatch
+    real_store: CheckpointStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever a store's package raises while an object is read."""
 
@@ -331,7 +374,7 @@ def test_an_object_that_cannot_be_read_is_not_called_damaged(
 
     commit(real_store, 1)
     opened = RealStore._open
-    monkeypatch.setattr(load_module, "LOOK_PAUSE_S", 0.0)
+    monkeypatch.setattr(search, "LOOK_PAUSE_S", 0.0)
     monkeypatch.setattr(RealStore, "_open", lambda self, path, **_: Broken(opened(self, path).read()))
     with pytest.raises(UserError, match="cannot be read: Reset: the store hung up"):
         load(real_store)
@@ -348,21 +391,21 @@ def test_a_run_is_preempted_and_resumes_from_objects(tmp_path: Path) -> None:
     assert [path.parent.name for path in objects(tmp_path)] == ["step-00000012"]
     for name, weight in undisturbed.weights.items():
         assert torch.equal(resumed.weights[name], weight), name
-    assert inspect.verify(tmp_path / "run") == ("step-00000012  ok", 0)
+    assert command.verify(tmp_path / "run") == ("step-00000012  ok", 0)
 
 
 @pytest.mark.parametrize(
     ("url", "problem"),
     [
-        ("bucket/folder", "is not the address of an object store"),
-        ("s3://", "is not the address of an object store"),
-        ("simplecache::s3://bucket", "is not the address of an object store"),
+        ("bucket/folder", "is not the URL of a store"),
+        ("s3://", "is not the URL of a store"),
+        ("simplecache::s3://bucket", "is not the URL of a store"),
         ("file://bucket", "is not the full path of a folder"),
         ("nowhere://bucket", "there is no kind of store nowhere://"),
         ("s3://bucket", "needs a package that is not installed(.|\n)*s3fs(.|\n)*lockstep-train\\[s3]"),
     ],
 )
-def test_an_address_that_cannot_work_is_refused_at_once(
+def test_a_url_that_cannot_work_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: str, problem: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)

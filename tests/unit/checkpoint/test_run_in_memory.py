@@ -1,8 +1,10 @@
-"""The checkpoint manager in whole runs: any storage will do, such as one in memory; other runs are left alone."""
+"""The checkpoint manager in whole runs: any store will do, such as one in memory; other runs are left alone."""
 
 from __future__ import annotations
 
 import errno
+import os
+import shutil
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,29 +12,31 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from memory_storage import MemoryStorage
+from checkpoints import together
+from memory_store import MemoryStore
 from torch import nn
 from torch.utils.data import TensorDataset
 
 import lockstep
-from lockstep.checkpoint import load
-from lockstep.checkpoint.loop_state import LoopState
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.manifest import encode
 from lockstep.checkpoint.manifest_reader import read_manifest
-from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy
-from lockstep.checkpoint.schedule import SaveSchedule
 from lockstep.checkpoint.state.model_state import ModelState
-from lockstep.checkpoint.storage import Checkpoint, FileSystemStorage, committed
+from lockstep.checkpoint.state.stateful import RegisteredState
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
+from lockstep.checkpoint.storage import together as together_module
+from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.config import flatten, resolve
 from lockstep.config.changes import config_changes
 from lockstep.config.settings import typed
 from lockstep.engine.setup import run as run_setup
-from lockstep.engine.setup.parts import Parts
 from lockstep.errors import Preempted, UserError
-from lockstep.launch.folder.checkpoint_names import MANIFEST
+from lockstep.launch.folder.checkpoint_names import MANIFEST, draft_name
+from lockstep.launch.hangs.watchdog import STALL_S
 from lockstep.observe.sinks import read_jsonl
+from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.testing import fail_at
 
 
@@ -51,20 +55,20 @@ class Dropped(lockstep.Task):
         return lockstep.Loss(((model(x) - y) ** 2).sum(), weight=len(x))
 
 
-def test_a_run_is_preempted_and_resumes_from_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_preempted_and_resumes_from_a_store_of_the_users(tmp_path: Path) -> None:
+    """A setting is all that it needs: `memory_store.py` is any module of the user's."""
     undisturbed = lockstep.fit(Dropped(), run_dir=tmp_path / "undisturbed")
 
-    storage = MemoryStorage()
-    monkeypatch.setattr(run_setup, "open_storage", lambda *_: storage)
     run_dir = tmp_path / "parts"
+    checkpoint = {"storage": "memory_store:MemoryStore://bucket"}
     with fail_at(how="term", step=4), pytest.raises(Preempted) as preempted:
-        lockstep.fit(Dropped(), run_dir=run_dir)
-    assert preempted.value.checkpoint is not None
-    assert preempted.value.checkpoint.endswith("memory:checkpoints/step-00000005")
-    resumed = lockstep.fit(Dropped(), run_dir=run_dir, resume="auto")
+        lockstep.fit(Dropped(), run_dir=run_dir, checkpoint=checkpoint)
+    assert preempted.value.checkpoint == str(run_dir / "checkpoints" / "step-00000005")
+    resumed = lockstep.fit(Dropped(), run_dir=run_dir, resume="auto", checkpoint=checkpoint)
 
-    assert [checkpoint.step for checkpoint in committed(storage)] == [12, 5]
-    assert list((run_dir / "checkpoints").iterdir()) == []
+    storage = CheckpointStorage(run_dir / "checkpoints")
+    assert [found.step for found in committed(storage)] == [12, 5]
+    assert list(storage.root.rglob("*.safetensors")) == []
     for name, weight in undisturbed.weights.items():
         assert torch.equal(resumed.weights[name], weight), name
 
@@ -75,15 +79,15 @@ def test_a_preempted_run_names_its_checkpoint_without_listing_the_others(
     def stale(*_: Any) -> Any:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    settle = CheckpointManager.settle
+    settle = PendingSave.settle
 
-    def settle_and_unmount(self: CheckpointManager) -> bool:
+    def settle_and_unmount(self: PendingSave) -> bool:
         settled = settle(self)
-        if committed(self.storage):
-            monkeypatch.setattr(FileSystemStorage, "folders", stale)
+        if committed(self._context.storage):
+            monkeypatch.setattr(CheckpointStorage, "folders", stale)
         return settled
 
-    monkeypatch.setattr(CheckpointManager, "settle", settle_and_unmount)
+    monkeypatch.setattr(PendingSave, "settle", settle_and_unmount)
     with fail_at(how="term", step=4), pytest.raises(Preempted) as preempted:
         lockstep.fit(Dropped(), run_dir=tmp_path)
     assert preempted.value.checkpoint == str(tmp_path / "checkpoints" / "step-00000005")
@@ -100,7 +104,7 @@ def test_data_that_cannot_skip_samples_is_named_if_the_policy_is_rewind(tmp_path
         def data(self) -> Any:
             return Endless()
 
-    with pytest.raises(UserError, match=r"spike.policy=rewind cannot be used with this data(.|\n)*StreamSource"):
+    with pytest.raises(UserError, match=r"spike.policy=rewind cannot be used with this data(.|\n)*StridedStreamSource"):
         lockstep.fit(Streamed(), run_dir=tmp_path, spike={"policy": "rewind"})
 
 
@@ -132,6 +136,31 @@ def test_averages_do_not_change_while_they_are_copied(tmp_path: Path, waits: thr
     assert [event["step"] for event in events if event["event"] == "checkpoint"] == [5]
 
 
+def test_a_rewind_forgets_evaluations_of_the_steps_that_it_undoes(tmp_path: Path) -> None:
+    """Step 6 is evaluated, step 7 goes back to 4, and step 6 is saved again without an evaluation."""
+    task = Dropped()
+    data = task.data()
+    found: list[int] = []
+    settings = {"steps": 7, "checkpoint": {"every": 4}, "nonfinite": {"policy": "rewind"}, "run_dir": tmp_path}
+    with fail_at(how="nan", step=6), lockstep.start(global_batch=16, log={"progress": "off"}, **settings) as run:
+        plain = task.model()
+        model, _ = run.setup(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+        for step in run.steps(data):
+            for batch in step:
+                loss = task.loss(model, batch)
+                step.backward(loss.total, weight=loss.weight)
+            step.apply()
+            found.append(run.steps_done)
+            if found == [1, 2, 3, 4, 5, 6]:
+                run.evaluate(data, task.loss)
+            if found.count(5) == 2:
+                run.save()
+
+    assert found == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7]
+    saved = Checkpoint.at(tmp_path / "checkpoints" / "step-00000006")
+    assert read_manifest(saved).metrics == {}
+
+
 def test_a_save_that_is_committed_after_the_run_has_failed_is_recorded(tmp_path: Path) -> None:
     with fail_at(how="raise", step=5, phase="loss"), pytest.raises(RuntimeError):
         lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"every": 5})
@@ -158,19 +187,32 @@ def test_a_setting_that_the_checkpoint_lacks_is_shown_as_its_default():
     assert [str(change) for change in config_changes(saved, config)] == [f"load_balance: {default} -> auto"]
 
 
-def test_the_state_of_the_loop_in_a_checkpoint_of_another_version():
-    """A field that it lacks gets its default, and one that this version does not have is ignored."""
-    assert LoopState.from_saved({"seconds": 3.0, "future": 1}) == LoopState(seconds=3.0)
+@pytest.mark.parametrize("loop", [{"seconds": 1000.0, "future": 1}, None], ids=["some values", "no state of the loop"])
+def test_the_state_of_the_loop_in_a_checkpoint_of_another_version(tmp_path: Path, loop: Any) -> None:
+    """A value that it lacks gets its default, and one that this version does not have is ignored."""
+    lockstep.fit(Dropped(), run_dir=tmp_path)
+    checkpoint = Checkpoint.at(tmp_path / "checkpoints" / "step-00000012")
+    manifest = read_manifest(checkpoint)
+    del manifest.values["loop"]
+    manifest.values.update({"loop": loop} if loop else {})
+    checkpoint.storage.replace(f"{checkpoint.name}/{MANIFEST}", encode(manifest))
+
+    summary = lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=13).summary
+    assert summary["step"] == 13
+    assert (summary["seconds"] > 1000) == (loop is not None)
 
 
-def test_what_a_killed_attempt_has_written_does_not_count_as_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The disk has room for all checkpoints of the run once the uncommitted folder is deleted."""
-    storage = MemoryStorage(capacity=200_000)
-    storage.write("step-00000004.tmp-dead-1/rank-00000.safetensors", [memoryview(bytes(199_900))])
-    monkeypatch.setattr(run_setup, "open_storage", lambda *_: storage)
-    lockstep.fit(Dropped(), run_dir=tmp_path / "run")
+class SmallStore(MemoryStore):
+    capacity = 30_000
+
+
+def test_what_a_killed_attempt_has_written_does_not_count_as_used(tmp_path: Path) -> None:
+    """The store has room for all checkpoints of the run once the uncommitted folder is deleted."""
+    url = "test_run_in_memory:SmallStore://bucket"
+    allow_store("test_run_in_memory:SmallStore")
+    storage = CheckpointStorage(tmp_path / "run" / "checkpoints", url)
+    storage.write("step-00000004.tmp-dead-1/rank-00000.safetensors", [memoryview(bytes(29_900))])
+    lockstep.fit(Dropped(), run_dir=tmp_path / "run", resume="auto", checkpoint={"storage": url})
     assert storage.folders() == ["step-00000012"]
 
 
@@ -188,59 +230,111 @@ def test_resuming_from_another_run_leaves_its_damaged_checkpoint_where_it_is(tmp
     assert warning.endswith("resuming from step-00000006")
 
 
-def test_a_checkpoint_of_another_version_is_passed_over_and_kept(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_version_is_passed_over_only_on_demand_and_kept(tmp_path: Path) -> None:
     lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"every": 6})
     folder = tmp_path / "checkpoints"
-    (folder / "step-00000012" / "manifest.json").write_text('{"format": 3}')
-    lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto")
-    warning, kept = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
-    assert warning.startswith("checkpoint step-00000012 was written by another version of Lockstep: manifest.json: ")
-    assert warning.endswith("resuming from step-00000006")
-    assert kept.startswith("checkpoint step-00000012, which was written by another version of Lockstep, is kept as ")
-    assert kept.endswith("step-00000012.undone")
-    assert {path.name for path in folder.glob("step-00000012*")} == {"step-00000012", "step-00000012.undone"}
+    (folder / "step-00000012" / "manifest.json").write_text('{"format": 5}')
+    older = str(folder / "step-00000006")
+    with pytest.raises(UserError, match=rf"step-00000012 was written by another version.*\n.*\n.*--resume {older}"):
+        lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto")
+    assert {path.name for path in folder.glob("step-*")} == {"step-00000006", "step-00000012"}
+
+    lockstep.fit(Dropped(), run_dir=tmp_path, resume=older)
+    assert {path.name for path in folder.glob("step-00000012*")} == {"step-00000012", "step-00000012.rewound"}
 
 
-def test_a_checkpoint_that_must_not_be_read_is_not_called_damaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_pause_between_two_tries_to_read_is_no_stall() -> None:
+    """The launcher said that no rank advances, in the middle of a pause of a minute."""
+    assert together_module.MAX_PAUSE_S < STALL_S
+
+
+@pytest.mark.parametrize("module", ["verify", "reader"])
+def test_a_long_verification_and_a_long_restore_are_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
-    lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"every": 6})
-    open_file = FileSystemStorage.open
+    """The phase has one limit, however large the checkpoint is: so each chunk that is read is a heartbeat."""
+    lockstep.fit(Dropped(), run_dir=tmp_path, steps=6)
+    beats: list[str] = []
+    again = Heartbeat.again
 
-    def refuse(self: FileSystemStorage, key: str) -> Any:
+    def count(self: Heartbeat) -> None:
+        beats.append(self.phase)
+        again(self)
+
+    monkeypatch.setattr(Heartbeat, "again", count)
+    monkeypatch.setattr(f"lockstep.checkpoint.{module}.CHUNK", 16)
+    lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=7)
+
+    manifest = read_manifest(Checkpoint.at(tmp_path / "checkpoints" / "step-00000006"))
+    sizes = {
+        "verify": [file.size for file in manifest.files],
+        "reader": [entry.bytes for entry in manifest.tensors.values()],
+    }
+    assert beats.count("load") >= sum(size // 16 for size in sizes[module])
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO])
+def test_a_checkpoint_that_cannot_be_read_is_neither_called_damaged_nor_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    """It is waited for, except without permission, which does not change by itself."""
+    lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"every": 6})
+    open_file = CheckpointStorage.open
+    tried = 0
+
+    def refuse(self: CheckpointStorage, key: str) -> Any:
+        nonlocal tried
         if key == "step-00000012/rank-00000.safetensors":
-            raise PermissionError(errno.EACCES, "Permission denied", key)
+            tried += 1
+            raise OSError(number, os.strerror(number), key)
         return open_file(self, key)
 
-    monkeypatch.setattr(load, "LOOK_PAUSE_S", 0.0)
-    monkeypatch.setattr(FileSystemStorage, "open", refuse)
-    with pytest.raises(UserError, match=r"step-00000012 cannot be read\n.*Permission denied\n.*let this user read"):
-        lockstep.fit(Dropped(), run_dir=tmp_path / "new", resume=str(tmp_path / "checkpoints" / "step-00000012"))
+    monkeypatch.setattr(together_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(CheckpointStorage, "open", refuse)
+    briefly = {"timeout": 0.05, "every": 6}
+    named = str(tmp_path / "checkpoints" / "step-00000012")
+    with pytest.raises(
+        UserError, match=rf"step-00000012 cannot be read\n.*{os.strerror(number)}\n.*let this user read"
+    ):
+        lockstep.fit(Dropped(), run_dir=tmp_path / "new", resume=named, checkpoint=briefly)
 
-    lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto")
-    warning, kept = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
-    assert warning.startswith("checkpoint step-00000012 cannot be read: rank-00000.safetensors: ")
-    assert warning.endswith("Permission denied; resuming from step-00000006")
-    assert kept == "checkpoint step-00000012, which cannot be read, is kept as step-00000012.undone"
+    # To resume from the one before would lose progress, so only the user decides it: nothing was renamed.
+    capsys.readouterr()
+    tried = 0
+    with pytest.raises(UserError, match=r"step-00000012 cannot be read\n.*\n.*--resume .*checkpoints/step-00000006"):
+        lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", checkpoint=briefly)
+    lines = [line for line in capsys.readouterr().err.splitlines() if "trying again" in line]
+    if number == errno.EACCES:
+        assert lines == []
+        assert tried == 1
+    else:
+        [line] = lines
+        assert f"step-00000012/rank-00000.safetensors: cannot be read: {os.strerror(number)}" in line
+        assert line.endswith("; trying again for 0.05 s (checkpoint.timeout)")
+        assert tried > 2
+    names = {path.name for path in (tmp_path / "checkpoints").glob("step-*")}
+    assert names == {"step-00000006", "step-00000012"}
+
+    lockstep.fit(Dropped(), run_dir=tmp_path, resume=str(tmp_path / "checkpoints" / "step-00000006"))
     names = {path.name for path in (tmp_path / "checkpoints").glob("step-00000012*")}
-    assert names == {"step-00000012", "step-00000012.undone"}
+    assert names == {"step-00000012", "step-00000012.rewound"}
 
 
 def test_nothing_is_added_to_checkpoints_that_are_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would be saved, and never restored."""
-    add = Parts.add
-    parts: list[Parts] = []
+    add = RegisteredState.add
+    kept: list[RegisteredState] = []
 
-    def keep(self: Parts, name: str, part: Any) -> None:
-        parts.append(self)
-        add(self, name, part)
+    def keep(self: RegisteredState, name: str, *arguments: Any) -> None:
+        kept.append(self)
+        add(self, name, *arguments)
 
     class Late(Dropped):
         def loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
-            parts[0].add("late", self)
+            kept[0].add("late", self)
             return super().loss(model, batch)
 
-    monkeypatch.setattr(Parts, "add", keep)
+    monkeypatch.setattr(RegisteredState, "add", keep)
     with pytest.raises(UserError, match="'late' cannot be saved with the run: its checkpoints are already open"):
         lockstep.fit(Late(), run_dir=tmp_path / "run", checks={"loss": "off"})
 
@@ -262,10 +356,11 @@ def test_a_save_is_aborted_for_the_reason_of_the_rank_where_it_arose(
     lockstep.fit(Dropped(), run_dir=tmp_path / "run")
     [only] = managers
     reasons: list[str] = []
-    only._pending._log_event = lambda event, reason: reasons.append(reason)
+    only.pending._log_event = lambda event, reason: reasons.append(reason)
     for answers in (failures, [repeated, failures[1]], [repeated, none]):
+        monkeypatch.setattr(only.pending, "save", SimpleNamespace(steps_done=12, outcome=None, abort=str))
         monkeypatch.setattr(only.runtime.collectives, "gather_json", lambda _, answers=answers: answers)
-        assert only.abort_if_failed()
+        assert only.pending.abort_if_failed()
     assert [reason.partition("WRITTEN: ")[2].partition(". Training")[0] for reason in reasons] == [
         "rank 0: rank 2 wrote 8 bytes, but its file has 4; rank 1: no space left",
         "rank 1: no space left",
@@ -282,8 +377,8 @@ def test_training_continues_if_not_even_the_checkpoints_can_be_listed(
     class Unmounted(Dropped):
         def after_step(self, run: Any, result: Any) -> None:
             if run.steps_done == 3:
-                monkeypatch.setattr(FileSystemStorage, "folders", stale)
-                monkeypatch.setattr(FileSystemStorage, "write", stale)
+                monkeypatch.setattr(CheckpointStorage, "folders", stale)
+                monkeypatch.setattr(CheckpointStorage, "write", stale)
 
     lockstep.fit(Unmounted(), run_dir=tmp_path, checkpoint={"every": 6})
     reasons = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
@@ -291,7 +386,7 @@ def test_training_continues_if_not_even_the_checkpoints_can_be_listed(
     assert all("Training continues; the checkpoints cannot be listed: " in reason for reason in reasons)
 
 
-def test_a_registered_part_never_replaces_one_of_the_run(tmp_path: Path) -> None:
+def test_a_registered_object_never_replaces_one_of_the_run(tmp_path: Path) -> None:
     task = Dropped()
     model = task.model()
     with lockstep.start(global_batch=4, steps=1, exact=True, run_dir=tmp_path / "run") as run:
@@ -335,6 +430,19 @@ def test_the_space_for_tied_weights_is_counted_once() -> None:
     assert sum(tensor.nbytes for tensor in saved.tensors().values()) == 10 * 4 * 4
 
 
+def test_a_run_that_goes_back_to_a_checkpoint_that_was_set_aside_keeps_the_one_in_its_place(tmp_path: Path) -> None:
+    """The next save of this step deletes the one that has its name, which must not be of another history."""
+    lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"every": 4})
+    folder = tmp_path / "checkpoints"
+    again = {"run_dir": tmp_path, "checkpoint": {"every": 4}}
+    lockstep.fit(Dropped(), resume=str(folder / "step-00000004"), steps=8, **again)
+    replaced = (folder / "step-00000008" / MANIFEST).read_bytes()
+
+    lockstep.fit(Dropped(), resume=str(folder / "step-00000008.rewound"), nonfinite={"policy": "rewind"}, **again)
+    assert (folder / "step-00000008.rewound1" / MANIFEST).read_bytes() == replaced
+    assert (folder / "step-00000008").exists()
+
+
 # ---- options that an optimizer adds in its step ----
 
 
@@ -369,6 +477,21 @@ def test_an_option_that_the_optimizer_has_added_continues_after_a_resume(tmp_pat
         assert torch.equal(resumed.weights[name], weight), name
 
 
+def test_a_preemption_says_whether_its_save_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fail_at(how="term", step=4), pytest.raises(Preempted) as saved:
+        lockstep.fit(Dropped(), run_dir=tmp_path / "saved")
+    assert not saved.value.save_failed
+
+    def refuse(*_: object) -> None:
+        raise OSError("the disk coughed")
+
+    monkeypatch.setattr(CheckpointStorage, "write", refuse)
+    with fail_at(how="term", step=4), pytest.raises(Preempted) as failed:
+        lockstep.fit(Dropped(), run_dir=tmp_path / "failed")
+    assert failed.value.save_failed
+    assert failed.value.checkpoint is None
+
+
 def test_an_option_that_the_optimizer_has_added_goes_back_in_a_rewind(tmp_path: Path) -> None:
     counts: list[int | None] = []
 
@@ -396,6 +519,33 @@ def test_an_option_that_the_optimizer_has_added_goes_back_in_a_rewind(tmp_path: 
         assert counts[-len(repeated) - 2 :] == [*repeated, 7, 8]
 
 
+class WithTensorOption(Dropped):
+    """An option is a tensor, and the optimizer changes another one in place."""
+
+    def __init__(self, decay: float):
+        self.decay = decay
+
+    def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        class Decayed(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                self.param_groups[0]["n"] += 1
+                return super().step(closure)
+
+        options = {"decay": torch.tensor(self.decay), "n": torch.tensor(0)}
+        self.made = Decayed([{"params": list(model.parameters()), **options}], lr=0.05)
+        return self.made
+
+
+def test_an_option_that_is_a_tensor_is_compared_in_all_its_digits(tmp_path: Path) -> None:
+    lockstep.fit(WithTensorOption(0.1), run_dir=tmp_path, steps=4)
+    changed = WithTensorOption(0.10000001)
+    lockstep.fit(changed, run_dir=tmp_path, steps=5, resume="auto")
+    group = changed.made.param_groups[0]
+    assert group["decay"] == torch.tensor(0.10000001)
+    assert group["n"] == 5
+    assert "group 0: decay 0.10000000149011612 -> 0.10000000894069672" in (tmp_path / "events.jsonl").read_text()
+
+
 # ---- a storage that fails ----
 
 
@@ -416,8 +566,8 @@ def test_an_evaluation_continues_if_the_best_checkpoint_cannot_be_looked_up(
     class Unmounted(Evaluated):
         def after_step(self, run: Any, result: Any) -> None:
             if run.steps_done == 3:
-                monkeypatch.setattr(FileSystemStorage, "folders", stale)
-                monkeypatch.setattr(FileSystemStorage, "write", stale)
+                monkeypatch.setattr(CheckpointStorage, "folders", stale)
+                monkeypatch.setattr(CheckpointStorage, "write", stale)
 
     checkpoint = {"best": "eval_loss", "final": "best", "every": 4}
     result = lockstep.fit(Unmounted(), run_dir=tmp_path, evaluate={"every": 2}, checkpoint=checkpoint)
@@ -427,37 +577,161 @@ def test_an_evaluation_continues_if_the_best_checkpoint_cannot_be_looked_up(
     assert (tmp_path / "model.safetensors").exists()
 
 
-def test_the_best_checkpoint_is_looked_up_again_when_the_storage_is_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    storage = MemoryStorage()
-    settings = resolve([("argument", {"checkpoint.best": "eval_loss"})]).config.checkpoint
-    runtime: Any = SimpleNamespace(collectives=SimpleNamespace(run_on_rank0=lambda look: look()))
-    schedule = SaveSchedule(settings, Retention(best="eval_loss"), storage, runtime)
+def test_the_best_checkpoint_is_looked_up_again_when_the_storage_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = CheckpointStorage.folders
 
-    with monkeypatch.context() as unmounted:
-        unmounted.setattr(storage, "folders", stale)
-        assert not schedule.is_new_best({"eval_loss": 2.0})
-    assert schedule.is_new_best({"eval_loss": 2.0})
+    class Unmounted(Evaluated):
+        def after_step(self, run: Any, result: Any) -> None:
+            # The evaluation of step 2 cannot look at the checkpoints; that of step 4 can.
+            monkeypatch.setattr(CheckpointStorage, "folders", stale if run.steps_done < 3 else folders)
+
+    checkpoint = {"best": "eval_loss", "at_end": False, "minutes": None}
+    lockstep.fit(Unmounted(), run_dir=tmp_path, steps=4, evaluate={"every": 2}, checkpoint=checkpoint)
+    assert [found.step for found in committed(CheckpointStorage(tmp_path / "checkpoints"))] == [4]
+
+
+def test_metrics_of_a_save_that_was_aborted_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later evaluation is the best of all checkpoints, even if it is worse than the one whose save failed."""
+    write = CheckpointStorage.write
+
+    class Full(Evaluated):
+        def after_step(self, run: Any, result: Any) -> None:
+            monkeypatch.setattr(CheckpointStorage, "write", stale if run.steps_done < 3 else write)
+
+    best = {"best": "eval_loss", "best_mode": "max", "at_end": False, "minutes": None, "asynchronous": False}
+    result = lockstep.fit(Full(), run_dir=tmp_path, steps=4, evaluate={"every": 2}, checkpoint=best)
+    events = read_jsonl(tmp_path / "events.jsonl")
+    losses = [event["loss"] for event in events if event["event"] == "eval"]
+    assert losses[0] > losses[1]
+    assert [event["reason"].partition(" WAS NOT")[0] for event in events if event["event"] == "warning"] == [
+        "THE CHECKPOINT OF STEP 2"
+    ]
+    assert result.best is not None
+    assert result.best.step == 4
 
 
 def test_a_read_error_that_passes_does_not_cost_the_newest_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"every": 6})
-    open_file = FileSystemStorage.open
+    open_file = CheckpointStorage.open
     errors = [OSError(errno.EIO, "Input/output error")] * 2
 
-    def fail_twice(self: FileSystemStorage, key: str) -> Any:
+    def fail_twice(self: CheckpointStorage, key: str) -> Any:
         if key == "step-00000012/rank-00000.safetensors" and errors:
             raise errors.pop()
         return open_file(self, key)
 
-    monkeypatch.setattr(load, "LOOK_PAUSE_S", 0.0)
-    monkeypatch.setattr(FileSystemStorage, "open", fail_twice)
+    monkeypatch.setattr(together_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(CheckpointStorage, "open", fail_twice)
     lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=13)
     events = read_jsonl(tmp_path / "events.jsonl")
     assert not errors
     assert [event for event in events if event["event"] == "warning"] == []
-    assert {path.name for path in (tmp_path / "checkpoints").glob("*.undone")} == set()
+    assert {path.name for path in (tmp_path / "checkpoints").glob("*.rewound")} == set()
+
+
+def test_a_folder_that_cannot_be_listed_for_a_moment_is_listed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lockstep.fit(Dropped(), run_dir=tmp_path, steps=6)
+    claimed = threading.Event()
+    claim, folders = CheckpointManager._claim, CheckpointStorage.folders
+    errors = [OSError(errno.EIO, "Input/output error")] * 2
+
+    def claim_first(self: CheckpointManager) -> None:
+        claim(self)
+        claimed.set()
+
+    def fail_twice(self: CheckpointStorage) -> list[str]:
+        if claimed.is_set() and errors:
+            raise errors.pop()
+        return folders(self)
+
+    monkeypatch.setattr(together_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(CheckpointManager, "_claim", claim_first)
+    monkeypatch.setattr(CheckpointStorage, "folders", fail_twice)
+    lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=7)
+    assert not errors
+    assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {"step-00000006", "step-00000007"}
+    assert [record["step"] for record in read_jsonl(tmp_path / "metrics.jsonl")].count(5) <= 1  # no step was repeated
+
+
+def test_a_run_that_was_killed_between_two_renames_does_not_start_from_the_beginning(tmp_path: Path) -> None:
+    """Its only checkpoint was being saved again: the old one has made way, and the new one has no name yet."""
+    lockstep.fit(Dropped(), run_dir=tmp_path, steps=6, checkpoint={"keep": 1})
+    folder = tmp_path / "checkpoints"
+    draft = draft_name(6, (folder / "owner").read_text(), 9)
+    shutil.copytree(folder / "step-00000006", folder / draft)
+    (folder / "step-00000006").rename(folder / "step-00000006.replaced")
+
+    trained: list[int] = []
+
+    class Watched(Dropped):
+        def after_step(self, run: Any, result: Any) -> None:
+            trained.append(run.steps_done)
+
+    lockstep.fit(Watched(), run_dir=tmp_path, steps=7, resume="auto", checkpoint={"keep": 1})
+    assert trained == [7]
+    assert not (folder / draft).exists()
+
+
+@pytest.mark.parametrize("method", ["replace", "folders", "open"])
+def test_a_storage_that_cannot_be_claimed_for_a_moment_is_claimed_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The first error of rank 0 ended the run, and the other ranks waited for it."""
+    lockstep.fit(Dropped(), run_dir=tmp_path, steps=6)
+    call = getattr(CheckpointStorage, method)
+    errors = [OSError(errno.ESTALE, "Stale file handle")] * 2
+
+    def fail_twice(self: CheckpointStorage, *arguments: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return call(self, *arguments)
+
+    monkeypatch.setattr(together_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(CheckpointStorage, method, fail_twice)
+    lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=7)
+    assert not errors
+    assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {"step-00000006", "step-00000007"}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS])
+def test_a_storage_that_stays_closed_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Somebody must make room, or give the right: the run waited for ten minutes first."""
+    tried = 0
+
+    def refuse(*_: Any, **__: Any) -> None:
+        nonlocal tried
+        tried += 1
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(together_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(CheckpointStorage, "replace", refuse)
+    fix = "make room there" if number in (errno.ENOSPC, errno.EDQUOT) else "let this user write to the folder"
+    with pytest.raises(UserError, match=rf"cannot be claimed\n.*{os.strerror(number)}\n.*{fix}, and try again"):
+        lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"timeout": 0.5})
+    assert tried == 1
+
+
+def test_a_storage_that_cannot_be_claimed_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    storage = CheckpointStorage(tmp_path)
+
+    def on_rank(rank: int, gather: Any) -> Any:
+        collectives = SimpleNamespace(gather_json=gather, run_on_rank0=lambda act: 0.0)
+        runtime: Any = SimpleNamespace(is_main=rank == 0, collectives=collectives)
+        together_module.claim_together(storage, runtime, 0.0, stale)
+
+    for answer in together(2, on_rank):
+        assert isinstance(answer, together_module.StorageUnavailable)
+        assert answer.problem == f"the checkpoints in {tmp_path} cannot be claimed"
+        assert answer.found == f"rank 0: [Errno {errno.ESTALE}] Stale file handle"
+        assert answer.fix.startswith("let this user write to the folder, or wait")
 
 
 @pytest.mark.parametrize("missing", ["state", "config", "world", "plan"])

@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -18,34 +19,38 @@ import torch
 from checkpoints import TOKEN, commit, end, is_committed, load, same, savers, shard, state, values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from memory_storage import MemoryStorage
 from rich.filesize import decimal
 from safetensors import safe_open
 
 from lockstep import faults
-from lockstep.checkpoint import load as load_module
-from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint import reader as reader_module
+from lockstep.checkpoint.command import prune
 from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, encode
 from lockstep.checkpoint.manifest_reader import decode, read_manifest
+from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import commit as committing
-from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.context import Contents, SaveContext
+from lockstep.checkpoint.saving.draft import Draft
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed, Written
 from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.saving.saver import Contents
 from lockstep.checkpoint.state.state_tree import pack, unpack
 from lockstep.checkpoint.storage import (
     Checkpoint,
     CheckpointStorage,
-    FileSystemStorage,
+    NotDurable,
+    claim,
     committed,
     delete_checkpoint,
     delete_leftovers,
-    file_system,
+    put_back_replaced,
     set_aside,
     set_aside_after,
 )
-from lockstep.checkpoint.storage.protocol import NotDurable
+from lockstep.checkpoint.storage import (
+    folder as folder_module,
+)
+from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import MANIFEST, file_name
 from lockstep.runtime.layout import LocalShard, shard_of
@@ -63,7 +68,8 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 @pytest.fixture(params=["file", "memory"])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> CheckpointStorage:
-    return FileSystemStorage(tmp_path) if request.param == "file" else MemoryStorage()
+    allow_store("memory_store:MemoryStore")
+    return CheckpointStorage(tmp_path, None if request.param == "file" else "memory_store:MemoryStore://bucket")
 
 
 def folders(storage: CheckpointStorage) -> set[str]:
@@ -103,7 +109,7 @@ def test_tensors_that_are_not_contiguous_or_have_gradients_come_back(tmp_path):
         "parameter": torch.nn.Parameter(base.clone()),
         "reversed": base.flip(0),
     }
-    path = Path(commit(tmp_path, 1, 1, tensors).location)
+    path = commit(tmp_path, 1, 1, tensors).path
     assert same(load(tmp_path)[1], tensors)
     with safe_open(path / file_name(0), "pt") as file:  # the stock reader agrees
         assert same({name: file.get_tensor(name) for name in file.keys()}, tensors)  # noqa: SIM118
@@ -177,8 +183,8 @@ def test_the_encoding_of_values_is_part_of_the_file_format():
     assert list(tensors) == ["state.array", "state.tensor"]
 
 
-def test_a_manifest_has_the_bytes_of_format_2():
-    piece = Piece("rank-00000.safetensors", "model.w", (0, 0), (2, 3))
+def test_a_manifest_has_the_bytes_of_format_4():
+    piece = Piece("rank-00000.safetensors", (0, 0), (2, 3))
     manifest = Manifest(
         step=7,
         time=1.5,
@@ -189,17 +195,17 @@ def test_a_manifest_has_the_bytes_of_format_2():
         values=pack({"metrics": {"loss": math.nan, "accuracy": 0.5}}, "values", {}),
     )
     data = encode(manifest)
-    assert data == FORMAT_2
-    decoded = decode(FORMAT_2, Checkpoint(MemoryStorage(), "step-00000007"))
+    assert data == FORMAT_4
+    decoded = decode(FORMAT_4, Checkpoint(CheckpointStorage(Path()), "step-00000007"))
     assert decoded == manifest
     assert math.isnan(decoded.metrics["loss"])
 
 
-FORMAT_2 = (
+FORMAT_4 = (
     b'{"content":{"aliases":{"model.v":"model.w"},"files":[{"digest":"ab","name":"rank-00000.safetensors","size":4120}],'
     b'"lockstep":"0.1.0","step":7,"tensors":{"model.w":{"dtype":"F32","pieces":[{"file":"rank-00000.safetensors",'
-    b'"key":"model.w","offset":[0,0],"shape":[2,3]}],"shape":[2,3]}},"time":1.5,"values":{"metrics":{"accuracy":0.5,'
-    b'"loss":{"$float":"nan"}}}},"digest":"a7f975bbbb8adabb364853c88be28786","format":2}'
+    b'"offset":[0,0],"shape":[2,3]}],"shape":[2,3]}},"time":1.5,"values":{"metrics":{"accuracy":0.5,'
+    b'"loss":{"$float":"nan"}}}},"digest":"c7bd7f0c72fceaa9daa7cc844f1290e3","format":4}'
 )
 
 
@@ -280,15 +286,15 @@ def test_a_restore_opens_each_file_once(tmp_path, monkeypatch, most):
     """Besides the header, as long as not too many files are open at a time."""
     checkpoint = commit(tmp_path, 1, 3)
     opened = []
-    open_file = FileSystemStorage.open
+    open_file = CheckpointStorage.open
 
     def note(self, key):
         opened.append(open_file(self, key))
         return opened[-1]
 
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
-    monkeypatch.setattr(load_module, "MAX_OPEN_FILES", most)
-    monkeypatch.setattr(FileSystemStorage, "open", note)
+    monkeypatch.setattr(reader_module, "MAX_OPEN_FILES", most)
+    monkeypatch.setattr(CheckpointStorage, "open", note)
     with reader.keeping_open():
         assert same({name: reader.read(name) for name in reader.names()}, state(1))
         assert sum(not stream.closed for stream in opened) == min(most, 3)
@@ -307,6 +313,19 @@ def test_a_slice_outside_and_an_unknown_name_are_refused(storage):
         reader.read_slice("model.weight", (0, 0), (8, 1))
     with pytest.raises(KeyError, match=r"model\.wait"):
         reader.read("model.wait")
+
+
+def test_a_slice_is_read_from_the_files_that_hold_some_of_it(tmp_path, monkeypatch):
+    """Opening the files of thousands of ranks, each for its header, would take minutes in an object store."""
+    commit(tmp_path, 1, size=7)
+    reader, _ = load(tmp_path)
+    reader = CheckpointReader(reader.checkpoint, reader.manifest)
+    opened = []
+    open_file = CheckpointStorage.open
+    monkeypatch.setattr(CheckpointStorage, "open", lambda self, key: opened.append(key) or open_file(self, key))
+    part = reader.read_slice("model.weight", (2, 1), (2, 3))
+    assert torch.equal(part, state(1)["model.weight"][2:4, 1:4])
+    assert set(opened) == {f"step-00000001/{file_name(rank)}" for rank in (2, 3)}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -342,7 +361,6 @@ def test_too_little_space_is_noticed_before_anything_is_written(storage, monkeyp
     size = saver._snapshot.layout.file_size
     monkeypatch.setattr(type(storage), "free_bytes", lambda self: size - 10)
     saver.start(2, Contents(shard(state(2), 0, 1)))
-    assert saver.failure
     [report] = saver.take_ended(0)
     assert not is_committed(report)
     assert "no space left" in report.outcome.reason
@@ -350,7 +368,6 @@ def test_too_little_space_is_noticed_before_anything_is_written(storage, monkeyp
     assert same(load(storage)[1], state(1))
     monkeypatch.undo()
     saver.start(3, Contents(shard(state(3), 0, 1)))
-    assert saver.failure is None
     assert is_committed(saver.take_ended()[0])
 
 
@@ -359,15 +376,13 @@ def test_a_disk_that_fills_up_costs_one_checkpoint_and_nothing_else(storage, mon
     commit(storage, 1, 2)
     team = savers(storage, 2)
     fill_disk(monkeypatch)
-    team[rank].start(2, Contents(shard(state(2), rank, 2)))
+    failing = team[rank].start(2, Contents(shard(state(2), rank, 2)))
     [report] = team[rank].take_ended()
-    assert team[rank].failure
     assert "no space left" in report.outcome.reason
     monkeypatch.undo()
-    team[1 - rank].start(2, Contents(shard(state(2), 1 - rank, 2)))
-    for saver in team:
-        saver.abort("a disk is full")
-        assert saver.failure is None
+    other = team[1 - rank].start(2, Contents(shard(state(2), 1 - rank, 2)))
+    for save in (failing, other):
+        save.abort("a disk is full")
     assert not is_committed(end([team[1 - rank]])[0])
     assert folders(storage) == {"step-00000001"}
     for number, saver in enumerate(team):  # once there is room again, the same step can be saved
@@ -395,7 +410,7 @@ def test_a_folder_that_vanishes_while_it_is_made_is_another_ranks_failure(tmp_pa
     def write(*_):
         raise FileExistsError(errno.EEXIST, "File exists")
 
-    monkeypatch.setattr(FileSystemStorage, "write", write)
+    monkeypatch.setattr(CheckpointStorage, "write", write)
     saver.start(1, Contents({"x": shard_of(torch.ones(3))}))
     [report] = saver.take_ended()
     assert report.outcome.caused_elsewhere
@@ -415,12 +430,71 @@ def test_a_file_that_rank_0_does_not_find_is_no_folder_that_is_gone(storage):
     assert not report.outcome.caused_elsewhere
 
 
+def test_an_abort_deletes_no_file_that_rank_0_may_commit(storage, monkeypatch):
+    """Rank 0 has read the confirmation of rank 1, which then ends its run: the checkpoint had no file of rank 1."""
+    team = savers(storage, 2)
+    read, aborted = threading.Event(), threading.Event()
+
+    def before_rename(phase, step):
+        if phase == "rename":
+            read.set()
+            assert aborted.wait(30)
+
+    confirm = Draft.confirm
+
+    def then_abort(self, confirmation):
+        confirm(self, confirmation)
+        if self.context.rank == 1:
+            assert read.wait(30)
+            saves[1]._abort.request("the run ended")
+
+    monkeypatch.setattr(faults, "fire", before_rename)
+    monkeypatch.setattr(Draft, "confirm", then_abort)
+    saves = [saver.start(1, Contents(shard(state(1), rank, 2))) for rank, saver in enumerate(team)]
+    saves[1].wait()
+    saves[1].abort("the run ended")
+    aborted.set()
+    assert is_committed(team[0].take_ended()[0])
+    assert saves[1].outcome == SaveFailed("the run ended")
+    assert same(load(storage)[1], state(1))
+
+
+def test_an_abort_before_the_confirmation_leaves_nothing(storage, monkeypatch):
+    """The last chunk is written when the save is aborted."""
+    saver = savers(storage, 2)[1]
+    write = CheckpointStorage.write
+
+    def then_abort(self, key, chunks):
+        write(self, key, chunks)
+        saver._last._abort.request("the run ended")
+
+    monkeypatch.setattr(CheckpointStorage, "write", then_abort)
+    saver.start(1, Contents(shard(state(1), 1, 2)))
+    assert saver.take_ended()[0].outcome == SaveFailed("the run ended")
+    assert folders(storage) == set()
+
+
+def test_a_file_that_vanishes_before_the_commit_costs_this_checkpoint(storage, monkeypatch):
+    commit(storage, 1, 2)
+    team = savers(storage, 2)
+
+    def lose(phase, step):
+        if phase == "rename":
+            storage.delete(f"step-00000002.tmp-{TOKEN}-1/{file_name(1)}")
+
+    monkeypatch.setattr(faults, "fire", lose)
+    for rank, saver in enumerate(team):
+        saver.start(2, Contents(shard(state(2), rank, 2)))
+    assert end(team)[0].outcome.reason.startswith("FileNotFoundError")
+    assert folders(storage) == {"step-00000001"}
+
+
 def test_a_rank_that_has_written_its_file_fails_with_the_others(storage):
     team = savers(storage, 2)
     team[1].start(1, Contents(shard(state(1), 1, 2)))
     [report] = team[1].take_ended()
     assert report.outcome == Written()
-    team[1].abort("rank 0: no space left")
+    report.abort("rank 0: no space left")
     assert report.outcome == SaveFailed("rank 0: no space left")
 
 
@@ -459,13 +533,13 @@ def test_a_real_disk_that_is_full(tmp_path):
         saver.start(2, Contents({"x": shard_of(torch.ones(300_000))}))
         [early] = saver.take_ended()
         with pytest.MonkeyPatch.context() as patch:  # the disk fills up after the check
-            patch.setattr(FileSystemStorage, "free_bytes", lambda self: 1 << 40)
+            patch.setattr(CheckpointStorage, "free_bytes", lambda self: 1 << 40)
             saver.start(3, Contents({"x": shard_of(torch.ones(300_000))}))
             [late] = saver.take_ended()
         for report in (early, late):
             assert not is_committed(report)
             assert "no space left" in report.outcome.reason
-        assert folders(FileSystemStorage(disk / "checkpoints")) == {"step-00000001"}
+        assert folders(CheckpointStorage(disk / "checkpoints")) == {"step-00000001"}
         os.unlink(disk / "ballast")
         saver.start(4, Contents({"x": shard_of(torch.full((300_000,), 4.0))}))
         assert is_committed(saver.take_ended()[0])
@@ -482,7 +556,7 @@ def test_an_error_in_the_thread_is_reported_and_the_saver_can_save_again(storage
     monkeypatch.setattr(faults, "fire", broken)
     saver.start(1, Contents(shard(state(1), 0, 1)))
     [report] = saver.take_ended()
-    assert saver.failure == report.outcome == SaveFailed("RuntimeError: injected")
+    assert report.outcome == SaveFailed("RuntimeError: injected")
     monkeypatch.undo()
     saver.start(2, Contents(shard(state(2), 0, 1)))
     assert is_committed(saver.take_ended()[0])
@@ -498,7 +572,6 @@ def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(sto
     saver.start(1, Contents(shard(state(1), 0, 1)))
     [report] = saver.take_ended()
     assert "coughed" in report.outcome.warning
-    assert saver.failure is None
     assert same(load(storage)[1], state(1))
 
 
@@ -507,39 +580,38 @@ def test_a_rename_that_may_not_survive_a_power_cut_is_reported_and_older_checkpo
     [saver] = savers(tmp_path, keep=Retention(keep=1))
     saver.start(1, Contents(shard(state(1), 0, 1)))
     saver.take_ended()
-    sync = file_system.sync_folder
+    sync = folder_module.sync_folder
 
     def broken(folder: Path) -> None:
         if folder == tmp_path:
             raise OSError(errno.EIO, "the disk coughed")
         sync(folder)
 
-    monkeypatch.setattr(file_system, "sync_folder", broken)
+    monkeypatch.setattr(folder_module, "sync_folder", broken)
     saver.start(2, Contents(shard(state(2), 0, 1)))
     [report] = saver.take_ended()
-    assert saver.failure is None
     assert report.outcome.warning.startswith("complete, but may not survive a power cut, so older ones are kept: ")
     assert "coughed" in report.outcome.warning
-    assert {checkpoint.step for checkpoint in committed(FileSystemStorage(tmp_path))} == {1, 2}
+    assert {checkpoint.step for checkpoint in committed(CheckpointStorage(tmp_path))} == {1, 2}
     assert same(load(tmp_path)[1], state(2))
 
 
 def test_only_a_commit_minds_that_a_rename_may_not_survive_a_power_cut(tmp_path, monkeypatch):
     """Setting aside and deleting go on: an old checkpoint that is back after a power cut does no harm."""
-    storage = FileSystemStorage(tmp_path)
+    storage = CheckpointStorage(tmp_path)
     for step in (1, 2, 3, 4):
         commit(storage, step)
 
     def broken(folder: Path) -> None:
         raise OSError(errno.EIO, "the disk coughed")
 
-    monkeypatch.setattr(file_system, "sync_folder", broken)
+    monkeypatch.setattr(folder_module, "sync_folder", broken)
     with pytest.raises(NotDurable):
         storage.rename("step-00000004", "step-00000005")
     assert set_aside(storage, "step-00000005", "damaged") == "step-00000005.damaged"
-    assert set_aside_after(storage, 2) == {"step-00000003": "step-00000003.undone"}
+    set_aside_after(storage, 2)
     delete_checkpoint(storage, "step-00000001", TOKEN)
-    assert folders(storage) == {"step-00000002", "step-00000003.undone", "step-00000005.damaged"}
+    assert folders(storage) == {"step-00000002", "step-00000003.rewound", "step-00000005.damaged"}
 
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF])
@@ -583,11 +655,10 @@ def test_a_rank_that_never_writes_is_named(storage):
 
 def test_an_aborted_save_ends_at_once_and_leaves_nothing(storage):
     team = savers(storage, 2)
-    team[0].start(1, Contents(shard(state(1), 0, 2)))  # waits for rank 1, which never saves
-    team[0].abort("rank 1: no space left")
-    [report] = team[0].take_ended(30)
-    assert report.outcome == SaveFailed("rank 1: no space left")
-    assert team[0].failure is None
+    save = team[0].start(1, Contents(shard(state(1), 0, 2)))  # waits for rank 1, which never saves
+    save.abort("rank 1: no space left")
+    assert save.wait(30)
+    assert save.outcome == SaveFailed("rank 1: no space left")
     assert folders(storage) == set()
 
 
@@ -599,13 +670,211 @@ def test_closing_gives_up_what_is_in_flight(storage):
     assert folders(storage) == set()
 
 
+def test_closing_does_not_wait_for_a_disk_that_does_not_answer(tmp_path, monkeypatch):
+    """An error of the user's code was shown only when the disk had answered, after 40 seconds for example."""
+    answers = threading.Event()
+    timer = threading.Timer(20, answers.set)
+    timer.start()
+    write = CheckpointStorage.write
+
+    def hang(self, key, chunks):
+        answers.wait()
+        write(self, key, chunks)
+
+    monkeypatch.setattr(CheckpointStorage, "write", hang)
+    [saver] = savers(tmp_path)
+    save = saver.start(1, Contents(shard(state(1), 0, 1)))
+    saver.close()
+    assert not answers.is_set()
+    assert save.outcome is None
+
+    # The thread gives up when the disk answers.
+    timer.cancel()
+    answers.set()
+    assert save.wait(60)
+    assert "the run ended" in save.outcome.reason
+    assert folders(CheckpointStorage(tmp_path)) == set()
+
+
 def test_another_one_of_the_same_step_makes_way(storage):
-    """It belongs to another history, or is damaged: what is saved now counts, and nothing is lost."""
+    """It is the same state, or damaged: what is saved now counts, and the disk does not fill up with copies."""
     name = commit(storage, 5).name
     storage.write(f"{name}/{file_name(0)}", [memoryview(bytes(10))])
+    for _ in range(2):
+        commit(storage, 5)
+        assert folders(storage) == {name}
+        assert same(load(storage)[1], state(5))
+
+
+def test_an_attempt_that_was_replaced_deletes_nothing(storage, monkeypatch):
+    """The other attempt may have gone back to a checkpoint that this one would delete."""
+    [saver] = savers(storage, keep=Retention(keep=1))
+    saver.start(1, Contents(shard(state(1), 0, 1)))
+    assert is_committed(saver.take_ended()[0])
+
+    monkeypatch.setattr(faults, "fire", lambda phase, step: claim(storage, "other") if phase == "latest" else None)
+    saver.start(2, Contents(shard(state(2), 0, 1)))
+    [save] = saver.take_ended()
+    assert save.outcome.warning.startswith("safe, but older ones are not deleted: another attempt has taken over")
+    assert folders(storage) == {"step-00000001", "step-00000002"}
+
+
+@pytest.mark.parametrize(("phase", "left"), [("write", set()), ("latest", {"step-00000001"})])
+def test_ctrl_c_in_a_save_without_a_thread_ends_the_run(storage, monkeypatch, phase, left):
+    def interrupt(now, step):
+        if now == phase:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(faults, "fire", interrupt)
+    [saver] = savers(storage, asynchronous=False)
+    with pytest.raises(KeyboardInterrupt):
+        saver.start(1, Contents(shard(state(1), 0, 1)))
+    assert folders(storage) == left
+
+
+# What a file system is asked to do in a save. `os.open` is not patched: a test cannot tell its calls from Python's own.
+OPERATIONS = ["rename", "replace", "fsync", "pwrite", "mkdir", "unlink", "scandir"]
+
+
+def fail_from(monkeypatch: pytest.MonkeyPatch, operation: str, first: int, times: int) -> list[str]:
+    """Let `os.OPERATION` raise EIO `times` times, from its call number `first` (from 0). Return the failed calls."""
+    call = getattr(os, operation)
+    calls = 0
+    failed: list[str] = []
+
+    def maybe(*args: object, **options: object) -> object:
+        nonlocal calls
+        calls += 1
+        if first < calls <= first + times:
+            failed.append(f"{operation} {args}")
+            raise OSError(errno.EIO, "the disk coughed")
+        return call(*args, **options)
+
+    monkeypatch.setattr(os, operation, maybe)
+    return failed
+
+
+@pytest.mark.parametrize("times", [1, 1000], ids=["once", "from then on"])
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_failure_of_any_operation_loses_no_checkpoint_and_leaves_none_over(tmp_path, monkeypatch, operation, times):
+    """The same step is saved again, so the old checkpoint must make way; after a failure it has its name back."""
+    name = "step-00000005"
+    failures = 0
+    for first in range(100):
+        root = tmp_path / str(first)
+        storage = CheckpointStorage(root)
+        commit(storage, 5)
+        [saver] = savers(storage, asynchronous=False)
+
+        with monkeypatch.context() as patch:
+            failed = fail_from(patch, operation, first, times)
+            saver.start(5, Contents(shard(state(6), 0, 1)))
+        [save] = saver.take_ended()
+        if not failed:
+            break
+        failures += 1
+
+        # Without a warning nothing is left over.
+        if is_committed(save) and not save.outcome.warning:
+            assert folders(storage) == {name}, failed
+
+        # The next start deletes what is left of the draft, and of a checkpoint that was replaced.
+        delete_leftovers(storage, "next")
+        assert same(load(storage)[1], state(6 if is_committed(save) else 5)), failed
+        assert folders(storage) == {name}, failed
+
+    assert failures, "nothing was tested"
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def killed_between_two_renames(storage: CheckpointStorage, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+    """Save a step again. The old checkpoint is set aside, and the process dies before the new one gets its name."""
+    [saver] = savers(storage, asynchronous=False)
+    rename = type(storage).rename
+
+    def die(self, folder, to):
+        if to == f"step-{step:08d}":
+            raise Killed
+        rename(self, folder, to)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(storage), "rename", die)
+        # A process that is killed does not tidy up.
+        patch.setattr(type(storage), "delete", lambda self, key: None)
+        with pytest.raises(Killed):
+            saver.start(step, Contents(shard(state(step + 1), 0, 1)))
+
+
+def start_again(storage: CheckpointStorage, token: str) -> None:
+    """Do what rank 0 of the next attempt does."""
+    claim(storage, token)
+    delete_leftovers(storage, token)
+
+
+def test_a_kill_between_the_renames_of_a_step_that_is_saved_again_loses_nothing(storage, monkeypatch):
+    """Neither copy had the name of a checkpoint. The save was not committed, so the earlier one counts."""
     commit(storage, 5)
-    assert folders(storage) == {name, name + ".undone"}
+    killed_between_two_renames(storage, monkeypatch, 5)
+    assert committed(storage) == []
+    start_again(storage, "next")
     assert same(load(storage)[1], state(5))
+    assert folders(storage) == {"step-00000005"}
+
+
+def test_pruning_between_the_renames_of_a_step_that_is_saved_again_loses_nothing(tmp_path, monkeypatch):
+    """`--set-aside` deleted the old checkpoint, and the next start deleted the new one."""
+    storage = CheckpointStorage(tmp_path / "checkpoints")
+    commit(storage, 5)
+    killed_between_two_renames(storage, monkeypatch, 5)
+    prune(tmp_path, keep=1, dry_run=False, set_aside=True)
+    start_again(storage, "next")
+    assert same(load(storage)[1], state(5))
+
+
+def test_what_a_commit_replaced_that_may_not_survive_a_power_cut_is_deleted_later(tmp_path, monkeypatch):
+    """Nothing ever deleted it."""
+    storage = CheckpointStorage(tmp_path)
+    commit(storage, 5)
+    [saver] = savers(storage)
+    sync = folder_module.sync_folder
+
+    def broken(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError(errno.EIO, "the disk coughed")
+        sync(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_module, "sync_folder", broken)
+        saver.start(5, Contents(shard(state(6), 0, 1))).wait()
+    assert folders(storage) == {"step-00000005", "step-00000005.replaced"}
+
+    # The next commit deletes it, or the next start.
+    shutil.copytree(tmp_path, tmp_path.with_name("copy"))
+    saver.start(6, Contents(shard(state(6), 0, 1))).wait()
+    assert folders(storage) == {"step-00000005", "step-00000006"}
+    copy = CheckpointStorage(tmp_path.with_name("copy"))
+    start_again(copy, "next")
+    assert folders(copy) == {"step-00000005"}
+    assert same(load(copy)[1], state(6))
+
+
+def test_a_folder_that_a_living_writer_commits_meanwhile_is_not_put_back(storage, monkeypatch):
+    """A trainer that only loads looks at the folder between the two renames of another one."""
+    commit(storage, 5)
+    storage.rename("step-00000005", "step-00000005.replaced")
+    rename = type(storage).rename
+
+    def commit_first(self, folder, to):
+        monkeypatch.undo()
+        commit(storage, 5, tensors=state(6))
+        rename(self, folder, to)
+
+    monkeypatch.setattr(type(storage), "rename", commit_first)
+    put_back_replaced(storage)
+    assert same(load(storage)[1], state(6))
 
 
 def test_nothing_is_committed_while_the_owner_cannot_be_read(tmp_path):
@@ -614,7 +883,7 @@ def test_nothing_is_committed_while_the_owner_cannot_be_read(tmp_path):
     os.mkfifo(tmp_path / "owner")
     saver.start(1, Contents(shard(state(1), 0, 1)))
     assert "not a regular file" in saver.take_ended()[0].outcome.reason
-    assert folders(FileSystemStorage(tmp_path)) == set()
+    assert folders(CheckpointStorage(tmp_path)) == set()
 
 
 def test_nothing_is_committed_without_a_claim(tmp_path):
@@ -691,10 +960,10 @@ def test_a_file_system_that_fails_altogether_costs_a_checkpoint_and_not_the_run(
     def stale(*_args, **_kwargs):
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    storage = FileSystemStorage(tmp_path)
+    storage = CheckpointStorage(tmp_path)
     pending = Save(SaveContext(storage, 0, 1, TOKEN, Retention(keep=3), 1.0), 1, 1, 100)
-    monkeypatch.setattr(FileSystemStorage, "folders", stale)
-    monkeypatch.setattr(FileSystemStorage, "delete", stale)
-    pending.fail(OSError(errno.ESTALE, "Stale file handle"))
-    assert pending.file_ended.is_set()
+    monkeypatch.setattr(CheckpointStorage, "folders", stale)
+    monkeypatch.setattr(CheckpointStorage, "delete", stale)
+    pending._fail(OSError(errno.ESTALE, "Stale file handle"))
+    pending.wait_for_file()
     assert "Stale file handle" in pending.outcome.reason

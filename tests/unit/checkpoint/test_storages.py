@@ -1,48 +1,61 @@
-"""The storages keep the contract of every storage; and what only the file system has to get right."""
+"""The storage of checkpoints, with their tensors as files of the run, or in a store of the user's."""
 
 from __future__ import annotations
 
 import errno
 import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import TOKEN, commit, load, same, savers, shard, state
+from checkpoints import commit, is_committed, load, same, savers, shard, state
 from hypothesis import given
 from hypothesis import strategies as st
-from memory_storage import MemoryStorage
+from memory_store import MemoryStore
 from storage_contract import StorageContract, put
 
+from lockstep.checkpoint import metrics as metrics_module
+from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.retention import Retention, best_checkpoint, steps_to_delete
-from lockstep.checkpoint.saving.saver import Contents
+from lockstep.checkpoint.saving.context import Contents
+from lockstep.checkpoint.saving.saver import Saver
 from lockstep.checkpoint.state.state_tree import pack
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, FileSystemStorage, committed, file_system
-from lockstep.checkpoint.storage.protocol import CHUNK, PAGE, split
+from lockstep.checkpoint.storage import (
+    Checkpoint,
+    CheckpointStorage,
+    committed,
+    files,
+    set_aside_after,
+)
+from lockstep.checkpoint.storage.files import CHUNK, PAGE, split
+from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.launch.folder.run_dir import latest_step
 
 
-class TestFileSystemStorage(StorageContract):
-    def make(self, tmp_path: Path) -> CheckpointStorage:
-        return FileSystemStorage(tmp_path / "checkpoints")
+class TestWithoutAStore(StorageContract):
+    def url(self, tmp_path: Path) -> None:
+        return None
 
 
-IN_MEMORY: dict[Path, MemoryStorage] = {}
+class TestMemoryStore(StorageContract):
+    def url(self, tmp_path: Path) -> str:
+        return "memory_store:MemoryStore://bucket"
 
 
-class TestMemoryStorage(StorageContract):
-    def make(self, tmp_path: Path) -> CheckpointStorage:
-        return IN_MEMORY.setdefault(tmp_path, MemoryStorage())
+class FullStore(MemoryStore):
+    capacity = 30_000
 
 
-def test_a_full_memory_costs_a_checkpoint_and_nothing_else():
-    storage = MemoryStorage(capacity=30_000)
+def test_a_full_store_costs_a_checkpoint_and_nothing_else(tmp_path):
+    allow_store("test_storages:FullStore")
+    storage = CheckpointStorage(tmp_path, "test_storages:FullStore://bucket")
     commit(storage, 1)
     [saver] = savers(storage)
     saver.start(2, Contents(shard({"x": torch.ones(10_000)}, 0, 1)))
     [report] = saver.take_ended()
-    assert "no space left on the disk of memory:checkpoints" in report.outcome.reason
+    assert "no space left on the disk of test_storages:FullStore://bucket" in report.outcome.reason
     assert same(load(storage)[1], state(1))
 
 
@@ -58,16 +71,16 @@ def test_latest_is_for_people(tmp_path):
     assert latest_step(tmp_path) == 9
 
 
-def test_a_claim_removes_drafts_of_writers_that_were_killed(tmp_path):
+def test_a_claim_and_a_commit_remove_temporary_files_of_writers_that_were_killed(tmp_path):
     for name in (".latest.123", ".owner.4", "unrelated"):
         (tmp_path / name).touch()
-    FileSystemStorage(tmp_path).claim(TOKEN)
-    assert {path.name for path in tmp_path.iterdir()} == {"owner", "unrelated"}
+    commit(tmp_path, 1)
+    assert {path.name for path in tmp_path.iterdir()} == {"latest", "owner", "step-00000001", "unrelated"}
 
 
 @pytest.mark.parametrize("key", ["folder/file", "file"])
 def test_a_replacement_that_fails_leaves_the_old_file_and_no_draft(tmp_path, monkeypatch, key):
-    storage = FileSystemStorage(tmp_path)
+    storage = CheckpointStorage(tmp_path)
     storage.replace(key, b"old")
 
     def broken(*paths: object) -> None:
@@ -91,7 +104,7 @@ def test_a_folder_that_another_rank_removes_while_it_is_empty_is_made_again(tmp_
             removed.append(path)
 
     monkeypatch.setattr(Path, "mkdir", mkdir)
-    storage = FileSystemStorage(tmp_path)
+    storage = CheckpointStorage(tmp_path)
     put(storage, "folder/file", b"1")
     assert len(removed) == 3
     assert storage.open("folder/file").read() == b"1"
@@ -100,17 +113,17 @@ def test_a_folder_that_another_rank_removes_while_it_is_empty_is_made_again(tmp_
 def test_a_pipe_in_place_of_a_file_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "file")
     with pytest.raises(OSError, match="not a regular file"):
-        FileSystemStorage(tmp_path).open("file")
+        CheckpointStorage(tmp_path).open("file")
 
 
 def test_free_bytes_of_a_folder_that_is_not_there_yet(tmp_path):
-    missing = FileSystemStorage(tmp_path / "a" / "b")
-    assert missing.free_bytes() == pytest.approx(FileSystemStorage(tmp_path).free_bytes(), rel=0.5)
+    missing = CheckpointStorage(tmp_path / "a" / "b")
+    assert missing.free_bytes() == pytest.approx(CheckpointStorage(tmp_path).free_bytes(), rel=0.5)
     assert missing.folders() == []
 
 
 def test_a_checkpoint_is_found_from_inside_its_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(commit(tmp_path, 3).location)
+    monkeypatch.chdir(commit(tmp_path, 3).path)
     assert Checkpoint.at(Path()).step == 3
 
 
@@ -135,8 +148,8 @@ LARGE = {
 
 
 def test_large_files_are_written_directly_and_are_the_same(tmp_path, monkeypatch):
-    direct, written = [], file_system._write_directly
-    monkeypatch.setattr(file_system, "_write_directly", lambda *call: direct.append(written(*call)) or direct[-1])
+    direct, written = [], files._write_directly
+    monkeypatch.setattr(files, "_write_directly", lambda *call: direct.append(written(*call)) or direct[-1])
     commit(tmp_path, 1, tensors=LARGE)
     assert direct  # it was tried; whether it can be done depends on the disk
     assert same(load(tmp_path)[1], LARGE)
@@ -164,15 +177,15 @@ def test_a_disk_that_cannot_write_directly_gets_the_same_file(tmp_path, monkeypa
 
 def test_what_stays():
     losses = [(10, 3.0), (20, 1.0), (30, math.nan), (40, 2.0), (50, 1.0), (60, None), (70, 5.0)]
-    known = [(step, {"loss": loss}) for step, loss in losses]
+    known = {step: {"loss": loss} for step, loss in losses}
     assert steps_to_delete(known, Retention(keep=3)) == [10, 20, 30, 40]
     assert steps_to_delete(known, Retention(keep=1, keep_every=20)) == [10, 30, 50]
     assert steps_to_delete(known, Retention(keep=1, best="loss")) == [10, 20, 30, 40, 60]  # of equals, the newest
     assert steps_to_delete(known, Retention(keep=1, best="loss", best_mode="max")) == [10, 20, 30, 40, 50, 60]
     assert steps_to_delete(known, Retention(keep=1, best="accuracy")) == [10, 20, 30, 40, 50, 60]
-    assert steps_to_delete([(5, {})], Retention(keep=1)) == []
+    assert steps_to_delete({5: {}}, Retention(keep=1)) == []
     for mode in ("min", "max"):
-        unclear = [(10, {"loss": 1.0}), (20, {"loss": math.nan}), (30, {"loss": math.nan})]
+        unclear = {10: {"loss": 1.0}, 20: {"loss": math.nan}, 30: {"loss": math.nan}}
         assert steps_to_delete(unclear, Retention(keep=1, best="loss", best_mode=mode)) == [20]
 
 
@@ -187,7 +200,7 @@ def test_what_stays():
 )
 def test_the_newest_always_stays(steps, keep, keep_every, best, best_mode, data):
     numbers = st.floats() | st.none() | st.text(max_size=1)
-    known = [(step, data.draw(st.dictionaries(st.just("loss"), numbers))) for step in steps]
+    known = {step: data.draw(st.dictionaries(st.just("loss"), numbers)) for step in steps}
     doomed = steps_to_delete(known, Retention(keep, keep_every, best, best_mode))
     assert len(set(doomed)) == len(doomed)
     assert set(doomed) <= steps - set(sorted(steps)[-keep:])
@@ -206,7 +219,7 @@ def test_retention_is_applied_after_each_commit(tmp_path):
     for step, loss in [(1, 5.0), (2, 1.0), (3, math.nan), (4, 2.0)]:
         saver.start(step, Contents(shard(state(step), 0, 1), values=pack({"metrics": {"loss": loss}}, "values", {})))
     assert not any(report.outcome.warning for report in saver.take_ended())
-    assert [checkpoint.name for checkpoint in committed(FileSystemStorage(tmp_path))] == [
+    assert [checkpoint.name for checkpoint in committed(CheckpointStorage(tmp_path))] == [
         "step-00000004",
         "step-00000002",
     ]
@@ -215,26 +228,79 @@ def test_retention_is_applied_after_each_commit(tmp_path):
 
 def test_the_best_is_neither_deleted_nor_replaced_while_its_manifest_cannot_be_read(tmp_path, monkeypatch):
     retention = Retention(keep=1, best="loss")
-    storage = FileSystemStorage(tmp_path)
+    storage = CheckpointStorage(tmp_path)
     [saver] = savers(tmp_path, keep=retention)
     for step, loss in [(1, 1.0), (2, 2.0)]:
         saver.start(step, Contents(shard(state(step), 0, 1), values=pack({"metrics": {"loss": loss}}, "values", {})))
     saver.take_ended()
-    open_file = FileSystemStorage.open
+    open_file = CheckpointStorage.open
 
-    def fail(self: FileSystemStorage, key: str) -> object:
+    def fail(self: CheckpointStorage, key: str) -> object:
         if key == "step-00000001/manifest.json":
             raise OSError(errno.EIO, "Input/output error")
         return open_file(self, key)
 
     with monkeypatch.context() as patch:
-        patch.setattr(FileSystemStorage, "open", fail)
-        saver.start(3, Contents(shard(state(3), 0, 1), values=pack({"metrics": {"loss": 3.0}}, "values", {})))
-        [report] = saver.take_ended()
+        patch.setattr(CheckpointStorage, "open", fail)
+        [resumed] = savers(tmp_path, keep=retention)
+        resumed.start(3, Contents(shard(state(3), 0, 1), values=pack({"metrics": {"loss": 3.0}}, "values", {})))
+        [report] = resumed.take_ended()
         assert "Input/output error" in report.outcome.warning
+        oldest = tmp_path / "step-00000001"
+        assert report.outcome.warning.startswith(f"safe, but older ones are not deleted: {oldest}/manifest.json cannot")
+        assert report.outcome.warning.endswith(f"or set it aside: mv {oldest} {oldest}.damaged")
         with pytest.raises(OSError, match="Input/output error"):
-            best_checkpoint(storage, retention)
+            best_checkpoint(CheckpointMetrics(storage), retention)
 
-    best = best_checkpoint(storage, retention)
+    best = best_checkpoint(CheckpointMetrics(storage), retention)
     assert best is not None
     assert best.checkpoint.step == 1
+    # What the warning says to type works: the older ones are deleted again, and the one that was set aside is not.
+    oldest.rename(f"{oldest}.damaged")
+    resumed.start(4, Contents(shard(state(4), 0, 1), values=pack({"metrics": {"loss": 4.0}}, "values", {})))
+    assert resumed.take_ended()[0].outcome.warning == ""
+    assert set(storage.folders()) == {"step-00000001.damaged", "step-00000002", "step-00000004"}
+
+
+def save_with_losses(saver: Saver, losses: dict[int, float]) -> None:
+    for step, loss in losses.items():
+        saver.start(step, Contents(shard(state(step), 0, 1), values=pack({"metrics": {"loss": loss}}, "values", {})))
+    assert all(is_committed(save) and not save.outcome.warning for save in saver.take_ended())
+
+
+def test_a_save_reads_no_manifest_that_is_known(tmp_path, monkeypatch):
+    """A run reads the manifests of its checkpoints once, after a resume; those it writes itself, never."""
+    read: list[str] = []
+    read_manifest = metrics_module.read_manifest
+
+    def count(checkpoint: Checkpoint) -> object:
+        read.append(checkpoint.name)
+        return read_manifest(checkpoint)
+
+    monkeypatch.setattr(metrics_module, "read_manifest", count)
+    keep = Retention(keep=2, best="loss")
+    [saver] = savers(tmp_path, keep=keep)
+    save_with_losses(saver, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0})
+    assert read == []
+
+    [resumed] = savers(tmp_path, keep=keep)
+    save_with_losses(resumed, {5: 5.0, 6: 6.0, 7: 7.0})
+    assert sorted(read) == ["step-00000001", "step-00000003", "step-00000004"]
+    assert [checkpoint.step for checkpoint in committed(CheckpointStorage(tmp_path))] == [7, 6, 1]
+
+
+def test_the_best_is_chosen_among_those_that_other_processes_have_left(tmp_path):
+    [saver] = savers(tmp_path, keep=Retention(keep=1, best="loss"))
+    save_with_losses(saver, {1: 1.0, 2: 2.0})
+    shutil.rmtree(tmp_path / "step-00000001")
+    save_with_losses(saver, {3: 3.0})
+    assert [checkpoint.step for checkpoint in committed(CheckpointStorage(tmp_path))] == [3, 2]
+
+
+def test_a_step_that_is_saved_again_is_compared_by_its_new_metrics(tmp_path):
+    """The run went back, for example: the checkpoint that was the best is set aside."""
+    [saver] = savers(tmp_path, keep=Retention(keep=2, best="loss"))
+    save_with_losses(saver, {1: 2.0, 2: 1.0})
+    set_aside_after(CheckpointStorage(tmp_path), 1)
+    save_with_losses(saver, {2: 3.0, 3: 4.0, 4: 5.0})
+    assert [checkpoint.step for checkpoint in committed(CheckpointStorage(tmp_path))] == [4, 3, 1]

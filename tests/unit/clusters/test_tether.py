@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from queue import Queue
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 
@@ -170,7 +171,9 @@ class FakeLogins:
 
     def watch(self, least: int) -> int:
         jobs = [training(Path("run"), place=place, least=least) for place in (0, 1)]
-        return _JobWatch(self, jobs, least, self.signals).run()  # pyrefly: ignore[bad-argument-type]
+        watch = _JobWatch(self, jobs, least, self.signals)  # pyrefly: ignore[bad-argument-type]
+        with patch.object(logins, "LAST_LINES_S", 0.0):  # there are none
+            return watch.run()
 
 
 def lost(place: int, code: int = 255) -> Event:
@@ -195,12 +198,10 @@ FACTS = Event(1, 2, answer=HostFacts("b", {}, [], {}))
         ([ended(0, 1), ended(1, 1)], ExitCode.FAILED),
     ],
 )
-@pytest.mark.slow
 def test_the_exit_code_when_logins_are_lost(events, code):
     assert FakeLogins(*events).watch(least=2) == code
 
 
-@pytest.mark.slow
 def test_a_signal_that_comes_with_the_last_end_has_nobody_to_go_to():
     class LateSignal(FakeLogins):
         def next_event(self, seconds: float) -> Event | None:
@@ -212,7 +213,6 @@ def test_a_signal_that_comes_with_the_last_end_has_nobody_to_go_to():
 
 
 @pytest.mark.parametrize("end", ["SIGTERM", ended(0, 0)])
-@pytest.mark.slow
 def test_a_job_that_ends_is_not_joined_again(monkeypatch, end):
     monkeypatch.setattr(logins, "AGAIN_S", 0.0)
 
@@ -229,7 +229,6 @@ def test_a_job_that_ends_is_not_joined_again(monkeypatch, end):
     assert [request for place, request in hosts.sent if place == 1] == ["StartTraining", "Look"]
 
 
-@pytest.mark.slow
 def test_a_login_that_cannot_be_started_does_not_end_the_job_of_the_other_hosts(monkeypatch):
     """The command gave up, and the hosts that trained were stopped."""
     monkeypatch.setattr(logins, "AGAIN_S", 0.0)

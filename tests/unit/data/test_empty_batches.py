@@ -21,3 +21,7 @@ def test_tensors_without_rows_are_empty(container):
 def test_none_is_empty_and_a_batch_without_tensors_is_not():
     assert is_empty(None)
     assert not is_empty({"text": "a"})
+
+
+def test_a_nested_tensor_is_not_empty() -> None:
+    assert not is_empty([torch.nested.nested_tensor([torch.ones(3), torch.ones(2)])])

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import IterableDataset
 
 from lockstep.config import DataConfig
-from lockstep.data.source_options import SourceOptions
+from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.sources import open_source
 from lockstep.errors import UserError
 from lockstep.runtime.preemption import WORKER_NAME

@@ -4,14 +4,16 @@ a GPU here, and a stub for the locking, which takes one."""
 from collections import UserDict, defaultdict, namedtuple
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from lockstep.config import DataConfig
-from lockstep.data.loader import pin, to_device
-from lockstep.data.source_options import SourceOptions
+from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.sources import open_source
+from lockstep.data.transfer import pin, to_device
 from lockstep.runtime.world import World
 
 Pair = namedtuple("Pair", "x y")
@@ -85,6 +87,21 @@ def test_mappings_of_every_kind_are_looked_into(locked):
     assert [type(each) for each in done[1:4]] == [dict, defaultdict, MappingProxyType]
     assert done[4] == "locked"
     assert to_device(UserDict(ids=here), torch.device("meta"))["ids"].device.type == "meta"
+
+
+class Edge(NamedTuple):
+    """Has a field with the name of a method."""
+
+    source: torch.Tensor
+    to: torch.Tensor
+
+
+def test_a_packed_sequence_moves_itself_and_a_field_is_no_method() -> None:
+    packed = pack_sequence([torch.ones(3), torch.ones(2)])
+    moved = to_device(packed, torch.device("meta"))
+    assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")
+    edge = to_device(Edge(torch.ones(1), torch.ones(2)), torch.device("meta"))
+    assert (edge.source.device.type, edge.to.device.type, type(edge)) == ("meta", "meta", Edge)
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lockstep.data.loader import prefetch_to_device
+from lockstep.data.transfer import prefetch_to_device
 
 
 class Notes:

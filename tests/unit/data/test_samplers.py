@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
 from lockstep.config import DataConfig
+from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.samplers import BLOCK, Sampled, Sampler, SequentialSampler, ShuffledSampler, make_sampler
-from lockstep.data.source_options import SourceOptions
 from lockstep.data.sources import open_source
 from lockstep.errors import UserError
 from lockstep.runtime.world import World
@@ -121,7 +121,7 @@ def test_every_offset_of_a_weighted_sampler_is_trained_once_on_any_number_of_ran
     expected = [*sampler.ids(0, 0, 20), *sampler.ids(1, 0, 20)]
     sources = [source(sampler, rank, ranks, list(range(5))) for rank in range(ranks)]
     seen = []
-    while sources[0].order.position < 40:
+    while sources[0].step_order.position < 40:
         for one in sources:
             batches = one.take()
             seen += [int(i) for micro in batches if not micro.padding for i in micro.data]
@@ -188,6 +188,18 @@ def test_ids_that_are_not_samples_are_refused(make, says):
     """A list would take -1 for its last sample, and fewer ids would be trained with the weight of all."""
     with pytest.raises(UserError, match=f"(?s){says}"):
         list(source(Own(make), 0, 1, list("abcdef"), micro_batch=3).take())
+
+
+class Shifted(ShuffledSampler):
+    """A user's class that derives from ours."""
+
+    def ids(self, epoch, start, stop):
+        return super().ids(epoch, start, stop) - 1
+
+
+def test_ids_of_a_sampler_that_derives_from_ours_are_checked_too():
+    with pytest.raises(UserError, match="gave sample -1 of a dataset of 6 samples"):
+        list(source(Shifted(6, 0), 0, 1, list("abcdef"), micro_batch=3).take())
 
 
 def test_ids_may_be_a_list():

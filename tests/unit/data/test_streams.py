@@ -3,7 +3,7 @@ import torch
 from torch.utils.data import IterableDataset, default_collate
 
 from lockstep.config import DataConfig
-from lockstep.data.source_options import SourceOptions
+from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.sources import open_source
 from lockstep.runtime.world import World
 from lockstep.task import StepResult

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import lockstep
 from lockstep.config import RunConfig, ScalerConfig, SpikeConfig
-from lockstep.engine.outcome import Outcome, Outcomes
-from lockstep.engine.progress import StepContext
+from lockstep.engine.outcome import Outcome, Outcomes, skip_on_device
 from lockstep.errors import OutOfStep, UserError
+from lockstep.parallel import progress
+from lockstep.parallel.progress import StepContext
 from lockstep.precision import PRECISIONS
-from lockstep.runtime.control_word import FLAGS, ControlWord, step_mark
+from lockstep.runtime.control_word import FLAGS, ControlWord, ControlWordCodec, step_mark
 
 RANKS = 3
 
@@ -26,7 +29,9 @@ def concluded(step: int, summed: int = 0, noticed: tuple[int, ...] = (), word: C
     word = word or ControlWord(weight=4.0, step=summed)
     progress: Any = SimpleNamespace(step=step)
     outcome = Outcome(progress, reduced=None, loss_limit=float("inf"), word=word, grad_norm=1.0)  # type: ignore[arg-type]
-    return Outcomes(StepContext(config, runtime, PRECISIONS["fp32"], global_batch=4)).conclude(outcome)
+    outcomes = Outcomes(StepContext(config, runtime, PRECISIONS["fp32"], global_batch=4))
+    outcomes.check(outcome)
+    return outcomes.conclude(outcome)
 
 
 @pytest.mark.parametrize("step", [0, 1, 4095, 4096])
@@ -67,9 +72,11 @@ def outcome_of(word: ControlWord, grad_norm: float) -> Outcome:
 
 @pytest.fixture
 def fp16_outcomes() -> Outcomes:
-    config = RunConfig(
-        global_batch=4, steps=10, spike=SpikeConfig(policy="skip"), scaler=ScalerConfig(interval=1), precision="fp16"
-    )
+    return fp16_outcomes_with(ScalerConfig(interval=1))
+
+
+def fp16_outcomes_with(scaler: ScalerConfig) -> Outcomes:
+    config = RunConfig(global_batch=4, steps=10, spike=SpikeConfig(policy="skip"), scaler=scaler, precision="fp16")
     collectives = SimpleNamespace(gather_json=lambda value: [value])
     runtime: Any = SimpleNamespace(world=SimpleNamespace(size=1, rank=0), collectives=collectives)
     return Outcomes(StepContext(config, runtime, PRECISIONS["fp16"], global_batch=4))
@@ -104,19 +111,28 @@ def test_a_measured_pass_that_overflows_lowers_the_loss_scale(fp16_outcomes: Out
     assert "no finite gradient" in (result.skip_reason or "")
 
 
+def test_an_overflow_that_the_hysteresis_allows_is_no_failure() -> None:
+    outcomes = fp16_outcomes_with(ScalerConfig(initial=4.0, minimum=2.0, hysteresis=3))
+    for expected in (4.0, 4.0, 2.0):
+        outcomes.conclude(outcome_of(word_of(outcomes, 4.0), math.inf))
+        assert outcomes._scaler is not None
+        assert (outcomes._scaler.value, outcomes.skips_in_a_row) == (expected, 0)
+
+    # The scale cannot be lowered any more, so from now on it is not to blame.
+    outcomes.conclude(outcome_of(word_of(outcomes, 4.0), math.inf))
+    assert outcomes.skips_in_a_row == 1
+
+
 def test_a_resumed_run_still_knows_that_only_the_loss_scale_was_too_large(fp16_outcomes: Outcomes) -> None:
     scaler = fp16_outcomes._scaler
     assert scaler is not None
-    while fp16_outcomes._scale_backoffs == 0:
-        fp16_outcomes.conclude(outcome_of(word_of(fp16_outcomes, 4.0), math.inf))
-    # Skips that a hysteresis allows before the scale is lowered would be another reason.
-    fp16_outcomes.skipped = fp16_outcomes._scale_backoffs
+    fp16_outcomes.conclude(outcome_of(word_of(fp16_outcomes, 4.0), math.inf))
     state = fp16_outcomes.state_dict()
 
     # A rewind loads the state into an object that has counted more since.
-    fp16_outcomes._scale_backoffs += 5
+    fp16_outcomes._overflows += 5
     fp16_outcomes.load_state_dict(state)
-    with pytest.raises(UserError, match="halved the loss scale of fp16"):
+    with pytest.raises(UserError, match="1 overflowed: the loss scale of fp16 is still too large"):
         fp16_outcomes.check_something_learned(steps=1, applied=0)
 
     # An older checkpoint.
@@ -130,8 +146,55 @@ def test_a_weight_that_is_not_finite_is_the_reason_for_a_skip() -> None:
     assert outcome_of(ControlWord(weight=math.nan), math.nan).skip_reason() == "the weight of the loss is not finite"
 
 
+def test_a_negative_weight_is_refused_in_the_words_for_one_on_the_host() -> None:
+    with pytest.raises(UserError, match=r"the weight of a loss is the number of its terms; it cannot be -4\.0"):
+        concluded(2, word=ControlWord(weight=-4.0, step=RANKS * step_mark(2)))
+
+
+@pytest.mark.parametrize("limit", [math.inf, 1.0])
+@pytest.mark.parametrize("weight", [4.0, 2.5, 0.0, -4.0, math.nan])
+@pytest.mark.parametrize("norm", [0.0, 3.0, math.inf, math.nan])
+def test_the_device_decides_as_the_host_does(weight: float, norm: float, limit: float) -> None:
+    codec = ControlWordCodec(torch.device("cpu"), torch.float32)
+    packed = codec.pack(ControlWord(weight=torch.tensor(weight), loss=3.0))
+    on_device = codec.weight(packed)
+    grad_norm = torch.tensor(norm) * (1.0 / on_device)
+    reduced: Any = SimpleNamespace(codec=codec, packed_word=packed)
+    outcome = Outcome(Any, reduced, limit, codec.unpack(packed.tolist()), float(grad_norm))  # type: ignore[arg-type]
+
+    assert outcome.applied == (weight > 0 and math.isfinite(norm) and 3.0 / weight <= limit)
+    assert outcome.applied != bool(skip_on_device(reduced, grad_norm, on_device, limit))
+
+
 def test_a_result_carries_every_flag() -> None:
     word = ControlWord(weight=4.0, step=RANKS * step_mark(0), **dict.fromkeys(FLAGS, RANKS))
     result = concluded(0, word=word)
     assert result.exhausted
     assert [getattr(result.flags, name) for name in FLAGS] == [RANKS] * len(FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("weight", "mark", "error"),
+    [(8.0, lambda step: step_mark(step) + 1, OutOfStep), (-8.0, step_mark, UserError)],
+    ids=["out of step", "negative weight"],
+)
+def test_a_control_word_that_is_refused_changes_no_weights(
+    weight: float, mark: Any, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "step_mark", mark)
+    monkeypatch.setattr(progress, "_checked_weight", lambda weight: weight)  # as for one on a GPU
+    model = torch.nn.Linear(1, 1)
+    before = [p.detach().clone() for p in model.parameters()]
+
+    def loop() -> None:
+        with lockstep.start(run_dir=tmp_path / "run", global_batch=8, steps=1, log={"progress": "off"}) as run:
+            replica, _ = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.5))
+            for step in run.steps(torch.utils.data.TensorDataset(torch.ones(8, 1))):
+                for (x,) in step:
+                    step.backward(replica(x).sum(), weight=weight)
+                step.apply()
+
+    with pytest.raises(error):
+        loop()
+
+    assert all(map(torch.equal, before, model.parameters()))

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from lockstep.checkpoint.loop_state import LoopState
 from lockstep.engine.requests import Requests
 from lockstep.runtime.control_word import Flags
 
@@ -30,7 +29,13 @@ class FakeStepper:
 
 
 class FakeCheckpoints:
-    aborted = 0
+    """Has the requests of two ranks: this one, and one that requests nothing."""
+
+    runtime = SimpleNamespace(collectives=SimpleNamespace(gather_json=lambda requested: [None, requested]))
+
+    def __init__(self) -> None:
+        self.pending = self
+        self.aborted = 0
 
     def abort_if_failed(self) -> None:
         self.aborted += 1
@@ -40,8 +45,9 @@ def result(**flags: int) -> Any:
     return SimpleNamespace(flags=Flags(**flags))
 
 
-def requests(**arguments: Any) -> Any:
-    return Requests(FakeStepper(**arguments), FakeCheckpoints())  # pyrefly: ignore
+def requests(total_steps: int = 10, steps_changed: bool = False, **arguments: Any) -> Any:
+    stepper, checkpoints = FakeStepper(**arguments), FakeCheckpoints()
+    return Requests(stepper, checkpoints, total_steps, steps_changed)  # pyrefly: ignore
 
 
 @pytest.mark.parametrize("name", ["stop", "save", "evaluate", "preempt"])
@@ -87,23 +93,23 @@ def test_what_is_done_is_not_requested_again() -> None:
 def test_a_checkpoint_holds_the_stop_of_the_users_code_only() -> None:
     found = requests()
     found.request_stop("the time is over")
-    assert found.stop_state([found.stop_requested, None], total_steps=10) is None
+    assert found.state_dict()["stop"] is None
 
     # The first reason is the one to report.
     found.request_stop("enough", by_user=True)
     found.request_stop("again", by_user=True)
     assert found.stop_reason == "the time is over"
-    assert found.stop_state([None, found.stop_requested], total_steps=10) == {"reason": "enough", "done": False}
-    assert found.stop_state([found.stop_requested], total_steps=3) == {"reason": "enough", "done": True}
+    assert found.state_dict()["stop"] == {"reason": "enough", "done": False}
+    found.total_steps = 3
+    assert found.state_dict()["stop"] == {"reason": "enough", "done": True}
 
 
 @pytest.mark.parametrize(
     ("done", "changed", "agreed", "sent"),
-    [(False, [], False, True), (True, [], True, False), (True, ["steps"], False, False), (True, ["seed"], True, False)],
+    [(False, False, False, True), (True, False, True, False), (True, True, False, False)],
 )
-def test_a_stop_before_the_checkpoint_is_resumed(done: bool, changed: list[str], agreed: bool, sent: bool) -> None:
-    loop = LoopState(stop={"reason": "enough", "done": done})
-    found = requests()
-    found.resume_stop(SimpleNamespace(loop=loop, changed_settings=[SimpleNamespace(key=key) for key in changed]))
+def test_a_stop_before_the_checkpoint_is_resumed(done: bool, changed: bool, agreed: bool, sent: bool) -> None:
+    found = requests(steps_changed=changed)
+    found.load_state_dict({"stop": {"reason": "enough", "done": done}})
     assert (found.stop_agreed, "stop" in found.stepper.flags) == (agreed, sent)
     assert (found.stop_reason == "enough") == (agreed or sent)

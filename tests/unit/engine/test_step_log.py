@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from lockstep.engine.log.step_log import StepLog
-from lockstep.engine.progress import MetricNames
 from lockstep.observe.metrics import Sums
 from lockstep.observe.recorder import Interval
+from lockstep.parallel.progress import MetricNames
 
 
 class Lines:
@@ -68,6 +68,6 @@ def test_a_rewind_leaves_no_outcome_open() -> None:
     """A checkpoint waits for the outcome of its step, so its sums have all losses."""
     log, lines, stepper = logged(late=True)
     run_steps(log, stepper, 3)
-    log.restore(None)
+    log.load_state_dict({})
     run_steps(log, stepper, 6)
     assert [line.summed for line in lines.intervals] == [2, 2]

@@ -8,14 +8,13 @@ import pytest
 
 from lockstep.launch.failure import Failure
 from lockstep.launch.ranks import post_mortem, rank_record
-from lockstep.launch.ranks.local_rank import LocalRank
-from lockstep.launch.ranks.post_mortem import examine
+from lockstep.launch.ranks.post_mortem import LocalRank, examine
 
 
 @pytest.fixture
 def local_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalRank:
     monkeypatch.setattr(post_mortem, "oom_kills", lambda: 0)
-    return LocalRank(1, "node-a", tmp_path, tmp_path / "rank-1.log", oom_kills_before=0)
+    return LocalRank(1, "node-a", tmp_path, tmp_path / "rank-1.log")
 
 
 @pytest.fixture

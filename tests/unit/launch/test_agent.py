@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +14,21 @@ import pytest
 
 from lockstep.launch import agent as module
 from lockstep.launch.agent import Agent
+from lockstep.launch.failure import LauncherFailure
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.ranks import local_attempt, zygote_client
-from lockstep.launch.wire.messages import Kill, Message, RanksGone, Rendezvous, Start, ZygoteLost
+from lockstep.launch.ranks import local_ranks, zygote_client
+from lockstep.launch.wire.messages import (
+    CollectStacks,
+    Kill,
+    Message,
+    RanksGone,
+    Rendezvous,
+    Stacks,
+    Start,
+    ZygoteLost,
+)
 from lockstep.runtime.environments.launcher import OF_ONE_JOB
+from lockstep.runtime.heartbeat import Heartbeat
 
 
 def test_a_launcher_inside_a_rank_of_another_job_starts_ranks_of_its_own(monkeypatch):
@@ -100,6 +112,41 @@ def test_a_zygote_that_imports_for_too_long_is_not_replaced(importing, monkeypat
     assert message.why.endswith("did not finish its imports within 0 s")
 
 
+# ---- ranks that cannot be set up ----
+
+
+@pytest.fixture
+def without_processes(tmp_path, monkeypatch):
+    """An agent that has no zygote."""
+    monkeypatch.setattr(module, "ZygoteClient", FakeZygote)
+    agent = Agent(Job({}, tmp_path / "run", Bounds(2, 2)), "host-a")
+    yield agent
+    agent.close()
+
+
+def test_a_node_without_room_for_its_ranks_reports_all_of_them(without_processes, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "removed"))
+    without_processes.carry_out(replace(START, first_rank=2, count=2))
+    exits = without_processes.poll()
+    assert [(message.rank, message.exit.code) for message in exits] == [(2, 1), (3, 1)]
+    failure = exits[0].exit.failure
+    assert failure.noticed_as(LauncherFailure.SETUP)
+    assert "host-a cannot set up its ranks: [Errno 2] No such file or directory" in failure.headline
+
+    # Nothing is left to kill.
+    without_processes.carry_out(Kill(0))
+    assert without_processes.poll() == [RanksGone(0)]
+
+
+def test_a_node_that_cannot_write_the_logs_says_what_to_type(without_processes, tmp_path):
+    (tmp_path / "run").write_text("not a folder")
+    without_processes.carry_out(START)
+    (message,) = without_processes.poll()
+    assert message.exit.failure.for_user
+    assert "cannot be written to" in message.exit.failure.text()
+    assert "set run_dir=FOLDER" in message.exit.failure.text()
+
+
 # ---- ranks that are slow to die ----
 
 
@@ -134,7 +181,7 @@ class FakeZygote(SimpleNamespace):
 def slow_rank(tmp_path, monkeypatch):
     """An agent with one rank, and the process of that rank, which dies only when the test kills it."""
     monkeypatch.setattr(module, "ZygoteClient", FakeZygote)
-    monkeypatch.setattr(local_attempt, "kill_process_group", lambda pid: None)
+    monkeypatch.setattr(local_ranks, "kill_process_group", lambda pid: None)
     agent = Agent(Job({}, tmp_path, Bounds(1, 1)), "host-a")
     agent.carry_out(START)
     process = subprocess.Popen(["sleep", "600"])
@@ -175,3 +222,21 @@ def test_a_rank_that_outlives_its_zygote_is_not_gone(slow_rank):
     assert agent.poll() == []
     die(process)
     assert agent.poll() == [RanksGone(0)]
+
+
+def test_a_rank_that_advances_while_stacks_are_collected_is_seen_before_they_are_judged(slow_rank, monkeypatch):
+    """On one node no other heartbeat comes in between: the rank would be killed for a hang."""
+    agent, _ = slow_rank
+    rank = Heartbeat(agent._current.folder / "heartbeat-0")
+    rank.beat("data", 1)
+    (before,) = agent.heartbeat().views
+
+    def collect(folder, pids):
+        rank.beat("compute", 1)
+        return {0: "stack"}, {}
+
+    monkeypatch.setattr(module, "collect", collect)
+    agent.carry_out(CollectStacks(0, 7))
+    beat, stacks = agent.poll()
+    assert [view.beats for view in beat.views] == [before.beats + 1]
+    assert stacks == Stacks.of(0, 7, {0: "stack"}, {})

@@ -11,12 +11,13 @@ import pytest
 from lockstep.launch import coordinator as module
 from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.decisions.commands import DropNode
-from lockstep.launch.failure import RankExit
+from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.folder import election
 from lockstep.launch.folder import watch as folder_watch
+from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.wire.messages import Hello, NodeBeat, RankExited
+from lockstep.launch.wire.messages import Hello, NodeHeartbeat, RankExited
 
 ADDRESS = "127.0.0.1:29400"
 
@@ -31,8 +32,8 @@ class IdleAgent(SimpleNamespace):
     def poll(self):
         return []
 
-    def node_beat(self):
-        return NodeBeat()
+    def heartbeat(self):
+        return NodeHeartbeat()
 
     def sockets(self):
         return []
@@ -53,6 +54,80 @@ def started(tmp_path):
     return make
 
 
+def test_one_error_of_the_disk_does_not_look_like_lost_checkpoints(tmp_path, monkeypatch):
+    """A listing that failed on NFS looked like a run without a checkpoint, and the next error ended the job."""
+    checkpoints = tmp_path / "checkpoints"
+    watch = FolderWatch(tmp_path, None)
+    assert watch.look_at_checkpoints() == CheckpointFacts()
+    (checkpoints / "step-00000004").mkdir(parents=True)
+    assert watch.look_at_checkpoints() == CheckpointFacts(newest=4)
+
+    def fail(path):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    (checkpoints / "step-00000006").mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "scandir", fail)
+        assert watch.look_at_checkpoints() == CheckpointFacts(newest=4)
+
+    assert watch.look_at_checkpoints() == CheckpointFacts(newest=6)
+
+
+def test_a_disk_that_does_not_answer_holds_up_a_decision_for_a_moment_only(tmp_path, monkeypatch):
+    """The thread waits for it. The loop goes on with what was seen last, or the other nodes would lose this one."""
+    monkeypatch.setattr(folder_watch, "LOOK_S", 0.01)
+    watch = FolderWatch(tmp_path, None)
+    asked, answers = threading.Event(), threading.Event()
+
+    def slow(path):
+        asked.set()
+        answers.wait(60)
+        return CheckpointFacts(newest=4)
+
+    monkeypatch.setattr(folder_watch, "read_checkpoint_facts", slow)
+    thread = threading.Thread(target=watch.look_at_folder)
+    thread.start()
+    try:
+        assert asked.wait(60)
+        assert watch.look_at_checkpoints() == CheckpointFacts()
+    finally:
+        answers.set()
+        thread.join()
+    assert watch.checkpoints == CheckpointFacts(newest=4)
+
+
+def test_the_checkpoints_are_looked_at_when_a_rank_has_ended(started, tmp_path):
+    """The rank may have saved since the thread looked, less than a second ago: then its error may be restarted."""
+    coordinator, _ = started([])
+    (tmp_path / "checkpoints" / "step-00000004").mkdir(parents=True)
+    coordinator._iterate()
+    assert coordinator._state_machine._state.checkpoints.newest is None
+    coordinator._agent.poll = lambda: [RankExited(0, 0, RankExit(0))]
+    coordinator._iterate()
+    assert coordinator._state_machine._state.checkpoints.newest == 4
+
+
+def test_two_things_that_hold_up_the_loop_do_not_add_up(started, monkeypatch):
+    """A disk that does not answer, and then stacks: in between, the other nodes hear of this one."""
+    coordinator, _ = started([])
+    clock, happened = [1000.0], []
+
+    def hold_up(what: str):
+        clock[0] += 3.0
+        happened.append(what)
+
+    monkeypatch.setattr(module.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(coordinator, "_heartbeat_due", clock[0])
+    monkeypatch.setattr(coordinator, "_note_checkpoints", lambda messages, now: hold_up("disk"))
+    monkeypatch.setattr(coordinator, "_send_to_nodes", lambda message: happened.append("heartbeat"))
+    monkeypatch.setattr(coordinator, "_carry_out", lambda command: hold_up("stacks"))
+    monkeypatch.setattr(coordinator._state_machine, "take_commands", lambda: ["collect"])
+    monkeypatch.setattr(coordinator._state_machine, "tick", lambda now: None)
+    coordinator._iterate()
+    coordinator._iterate()
+    assert happened == ["heartbeat", "disk", "heartbeat", "stacks"] * 2
+
+
 def test_a_slow_disk_does_not_stop_the_loop(started, monkeypatch):
     coordinator, term = started([])
     answers, asked, iterations = threading.Event(), threading.Event(), []
@@ -68,7 +143,7 @@ def test_a_slow_disk_does_not_stop_the_loop(started, monkeypatch):
         if len(iterations) == 3:
             coordinator._ending = module.JobEnd(0)
 
-    monkeypatch.setattr(term, "beat", slow)
+    monkeypatch.setattr(term, "renew", slow)
     monkeypatch.setattr(coordinator, "_iterate", iterate)
     monkeypatch.setattr(folder_watch, "END_S", 0.0)
     try:
@@ -94,9 +169,9 @@ def test_a_coordinator_that_was_suspended_looks_before_it_acts(started, tmp_path
     coordinator, _ = started(signals)
     election.begin_term(tmp_path, 1, "host-b", ADDRESS)
     signals.append("SIGTERM")
-    coordinator._last_iteration -= module.SUSPENDED_S + 1
+    coordinator._watch.loop_turned_at -= module.OVERDUE_TURN_S + 1
     coordinator._iterate()
-    assert coordinator._superseded
+    assert coordinator._watch.superseded
     assert signals == ["SIGTERM"]  # for the successor
 
 
@@ -111,7 +186,7 @@ def test_a_rank_0_that_ended_because_of_a_successor_is_no_failure(started, tmp_p
     if superseded:
         election.begin_term(tmp_path, 1, "host-b", ADDRESS)
     coordinator._iterate()
-    assert coordinator._superseded is superseded
+    assert coordinator._watch.superseded is superseded
     assert exits == ([] if superseded else [ended])
 
 
@@ -121,11 +196,24 @@ def test_a_node_that_asks_to_join_twice_is_dropped(started):
     hello = Hello("host-b", Bounds(1, 1), coordinator._job.identity)
     state_machine = coordinator._state_machine
     coordinator._receive_from_node(1, hello, 0.0)
-    assert sorted(state_machine.state.cluster.nodes) == [0, 1]
+    assert sorted(state_machine.nodes) == [0, 1]
 
     coordinator._receive_from_node(1, hello, 1.0)
-    assert sorted(state_machine.state.cluster.nodes) == [0]
+    assert sorted(state_machine.nodes) == [0]
     assert DropNode(1) in state_machine.take_commands()
+
+
+def test_failures_of_two_machines_are_compared_by_one_clock(started, monkeypatch):
+    """The clock of node 1 is an hour ahead. Its rank failed two seconds ago, before the rank of this node."""
+    coordinator, _ = started([], nnodes=Bounds(2, 2))
+    exits = []
+    monkeypatch.setattr(coordinator._state_machine, "rank_exited", lambda message, now: exits.append(message))
+    coordinator._receive_from_node(1, Hello("host-b", Bounds(1, 1), coordinator._job.identity), 0.0)
+
+    here = time.time()
+    raised = RankExit(1, Failure(1, "host-b", here + 3600.0, "ValueError", "mine"))
+    coordinator._receive_from_node(1, RankExited(0, 1, raised, age=2.0), 0.0)
+    assert exits[0].exit.failure.time == pytest.approx(here - 2.0, abs=1.0)
 
 
 def test_signals_of_a_superseded_coordinator_are_kept(started, tmp_path):
@@ -160,7 +248,7 @@ def test_a_loop_that_is_stuck_gives_no_sign_of_life(started, tmp_path):
     """Its terminal may be held. The thread goes on, and must not hide that from the other nodes."""
     coordinator, _ = started([])
     before = election.read_counter(tmp_path, 1)
-    coordinator._last_iteration -= module.LOST_AFTER_S + 1
+    coordinator._watch.loop_turned_at -= folder_watch.LOST_AFTER_S + 1
     coordinator._watch.look_at_folder()
     assert election.read_counter(tmp_path, 1) == before
     coordinator._iterate()

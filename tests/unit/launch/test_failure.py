@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.errors import OutOfStep, SmallerMicroBatch, UserError
 from lockstep.launch import failure
 from lockstep.launch.failure import Failure, LauncherFailure, RankExit, left_early, pick_root
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.ranks.post_mortem import examine
+from lockstep.runtime.heartbeat import Heartbeat
 
 WHEN = time.mktime((2026, 11, 15, 12, 3, 10, 0, 0, -1))
 
@@ -58,6 +60,12 @@ def test_a_killed_rank_beats_the_complaints_of_others(local_rank, recorded):
     assert root_failure({0: RankExit(1, complaint), 1: killed}).kind == "SIGKILL"
 
 
+def test_a_rank_that_has_lost_a_peer_and_crashes_while_it_exits_is_not_to_blame(recorded):
+    cause = RankExit(1, recorded(1, ValueError("the real cause")))
+    crashed = RankExit(-signal.SIGSEGV, recorded(0, RuntimeError(RESET)))
+    assert root_failure({0: crashed, 1: cause}).rank == 1
+
+
 def test_an_abort_after_a_record_is_a_consequence(local_rank, recorded):
     cause = RankExit(1, recorded(0, ValueError("the real cause")))
     assert root_failure({0: cause, 1: examine(local_rank, -signal.SIGABRT, time.time() + 1)}).kind == "ValueError"
@@ -82,6 +90,50 @@ def test_an_abort_over_a_lost_peer_is_a_complaint(local_rank, recorded):
     local_rank.log.write_text(f"terminate called after throwing an instance of 'X'\n  what():  {RESET}\n")
     aborted = examine(local_rank, -signal.SIGABRT, time.time() - 60)
     assert root_failure({0: RankExit(1, recorded(0, ValueError("mine"))), 1: aborted}).kind == "ValueError"
+
+
+# What torch says of NCCL, word for word but for the numbers.
+TIMEOUT = (
+    "[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=880, OpType=BROADCAST, NumelIn=1, "
+    "NumelOut=1, Timeout(ms)=1800000) ran for 1800902 milliseconds before timing out."
+)
+ABORTED = "NCCL communicator was aborted on rank 1. "
+CUDA_FAILED = "NCCL error: unhandled cuda error, ncclUnhandledCudaError: Call to CUDA function failed."
+
+
+@pytest.mark.parametrize(
+    ("message", "lost_peer"),
+    [
+        (TIMEOUT, True),
+        (ABORTED, True),
+        (f"{ABORTED} Original reason for failure was: {TIMEOUT}", True),
+        (f"{ABORTED} Original reason for failure was: {CUDA_FAILED}", False),
+        (CUDA_FAILED, False),
+    ],
+)
+def test_a_timeout_of_nccl_is_a_complaint(message, lost_peer, local_rank):
+    raised = Failure(1, "h", WHEN, "DistBackendError", message)
+    assert raised.reports_lost_peer is lost_peer
+
+    what = f"[PG 0 Rank 1] Process group watchdog thread terminated with exception: {message}"
+    local_rank.log.write_text(
+        f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {what}\n"
+    )
+    assert examine(local_rank, -signal.SIGABRT, WHEN).reports_lost_peer is lost_peer
+
+
+def test_an_abort_of_rank_0_may_be_a_complaint_and_may_be_the_cause(local_rank, recorded):
+    """Its reason is on the terminal, where the launcher cannot read it: NCCL aborts a rank that has lost a peer."""
+    rank_0 = replace(local_rank, number=0, log=None)
+    aborted = examine(rank_0, -signal.SIGABRT, time.time() - 60)
+    assert "on the terminal" in aborted.failure.message
+    assert root_failure({0: aborted, 1: RankExit(1, recorded(1, ValueError("mine")))}).kind == "ValueError"
+    assert root_failure({0: aborted, 1: RankExit(1, recorded(1, RuntimeError(RESET)))}).kind == "SIGABRT"
+
+    # A rank that has done its work waits for no peer.
+    assert aborted.may_report_lost_peer
+    Heartbeat(rank_0.folder / "heartbeat-0").beat("end", 41)
+    assert not examine(rank_0, -signal.SIGABRT, time.time()).may_report_lost_peer
 
 
 def test_a_rank_that_exits_with_0_in_the_middle_is_the_cause(local_rank, recorded):
@@ -162,7 +214,7 @@ def test_an_exception_is_an_exception_whatever_its_name(name, recorded):
     mine = recorded(0, type(name, (Exception,), {})("Connection closed by peer"))
     assert mine.origin == "exception"
     assert mine.likely_to_repeat
-    assert RankExit(1, mine).may_be_a_consequence
+    assert not RankExit(1, mine).died_by_itself
     assert not mine.reports_lost_peer
     assert mine.headline.startswith("lockstep: rank 0 on node-a failed")
 
@@ -173,6 +225,35 @@ def test_an_error_about_sockets_that_torch_did_not_raise_is_no_complaint(recorde
     assert not dataset.reports_lost_peer
     lost = {1: RankExit(1, recorded(1, RuntimeError(RESET))), 0: RankExit(1, dataset)}
     assert root_failure(lost).message == "shard 7: connection reset by peer"
+
+
+class TrainError(Exception):
+    """An error of the user's program."""
+
+
+def test_a_lost_peer_is_recognised_behind_an_error_of_the_program(recorded):
+    """The program caught torch's exception: it would be blamed instead of the rank that had died."""
+    wrapped, in_handler = TrainError("step 3 failed"), TrainError("step 3 failed")
+    wrapped.__cause__ = TrainError("the exchange failed")
+    wrapped.__cause__.__context__ = in_handler.__context__ = RuntimeError(RESET)
+    for error in (wrapped, in_handler):
+        found = recorded(0, error)
+        assert found.reports_lost_peer
+        assert not found.likely_to_repeat
+        assert found.kind == "TrainError"
+
+
+def test_errors_that_are_linked_in_a_circle_are_no_complaint(recorded):
+    error = TrainError("step 3 failed")
+    error.__cause__ = ValueError("x")
+    error.__cause__.__cause__ = error
+    assert not recorded(0, error).reports_lost_peer
+
+
+@pytest.mark.parametrize("error", [UserError("no", "", "x"), OutOfStep("no", [1]), SmallerMicroBatch("no")])
+def test_an_error_of_lockstep_is_no_complaint_whatever_led_to_it(error):
+    error.__cause__ = RuntimeError(RESET)
+    assert not failure.follows_lost_peer(error)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +277,6 @@ def test_what_torch_says_of_a_lost_peer(kind, message):
 def test_a_rank_that_was_never_forked_is_the_cause():
     refused = RankExit(1, Failure.by_launcher(LauncherFailure.FORK, "refused", 1, "h", when=9e9))
     lost = RankExit(1, Failure(0, "h", 0.0, "DistStoreError", "timed out waiting for clients"))
-    assert not refused.may_be_a_consequence
+    assert refused.died_by_itself
     assert root_failure({0: lost, 1: refused}).kind == "fork"
     assert not refused.failure.likely_to_repeat  # other processes of the machine may end

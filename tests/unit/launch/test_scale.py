@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.config.sections import HangConfig
 from lockstep.errors import listed_ranks
-from lockstep.launch.decisions import cluster
+from lockstep.launch.decisions import members
 from lockstep.launch.decisions.commands import LINES_PER_S, NodeNews, Outbox
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.flight_recorder import DEFAULT_GROUP, analyse
@@ -27,7 +27,7 @@ def counts_of_a_job(folder: Path, nodes: int, monkeypatch: pytest.MonkeyPatch) -
     Return how many messages of each kind all nodes got, and how many bytes.
     """
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
-    monkeypatch.setattr(cluster, "SETTLE_S", 0.3)
+    monkeypatch.setattr(members, "SETTLE_S", 0.3)
     import simulated_nodes  # pyrefly: ignore[missing-import]
 
     folder.mkdir()
@@ -55,7 +55,7 @@ def test_what_a_node_gets_does_not_grow_with_the_number_of_nodes(tmp_path, monke
         # One of each to every node in every attempt, but for the node that was lost.
         assert messages["Welcome"] == nodes - 1
         assert messages["Start"] == 3 * nodes - 5
-        assert messages["Kill"] == messages["Preempt"] == messages["JobEnd"] == nodes - 2
+        assert messages["Kill"] == messages["SaveAndExit"] == messages["JobEnd"] == nodes - 2
 
     # How many heartbeats there are depends on time; their size does not.
     states = [sizes["CoordinatorState"] / messages["CoordinatorState"] for messages, sizes in sent.values()]
@@ -135,8 +135,10 @@ def test_what_ranks_of_a_node_have_in_common_is_sent_once(monkeypatch):
     import simulated_nodes  # pyrefly: ignore[missing-import]
 
     start = Start(0, 0, 8, 8, 0, Rendezvous("", 1))
-    message = simulated_nodes.Ranks("a").stacks(start)
-    sizes = {count: len(encode(simulated_nodes.Ranks("a").stacks(replace(start, count=count)))) for count in (7, 8, 64)}
+    message = simulated_nodes.Ranks("a").stacks(start, 1)
+    sizes = {
+        count: len(encode(simulated_nodes.Ranks("a").stacks(replace(start, count=count), 1))) for count in (7, 8, 64)
+    }
     assert sizes[64] < 1.02 * sizes[8]
     assert sizes[7] < 60_000
 

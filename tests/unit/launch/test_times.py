@@ -1,33 +1,34 @@
 """The limits of time in the launcher: which must be shorter than which, and why."""
 
 from lockstep.launch import agent, coordinator, times
-from lockstep.launch.decisions import phases
+from lockstep.launch.decisions import status
 from lockstep.launch.hangs import flight_recorder, watchdog
 from lockstep.launch.nodes import search
-from lockstep.launch.ranks import local_attempt, rank_process
+from lockstep.launch.ranks import rank_process
 
 
 def test_a_short_limit_stays_below_the_one_that_relies_on_it():
-    beat, lost = times.BEAT_S, times.LOST_AFTER_S
-    stacks = local_attempt.RANKS_STACKS_S + local_attempt.COLLECTIVES_S
+    beat, lost = times.HEARTBEAT_S, times.LOST_AFTER_S
+    stacks = times.RANKS_STACKS_S + times.COLLECTIVES_S
     pairs = {
         "a heartbeat is sent on time": (coordinator.WAIT_S, beat),
-        "a node is quiet only if a heartbeat is missing": (beat, phases.QUIET_S),
-        "a quiet node is waited for before it is lost": (phases.QUIET_S, lost),
-        "a suspended coordinator looks before the others have lost it": (coordinator.SUSPENDED_S, lost),
+        "a node is quiet only if a heartbeat is missing": (beat, status.QUIET_S),
+        "a quiet node is waited for before it is lost": (status.QUIET_S, lost),
+        "a coordinator that was held up looks before the others have lost it": (times.OVERDUE_TURN_S, lost),
         "a node that collects stacks is not lost": (beat + stacks, lost),
-        "stacks arrive while the coordinator waits for them": (stacks, phases.NODES_STACKS_S),
+        "a coordinator whose disk does not answer is not lost": (beat + times.LOOK_S, lost),
+        "stacks arrive while the coordinator waits for them": (stacks, status.NODES_STACKS_S),
         "a rank looks for requests before its answer is late": (
             flight_recorder.REQUEST_POLL_S,
-            local_attempt.COLLECTIVES_S,
+            times.COLLECTIVES_S,
         ),
-        "a zygote that is stuck is killed before its node is given up": (
+        "a zygote that stalls is killed before its node is given up": (
             agent.RANKS_KILL_S,
-            phases.NODES_KILL_S,
+            status.NODES_KILL_S,
         ),
-        "a lost node is called lost, and not slow to start": (lost, phases.START_S),
-        "a large process has longer to die": (phases.PEER_WAIT_S, phases.LOST_PEER_WAIT_S),
-        "rank 0 of a lost coordinator ends before the next attempt": (rank_process.TERM_LOOK_S, phases.FENCE_S),
+        "a lost node is called lost, and not slow to start": (lost, status.START_S),
+        "a large process has longer to die": (status.PEER_WAIT_S, status.LOST_PEER_WAIT_S),
+        "rank 0 of a lost coordinator ends before the next attempt": (rank_process.TERM_LOOK_S, status.FENCE_S),
         "a watchdog that looks on time keeps its watch": (beat, watchdog.UNWATCHED_S),
         "a coordinator that lives is not taken for a dead job": (lost, search.STALE_S),
         "a successor has time to take over before a signal gives up": (lost + search.STAGGER_S, search.DELIVER_S),

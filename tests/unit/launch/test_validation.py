@@ -11,11 +11,11 @@ from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.validation import MAX_RANKS, problem_with, refusal_of
+from lockstep.launch.validation import MAX_RANKS, difference, different_program, problem_with, refusal_of
 from lockstep.launch.wire.messages import (
     Hello,
     JobEnd,
-    NodeBeat,
+    NodeHeartbeat,
     RankExited,
     RanksGone,
     SignalReceived,
@@ -44,9 +44,10 @@ def attempt():
         RankExited(5, 2, KILLED),
         RankExited(5, 3, RankExit(0)),
         RankExited(4, 0, KILLED),  # of an attempt in which it had this rank: ignored later
-        Stacks.of(5, {2: "", 3: ""}, {3: []}),
-        NodeBeat([view(2), view(3)], {"hang": {"least": 5.0}}, 5),
-        NodeBeat(),
+        Stacks.of(5, 1, {2: "", 3: ""}, {3: []}),
+        Stacks.of(5, 1, {}, {3: [{"profiling_name": None}]}),  # another version of torch may write that
+        NodeHeartbeat([view(2), view(3)], {"hang": {"least": 5.0}}, 5),
+        NodeHeartbeat(),
         SignalReceived("SIGTERM"),
         RanksGone(5),
         ZygoteLost(5, "died", False),
@@ -63,11 +64,13 @@ def test_a_message_that_can_be_right(attempt, message):
         (RankExited(5, 0, KILLED), r"ranks \[0\] are not its ranks"),
         (RankExited(5, 9, KILLED), r"ranks \[9\] are not its ranks"),
         (RankExited(5, 2, RankExit(1)), "rank 2 failed without a failure"),
-        (Stacks.of(5, {1: ""}, {}), r"ranks \[1\]"),
-        (Stacks.of(5, {}, {7: []}), r"ranks \[7\]"),
-        (NodeBeat([view(0)], {}, 5), r"ranks \[0\]"),
-        (NodeBeat([], {"hang": {"least": "long"}}, 5), "settings are not valid"),
-        (NodeBeat([], {"other": 1}, 5), "settings are not valid"),
+        (RankExited(5, 2, KILLED, float("nan")), "rank 2 failed nan seconds ago"),
+        (Stacks.of(5, 1, {1: ""}, {}), r"ranks \[1\]"),
+        (Stacks.of(5, 1, {}, {7: []}), r"ranks \[7\]"),
+        (Stacks.of(5, 1, {}, {2: [None]}), "collectives are not entries"),
+        (NodeHeartbeat([view(0)], {}, 5), r"ranks \[0\]"),
+        (NodeHeartbeat([], {"hang": {"least": "long"}}, 5), "settings are not valid"),
+        (NodeHeartbeat([], {"other": 1}, 5), "settings are not valid"),
         (SignalReceived("SIGNAL"), "SIGNAL is not a signal"),
         (JobEnd(0), "JobEnd is not for the coordinator"),
     ],
@@ -96,3 +99,18 @@ def test_a_node_with_another_command_may_not_join():
     job = Job({"resume_command": "again"}, Path("runs/x"), Bounds(1, 1), Bounds(2, 3), join="host-0:29400")
     refused = refusal_of(Hello("host-1", Bounds(1, 1), {**job.identity, "target": "another"}), job, full=False)
     assert "the commands of two nodes differ" in refused.problem
+
+
+def test_differences_are_named():
+    ours = {"target": "a.py", "layers": [["command line", {"steps": 3}]], "nnodes": "2"}
+    theirs = Hello("h", Bounds(1, 1), {**ours, "target": "b.py"})
+    assert difference(theirs, ours) == "target: 'b.py' here, 'a.py' on the coordinating node"
+    assert difference(Hello("h", Bounds(1, 1), ours), ours) is None
+
+    # Versions and files are named one by one.
+    program = {"torch": "2.13.0", "python": "3.11"}
+    theirs = Hello("h", Bounds(1, 1), {**ours, "program": {**program, "torch": "2.12.1"}})
+    assert difference(theirs, {**ours, "program": program}) is None
+    assert different_program(theirs, {**ours, "program": program}) == (
+        "torch: '2.12.1' here, '2.13.0' on the coordinating node"
+    )

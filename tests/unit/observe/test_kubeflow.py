@@ -178,7 +178,7 @@ def test_a_server_with_another_certificate_gets_nothing(server, certificate, tmp
 @pytest.mark.parametrize("missing", [kubeflow.URL, kubeflow.CA_CERT, kubeflow.TOKEN])
 def test_elsewhere_nothing_is_sent(missing, server, tmp_path, monkeypatch):
     monkeypatch.delenv(missing)
-    assert not kubeflow.is_offered()
+    assert not kubeflow.KubeflowSink.is_offered()
     sinks = SinkList([], tmp_path, pytest.fail)
     sinks.write(START)
     sinks.close()

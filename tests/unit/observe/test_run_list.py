@@ -41,11 +41,11 @@ def held_elsewhere(run: Path, name: str) -> Iterator[None]:
     [
         ([], "killed"),
         ([event("end", step=40)], "finished"),
-        ([event("leave", step=12)], "preempted"),
+        ([event("preempted", step=12)], "preempted"),
         ([event("preempted")], "preempted"),
         ([event("error", message="no")], "failed"),
         ([event("error", message="no"), START], "killed"),
-        ([event("leave", step=12), START, event("eval", step=20, loss=1.0), event("end", step=40)], "finished"),
+        ([event("preempted", step=12), START, event("eval", step=20, loss=1.0), event("end", step=40)], "finished"),
     ],
 )
 def test_the_last_event_decides_the_state(tmp_path, events, state):

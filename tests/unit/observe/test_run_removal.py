@@ -9,7 +9,7 @@ from run_folders import event, make_run
 from test_run_list import held_elsewhere
 
 from lockstep import cli
-from lockstep.checkpoint.inspect import delete_objects
+from lockstep.checkpoint.command import delete_objects
 from lockstep.errors import UserError
 from lockstep.launch.folder.locks import LAUNCHER_LOCK, LOCK
 from lockstep.observe.run_removal import rm
@@ -92,7 +92,7 @@ def test_other_folders_and_links_are_refused(tmp_path):
 
 
 def test_it_asks_and_only_tells_on_request(tmp_path, monkeypatch, capsys):
-    run = make_run(tmp_path / "run", event("leave", step=10))
+    run = make_run(tmp_path / "run", event("preempted", step=10))
     size = f"{sum(path.stat().st_size for path in run.rglob('*') if path.is_file()) / 1000:.1f} kB"
     asked: list[str] = []
 

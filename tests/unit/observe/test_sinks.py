@@ -8,14 +8,20 @@ import math
 import resource
 import threading
 import time
+import tomllib
 import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
+import lockstep
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import UserError
 from lockstep.observe import sinks as sinks_package
+from lockstep.observe.run_removal import OURS, rm
 from lockstep.observe.sinks import SINKS, JsonlSink, RunJsonl, SinkList, background, read_jsonl
 from lockstep.observe.sinks.prometheus import PrometheusSink
 from lockstep.observe.sinks.scalars import scalars
@@ -113,6 +119,24 @@ def test_a_closed_sink_refuses(tmp_path):
 # ---- sinks by name ----
 
 
+ROOT = Path(__file__).parents[3]
+
+
+class Line(lockstep.Task):
+    defaults = {"global_batch": 16, "steps": 2}
+
+    def model(self):
+        return nn.Linear(1, 1)
+
+    def data(self):
+        x = torch.linspace(-1, 1, 32)[:, None]
+        return TensorDataset(x, 3 * x)
+
+    def loss(self, model, batch):
+        x, y = batch
+        return lockstep.Loss(((model(x) - y) ** 2).sum(), weight=len(x))
+
+
 class Fragile:
     """Keeps records, and breaks at the second one."""
 
@@ -138,14 +162,64 @@ def test_a_run_keeps_metrics_and_events_apart(tmp_path):
 
 
 def test_a_failing_sink_is_reported_once_and_dropped(tmp_path, monkeypatch):
-    monkeypatch.setitem(SINKS, "fragile", Fragile)
     reports = []
-    sinks = SinkList(["fragile", "csv"], tmp_path, reports.append)
+    sinks = SinkList(["test_sinks:Fragile", "csv"], tmp_path, reports.append)
     for step in range(4):
         sinks.write(RECORD | {"step": step})
     sinks.close()
-    assert reports == ["the sink fragile failed and gets no more records: ConnectionError: the service is down"]
+    assert reports == [
+        "the sink test_sinks:Fragile failed and gets no more records: ConnectionError: the service is down"
+    ]
     assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 5, "the others go on"
+
+
+def test_a_run_writes_to_a_sink_that_the_user_brings(tmp_path, monkeypatch):
+    (tmp_path / "own_sink.py").write_text(
+        "class Losses:\n"
+        "    def __init__(self, run_dir):\n"
+        "        self.path = run_dir / 'losses.txt'\n"
+        "    def write(self, record):\n"
+        "        if 'loss' in record and 'event' not in record:\n"
+        "            with self.path.open('a') as file:\n"
+        "                print(record['step'], file=file)\n"
+        "    def close(self):\n"
+        "        pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    lockstep.fit(Line, run_dir=tmp_path / "run", log={"sinks": ["own_sink:Losses"], "every": 1, "progress": "off"})
+    assert (tmp_path / "run" / "losses.txt").read_text() == "1\n2\n"
+
+    # Its class is not imported only to find out what it wrote.
+    lines, _ = rm([tmp_path / "run"], False, False, lambda text: True, lambda run: None)
+    assert "losses.txt" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("no_such_module:Sink", "there is no module no_such_module"),
+        ("test_sinks:Missing", "has no class Missing"),
+        ("test_sinks:Line", "the class Line lacks write, close"),
+    ],
+)
+def test_a_class_that_is_no_sink_is_refused_on_every_rank(tmp_path, name, problem):
+    for run_dir in (tmp_path, None):
+        with pytest.raises(UserError, match=problem):
+            SinkList([name], run_dir, pytest.fail)
+
+
+def test_each_sink_says_what_it_needs_and_what_it_writes():
+    """The package has an extra, which the message names; and `lockstep rm` deletes the files."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    for sink in SINKS.values():
+        assert sink.package is None or any(wanted.startswith(sink.package) for wanted in extras[sink.package])
+        assert set(sink.files) <= set(OURS)
+
+
+def test_a_sink_of_the_platform_is_refused_where_it_is_not_offered(monkeypatch):
+    monkeypatch.delenv("KUBEFLOW_TRAINER_SERVER_URL", raising=False)
+    with pytest.raises(UserError, match="the platform offers no address for it"):
+        check_names([("command line", {"log": {"sinks": ["kubeflow"]}})])
 
 
 def test_an_unknown_sink_is_refused(tmp_path):
@@ -201,9 +275,8 @@ SLOW: list[Slow] = []
 
 
 def test_a_sink_that_blocks_holds_nothing_up_and_gets_all_records_in_order(tmp_path, monkeypatch):
-    monkeypatch.setitem(SINKS, "slow", Slow)
     reports = []
-    sinks = SinkList(["slow", "csv"], tmp_path, reports.append)
+    sinks = SinkList(["test_sinks:Slow", "csv"], tmp_path, reports.append)
     for step in range(5):
         sinks.write(RECORD | {"step": step})  # would hang here if it waited
     SLOW[-1].allowed.set()
@@ -213,34 +286,33 @@ def test_a_sink_that_blocks_holds_nothing_up_and_gets_all_records_in_order(tmp_p
 
 
 def test_a_sink_that_never_answers_is_left_behind_at_the_end(tmp_path, monkeypatch):
-    monkeypatch.setitem(SINKS, "slow", Slow)
     monkeypatch.setattr(background, "LAST_S", 0.1)
     reports = []
-    sinks = SinkList(["slow"], tmp_path, reports.append)
+    sinks = SinkList(["test_sinks:Slow"], tmp_path, reports.append)
     sinks.write(RECORD)
     sinks.close()
     SLOW[-1].allowed.set()
-    assert reports == ["the sink slow failed and gets no more records: it did not take the last records within 0 s"]
+    assert reports == [
+        "the sink test_sinks:Slow failed and gets no more records: it did not take the last records within 0 s"
+    ]
 
 
 def test_a_sink_that_falls_too_far_behind_is_dropped(tmp_path, monkeypatch):
-    monkeypatch.setitem(SINKS, "slow", Slow)
     monkeypatch.setattr(background, "MOST_WAITING", 3)
     reports = []
-    sinks = SinkList(["slow"], tmp_path, reports.append)
+    sinks = SinkList(["test_sinks:Slow"], tmp_path, reports.append)
     for step in range(20):
         sinks.write(RECORD | {"step": step})
     SLOW[-1].allowed.set()
-    assert reports == ["the sink slow failed and gets no more records: it is 3 records behind"]
+    assert reports == ["the sink test_sinks:Slow failed and gets no more records: it is 3 records behind"]
     sinks.close()
 
 
 def test_a_full_queue_is_emptied_before_the_sink_is_closed(tmp_path, monkeypatch):
     """Records fill the queue exactly, so none of them was refused. The service answers only after `close` has begun."""
-    monkeypatch.setitem(SINKS, "slow", Slow)
     monkeypatch.setattr(background, "MOST_WAITING", 3)
     reports = []
-    sinks = SinkList(["slow"], tmp_path, reports.append)
+    sinks = SinkList(["test_sinks:Slow"], tmp_path, reports.append)
     sinks.write(RECORD | {"step": 0})
     while not sinks._sinks[-1]._waiting.empty():  # the thread takes the first one, and waits for the service
         time.sleep(0.001)
@@ -253,7 +325,7 @@ def test_a_full_queue_is_emptied_before_the_sink_is_closed(tmp_path, monkeypatch
 
 
 def test_a_missing_package_is_named_before_anything_starts(tmp_path, monkeypatch):
-    monkeypatch.setattr(sinks_package, "PACKAGES", ("csv",))
+    monkeypatch.setattr(SINKS["csv"], "package", "csv")
     monkeypatch.setattr(sinks_package.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs the package csv(.|\n)*pip install 'lockstep-train\[csv\]'"):
         check_names([("command line", {"log": {"sinks": ["csv"]}})])

@@ -1,6 +1,8 @@
 import math
 import subprocess
 import sys
+from itertools import pairwise
+from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,10 +11,12 @@ import torch
 from torch import nn
 
 from lockstep.config import resolve
+from lockstep.engine.checks.names import check_names
 from lockstep.errors import UserError
 from lockstep.optim.bf16_masters import MasterWeights
+from lockstep.optim.capabilities import traits_of
 from lockstep.optim.optimizers import Optimizers, clip_elements_
-from lockstep.optim.registry import OPTIMIZERS, OptimizerKind, build_optimizers, describe
+from lockstep.optim.registry import OPTIMIZERS, TRAITS, OptimizerSpec, OptimizerTraits, build_optimizers, describe
 from lockstep.optim.schedule import SCHEDULES, LearningRate, batch_scaling, share_of_peak
 from lockstep.optim.zero1 import ShardedOptimizers
 from lockstep.runtime.world import World
@@ -48,6 +52,18 @@ def test_shapes():
     assert wsd[79:] == sorted(wsd[79:], reverse=True)
     assert wsd[-1] == pytest.approx(0.0)
     assert curve(schedule="wsd", decay=0.2, min_ratio=0.3)[-1] == pytest.approx(0.3)
+
+
+def test_a_decay_that_is_shorter_than_two_steps_falls_in_the_last_step():
+    assert curve(total=5, schedule="wsd", decay=0.2, min_ratio=0.5) == [1.0, 1.0, 1.0, 1.0, 0.5]
+    assert curve(total=5, schedule="wsd", decay=0.01, min_ratio=0.5) == [1.0, 1.0, 1.0, 1.0, 0.5]
+    assert curve(total=5, schedule="wsd", decay=0.4, min_ratio=0.5) == [1.0, 1.0, 1.0, 1.0, 0.5]
+    assert curve(total=5, schedule="wsd", decay=0.0, min_ratio=0.5) == [1.0] * 5
+
+    # A decay that is longer than what the warm-up leaves begins at the peak, not below it.
+    long = curve(warmup=50, schedule="wsd", decay=0.8, min_ratio=0.0)
+    assert long[50] == 1.0
+    assert max(before - after for before, after in pairwise(long)) < 0.03
 
 
 def test_a_run_of_one_step_has_a_rate():
@@ -117,8 +133,8 @@ def test_an_unknown_schedule_is_refused_with_the_known_ones():
 
 
 def test_an_optimizer_is_one_entry(monkeypatch):
-    kind = OptimizerKind("torch.optim:RMSprop", options=("lr", "momentum"), state_bytes=4, about="torch's RMSprop")
-    monkeypatch.setitem(OPTIMIZERS, "rmsprop", kind)
+    spec = OptimizerSpec("torch.optim.rmsprop:RMSprop", options=("lr", "momentum"), about="torch's RMSprop")
+    monkeypatch.setitem(OPTIMIZERS, "rmsprop", spec)
     parameter = nn.Parameter(torch.ones(2))
     task = torch.optim.SGD([{"params": [parameter], "momentum": 0.5}], lr=0.1)
     (made,) = build_optimizers(resolve([("test", {"optimizer": "rmsprop"})]).config, task)
@@ -136,7 +152,40 @@ def test_the_bytes_of_state_are_those_that_the_registry_gives(name):
     made.step()
     state = [value for value in made.state[weight].values() if isinstance(value, torch.Tensor) and value.dim()]
     found = sum(value.nbytes for value in state) / weight.numel()
-    assert found == pytest.approx(OPTIMIZERS[name].state_bytes, abs=0.05)
+    assert found == pytest.approx(OPTIMIZERS[name].traits.state_bytes or 0, abs=0.05)
+
+
+def test_the_traits_are_those_of_classes_that_exist():
+    """A class that moves would silently lose its traits."""
+    for path in TRAITS:
+        kind = resolve_name(path)
+        assert f"{kind.__module__}:{kind.__qualname__}" == path
+    torchs = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    missing = {kind.__name__ for kind in torchs if f"{kind.__module__}:{kind.__qualname__}" not in TRAITS}
+    assert missing == {"Optimizer", "LBFGS"}
+
+
+@pytest.mark.parametrize("name", ["task", *OPTIMIZERS])
+def test_exact_takes_the_optimizers_that_are_known_to_be_exact(name):
+    """At once, and again where the optimizer is built: a task's defaults are not known before."""
+    weight = nn.Parameter(torch.ones(8, 8))
+    config = resolve([("test", {"optimizer": name, "exact": True})]).config
+    layers = [("test", {"optimizer": name}), ("test", {"exact": True})]
+    if name in ("task", "adamw", "sgd"):
+        check_names(layers)
+        build_optimizers(config, torch.optim.AdamW([weight]))
+    else:
+        for refuse in (lambda: check_names(layers), lambda: build_optimizers(config, torch.optim.AdamW([weight]))):
+            with pytest.raises(UserError, match=f"exact=true cannot be combined with optimizer={name}"):
+                refuse()
+
+
+def test_a_subclass_has_none_of_the_traits():
+    class Mine(torch.optim.AdamW):
+        pass
+
+    assert traits_of(torch.optim.AdamW([nn.Parameter(torch.ones(2))])).divides
+    assert traits_of(Mine([nn.Parameter(torch.ones(2))])) == OptimizerTraits()
 
 
 def test_unknown_names_are_reported_before_a_launch():

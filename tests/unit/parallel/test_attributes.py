@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lockstep.parallel.call_state import StateSnapshot
-from lockstep.parallel.cudagraph.attributes import AttributeWatch, same_objects
+from lockstep.parallel.cudagraph.variants import AttributeWatch, same_objects
 
 
 class Keeping(nn.Module):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.driver import run_engine
+from lockstep.parallel.inner_gradients import UNWATCHED, GradientWatch, backward
 
 
 class OtherTensor(Tensor):
@@ -17,8 +17,8 @@ def test_it_adds_to_the_gradients_as_torch_does():
     p, word = nn.Parameter(torch.tensor([1.0, 2.0])), nn.Parameter(torch.zeros(3))
     sent = torch.tensor([1.0, 2.0, 3.0])
 
-    run_engine(((p**2).sum(),), (torch.tensor(0.5),))
-    run_engine(((p**2).sum(), word), (torch.tensor(0.5), sent))
+    backward(((p**2).sum(),), (torch.tensor(0.5),))
+    backward(((p**2).sum(), word), (torch.tensor(0.5), sent))
 
     torch.testing.assert_close(p.grad, torch.tensor([2.0, 4.0]))
     torch.testing.assert_close(word.grad, sent)
@@ -30,6 +30,23 @@ def test_a_loss_of_another_class_goes_through_torchs_function(monkeypatch: pytes
     monkeypatch.setattr(torch.autograd, "backward", lambda *args: calls.append(args))
     outputs, grads = (torch.ones(()).as_subclass(OtherTensor),), (torch.ones(()),)
 
-    run_engine(outputs, grads)
+    backward(outputs, grads)
 
     assert calls == [(outputs, grads)]
+
+
+def test_a_watch_that_is_entered_twice_leaves_torch_as_it_was():
+    engine = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
+    calls = []
+    watch = GradientWatch(calls.append)
+    x = torch.ones(2, requires_grad=True)
+
+    with watch, watch:
+        x.sum().backward()
+        with UNWATCHED:
+            x.sum().backward()
+        x.sum().backward()
+    x.sum().backward()
+
+    assert len(calls) == 2
+    assert torch.autograd._engine_run_backward is engine  # pyrefly: ignore[missing-attribute]

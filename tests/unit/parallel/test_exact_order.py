@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from lockstep.checkpoint.state.model_names import identity
 from lockstep.config import resolve
 from lockstep.data.windows import rank_range
-from lockstep.engine.determinism import WEIGHT_GRID, check_weight, on_grid
 from lockstep.errors import UserError
 from lockstep.observe import metrics
-from lockstep.parallel.exact.row_norms import _sum_by_halves, norm_of_rows, row_norms
+from lockstep.parallel.exact.reducers import _sum_by_halves, norm_of_rows, row_norms
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
+from lockstep.parallel.progress import WEIGHT_GRID, check_weight, on_grid
 from lockstep.plan.plan import make_plan
 
 
@@ -174,7 +174,6 @@ def test_the_micro_batch_does_not_look_at_the_ranks() -> None:
         {"load_balance": "auto"},
         {"precision": "bf16-master"},
         {"precision": "fp8"},
-        {"optimizer": "adafactor"},
     ],
     ids=str,
 )

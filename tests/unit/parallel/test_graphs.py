@@ -19,10 +19,9 @@ from lockstep.errors import UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
 from lockstep.parallel.call_chain import CallChain
-from lockstep.parallel.cudagraph import graphs, install
+from lockstep.parallel.cudagraph import graphs
 from lockstep.parallel.cudagraph.checks import difference
-from lockstep.parallel.cudagraph.graphs import MAX_PATTERNS, WARMUP_CALLS, GraphedCall
-from lockstep.parallel.cudagraph.install import release_captures
+from lockstep.parallel.cudagraph.graphs import MAX_PATTERNS, WARMUP_CALLS, GraphedCall, release_captures
 from lockstep.parallel.cudagraph.variants import RunLength
 from lockstep.recipes.hrm import HRM
 
@@ -125,8 +124,8 @@ def test_a_run_of_a_recipe(tmp_path, monkeypatch):
     """Six micro-batches a step, states that go from step to step, and evaluations: to the last bit."""
     values = {"preset": "tiny", "steps": 6, "evaluate.every": 3, "device": "cpu", "log.progress": "off"}
     plain = lockstep.fit(HRM, values, run_dir=tmp_path / "plain")
-    monkeypatch.setattr(install, "wants_graph", lambda config, runtime: True)
-    monkeypatch.setattr(install, "CudaDevice", lambda device: Again())
+    monkeypatch.setattr(graphs, "wants_graph", lambda config, runtime: True)
+    monkeypatch.setattr(graphs, "CudaDevice", lambda device: Again())
     made, init = [], GraphedCall.__init__
     monkeypatch.setattr(GraphedCall, "__init__", lambda self, *args: made.append(self) or init(self, *args))
     found = lockstep.fit(HRM, values, run_dir=tmp_path / "graph")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -36,6 +37,27 @@ ACCEPTED = [
 @pytest.mark.parametrize(("values", "size", "shape"), ACCEPTED)
 def test_what_is_not_said_about_the_grid_follows(values: dict[str, Any], size: int, shape: tuple[int, ...]) -> None:
     assert plan_mesh(configured(values).config, World(size=size)).shape == shape
+
+
+DRIVERS = [
+    ({"strategy": "ddp"}, "make_driver"),
+    ({"strategy": "zero1"}, "make_driver"),
+    ({"strategy": "fsdp"}, "FSDPDriver"),
+    ({"strategy": "hsdp"}, "FSDPDriver"),
+    ({"strategy": "tp"}, "TensorDriver"),
+    ({"strategy": "ddp", "mesh.tp": 2}, "TensorDriver"),
+    ({"strategy": "fsdp", "mesh.tp": 2}, "FSDPDriver"),
+    ({"strategy": "fsdp-grads", "mesh.pp": 2}, "PipelineDriver"),
+    ({"strategy": "tp", "mesh.pp": 2}, "PipelineDriver"),
+    ({"strategy": "pp", "mesh.tp": 2}, "PipelineDriver"),
+]
+
+
+@pytest.mark.parametrize(("values", "name"), DRIVERS)
+def test_the_record_of_the_strategy_names_what_makes_the_driver(values: dict[str, Any], name: str) -> None:
+    config = configured(values).config
+    path = config.strategy_record.driver_in(plan_mesh(config, World(size=8)).sizes)
+    assert resolve_name(path).__name__ == name
 
 
 REFUSED = [

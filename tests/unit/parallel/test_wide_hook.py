@@ -33,6 +33,6 @@ def test_no_bucket_loses_precision(stored: torch.dtype, sent: torch.dtype) -> No
     buffer = torch.tensor([1.0 + 2.0**-40, 3.0, 2.0**-70], dtype=stored)
     expected = buffer.clone()
 
-    assert len(list(hook.exchange(Bucket(buffer, [])))) == 1
+    assert len(list(hook.reduce_bucket(Bucket(buffer, [])))) == 1
     assert hook.sent == sent
     assert torch.equal(buffer, expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,9 @@ from lockstep.config import RunConfig
 from lockstep.config.sections import RestartConfig
 from lockstep.engine.diagnose import explained
 from lockstep.errors import SmallerMicroBatch, UserError
-from lockstep.launch.decisions.restarts import Restarts, Settings
+from lockstep.launch.decisions.recovery import End, Restart, Situation, decide
+from lockstep.launch.decisions.restarts import Restarts
+from lockstep.launch.decisions.state import Settings
 from lockstep.launch.failure import Failure
 from lockstep.launch.ranks import rank_record
 from lockstep.optim.optimizers import Optimizers
@@ -98,7 +101,7 @@ def a_builder(folder: Path, phase: str = "compute", **values: Any) -> Any:
         config=config,
         plan=make_plan(config, 1, 100),
         runtime=runtime,
-        stepper=SimpleNamespace(counters=SimpleNamespace(steps_done=3)),
+        steps_done=3,
         folder=SimpleNamespace(path=folder),
     )
     return SimpleNamespace(
@@ -224,24 +227,29 @@ def test_one_size_down(size: int, samples: int | None, smaller: int) -> None:
     assert smaller_micro_batch(make_plan(config, 1, samples)) == smaller
 
 
-def test_such_an_end_is_restarted_without_any_checkpoint_and_no_rank_slot_is_dropped(tmp_path: Path) -> None:
+def test_such_an_end_is_restarted_without_any_checkpoint_as_often_as_needed(tmp_path: Path) -> None:
     rank_record.record_exception(tmp_path, 1, SmallerMicroBatch("step 0 does not fit"))
     failure = rank_record.read(tmp_path, 1)
-    assert failure.asks_for_smaller_micro_batch
+    assert failure.traits.asks_for_smaller_micro_batch
     assert "\n" not in failure.text()
+
     restarts = Restarts()
+    unsaved = Situation(settings=Settings())
     for _ in range(20):  # more than the restarts that an hour may have: a large batch is halved many times
         for settings in (Settings(), Settings(restart=RestartConfig(per_hour=0))):
-            assert restarts.reason_to_end(failure, progress=False, settings=settings, now=0.0) is None
-        restarts.count(failure, ("here", 1), None, 0.0)
-        assert not restarts.keeps_failing(failure)
+            situation = replace(unsaved, settings=settings, recent_restarts=restarts.recent(0.0))
+            assert isinstance(decide(failure, situation), Restart)
+        restarts.count(None, 0.0, counts=False)
+
+    # A kill has restarts of its own: the others did not count.
     killed = Failure(1, "here", 0.0, "SIGKILL", "from outside", origin="signal")
-    assert restarts.reason_to_end(killed, progress=False, settings=Settings(), now=0.0) is None  # which has its own ten
-    restarts.count(killed, ("here", 1), None, 0.0)
-    assert not restarts.keeps_failing(killed)
-    assert restarts.budget(killed, Settings(), 0.0) == "restart 1 of 10 in an hour"  # the others did not count
+    assert restarts.recent(0.0) == 0
+    assert isinstance(decide(killed, unsaved), Restart)
+    restarts.count(None, 0.0)
+    assert restarts.recent(0.0) == restarts.in_a_row(None) == 1
+
     usual = Failure(1, "here", 0.0, "ValueError", "again")
-    assert restarts.reason_to_end(usual, progress=False, settings=Settings(), now=0.0) is not None
+    assert isinstance(decide(usual, unsaved), End)
 
 
 def test_auto_is_no_number_to_compare() -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lockstep.bench.hardware import describe
 from lockstep.bench.intervals import estimate, ratio, spread_text
 from lockstep.bench.options import BenchOptions
 from lockstep.bench.pool import Pool
@@ -64,7 +63,7 @@ def _measure(root: Path, world: int, pool: Pool, options: BenchOptions, report: 
     placement = team.placed("cpu")
     notes = [
         f"{size:.0f} MB of weights and AdamW moments, {world} ranks that compute meanwhile; "
-        f"{describe(placement, pool.cores_per_rank)}; file system {file_system(root)}. torch.save is written by rank "
+        f"{placement}; file system {file_system(root)}. torch.save is written by rank "
         "0 while the others wait, and without fsync it is only a copy to memory. Lockstep's load checks every digest; "
         "the others check nothing. Every rank loads the whole state, from the page cache. 'written after' is the time "
         "from the call until a rank knows that the save is complete. "

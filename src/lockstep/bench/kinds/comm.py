@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lockstep.bench.hardware import describe
 from lockstep.bench.intervals import estimate, spread_text
 from lockstep.bench.options import BenchOptions
 from lockstep.bench.pool import Pool, RanksEnded, Team, rounds_of, wall_seconds
@@ -149,7 +148,7 @@ def _collectives(world: int, pool: Pool, options: BenchOptions, report: Callable
         if reduced:
             links[name] = asdict(link_of_all_reduce(world, *_times(reduced)))
 
-        place = describe(team.placed(facts["device"]), pool.cores_per_rank)
+        place = team.placed(facts["device"])
         places.append(f"{world} ranks on {facts['device'].partition(':')[0]}, {name}; {place}.")
         gaps += [f"{name} has no {operation} for these tensors: {why}." for operation, why in facts["missing"].items()]
 

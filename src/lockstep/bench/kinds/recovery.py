@@ -42,6 +42,7 @@ SETTINGS = {
     "evaluate.every": "null",
     "lr.schedule": "constant",
     "restart.per_hour": 100_000,
+    "restart.max_in_a_row": 100_000,
 }
 
 COLUMNS = [

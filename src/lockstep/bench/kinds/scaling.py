@@ -1,22 +1,28 @@
 """Weak and strong scaling: throughput against the number of ranks, in rounds in which all of them take turns.
 
 Beside each team runs a control: as many ranks that compute the same and exchange nothing. What the control loses is
-lost to the machine, such as shared caches and clock rates; only the rest is lost to communication.
+lost to the machine, such as shared caches, clock rates and cores that are held up; only the rest is lost to
+communication.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields
 from typing import Any
 
-from lockstep.bench.hardware import OtherLoad, RankPlacement, describe, disturbance
+from lockstep.bench.cores import SIBLINGS, SYSTEM, RankPlacement
+from lockstep.bench.hardware import OtherLoad, disturbance
 from lockstep.bench.intervals import Estimate, estimate, ratio, spread_text
+from lockstep.bench.kinds.siblings import cores_of
 from lockstep.bench.options import BenchOptions
 from lockstep.bench.pool import Pool, RanksEnded, Team, cpu_seconds, wall_seconds
-from lockstep.bench.results import Column, Section, judged, middle
-from lockstep.errors import UserError
+from lockstep.bench.results import Column, Section, cell, judged, middle
+from lockstep.errors import UserError, plural
 
 TARGETS = {"weak": 0.90, "strong": 0.80}
 
@@ -35,7 +41,7 @@ COLUMNS = [
 
 
 # What ranks answered: by number of ranks, round and rank.
-Turns = dict[int, list[list[dict[str, float]]]]
+Turns = dict[int, list[list[dict[str, Any]]]]
 
 
 @dataclass(frozen=True)
@@ -79,7 +85,7 @@ def run(mode: str, pool: Pool, options: BenchOptions, report: Callable[[str], No
                 missing.append(f"{world} ranks have no control: {error.found.partition(chr(10))[0]}.")
 
         others = OtherLoad()
-        turns, apart = _rounds(mode, teams, controls, options.repeats, report)
+        turns, apart = _rounds(mode, teams, controls, options, report)
         busy = others.cores(_total_cpu_seconds(turns) + _total_cpu_seconds(apart))
 
         # The trace disturbs the step, so it has a turn of its own, after the others.
@@ -87,7 +93,7 @@ def run(mode: str, pool: Pool, options: BenchOptions, report: Callable[[str], No
 
     measured = Measured(facts, turns, apart, traces, busy)
     placement = teams[options.worlds[-1]].placed(measured.last_facts["device"])
-    section = _section(mode, options, measured, placement, pool.cores_per_rank)
+    section = _section(mode, options, measured, placement)
     section.notes += missing
     return section
 
@@ -101,21 +107,21 @@ def _control(pool: Pool, options: BenchOptions, world: int, global_batch: int) -
         return None
 
     arguments = {**options.arguments(mode="weak"), "batch": global_batch // world}
-    control = pool.start("scaling:measure", world, arguments, alone=True)
+    control = pool.start("scaling:measure_apart", world, arguments, alone=True)
     control.ready()
     return control
 
 
 def _rounds(
-    mode: str, teams: dict[int, Team], controls: dict[int, Team], repeats: int, report: Callable[[str], None]
+    mode: str, teams: dict[int, Team], controls: dict[int, Team], options: BenchOptions, report: Callable[[str], None]
 ) -> tuple[Turns, Turns]:
     """Let all teams take turns, each followed by its control. Returns the turns of both."""
     turns: Turns = {world: [] for world in teams}
     apart: Turns = {world: [] for world in controls}
-    for number in range(repeats):
+    for number in range(options.repeats) if options.seconds is None else numbers_within(options.seconds):
         # The order alternates, so that a machine that gets slower or faster favours no number of ranks.
         for world in list(teams)[:: -1 if number % 2 else 1]:
-            report(f"{mode}: round {number + 1} of {repeats}, {world} rank(s)")
+            report(f"{mode}: round {number + 1}, {world} rank(s)")
             turns[world].append(teams[world].ask())
             if world in controls:
                 apart[world].append(controls[world].ask())
@@ -123,20 +129,29 @@ def _rounds(
     return turns, apart
 
 
+def numbers_within(seconds: float, clock: Callable[[], float] = time.monotonic) -> Iterator[int]:
+    """Count rounds for as long as one more of average length fits into the time. The first one always does."""
+    began = clock()
+    for number in itertools.count():
+        passed = clock() - began
+        if number and passed + passed / number > seconds:
+            return
+
+        yield number
+
+
 def _total_cpu_seconds(turns: Turns) -> float:
     return sum(sum(cpu_seconds(rounds)) for rounds in turns.values())
 
 
-def _section(
-    mode: str, options: BenchOptions, measured: Measured, placement: RankPlacement, cores_per_rank: int
-) -> Section:
+def _section(mode: str, options: BenchOptions, measured: Measured, placement: RankPlacement) -> Section:
     """Make the section: a row for each number of ranks, the verdict on the largest, and how it was measured."""
     rates = {world: measured.rates(world, options.block) for world in options.worlds}
     rows = [_row(world, options, measured, rates) for world in options.worlds]
 
     # One number of ranks has no efficiency to judge.
     last, target = rows[-1], TARGETS[mode]
-    refusal = _refusal(placement.shared, measured.busy, options)
+    refusal = _refusal(placement, measured.busy, options)
     verdicts = []
     if len(rows) > 1:
         text = f"{mode} scaling efficiency at {last['world']} ranks >= {target:.0%}"
@@ -144,6 +159,7 @@ def _section(
 
     what = "the same batch on every rank" if mode == "weak" else "the same batch on all ranks together"
     facts = measured.last_facts
+    rounds = len(measured.turns[last["world"]])
     return Section(
         mode,
         f"{mode.capitalize()} scaling of {options.target}: {what}",
@@ -151,13 +167,15 @@ def _section(
         rows,
         [
             f"{facts['parameters']:,} parameters, strategy {facts['strategy']}, {facts['backend']}, "
-            f"{facts['precision']}; {describe(placement, cores_per_rank)}; {options.repeats} rounds of {options.block} "
-            f"steps in which all numbers of ranks take turns; {spread_text(options.repeats)}.",
+            f"{facts['precision']}; {placement}; {plural(rounds, 'round')} of {plural(options.block, 'step')} in which "
+            f"all numbers of ranks take turns; {spread_text(rounds)}.",
             "scaling_efficiency is speed-up / ideal speed-up; compute_fraction is computation / (computation + exposed "
             "communication), from a trace of one block.",
             "The machine limit is the efficiency of as many ranks that compute the same at the same time and exchange "
-            "nothing: what it lacks is lost to shared caches, memory and clock rates (and in strong scaling to smaller "
-            "batches), not to communication. efficiency / limit is what communication and waiting leave.",
+            "nothing, if each of their steps takes as long as on the slowest rank: what it lacks is lost to shared "
+            "caches, memory, clock rates and slow cores (and in strong scaling to smaller batches). efficiency / limit "
+            "is what communication leaves of it.",
+            *_note_on_waiting(last),
             *_note_on_load(measured.busy),
         ],
         verdicts,
@@ -174,7 +192,7 @@ def _row(world: int, options: BenchOptions, measured: Measured, rates: dict[int,
 
     batch = measured.facts[world]["global_batch"]
     step_ms = estimate([1e3 * batch / rate for rate in rates[world]])
-    limit, of_limit = _limits(world, base, rates, measured.apart.get(world), batch * options.block)
+    limits = limits_of(world, base, rates, measured.apart.get(world), batch * options.block)
 
     traced = measured.traces[world]
     return {
@@ -184,8 +202,7 @@ def _row(world: int, options: BenchOptions, measured: Measured, rates: dict[int,
         "step_ms": step_ms,
         "speedup": speedup,
         "scaling_efficiency": efficiency,
-        "machine_limit": limit,
-        "of_machine_limit": of_limit,
+        **limits,
         "compute_fraction": _mean(traced, "compute_fraction"),
         "overlap_fraction": _mean(traced, "overlap_fraction"),
         "megabytes_per_step": traced[0]["bytes_per_step"] / 1e6,
@@ -194,21 +211,33 @@ def _row(world: int, options: BenchOptions, measured: Measured, rates: dict[int,
     }
 
 
-def _limits(
-    world: int, base: int, rates: dict[int, list[float]], apart: list[list[dict[str, float]]] | None, samples: int
-) -> tuple[Estimate | None, Estimate | None]:
+def limits_of(
+    world: int, base: int, rates: dict[int, list[float]], apart: list[list[dict[str, Any]]] | None, samples: int
+) -> dict[str, Estimate | None]:
     """Return the efficiency of ranks that exchange nothing, and that of the real ranks against it.
 
     `samples` is how many samples all ranks together train in a turn.
     """
     if apart is None:
-        return None, None
+        return dict.fromkeys(("machine_limit", "of_machine_limit", "limit_without_waiting"))
 
-    # None of them waits for the slowest, so their rates are added.
-    share = samples / world
-    free = [sum(share / rank["seconds"] for rank in ranks) for ranks in apart]
-    limit = ratio(free, rates[base], lambda value: value / (world / base))
-    return limit, ratio(rates[world], free)
+    def efficiency(found: list[float]) -> Estimate:
+        return ratio(found, rates[base], lambda value: value / (world / base))
+
+    # Training waits for the slowest rank in every step. These ranks do not, so their rates could be added as well.
+    waiting = [samples / _slowest_seconds(ranks) for ranks in apart]
+    free = [sum(samples / world / rank["seconds"] for rank in ranks) for ranks in apart]
+    return {
+        "machine_limit": efficiency(waiting),
+        "of_machine_limit": ratio(rates[world], waiting),
+        "limit_without_waiting": efficiency(free),
+    }
+
+
+def _slowest_seconds(ranks: list[dict[str, Any]]) -> float:
+    """Return how long a turn would take if every step took as long as on its slowest rank."""
+    steps = zip(*(rank["step_seconds"] for rank in ranks), strict=True)
+    return math.fsum(map(max, steps))
 
 
 def _mean(ranks: Sequence[dict[str, Any]], key: str) -> float:
@@ -225,13 +254,20 @@ def _breakdown(ranks: Sequence[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def _refusal(shared: str, busy: float | None, options: BenchOptions) -> str:
+def _refusal(placement: RankPlacement, busy: float | None, options: BenchOptions) -> str:
     """Return why efficiency cannot be judged, or nothing."""
-    if shared:
-        return shared
+    if unfair := placement.shared or placement.doubt:
+        return unfair
     if options.worlds[0] != 1:
         return "one rank was not measured"
     return disturbance(busy)
+
+
+def _note_on_waiting(row: dict[str, Any]) -> list[str]:
+    """Return what the machine limit would be if no rank waited for another: the rest is lost to slow ranks."""
+    if not (free := row["limit_without_waiting"]):
+        return []
+    return [f"If no rank waited for the slowest, the machine limit at {row['world']} ranks would be {cell(free)}."]
 
 
 def _note_on_load(busy: float | None) -> list[str]:
@@ -243,14 +279,23 @@ def _note_on_load(busy: float | None) -> list[str]:
 # ---- as functions ----
 
 
-def scaling_results(mode: str, num_gpus: Sequence[int], **settings: Any) -> dict[int, dict[str, Any]]:
+def scaling_results(
+    mode: str, num_gpus: Sequence[int], siblings: str = SYSTEM, **settings: Any
+) -> dict[int, dict[str, Any]]:
     """Return the medians of `mode` by number of ranks, and whether it was a fair test."""
-    known = {item.name for item in fields(BenchOptions)} - {"worlds"}
+    known = {item.name for item in fields(BenchOptions)} - {"worlds", "cores"}
     if unknown := sorted(settings.keys() - known):
-        raise UserError(f"there is no option {unknown[0]}", "", f"use some of {', '.join(sorted(known))}")
+        names = ", ".join(sorted({*known, "siblings"}))
+        raise UserError(f"there is no option {unknown[0]}", "", f"use some of {names}")
+    if siblings not in SIBLINGS:
+        raise UserError(f"siblings={siblings} is not known", "", f"use one of {', '.join(SIBLINGS)}")
 
     options = BenchOptions(worlds=list(num_gpus), **settings)
-    with Pool(options.cores_per_rank) as pool:
+    if siblings != SYSTEM:
+        cores, _ = cores_of(siblings, lambda _: None)
+        options = BenchOptions(worlds=list(num_gpus), cores=cores, **settings)
+
+    with Pool(options.cores_per_rank, options.cores) as pool:
         section = run(mode, pool, options, lambda _: None)
 
     # Whoever uses the numbers must see whether they mean anything here.

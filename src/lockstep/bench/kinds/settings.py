@@ -7,7 +7,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from lockstep.bench.hardware import describe
 from lockstep.bench.intervals import estimate, ratio, spread_text
 from lockstep.bench.options import BenchOptions, layers_of
 from lockstep.bench.pool import Pool, Team, cpu_seconds, rounds_of, wall_seconds
@@ -48,7 +47,7 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None]) -> lis
     placement = teams[last].placed(facts[last]["device"])
     notes = [
         f"{facts[last]['parameters']:,} parameters, a batch of {facts[last]['global_batch']} on all ranks together; "
-        f"{describe(placement, pool.cores_per_rank)}; {options.repeats} rounds of {options.block} steps in which all "
+        f"{placement}; {options.repeats} rounds of {options.block} steps in which all "
         f"rows take turns; {spread_text(options.repeats)}.",
         f"'{NOISE}' is the first row a second time: its ratio shows the noise of the measurement.",
     ]

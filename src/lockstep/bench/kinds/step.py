@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lockstep.bench.hardware import OtherLoad, describe, disturbance
+from lockstep.bench.hardware import OtherLoad, disturbance
 from lockstep.bench.intervals import estimate, ratio, spread_text
 from lockstep.bench.options import BenchOptions, why_no_step
 from lockstep.bench.pool import Pool, Team
@@ -67,7 +67,7 @@ def run(pool: Pool, options: BenchOptions, report: Callable[[str], None], peers:
 
         facts = measured.facts
         placement = team.placed(facts["device"])
-        place = describe(placement, pool.cores_per_rank)
+        place = str(placement)
         verdicts.append(_verdict(case, measured, placement.shared))
 
     notes = [

@@ -21,19 +21,20 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lockstep.bench.ranks.turns import in_turn
-from lockstep.checkpoint.load import newest_valid
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import SaveFailed
-from lockstep.checkpoint.saving.saver import Contents, Saver
-from lockstep.checkpoint.storage import FileSystemStorage
+from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.search import newest_valid
+from lockstep.checkpoint.storage import CheckpointStorage, claim
 from lockstep.config import resolve
+from lockstep.config.sections import CheckpointConfig
 from lockstep.runtime import context
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import LocalShard, shard_of
 from lockstep.runtime.world import World
 
-TOKEN = "be7c4"
+TOKEN = "be7c4"  # stands for the run to which the checkpoints belong
 STEPS = 20  # of something to compute, between two saves
 
 State = dict[str, torch.Tensor]
@@ -56,6 +57,7 @@ def make_state(megabytes: int) -> State:
     per_layer = len(KINDS) * sum(4 * math.prod(shape) for shape in block.values())
     layers = math.ceil(megabytes * 1_000_000 / per_layer)
 
+    # Random, since a file system that compresses would write less of a state of zeros than of a trained one.
     state: State = {}
     for layer in range(layers):
         for name, shape in block.items():
@@ -100,14 +102,14 @@ class Ways:
         self.state = make_state(megabytes)
         self.training = BusyWork()
 
-        # Each rank writes its share of the tensors, as ddp does.
+        # Each rank writes its share of the tensors, as ddp does: all ranks hold the same, so one copy is enough.
         share = list(self.state.items())[self.rank :: self.world]
         self.mine: dict[str, LocalShard] = {name: shard_of(tensor) for name, tensor in share}
 
-        self.storage = FileSystemStorage(root / "checkpoints")
+        self.storage = CheckpointStorage(root / "checkpoints")
         self.saver = self._open_saver()
 
-        # The two tables of the class docstring. Each format is loaded once: fsync and async write the same files.
+        # The two tables of the class docstring. Each format is loaded once: fsync and async write the same formats.
         self.save: dict[str, Callable[[int], Times]] = {
             "torch.save": lambda step: self._with_torch(self._file("plain", step), durable=False),
             "torch.save + fsync": lambda step: self._with_torch(self._file("durable", step), durable=True),
@@ -125,10 +127,11 @@ class Ways:
         """Open a saver of this rank's shards. Its buffers are allocated now, as at the start of a run."""
         # As a run does with its folder: files of another run are not touched.
         if self.runtime.is_main:
-            self.storage.claim(TOKEN)
+            claim(self.storage, TOKEN)
 
         # The last checkpoint only, since the other ways delete theirs, too (`forget`).
-        saver = Saver(SaveContext(self.storage, self.rank, self.world, TOKEN, Retention(keep=1)))
+        timeout_s = CheckpointConfig().timeout
+        saver = Saver(SaveContext(self.storage, self.rank, self.world, TOKEN, Retention(keep=1), timeout_s))
         saver.prepare(self.mine)
         return saver
 
@@ -156,6 +159,8 @@ class Ways:
 
     def _with_torch(self, path: Path, durable: bool) -> Times:
         """Let rank 0 write the whole state, as most scripts do."""
+        # Without fsync the data is only in the page cache when `torch.save` returns, and a machine that crashes loses
+        # it. That is what most scripts do, so both are measured.
         began = time.perf_counter()
         if self.rank == 0:
             with path.open("wb") as file:
@@ -179,6 +184,7 @@ class Ways:
 
     def _with_dcp_async(self, step: int) -> Times:
         """Save with torch.distributed.checkpoint, which copies the state and writes it while training goes on."""
+        # It returns when the state is copied to host memory, which is all that training waits for.
         began = time.perf_counter()
         future: Any = dcp.async_save(self.state, checkpoint_id=self.root / f"dcp-async-{step}")
         stall = time.perf_counter() - began
@@ -189,31 +195,27 @@ class Ways:
 
     def _with_lockstep(self, step: int) -> Times:
         """Save as a run does: copies are made while the next step computes, and must be done before its update."""
+        # Nothing but the update changes the moments, so they can be copied while the next step computes.
         began = time.perf_counter()
         moments = {name for name in self.mine if "exp_avg" in name}
-        self.saver.start(step, Contents(self.mine, values={"step": step}, copy_later=moments))
+        save = self.saver.start(step, Contents(self.mine, values={"step": step}, copy_later=moments))
         stall = time.perf_counter() - began
 
         # Forward and backward of the next step; its update waits for the copies.
         self.training.steps(STEPS)
         waited = time.perf_counter()
-        self.saver.wait_for_copy()
+        save.wait_for_copy()
         stall += time.perf_counter() - waited
 
         # Train on until the save has ended, as a run does: it asks after every step.
-        reports: list[Any] = []
+        self.training.until(lambda: save.wait(0))
 
-        def ended() -> bool:
-            reports.extend(self.saver.take_ended(0))
-            return bool(reports)
-
-        self.training.until(ended)
-
-        assert not isinstance(reports[0].outcome, SaveFailed), reports[0].outcome
+        assert not isinstance(save.outcome, SaveFailed), save.outcome
         return stall, time.perf_counter() - began
 
     def _load_with_torch(self, path: Path) -> None:
         """Let every rank read the whole file, as most scripts do."""
+        # Into the tensors that exist, as `load_state_dict` does: a model keeps its storage.
         loaded = torch.load(path)
         for name, tensor in self.state.items():
             tensor.copy_(loaded[name])
@@ -223,6 +225,7 @@ class Ways:
 
     def _load_with_lockstep(self, step: int) -> None:
         """Read with every digest checked, as a resumed run does."""
+        # The search is a part of it: the ranks first agree on a checkpoint that all of them can read.
         reader = newest_valid(self.storage, self.rank, self.world, self.runtime.collectives.gather_json)
         assert reader is not None, "nothing was saved"
 
@@ -235,6 +238,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
     # DCP warns about details that have nothing to do with the measurement.
     warnings.filterwarnings("ignore")
 
+    # On the CPU: what is measured is the disk, and the copies that training waits for.
     config = resolve([("bench", {"device": "cpu", "threads": arguments["threads"]})]).config
     with context.start(World.from_env(), config) as runtime:
         ways = Ways(Path(arguments["root"]), runtime, arguments["megabytes"])
@@ -242,6 +246,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
             size = sum(tensor.nbytes for tensor in ways.state.values())
             yield {"bytes": size, "torch": torch.__version__}
 
+            # Without an end: the parent decides how many turns it asks for, and closes this generator.
             for turn in itertools.count(1):
                 yield _turn(ways, turn)
         finally:
@@ -256,7 +261,7 @@ def _turn(ways: Ways, turn: int) -> dict[str, Any]:
         ways.forget(turn - 1)
         ways.training.steps(STEPS)
 
-        # An update: no way may find that nothing has changed.
+        # An update, of one row of each tensor: no way may find that nothing has changed.
         for tensor in ways.state.values():
             tensor[0] += 1
 

@@ -75,7 +75,7 @@ class CachedSource(BatchSource):
         self._batches: StepBatches = source.take()
 
         # `micro_batches` may be endless; a step has `count` of them.
-        taken = zip(range(self._batches.count), self._batches.micro_batches, strict=False)
+        taken = zip(range(self._batches.num_micro_batches), self._batches.micro_batches, strict=False)
         self._micro_batches = [micro for _, micro in taken]
         source.commit(self._batches, None)
 
@@ -110,7 +110,7 @@ def _read(source: Any) -> None:
     """Read the batches of one step from the run's own source."""
     # As in training: a step takes its batches, iterates over them, and commits what it has used.
     batches = source.take()
-    for _ in zip(range(batches.count), batches.micro_batches, strict=False):
+    for _ in zip(range(batches.num_micro_batches), batches.micro_batches, strict=False):
         pass
 
     source.commit(batches, None)

@@ -23,8 +23,8 @@ def work(spec: dict[str, Any]) -> None:
 
     # Threads that are started from here on inherit these CPUs.
     if spec["cpus"] and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, spec["cpus"][rank])
-        torch.set_num_threads(len(spec["cpus"][rank]))
+        os.sched_setaffinity(0, spec["cpus"])
+        torch.set_num_threads(spec["threads"])
 
     # "comm:measure" is the function `measure` of comm.py beside this file.
     module, _, function = spec["measure"].partition(":")

@@ -106,7 +106,7 @@ def _leak_row(run: Run, loop: Iterator[Run]) -> dict[str, int]:
     # Sparse and other tensors have no plain number of bytes.
     on_gpu = run.runtime.device.type == "cuda"
     return {
-        "step": run.stepper.counters.steps_done,
+        "step": run.steps_done,
         "tensors": len(tensors),
         "tensor_bytes": bytes_of(tensor for tensor in tensors if tensor.layout == torch.strided),
         "resident": psutil.Process().memory_info().rss,

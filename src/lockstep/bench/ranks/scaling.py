@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Generator, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,7 @@ def measure(arguments: dict[str, Any]) -> Generator[dict[str, Any], str, None]:
 
     `batch` is the batch of a rank if `mode` is "weak", and of all ranks if it is "strong".
     """
-    # Weak scaling: every rank has as much to do as a single one. Strong scaling: the ranks share the work of one.
-    batch_setting = "local_batch" if arguments["mode"] == "weak" else "global_batch"
-    values = {
-        batch_setting: batch_of(arguments),
-        "run_dir": str(Path(arguments["folder"]) / "run"),  # all ranks of a team share it
-    }
-    with opened(arguments, values) as rank:
+    with opened(arguments, _settings(arguments)) as rank:
         loop = rank.loop(arguments["block"])
         run = next(loop)  # the warm-up
 
@@ -39,6 +35,41 @@ def measure(arguments: dict[str, Any]) -> Generator[dict[str, Any], str, None]:
                 value = take(loop).as_dict()
 
             command = yield value
+
+
+def measure_apart(arguments: dict[str, Any]) -> Generator[dict[str, Any], str, None]:
+    """Yield once, then a turn for each command, with the seconds of each step, of a rank that exchanges nothing."""
+    with opened(arguments, _settings(arguments)) as rank:
+        turns = _timed_steps(rank.loop(1), arguments["block"])
+        next(turns)  # the warm-up
+        yield {}
+
+        while True:
+            turn = take(turns)
+            # A host runs ahead of its GPU, so that only the end of a turn is known there.
+            on_gpu = rank.runtime.device.type == "cuda"
+            yield {**turn.as_dict(), "step_seconds": [turn.seconds] if on_gpu else turn.value}
+
+
+def _settings(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that the measurement itself needs."""
+    # Weak scaling: every rank has as much to do as a single one. Strong scaling: the ranks share the work of one.
+    batch_setting = "local_batch" if arguments["mode"] == "weak" else "global_batch"
+    return {
+        batch_setting: batch_of(arguments),
+        "run_dir": str(Path(arguments["folder"]) / "run"),  # all ranks of a team share it
+    }
+
+
+def _timed_steps(loop: Iterator[Run], block: int) -> Iterator[list[float]]:
+    """Stop a loop of single steps after every block of them, and yield how many seconds each step took."""
+    while True:
+        ends = [time.perf_counter()]
+        for _ in range(block):
+            next(loop)
+            ends.append(time.perf_counter())
+
+        yield [end - begin for begin, end in pairwise(ends)]
 
 
 def trace(run: Run, loop: Iterator[Run], file: Path) -> dict[str, Any]:

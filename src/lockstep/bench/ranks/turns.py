@@ -27,6 +27,7 @@ from lockstep.runtime.world import World
 from lockstep.task import Task
 
 WARM_UP = 2  # turns, for imports, compiling and allocations
+LOG_EVERY = 10  # steps, as by default: a log line costs one more all-reduce
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,8 @@ def opened(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[
     """Start this rank for the target of a benchmark; `values` are the settings that the benchmark itself needs."""
     kind = load(arguments["target"])
 
-    # A log line for each turn, unless something else was asked for.
-    layers = [("bench", {"log.every": arguments["block"]}), *arguments["layers"]]
+    # No more than one log line for each turn, unless something else was asked for.
+    layers = [("bench", {"log.every": max(LOG_EVERY, arguments["block"])}), *arguments["layers"]]
     settings = settings_of(kind, layers, {"threads": arguments["threads"], **values})
 
     with context.start(World.from_env(), settings.config) as runtime:
@@ -127,7 +128,7 @@ def by_lockstep(task: Task, resolved: Resolved, runtime: Runtime, block: int) ->
     try:
         for batches in run.step_batches():
             training.step(batches)
-            if run.stepper.counters.steps_done % block == 0:
+            if run.steps_done % block == 0:
                 yield run
     finally:
         # Not as in engine/end.py: a benchmark needs neither a last checkpoint nor a report.

@@ -1,18 +1,20 @@
 """What rank 0 does when its own file is written: it turns the files of all ranks into one checkpoint.
 
-    waits for all confirmations, and checks them
+    waits for all confirmations
     step-N.tmp-TOKEN-NUMBER/manifest.json       durable
     deletes the confirmations
+    checks that all files are there
     checks that it still owns the storage
-    step-N -> step-N.undone                     if step N was saved before
+    step-N -> step-N.replaced                   if step N was saved before; back again if the next rename fails
     step-N.tmp-TOKEN-NUMBER -> step-N           the commit
     calls `SaveContext.on_commit`
-    updates `latest` and deletes the checkpoints that `Retention` does not keep
+    updates `latest`
+    deletes step-N.replaced, and the checkpoints that `Retention` does not keep, if it still owns the storage
 
 A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the manifest
-before the rename, and the rename before `latest` changes and before an old checkpoint is deleted. One exception: if
-step N is saved again and the process dies between the two renames, no step-N exists; the old checkpoint is
-step-N.undone, and `latest` already names an older one. This module does not import torch.
+before the rename, and the rename before `latest` changes and before an old checkpoint is deleted. A run saves no step
+twice; the classic trainers may. If such a process dies between the two renames, the next start gives step-N.replaced
+its name back. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,21 +28,19 @@ from lockstep import faults
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, encode
 from lockstep.checkpoint.manifest_reader import decode
 from lockstep.checkpoint.retention import apply_retention
-from lockstep.checkpoint.saving.abort import AbortRequest, SaveError
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
-from lockstep.checkpoint.saving.outcome import Committed
-from lockstep.checkpoint.storage import Checkpoint, set_aside, update_latest
-from lockstep.checkpoint.storage.protocol import NotDurable
+from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError
+from lockstep.checkpoint.storage import Checkpoint, NotDurable, commit_draft, delete_replaced, update_latest
 from lockstep.errors import listed_ranks
-from lockstep.launch.folder.checkpoint_names import file_name, folder_name
+from lockstep.launch.folder.checkpoint_names import folder_name
 
 
 class Commit:
     """The commit of one save, on rank 0."""
 
-    def __init__(self, draft: Draft, step: int, abort: AbortRequest):
+    def __init__(self, draft: Draft, steps_done: int, abort: AbortRequest):
         self.draft = draft
-        self.step = step
+        self.steps_done = steps_done
         self.abort = abort
         self.context = draft.context
         self.storage = draft.storage
@@ -59,32 +59,21 @@ class Commit:
         # Only now may the confirmations go: until there is a manifest, they tell the launcher
         # (`commit_is_near` in launch/folder/run_dir.py) that a commit is near.
         self.draft.delete_confirmations()
-        faults.fire("rename", self.step)
+        faults.fire("rename", self.steps_done)
+
+        self._check_files(manifest)
 
         # As late as possible: nothing that another attempt has written may be renamed.
-        self._check_owner()
+        self.context.check_owner()
         warning = self._rename()
-        checkpoint = Checkpoint(self.storage, folder_name(self.step))
+        self.context.metrics.add(self.steps_done, manifest.metrics)
+        checkpoint = Checkpoint(self.storage, folder_name(self.steps_done))
         return Committed(checkpoint, len(encoded) + manifest.bytes, warning)
-
-    def _check_owner(self) -> None:
-        """Raise SaveError unless this attempt still owns the checkpoints."""
-        # If this process was suspended for a while, its run may already continue elsewhere.
-        owner = self.storage.owner()
-        if owner != self.context.token:
-            taken_over = f"another attempt has taken over this run (its token is {owner})"
-            raise SaveError(taken_over if owner else "no attempt owns the checkpoints: the file `owner` is gone")
 
     def _rename(self) -> str:
         """Give the folder its final name, which is the commit. Return a warning, or an empty text."""
-        # The same step may have been saved before: an evaluation that a preemption interrupted was repeated
-        # (`Run.save_if_agreed`), for example.
-        name = folder_name(self.step)
-        if name in self.storage.folders():
-            set_aside(self.storage, name, "undone")
-
         try:
-            self.storage.rename(self.draft.name, name)
+            commit_draft(self.storage, self.draft.name, folder_name(self.steps_done))
         except NotDurable as error:
             return f"complete, but may not survive a power cut, so older ones are kept: {error}"
 
@@ -108,9 +97,13 @@ class Commit:
             # What has been confirmed is not read again.
             for rank in ranks - confirmations.keys():
                 confirmation = self.draft.read_confirmation(rank)
-                if confirmation is not None:
-                    self._check_confirmation(rank, confirmation)
-                    confirmations[rank] = confirmation
+                if confirmation is None:
+                    continue
+
+                if confirmation.file is None:
+                    raise SaveError(f"rank {rank}: {confirmation.error}", caused_elsewhere=True)
+
+                confirmations[rank] = confirmation
 
             missing = sorted(ranks - confirmations.keys())
             if not missing:
@@ -123,20 +116,6 @@ class Commit:
 
             self.abort.sleep(pause)
             pause = min(pause * 1.5, 0.25)
-
-    def _check_confirmation(self, rank: int, confirmation: Confirmation) -> None:
-        """Raise SaveError if a rank has failed, or if its file has another size than it wrote."""
-        if confirmation.file is None:
-            raise SaveError(f"rank {rank}: {confirmation.error}", caused_elsewhere=True)
-
-        # On a shared file system, a file that another machine wrote may not be visible yet, or may be lost: then the
-        # save fails.
-        written = confirmation.file.size
-        with self.storage.open(self.draft.file(rank)) as file:
-            size = file.seek(0, 2)
-
-        if size != written:
-            raise SaveError(f"rank {rank} wrote {written:,} bytes, but its file has {size:,}")
 
     def _manifest(self, confirmations: list[Confirmation], aliases: dict[str, str], values: dict[str, Any]) -> Manifest:
         """Put together what the ranks say about their files."""
@@ -153,7 +132,7 @@ class Commit:
                 pieces.setdefault(name, []).extend(entry.pieces)
 
         return Manifest(
-            step=self.step,
+            step=self.steps_done,
             time=time.time(),
             lockstep=lockstep.__version__,
             files=tuple(confirmation.file for confirmation in confirmations if confirmation.file),
@@ -162,15 +141,31 @@ class Commit:
             values=values,
         )
 
+    def _check_files(self, manifest: Manifest) -> None:
+        """Raise SaveError if the file of a rank has another size than that rank wrote, and OSError if it is missing.
+
+        On a shared file system, a file that another machine wrote may not be visible yet, or may be lost.
+        """
+        for rank, written in enumerate(manifest.files):
+            with self.storage.open(self.draft.file(rank)) as file:
+                size = file.seek(0, 2)
+
+            if size != written.size:
+                raise SaveError(f"rank {rank} wrote {written.size:,} bytes, but its file has {size:,}")
+
     # ---- after the commit ----
 
     def announce(self) -> None:
         """Tell the run, people and the launcher that the checkpoint is committed."""
         self.context.on_commit()
-        faults.fire("latest", self.step)
+        faults.fire("latest", self.steps_done)
         update_latest(self.storage)
 
     def delete_old(self) -> None:
-        """Delete the checkpoints that are not kept any more."""
-        apply_retention(self.storage, self.context.retention, self.context.token)
-        faults.damage_committed(self.storage, f"{folder_name(self.step)}/{file_name(0)}", self.step)
+        """Delete the checkpoints that are not kept any more. Raise SaveError if another attempt has taken over."""
+        # It may have gone back to one of those.
+        self.context.check_owner()
+
+        # No rule counts these, so a step that is saved again and again would fill the disk.
+        delete_replaced(self.storage, self.context.token)
+        apply_retention(self.context.metrics, self.context.retention, self.context.token)

@@ -1,15 +1,21 @@
-"""What all saves of a run have in common."""
+"""What all saves of a run have in common (`SaveContext`), and what a rank writes in one of them (`Contents`)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.checkpoint.saving.outcome import SaveError
+from lockstep.checkpoint.storage import CheckpointStorage, owner_of
+
+if TYPE_CHECKING:
+    from lockstep.runtime.layout import LocalShard  # needs torch, which a commit does without
 
 
-@dataclass(frozen=True)
+@dataclass
 class SaveContext:
     """Where a rank saves, and by which rules."""
 
@@ -18,8 +24,38 @@ class SaveContext:
     world_size: int
     token: str  # identifies this attempt of the run
     retention: Retention
-    timeout_s: float = 600.0  # how long rank 0 waits for the other ranks' files
-    on_commit: Callable[[], None] = lambda: None  # called on rank 0 right after the rename; it must not raise
+    timeout_s: float  # how long rank 0 waits for the other ranks' files: checkpoint.timeout
+
+    # Called on rank 0 right after the rename. If it raises, the checkpoint is safe, and its outcome has a warning.
+    on_commit: Callable[[], None] = lambda: None
+
+    # The metrics of the committed checkpoints, which `retention` compares. Each manifest is read only once.
+    metrics: CheckpointMetrics = field(init=False)
 
     def __post_init__(self) -> None:
         assert self.token.isalnum(), self.token  # it becomes part of a folder's name
+        self.metrics = CheckpointMetrics(self.storage)
+
+    def check_owner(self) -> None:
+        """Raise SaveError unless this attempt still owns the checkpoints."""
+        # If this process was suspended for a while, its run may already continue elsewhere.
+        owner = owner_of(self.storage)
+        if owner != self.token:
+            taken_over = f"another attempt has taken over this run (its token is {owner})"
+            raise SaveError(taken_over if owner else "no attempt owns the checkpoints: the file `owner` is gone")
+
+
+class Contents(NamedTuple):
+    """What one rank writes to a checkpoint. Nothing is copied yet. Only rank 0's `aliases` and `values` are used."""
+
+    # The shards that this rank writes, by tensor name.
+    shards: Mapping[str, LocalShard]
+
+    # For tied tensors: other name -> name among the shards.
+    aliases: Mapping[str, str] = {}
+
+    # The values of the manifest, encoded by `state_tree.pack`. They must not change any more.
+    values: Mapping[str, Any] = {}
+
+    # The names of tensors to copy while training continues; they must not change before `Save.wait_for_copy`.
+    copy_later: Collection[str] = ()

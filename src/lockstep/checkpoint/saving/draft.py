@@ -48,11 +48,12 @@ class Confirmation:
 class Draft:
     """The folder of one save until its commit, as one rank sees it."""
 
-    def __init__(self, context: SaveContext, step: int, number: int):
+    def __init__(self, context: SaveContext, steps_done: int, number: int):
         """`number` counts the saves of this rank."""
         self.context = context
         self.storage = context.storage
-        self.name = draft_name(step, context.token, number)
+        self.name = draft_name(steps_done, context.token, number)
+        self._file_confirmed = False
 
     # ---- keys in the storage ----
 
@@ -70,6 +71,7 @@ class Draft:
 
     def confirm(self, confirmation: Confirmation) -> None:
         self.storage.replace(self.confirmation(self.context.rank), confirmation.encode())
+        self._file_confirmed = confirmation.file is not None
 
     def read_confirmation(self, rank: int) -> Confirmation | None:
         """Return what a rank has confirmed; None if it has not yet."""
@@ -86,9 +88,13 @@ class Draft:
     # ---- the end of a save that is not committed ----
 
     def delete(self) -> None:
-        """Delete this rank's files; rank 0 deletes the folder. After the commit, this does nothing."""
+        """Delete what this rank has written; rank 0 deletes the folder. After the commit, this does nothing."""
         rank = self.context.rank
-        keys = [self.file(rank), self.confirmation(rank)] if rank else [self.name]
+        keys = [self.confirmation(rank)] if rank else [self.name]
+
+        # Rank 0 may have read the confirmation, and may be about to commit the file: then only rank 0 deletes it.
+        if rank and not self._file_confirmed:
+            keys.append(self.file(rank))
 
         # The next start deletes files that cannot be deleted now.
         for key in keys:

@@ -1,7 +1,8 @@
-"""How a save ends on one rank."""
+"""How a save ends on one rank: its outcome, and how it is ended early."""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 
 from lockstep.checkpoint.storage import Checkpoint
@@ -30,3 +31,41 @@ class SaveFailed:
 
 
 SaveOutcome = Written | Committed | SaveFailed
+
+
+# ---- before its time ----
+
+
+class SaveError(Exception):
+    """A save must not be committed, for a reason other than an OSError. The message is the reason."""
+
+    def __init__(self, reason: str, caused_elsewhere: bool = False):
+        super().__init__(reason)
+        self.caused_elsewhere = caused_elsewhere
+
+
+class AbortRequest:
+    """A request from the training thread to end a save. The writing thread looks for it now and then."""
+
+    def __init__(self) -> None:
+        self.reason = ""
+        self._requested = threading.Event()
+
+    def request(self, why: str) -> None:
+        """Ask the writing thread to end the save. `why` becomes the reason of its failure."""
+        self.reason = why
+        self._requested.set()
+
+    @property
+    def requested(self) -> bool:
+        return self._requested.is_set()
+
+    def check(self) -> None:
+        """Raise SaveError if the save is to end."""
+        if self.requested:
+            raise SaveError(self.reason)
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep, but wake up and raise SaveError as soon as the save is to end."""
+        self._requested.wait(seconds)
+        self.check()

@@ -2,20 +2,22 @@
 
 A save fails on one rank, in its writing thread (`save.py`). The others learn of it in these steps:
 
-    Save.fail                     sets the outcome, and deletes this rank's files of the draft
+    Save._fail                    sets the outcome, and deletes this rank's files of the draft
     PendingSave.poll              sees it after the next step, and the control word tells all ranks
-    PendingSave.abort_if_failed   compares the failures of all ranks, and calls `Saver.abort` on each: the save then
+    PendingSave.abort_if_failed   compares the failures of all ranks, and calls `Save.abort` on each: the save then
                                   fails on ranks on which it was still pending
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
-from lockstep.checkpoint.saving.outcome import Committed
+from lockstep.checkpoint.saving.context import Contents, SaveContext
+from lockstep.checkpoint.saving.outcome import Committed, SaveError, SaveFailed
 from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.saving.saver import Contents, Saver
-from lockstep.checkpoint.storage import CheckpointStorage, committed
+from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.storage import committed
 from lockstep.runtime.context import EventLogger, Runtime
 
 MIB = 2**20
@@ -30,53 +32,92 @@ class PendingSave:
     def __init__(
         self,
         saver: Saver,
-        storage: CheckpointStorage,
+        context: SaveContext,
         runtime: Runtime,
         log_event: EventLogger,
-        as_shown: Callable[[str], str],
+        as_shown: Callable[[str | Path], str],
     ):
-        """`as_shown(location)` returns a location as the user would write it."""
+        """`as_shown(path)` returns a path as the user would write it."""
         self._saver = saver
-        self._storage = storage
+        self._context = context
         self._runtime = runtime
         self._log_event = log_event
         self._as_shown = as_shown
 
-        # How many steps were done at the save in flight; None: no save is in flight.
-        self.steps_done: int | None = None
+        # The save on whose outcome the ranks have not agreed yet; None: no save is in flight.
+        self.save: Save | None = None
+        self._logged = False  # whether its commit is logged
+        self._has_new_metrics = False  # whether its `metrics` came too late for the manifest
 
-        # How many steps were done at the last checkpoint that is committed in this run's folder; None: there is none.
+        # The step of the last checkpoint that is committed in this run's folder; None: there is none.
         self.last_committed: int | None = None
 
-    def start(self, steps_done: int, contents: Contents) -> None:
+    def start(self, steps_done: int, contents: Contents, metrics: Mapping[str, float]) -> Save:
         """Copy this rank's contents, and begin to write them. Call `settle` first."""
-        assert self.steps_done is None, f"the save of step {self.steps_done} is not settled"
-        self._saver.start(steps_done, contents)
-        self.steps_done = steps_done
+        assert self.save is None, f"the save of step {self.save.steps_done} is not settled"
+        self.save = self._saver.start(steps_done, contents, metrics)
+        self._logged = self._has_new_metrics = False
+        return self.save
 
-    def poll(self) -> bool:
-        """Log a save that is committed by now. Return whether the save failed on this rank, for the control word."""
-        if self.steps_done is None:
+    def has_step(self, steps_done: int) -> bool:
+        """Whether the state after so many steps is committed in this run's folder, or about to be."""
+        return steps_done == self.last_committed or (self.save is not None and steps_done == self.save.steps_done)
+
+    def add_metrics(self, steps_done: int, metrics: Mapping[str, float]) -> bool:
+        """Add the metrics of an evaluation to the checkpoint of this step. Return False if there is none yet.
+
+        If it is still being written, they are added when it is committed.
+        """
+        if not self.has_step(steps_done):
             return False
 
-        self._log_committed(self._saver.take_ended(0))
-        return self._saver.failure is not None
+        if self.save is not None and self.save.steps_done == steps_done:
+            self.save.metrics = metrics
+            self._has_new_metrics = True
+        elif self._runtime.is_main:
+            self._write_metrics(steps_done, metrics)
+
+        return True
+
+    def _write_metrics(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+        """Write metrics into a committed checkpoint, on rank 0. A failure costs nothing but these."""
+        try:
+            self._context.check_owner()
+            self._context.metrics.write(steps_done, metrics)
+        except (OSError, SaveError) as error:
+            reason = f"the checkpoint of step {steps_done} does not have the metrics of its evaluation: {error}"
+            self._log_event("warning", reason=reason)
+
+    def poll(self) -> bool:
+        """Follow up a save that is committed by now. Return whether it failed on this rank, for the control word."""
+        if self.save is None:
+            return False
+
+        self._follow_commit(self.save)
+        return isinstance(self.save.outcome, SaveFailed)
 
     def settle(self) -> bool:
-        """Wait until the save in flight is committed, or aborted on all ranks. Return whether it was committed."""
+        """Wait until the save in flight is committed, or aborted on all ranks. Return False if this call aborted it.
+
+        If no save is in flight, this returns True at once, even if the last one was aborted earlier.
+        """
+        if self.save is None:
+            return True
+
         with self._runtime.heartbeat.visit("commit"):
             # First compare the files of all ranks; otherwise rank 0 would wait for the file of a rank that failed.
-            self._saver.wait_for_own_file()
+            self.save.wait_for_file()
             if self.abort_if_failed():
                 return False
 
             # All files are written. Wait for the commit, which may still fail on rank 0.
-            self._log_committed(self._saver.take_ended())
+            self.save.wait()
+            self._follow_commit(self.save)
             if self.abort_if_failed():
                 return False
 
-        self.last_committed = self.steps_done
-        self.steps_done = None
+        self.last_committed = self.save.steps_done
+        self.save = None
         return True
 
     def abort_if_failed(self) -> bool:
@@ -85,9 +126,8 @@ class PendingSave:
         Training continues: a full disk costs a checkpoint, but not the run.
         """
         # What this rank knows: why the save failed here, and whether another rank was the cause.
-        failed = self._saver.failure
-
-        report = [failed.reason, failed.caused_elsewhere] if failed else [None, False]
+        outcome = self.save.outcome if self.save else None
+        report = [outcome.reason, outcome.caused_elsewhere] if isinstance(outcome, SaveFailed) else [None, False]
         reports = self._runtime.collectives.gather_json(report)
 
         failures = [(rank, why, elsewhere) for rank, (why, elsewhere) in enumerate(reports) if why]
@@ -98,21 +138,19 @@ class PendingSave:
         # Name each cause once, with the rank on which it occurred.
         causes = [f"rank {rank}: {why}" for rank, why, elsewhere in failures if not elsewhere]
         reason = "; ".join(causes) or failures[0][1]
-        self._saver.abort(reason)
+        assert self.save is not None
+        self.save.abort(reason)
 
         # The failure is logged here, once, with the reasons of all ranks.
-        self._log_event(
-            "warning",
-            reason=f"THE CHECKPOINT OF STEP {self.steps_done} WAS NOT WRITTEN: {reason}. Training continues; "
-            f"{self._last_good()}",
-        )
-        self.steps_done = None
+        what = f"THE CHECKPOINT OF STEP {self.save.steps_done} WAS NOT WRITTEN"
+        self._log_event("warning", reason=f"{what}: {reason}. Training continues; {self._last_good()}")
+        self.save = None
         return True
 
     def _last_good(self) -> str:
         """Say which checkpoint remains after a failed save. The storage may be out of reach."""
         try:
-            newest = committed(self._storage)[:1]
+            newest = committed(self._context.storage)[:1]
         except OSError as error:
             return f"the checkpoints cannot be listed: {error}"
 
@@ -120,24 +158,37 @@ class PendingSave:
 
     def close(self, timeout: float) -> None:
         """Give the save `timeout` seconds to end, then abort it. No save may follow."""
-        self._log_committed(self._saver.take_ended(timeout))
+        if self.save is not None and self.save.wait(timeout):
+            self._follow_commit(self.save)
+
         self._saver.close()
 
-    def _log_committed(self, saves: list[Save]) -> None:
-        """Log the committed saves. `abort_if_failed` logs failures, after all ranks have compared them."""
-        for save in saves:
-            outcome = save.outcome
-            if not isinstance(outcome, Committed):
-                continue
+    def _follow_commit(self, save: Save) -> None:
+        """Log the save once it is committed, and add metrics that came after its start.
 
-            if outcome.warning:
-                self._log_event("warning", reason=f"the checkpoint of step {save.step} is {outcome.warning}")
+        `abort_if_failed` logs failures, after all ranks have compared them.
+        """
+        # After the commit, the thread still deletes old checkpoints, and may add a warning.
+        if not save.wait(0) or not isinstance(save.outcome, Committed):
+            return
 
-            self._log_event(
-                "checkpoint",
-                step=save.step,
-                path=self._as_shown(outcome.checkpoint.location),
-                mb=outcome.total_bytes / MIB,
-                stall_s=save.stall_s,
-                write_s=save.write_s,
-            )
+        if not self._logged:
+            self._log_commit(save, save.outcome)
+            self._logged = True
+
+        if self._has_new_metrics:
+            self._write_metrics(save.steps_done, save.metrics)
+            self._has_new_metrics = False
+
+    def _log_commit(self, save: Save, outcome: Committed) -> None:
+        if outcome.warning:
+            self._log_event("warning", reason=f"the checkpoint of step {save.steps_done} is {outcome.warning}")
+
+        self._log_event(
+            "checkpoint",
+            step=save.steps_done,
+            path=self._as_shown(outcome.checkpoint.path),
+            mb=outcome.total_bytes / MIB,
+            stall_s=save.stall_s,
+            write_s=save.write_s,
+        )

@@ -9,10 +9,10 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 from rich.filesize import decimal as size_text
@@ -20,74 +20,156 @@ from rich.filesize import decimal as size_text
 from lockstep import faults
 from lockstep.checkpoint.format import FileLayout
 from lockstep.checkpoint.manifest import File, InvalidCheckpoint
-from lockstep.checkpoint.saving.abort import AbortRequest, SaveError
+from lockstep.checkpoint.metrics import CannotCompare
 from lockstep.checkpoint.saving.commit import Commit
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
-from lockstep.checkpoint.saving.outcome import Committed, SaveFailed, SaveOutcome, Written
-from lockstep.checkpoint.storage.protocol import split
-from lockstep.launch.folder.checkpoint_names import file_name
+from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError, SaveFailed, SaveOutcome, Written
+from lockstep.checkpoint.storage.files import split
+from lockstep.launch.folder.checkpoint_names import file_name, folder_name
+
+if TYPE_CHECKING:
+    from lockstep.checkpoint.saving.snapshot import BackgroundCopy  # needs torch, which a commit does without
 
 
 class Save:
     """One save on one rank: pending until it has an `outcome`.
 
-    `run` may run in a thread. Of the other methods, the training thread calls only `check_room`, `request_abort` and
-    `finish_abort`.
+    The training thread calls the methods without an underscore. The others run in the thread of this save.
     """
 
-    def __init__(self, context: SaveContext, step: int, number: int, file_size: int):
-        """`number` counts the saves of this rank; `file_size` is that of its file, in bytes."""
-        self.context = context
-        self.step = step
-        self.file_size = file_size
+    def __init__(
+        self,
+        context: SaveContext,
+        steps_done: int,
+        number: int,
+        file_size: int,
+        metrics: Mapping[str, float] = {},
+    ):
+        """Prepare to save the state after `steps_done` steps. Nothing is written here.
 
-        self.draft = Draft(context, step, number)
-        self.outcome: SaveOutcome | None = None  # None while the save is pending
-        self.file_ended = threading.Event()  # set once this rank's file is durable or has failed
+        `number` counts the saves of this rank; `file_size` is that of its file, in bytes. `metrics` are those that the
+        manifest holds, for `checkpoint.best`: until the commit, nothing else has them.
+        """
+        self.context = context
+        self.steps_done = steps_done
+        self.file_size = file_size
+        self.metrics = metrics
+
+        self.draft = Draft(context, steps_done, number)
+        self.outcome: SaveOutcome | None = None  # final once `wait` returns True
+        self._file_ended = threading.Event()  # set once this rank's file is durable or has failed
         self._abort = AbortRequest()
+        self._thread: threading.Thread | None = None
+
+        # The copy of the state, which runs while training continues, until `wait_for_copy`.
+        self._copying: BackgroundCopy | None = None
 
         self.stall_s = 0.0  # how long training waited for the save
-        self.write_s = 0.0  # from the start of `run` until this rank's file is durable; on rank 0, until the commit
-        self._began = 0.0  # when `run` was called
+        self.write_s = 0.0  # until this rank's file is durable; on rank 0, until the commit
+        self._began = 0.0  # when the thread began
 
-    def run(
+    # ---- what the training thread calls ----
+
+    def start(
         self,
         layout: FileLayout,
         data: memoryview,
-        finish_copy: Callable[[], None],
+        copying: BackgroundCopy,
+        aliases: dict[str, str],
+        values: dict[str, Any],
+        asynchronous: bool,
+    ) -> None:
+        """Write this rank's file in a thread, or at once.
+
+        `data` is the data section of the file; `copying` completes it. Only rank 0's `aliases` and `values` are used.
+        """
+        self._copying = copying
+        arguments = (layout, data, copying, aliases, values)
+        if asynchronous:
+            # A daemon thread, which does not keep the process alive at its end.
+            self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True)
+            self._thread.start()
+        else:
+            self._run(*arguments)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until the save has ended, or for `timeout` seconds. Return whether it has ended."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+            return not self._thread.is_alive()
+
+        return True
+
+    def wait_for_file(self) -> None:
+        """Wait until this rank's own file is durable or has failed. Other ranks may still be writing."""
+        self._file_ended.wait()
+
+    def wait_for_copy(self) -> None:
+        """Wait until the state is copied, before an update changes it. Return at once if there is nothing to copy."""
+        if self._copying is not None:
+            began = time.perf_counter()
+            self._copying.wait()
+            self._copying = None
+            self.stall_s += time.perf_counter() - began
+
+    def abort(self, why: str, timeout: float | None = None) -> None:
+        """End the save without a commit, unless it is committed by now, and delete this rank's part of the draft.
+
+        After `timeout` seconds, a thread that still writes is left alone. It gives up when the disk answers, and the
+        next start deletes what it leaves.
+        """
+        self._abort.request(why)
+
+        # The thread must have ended before the files are deleted.
+        if self.wait(timeout):
+            self.draft.delete()
+            if isinstance(self.outcome, Written):
+                self.outcome = SaveFailed(why)
+
+    # ---- the thread ----
+
+    def _run(
+        self,
+        layout: FileLayout,
+        data: memoryview,
+        copying: BackgroundCopy,
         aliases: dict[str, str],
         values: dict[str, Any],
     ) -> None:
-        """Write, confirm and (on rank 0) commit. It never raises: `outcome` says how it ended.
-
-        `data` is the data section of this rank's file; `finish_copy` waits until `data` is complete, or raises. Only
-        rank 0's `aliases` and `values` are used.
-        """
+        """Write, confirm and (on rank 0) commit. No Exception leaves it: `outcome` says how it ended."""
         self._began = time.perf_counter()
         try:
             # The copy of the optimizers' state may still be under way.
-            finish_copy()
+            copying.run()
             self._write_file(layout, data)
 
             self.write_s = time.perf_counter() - self._began
-            self.file_ended.set()
+            self._file_ended.set()
 
             if self.context.rank == 0:
-                commit = Commit(self.draft, self.step, self._abort)
-                self.outcome = self._tidy_up(commit, commit.run(aliases, values))
+                commit = Commit(self.draft, self.steps_done, self._abort)
+                self.outcome = commit.run(aliases, values)
+                self.outcome = self._tidy_up(commit, self.outcome)
             else:
-                self._abort.check()
                 self.outcome = Written()
         except BaseException as error:
-            # An exception would be lost with the thread.
-            self.fail(error)
+            # An exception would be lost with the thread. After the commit, the checkpoint is safe.
+            if self.outcome is None:
+                self._fail(error)
+
+            # Without a thread this may be a Ctrl-C, which is meant for the run.
+            if not isinstance(error, Exception):
+                raise
 
     def _write_file(self, layout: FileLayout, data: memoryview) -> None:
         """Write this rank's file, and confirm it for rank 0. The digest is computed while it is written."""
         digest = xxhash.xxh3_128()
         rank = self.context.rank
         self.context.storage.write(self.draft.file(rank), self._chunks(layout, data, digest))
+
+        # The last moment for an abort: once the file is confirmed, rank 0 may commit it.
+        self._abort.check()
 
         # Rank 0 builds the manifest from the confirmations of all ranks.
         file = File(file_name(rank), self.file_size, digest.hexdigest())
@@ -101,7 +183,7 @@ class Save:
 
             # In the middle of the file, where tests let the process die.
             if number == (len(chunks) + 1) // 2:
-                faults.fire("write", self.step)
+                faults.fire("write", self.steps_done)
 
             digest.update(chunk)
             yield chunk
@@ -115,7 +197,12 @@ class Save:
             self.write_s = time.perf_counter() - self._began
             if not committed.warning:
                 commit.delete_old()
-        except BaseException as error:  # an exception would be lost with the thread
+
+            file = f"{folder_name(self.steps_done)}/{file_name(0)}"
+            faults.damage_committed(self.context.storage, file, self.steps_done)
+        except (CannotCompare, SaveError) as error:
+            return replace(committed, warning=f"safe, but older ones are not deleted: {error}")
+        except Exception as error:  # an exception would be lost with the thread
             warning = f"safe, but tidying up after it failed: {_as_text(error)}"
             return replace(committed, warning=committed.warning or warning)
 
@@ -133,44 +220,30 @@ class Save:
                 sizes = f"{size_text(self.file_size)} to write, {size_text(missing)} too little"
                 raise SaveError(f"{self._no_room()}: {sizes}")
         except (OSError, SaveError) as error:
-            self.fail(error)
+            self._fail(error)
             return False
 
         return True
 
-    def request_abort(self, why: str) -> None:
-        """Ask the thread of `run` to end the save as failed. It may have ended the save before it sees this."""
-        self._abort.request(why)
-
-    @property
-    def abort_requested(self) -> bool:
-        return self._abort.requested
-
-    def finish_abort(self) -> None:
-        """Make the save failed after its thread has ended, even if the thread never saw the request."""
-        self.draft.delete()
-        if isinstance(self.outcome, Written):
-            self.outcome = SaveFailed(self._abort.reason)
-
-    def fail(self, error: BaseException) -> None:
-        """Delete this rank's files of the draft, report the failure to rank 0, and set the outcome."""
+    def _fail(self, error: BaseException) -> None:
+        """Delete this rank's part of the draft, report the failure to rank 0, and set the outcome."""
         failed = SaveFailed(_as_text(error))
         try:
             failed = self._explain(error)
             self.draft.delete()
 
             # Tell rank 0 not to wait for this rank's file. If this fails as well, the first error is reported.
-            if self.context.rank != 0 and not self.abort_requested:
+            if self.context.rank != 0 and not self._abort.requested:
                 with suppress(OSError):
                     self.draft.confirm(Confirmation(None, error=failed.reason))
         finally:
             # Training waits for this event and then reads the outcome.
             self.outcome = failed
-            self.file_ended.set()
+            self._file_ended.set()
 
     def _explain(self, error: BaseException) -> SaveFailed:
         """Return the failure with its reason in words, and whether this rank is to blame."""
-        if self.abort_requested:
+        if self._abort.requested:
             return SaveFailed(self._abort.reason)
 
         match error:
@@ -195,7 +268,7 @@ class Save:
 
     def _no_room(self) -> str:
         """Return the beginning of a message about a full disk."""
-        return f"no space left on the disk of {self.context.storage.address}"
+        return f"no space left on the disk of {self.context.storage.location}"
 
 
 def _as_text(error: BaseException) -> str:

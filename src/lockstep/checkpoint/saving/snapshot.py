@@ -16,7 +16,7 @@ import torch
 
 from lockstep.checkpoint.format import FileLayout, arrange
 from lockstep.checkpoint.manifest import DTYPES, Piece, TensorEntry
-from lockstep.checkpoint.storage.protocol import PAGE
+from lockstep.checkpoint.storage.files import PAGE
 from lockstep.errors import UserError
 from lockstep.runtime.layout import LocalShard
 
@@ -160,7 +160,7 @@ def _entry(name: str, shard: LocalShard, file: str) -> TensorEntry:
     shape = tuple(shard.local.shape)
     bounds = zip(shard.offset, shape, shard.full_shape, strict=True)
     assert all(start + length <= limit for start, length, limit in bounds), f"{name} exceeds the full tensor"
-    return TensorEntry(_dtype_name(name, shard.local), shard.full_shape, (Piece(file, name, shard.offset, shape),))
+    return TensorEntry(_dtype_name(name, shard.local), shard.full_shape, (Piece(file, shard.offset, shape),))
 
 
 def _dtype_name(name: str, tensor: torch.Tensor) -> str:

@@ -21,7 +21,7 @@ def check_space(
     free, known, estimate = collectives.run_on_rank0(lambda: [storage.free_bytes(), *sizes])
     if free < known:
         raise UserError(
-            f"there is no room for a checkpoint in {storage.address}: {size_text(free)} free",
+            f"there is no room for a checkpoint in {storage.location}: {size_text(free)} free",
             f"{size_text(known)} needed for the weights alone",
             f"free {size_text(known + estimate - free)}, or set run_dir=FOLDER on another disk",
         )

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.state.captured import CapturedTensor, pack_into
+from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.model_state import different_model
 from lockstep.checkpoint.state.reshard import read_state_like
-from lockstep.checkpoint.state.state_tree import JsonDict, pack, unpack
+from lockstep.checkpoint.state.state_tree import JsonDict, unpack
 from lockstep.errors import UserError, plural
 from lockstep.optim.bf16_masters import COMPENSATION
 from lockstep.optim.optimizers import Optimizers
@@ -38,20 +40,19 @@ class OptimizerStates:
         self._device = next(model.parameters()).device
 
         # The options of the parameter groups as the user's code set them. A resumed run compares them with saved ones.
-        self._initial_options = [_group_options(optimizer) for optimizer in optimizers.all]
+        # Tensors are copied, since an optimizer may change them in place.
+        self._initial_options = [
+            [{key: _copied(value) for key, value in group.items()} for group in _group_options(optimizer)]
+            for optimizer in optimizers.all
+        ]
 
     # ---- saving ----
 
-    def capture(self, tensors: dict[str, Tensor]) -> tuple[list[JsonDict], frozenset[str]]:
-        """Return the plain state of each optimizer, and the names of the tensors in the state of parameters.
+    def capture(self, tensors: dict[str, CapturedTensor]) -> list[JsonDict]:
+        """Add all tensors to `tensors`. Return the rest of the state of each optimizer."""
+        return [self._capture(number, tensors) for number in range(len(self.optimizers.all))]
 
-        Add all tensors to `tensors`.
-        """
-        names: set[str] = set()
-        plain_states = [self._capture(number, tensors, names) for number in range(len(self.optimizers.all))]
-        return plain_states, frozenset(names)
-
-    def _capture(self, number: int, tensors: dict[str, Tensor], state_names: set[str]) -> JsonDict:
+    def _capture(self, number: int, tensors: dict[str, CapturedTensor]) -> JsonDict:
         optimizer = self.optimizers.all[number]
         names = self._names_by_id()
 
@@ -65,10 +66,11 @@ class OptimizerStates:
                 )
 
         prefix = f"optimizer.{number}"
-        before = set(tensors)
-        state = {names[id(p)]: p_state for p, p_state in optimizer.state.items() if p_state}
-        packed_state = pack(state, prefix, tensors)
-        state_names |= tensors.keys() - before
+        packed_state = {}
+        for p, state in optimizer.state.items():
+            if state:
+                name = names[id(p)]
+                packed_state[name] = pack_into(tensors, state, f"{prefix}.{name}", parameter=name, copy_later=True)
 
         # The keys are part of the file format (see CONTRIBUTING). The options of the parameter groups are saved as the
         # user's code set them ("initial"), and as they are now ("settings"), since some optimizers change them.
@@ -76,8 +78,8 @@ class OptimizerStates:
             "kind": type(optimizer).__name__,
             "state": packed_state,
             "params": [[names[id(p)] for p in group] for group in self.optimizers.groups[number]],
-            "initial": pack(self._initial_options[number], f"{prefix}.initial", tensors),
-            "settings": pack(_group_options(optimizer), f"{prefix}.settings", tensors),
+            "initial": pack_into(tensors, self._initial_options[number], f"{prefix}.initial"),
+            "settings": pack_into(tensors, _group_options(optimizer), f"{prefix}.settings"),
         }
 
     def estimated_bytes(self) -> int:
@@ -185,7 +187,8 @@ class OptimizerStates:
 
             # `fused` depends on the device and does not change results.
             for key in sorted(different - {"fused"}):
-                changed.append(f"optimizer {number}, group {group}: {key} {before.get(key)} -> {now.get(key)}")
+                values = f"{_as_text(before.get(key))} -> {_as_text(now.get(key))}"
+                changed.append(f"optimizer {number}, group {group}: {key} {values}")
 
         return changed, options
 
@@ -214,8 +217,22 @@ def _group_options(optimizer: torch.optim.Optimizer) -> list[JsonDict]:
 def _different_keys(before: JsonDict, now: JsonDict) -> set[str]:
     """Return the keys that only one of two dicts has, or that have different values in them."""
     in_both = before.keys() & now.keys()
-    changed = {key for key in in_both if repr(before[key]) != repr(now[key])}
+    changed = {key for key in in_both if _differ(before[key], now[key])}
     return (before.keys() ^ now.keys()) | changed
+
+
+def _differ(before: Any, now: Any) -> bool:
+    # A repr rounds tensors, and a digest does not say where one value in a list ends and the next one begins.
+    return repr(before) != repr(now) or digest(before) != digest(now)
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
+
+
+def _as_text(value: Any) -> str:
+    """Return the value of an option for a message: all digits of a small tensor, which its repr rounds."""
+    return str(value.tolist() if isinstance(value, Tensor) and value.numel() <= 8 else value)
 
 
 def _on_device_of(parameter: Tensor, key: str, value: Any, group: JsonDict) -> Any:

@@ -6,13 +6,14 @@ tensor is replicated: one of the ranks that hold it writes it, and all ranks tha
 
 from __future__ import annotations
 
-import re
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.state.captured import CapturedTensor
 from lockstep.runtime.layout import (
     LocalShard,
     balance,
@@ -23,44 +24,45 @@ from lockstep.runtime.layout import (
     shard_of,
 )
 
-# Tensors in the state of a part (the task, for example). They may differ between ranks: except for DTensors, only rank
-# 0's are saved.
-_PART = "part."
-
 # ---- writing ----
 
 
-def replicated_sizes(tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Return the bytes of the replicated tensors that this rank holds, except those of parts."""
+def replicated_sizes(tensors: Mapping[str, CapturedTensor]) -> dict[str, int]:
+    """Return the bytes of the replicated tensors that this rank holds, except those that only rank 0 writes."""
     return {
-        name: tensor.nbytes
-        for name, tensor in tensors.items()
-        if not isinstance(tensor, DTensor) and not name.startswith(_PART)
+        name: captured.tensor.nbytes
+        for name, captured in tensors.items()
+        if not isinstance(captured.tensor, DTensor) and captured.owner is None
     }
 
 
 def shards_to_write(
-    tensors: dict[str, Tensor], rank: int, sizes: list[dict[str, int]], duplicates: frozenset[str] = frozenset()
+    tensors: Mapping[str, CapturedTensor],
+    rank: int,
+    sizes: list[dict[str, int]],
+    duplicates: frozenset[str] = frozenset(),
 ) -> dict[str, LocalShard]:
     """Return what this rank writes: its shards, and some of the replicated tensors, balanced by bytes.
 
-    `sizes` holds the `replicated_sizes` of each rank. `duplicates`: see `RankRole.duplicates`.
+    `sizes` holds the `replicated_sizes` of each rank.
+    `duplicates`: see `RankRole.duplicates`.
     """
     # Every rank computes the writers of all replicated tensors.
     writers = _writers(sizes)
 
-    def writes(name: str, tensor: Tensor) -> bool:
+    def writes(name: str, captured: CapturedTensor) -> bool:
+        tensor = captured.tensor
         if isinstance(tensor, DTensor):
             # Of several ranks with the same shard, the first on the mesh writes it. Pipeline stages are on different
             # meshes, so `duplicates` lists the parameters whose shard a lower stage writes.
-            first = is_first_copy(tensor) and not any(_belongs_to(name, parameter) for parameter in duplicates)
+            first = is_first_copy(tensor) and captured.parameter not in duplicates
 
             # An empty shard needs no file, unless all shards are empty: the manifest must still list the tensor.
             return first and (tensor.to_local().numel() > 0 or tensor.numel() == 0)
 
-        return (0 if name.startswith(_PART) else writers[name]) == rank
+        return (writers[name] if captured.owner is None else 0) == rank
 
-    return {name: shard_of(tensor) for name, tensor in tensors.items() if writes(name, tensor)}
+    return {name: shard_of(captured.tensor) for name, captured in tensors.items() if writes(name, captured)}
 
 
 def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
@@ -69,14 +71,6 @@ def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
     names = sorted(size_of)
     holders = [[rank for rank, rank_sizes in enumerate(sizes) if name in rank_sizes] for name in names]
     return dict(zip(names, balance([size_of[name] for name in names], holders), strict=True))
-
-
-def _belongs_to(name: str, parameter: str) -> bool:
-    """Whether a tensor is this parameter, its average, or in its optimizer state ("optimizer.NUMBER.NAME.KEY")."""
-    if name in (f"model.{parameter}", f"ema.{parameter}"):
-        return True
-
-    return bool(re.match(rf"optimizer\.\d+\.{re.escape(parameter)}\.", name))
 
 
 # ---- reading ----

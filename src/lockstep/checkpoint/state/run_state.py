@@ -6,9 +6,9 @@ Nothing in it depends on the number of ranks: a checkpoint can be resumed on any
     optimizer.NUMBER.NAME.KEY     the optimizer state of parameter NAME
     optimizer.NUMBER.initial      tensors in the options of the parameter groups when the run began
     optimizer.NUMBER.settings     tensors in these options at the save
-    ema.NAME                      averages of parameters (`ema.decay`)
     extra.NAME                    tensors in a module's extra state
-    part.NAME                     tensors in the state of a `Part`: any other object with state
+    part.NAME                     tensors in the state of a `Stateful`: any other object with state
+    NAME.PARAMETER                the tensors of a `PerParameter`; "ema" has the averages of parameters (`ema.decay`)
 """
 
 from __future__ import annotations
@@ -18,40 +18,38 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.state.captured import CapturedTensor, pack_into
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.optimizer_state import OptimizerStates, merge_optimizers
-from lockstep.checkpoint.state.part import Part, optional_members
-from lockstep.checkpoint.state.reshard import read_into
 from lockstep.checkpoint.state.state_tree import JsonDict, pack, unpack
+from lockstep.checkpoint.state.stateful import (
+    TENSOR_KINDS,
+    RegisteredState,
+    Stateful,
+    capture_parameter_tensors,
+    optional_members,
+    restore_parameter_tensors,
+)
 from lockstep.config.changes import Change
-from lockstep.errors import UserError, plural
+from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
-from lockstep.optim.weight_average import WeightAverage
 from lockstep.task import BatchSource, Task
-
-# How the names of callbacks begin among those of the parts.
-CALLBACK = "callback "
 
 # Settings that determine the order of the samples. Those that end in a dot are prefixes.
 ORDER_SETTINGS = ("seed", "data.", "global_batch", "tail", "task.")
 
 
 class CapturedState(NamedTuple):
-    """The result of `RunState.capture`. The tensors are not copied or gathered."""
+    """The result of `RunState.capture`."""
 
-    tensors: dict[str, Tensor]
+    tensors: dict[str, CapturedTensor]
     aliases: dict[str, str]  # for tied tensors: other name -> name in `tensors`
-    plain_state: JsonDict
+    json_state: JsonDict
 
-    # What each part's state_dict() returned, which `plain_state` and `tensors` encode.
-    part_states: dict[str, Any]
-
-    # The tensors that may be copied while training continues: optimizer state and averages, which change only after
-    # `wait_for_copy`. The model is copied at once: a forward may change its buffers, and the user's code its
-    # parameters.
-    copy_later: frozenset[str]
+    # What the state_dict() of each stateful object returned, which `json_state` and `tensors` encode.
+    states: dict[str, Any]
 
 
 class RunState:
@@ -65,35 +63,42 @@ class RunState:
         self,
         model: nn.Module,
         optimizers: Optimizers,
-        stepper: Part,
+        stepper: Stateful,
         source: BatchSource,
-        parts: Mapping[str, Part],
+        registered: RegisteredState,
         *,
         keep_frozen: bool,
+        frozen_advice: str = Task.frozen_advice,
+        fixed_settings: Sequence[str] = (),
         holders: Mapping[str, tuple[int, ...]] | None = None,
         rank: int = 0,
         duplicates: frozenset[str] = frozenset(),
-        average: WeightAverage | None = None,
         on_any_rank: Callable[[bool], bool] = bool,
     ):
         """Keep references to the objects of a run; nothing is copied.
 
-        `parts`: the task, objects that the user's loop registered, and others. The data source is one more part.
+        `registered`: the task, objects that the user's loop registered, and others, but not the data source.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
+        `frozen_advice` and `fixed_settings`: see `Task`.
         `holders`: the ranks that hold a parameter, for parameters that not all ranks hold.
         `duplicates`: see `RankRole.duplicates`.
-        `average`: the averages of the parameters that this rank holds, with `ema.decay`.
         `on_any_rank`: returns whether a value is true on any rank, for digests of sharded parameters. Collective.
         """
         self.model = model
         self.optimizers = optimizers
         self.stepper = stepper
         self.source = source
-        self.parts = parts
+        self.registered = registered
+        self.fixed_settings = fixed_settings
         self.duplicates = duplicates
-        self.average = average
+        self.ranks_compared = False  # whether the ranks have compared the state of what is registered
+        self._frozen_advice = frozen_advice
 
-        # Whether all ranks capture the same plain state and the same replicated tensors. Shards may still differ.
+        # See `add_to_loop`. The second is what the checkpoint has for them from which the run was resumed.
+        self._loop: list[Stateful] = []
+        self._saved_loop: JsonDict | None = None
+
+        # Whether all ranks capture the same JSON state and the same replicated tensors. Shards may still differ.
         self.same_on_all_ranks = not (optimizers.sharded or holders)
 
         # In a pipeline, the model of a rank has the names of all parameters, but only the tensors of its stage.
@@ -102,138 +107,135 @@ class RunState:
         self._model_state = ModelState(model, optimizers, held_elsewhere, keep_frozen, on_any_rank)
         self._optimizer_states = OptimizerStates(model, optimizers, held_elsewhere)
 
+    # ---- the loop ----
+
+    def add_to_loop(self, stateful: Stateful) -> None:
+        """Save what an object of the loop keeps between two steps, and restore it now if the run was resumed.
+
+        For objects that are made when the state of the others is restored, because they need the plan. Their state is
+        plain values, under keys that no other of them has; `load_state_dict` gets those of all, and a key that an older
+        version has not saved is missing. A rewind restores it too, unless the object has `rewound = False`.
+        """
+        self._loop.append(stateful)
+        if self._saved_loop is not None:
+            stateful.load_state_dict(self._saved_loop)
+
+    def loop_state(self) -> JsonDict:
+        """Return the state of all objects of the loop. Collective."""
+        return {key: value for stateful in self._loop for key, value in stateful.state_dict().items()}
+
+    def _restore_loop(self, saved: JsonDict) -> None:
+        # At the start there are none yet; in a rewind there are.
+        self._saved_loop = saved
+        for stateful in self._loop:
+            if optional_members(stateful).rewound:
+                stateful.load_state_dict(saved)
+
     # ---- saving ----
 
     def capture(self) -> CapturedState:
-        """Return the state of the run.
+        """Return the state of the run, except that of the loop.
 
         Collective under fsdp with checkpoint.frozen=false: digests of frozen parameters need the full tensors.
         """
-        captured = self._capture_tensors()
-        captured.plain_state["model"]["frozen_digests"] = self._model_state.frozen_digests()
-        captured.plain_state["next_samples"] = next_samples(self.source)
+        captured = self.capture_tensors()
+        captured.json_state["model"]["frozen_digests"] = self._model_state.frozen_digests()
+        captured.json_state["next_samples"] = next_samples(self.source)
 
         # The stepper has state only between two steps, and no tensors.
         stepper_tensors: dict[str, Tensor] = {}
-        captured.plain_state["stepper"] = pack(self.stepper.state_dict(), "stepper", stepper_tensors)
+        captured.json_state["stepper"] = pack(self.stepper.state_dict(), "stepper", stepper_tensors)
         assert not stepper_tensors, f"not in `tensors`: {list(stepper_tensors)}"
         return captured
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that `capture` returns, without computing digests.
+    def capture_tensors(self) -> CapturedState:
+        """Return all tensors, and the JSON state that belongs to them, without computing digests.
 
         Collective if the `state_dict` of the data source is.
         """
-        return self._capture_tensors().tensors
-
-    def _capture_tensors(self) -> CapturedState:
-        """Return all tensors, and the plain state that belongs to them."""
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, CapturedTensor] = {}
         model, aliases = self._model_state.capture(tensors)
-        optimizers, copy_later = self._optimizer_states.capture(tensors)
+        optimizers = self._optimizer_states.capture(tensors)
+        for name, stateful in self.registered.items():
+            tensors.update(capture_parameter_tensors(name, stateful))
 
-        # Averages change after every step, even a skipped one; `Run.end_step` waits for the copy, as an update does.
-        averages = {f"ema.{name}": tensor for name, tensor in self.average.averages.items()} if self.average else {}
-        tensors |= averages
-        copy_later = copy_later | averages.keys()
-
-        parts = {"data": self.source, **self.parts}
-        part_states = {name: part.state_dict() for name, part in parts.items()}
+        stateful_objects: dict[str, Stateful] = {"data": self.source, **self.registered}
+        states = {name: stateful.state_dict() for name, stateful in stateful_objects.items()}
+        parts = {name: pack_into(tensors, state, f"part.{name}", owner=name) for name, state in states.items()}
+        required = sorted(name for name in self.registered.required if states[name])
 
         # The keys are part of the file format (see CONTRIBUTING), like those that `capture` adds.
-        plain_state: JsonDict = {
-            "model": model,
-            "optimizers": optimizers,
-            "parts": {name: pack(state, f"part.{name}", tensors) for name, state in part_states.items()},
-        }
-        return CapturedState(tensors, aliases, plain_state, part_states, copy_later)
+        json_state = {"model": model, "optimizers": optimizers, "parts": parts, "required": required}
+        return CapturedState(tensors, aliases, json_state, states)
 
     def bytes_at_start(self) -> tuple[int, int]:
-        """Return the bytes of model and parts, and an estimate for the optimizers, which allocate their state later."""
-        tensors = self._model_state.tensors()
-
-        # Only the tensors that `pack` adds are used here, not its result.
-        for name, part in self.parts.items():
-            pack(part.state_dict(), f"part.{name}", tensors)
-
-        known = sum(tensor.nbytes for tensor in tensors.values())
-
-        if self.average:
-            known += sum(average.nbytes for average in self.average.averages.values())
+        """Return the bytes of model and stateful objects, and an estimate for the optimizers, which allocate later."""
+        sizes = [tensor.nbytes for tensor in self._model_state.tensors().values()]
+        for name, stateful in self.registered.items():
+            tensors = capture_parameter_tensors(name, stateful)
+            pack_into(tensors, stateful.state_dict(), f"part.{name}")
+            sizes += [captured.tensor.nbytes for captured in tensors.values()]
 
         # float32 masters are saved instead of bfloat16 parameters, which takes twice the bytes counted above.
         if self.optimizers.masters:
-            known += sum(master.nbytes // 2 for master in self.optimizers.masters.persistent_tensors())
+            sizes += [master.nbytes // 2 for master in self.optimizers.masters.persistent_tensors()]
 
-        return known, self._optimizer_states.estimated_bytes()
+        return sum(sizes), self._optimizer_states.estimated_bytes()
 
     def digest_replicated(self, captured: CapturedState) -> dict[str, str]:
-        """Return a digest of the state of each part that is replicated on every rank."""
-        replicated = [name for name, part in self.parts.items() if optional_members(part).read_shard is None]
-        return {name: digest(captured.part_states[name]) for name in replicated}
+        """Return a digest of the state of each registered object that is replicated on every rank."""
+        replicated = [name for name, stateful in self.registered.items() if not optional_members(stateful).read_shard]
+        return {name: digest(captured.states[name]) for name in replicated}
 
     # ---- restoring ----
 
     def restore(
-        self, reader: CheckpointReader, plain_state: JsonDict, changed_settings: Sequence[Change] = ()
+        self, reader: CheckpointReader, values: Mapping[str, Any], changed_settings: Sequence[Change] = ()
     ) -> list[str]:
         """Restore the tensors and shards that this rank holds. Raise a UserError if a different run was saved.
 
+        `values`: those of the manifest.
         Return descriptions of changes since the save that are not in `changed_settings`.
         """
         with reader.keeping_open():
-            return self._restore(reader, plain_state, changed_settings)
+            changes = self._restore(reader, values["state"], changed_settings)
 
-    def _restore(
-        self, reader: CheckpointReader, plain_state: JsonDict, changed_settings: Sequence[Change]
-    ) -> list[str]:
-        self._check_callbacks(plain_state["parts"])
+        self._restore_loop(unpack(values.get("loop", {}), reader.read, self._device))
+        return changes
+
+    def _restore(self, reader: CheckpointReader, json_state: JsonDict, changed_settings: Sequence[Change]) -> list[str]:
+        self._check_required(json_state)
 
         # The model first: it checks that the checkpoint is of this model before anything is changed.
-        self._model_state.restore(reader, plain_state["model"], self._frozen_advice())
+        self._model_state.restore(reader, json_state["model"], self._frozen_advice)
 
         # Some optimizers train other weights than they evaluate. A checkpoint holds those to evaluate, and the
         # optimizers' state has the others.
-        changes = self._optimizer_states.restore(plain_state["optimizers"], reader)
+        changes = self._optimizer_states.restore(json_state["optimizers"], reader)
         self.optimizers.use_training_weights()
-        self.stepper.load_state_dict(unpack(plain_state["stepper"], reader.read, self._device))
+        self.stepper.load_state_dict(unpack(json_state["stepper"], reader.read, self._device))
 
         # The data source must continue with the samples that the saved run would have taken next.
-        parts = {name: self._read_part(name, state, reader) for name, state in plain_state["parts"].items()}
-        self.source.load_state_dict(parts.pop("data"))
-        _check_next_samples(plain_state["next_samples"], next_samples(self.source), changed_settings)
+        states = {name: self._read(name, state, reader) for name, state in json_state["parts"].items()}
+        self.source.load_state_dict(states.pop("data"))
+        _check_next_samples(json_state["next_samples"], next_samples(self.source), changed_settings)
 
-        # The task and other parts come last: their `load_state_dict` may read what was restored above.
-        changes += self._restore_average(reader)
-        changes += self._restore_parts(parts)
-        return changes
+        # The task and others come last: their `load_state_dict` may read what was restored above.
+        for name, stateful in self.registered.items():
+            changes += restore_parameter_tensors(name, stateful, reader)
 
-    def _frozen_advice(self) -> str:
-        advice = [optional_members(part).frozen_advice for part in self.parts.values()]
-        return next(filter(None, advice), Task.frozen_advice)
+        changes += self._restore_registered(states)
+        return changes + self._unused(states, reader)
 
-    def _restore_average(self, reader: CheckpointReader) -> list[str]:
-        """Restore the averages of the parameters. Return a line if the checkpoint has none, or they are not in use."""
-        saved = {name.removeprefix("ema.") for name in reader.names() if name.startswith("ema.")}
-        if self.average is None:
-            return ["ema: in the checkpoint, but not in use here"] if saved else []
-
-        for name in saved & self.average.averages.keys():
-            read_into(self.average.averages[name], f"ema.{name}", reader)
-
-        # A parameter that was frozen when the checkpoint was written has no average in it either.
-        missing = sorted(self.average.averages.keys() - saved)
-        self.average.restart(missing)
-        if not missing:
-            return []
-
-        return [f"ema: {plural(len(missing), 'average')} not in the checkpoint, starting from the weights"]
-
-    def _check_callbacks(self, saved: JsonDict) -> None:
+    def _check_required(self, json_state: JsonDict) -> None:
         """Check that the callbacks with state have the names that they had, before anything is changed."""
-        now = {name for name, part in self.parts.items() if name.startswith(CALLBACK) and part.state_dict()}
-        before = {name for name, state in saved.items() if name.startswith(CALLBACK) and state}
-        differences = {"only in the checkpoint": before - self.parts.keys(), "only in this run": now - saved.keys()}
+        # An older version has not saved which ones are required.
+        before = set(json_state.get("required", ()))
+        now = {name for name in self.registered.required if self.registered[name].state_dict()}
+        differences = {
+            "only in the checkpoint": before - self.registered.keys(),
+            "only in this run": now - json_state["parts"].keys(),
+        }
         found = [f"{where}: {', '.join(sorted(names))}" for where, names in differences.items() if names]
         if found:
             raise UserError(
@@ -242,47 +244,54 @@ class RunState:
                 "pass the callbacks that the run had, by the same names; or start a new run from the exported weights",
             )
 
-    def _restore_parts(self, states: JsonDict) -> list[str]:
-        """Restore all parts except the data source. Return descriptions of the parts that gained or lost state."""
+    def _restore_registered(self, states: JsonDict) -> list[str]:
+        """Restore what is registered. Return descriptions of the objects that gained or lost state."""
         changed = []
-        for name, part in self.parts.items():
-            saved = states.pop(name, None)
-            current = part.state_dict()
+        for name, stateful in self.registered.items():
+            saved = states.get(name)
+            current = stateful.state_dict()
 
-            # What changed between the two is reported, not refused: a part that is no callback may come and go.
+            # What changed between the two is reported, not refused: an object that is not required may come and go.
             if saved:
-                changed += optional_members(part).changes_since(saved)
-                part.load_state_dict(saved)
+                changed += optional_members(stateful).changes_since(saved)
+                stateful.load_state_dict(saved)
                 if not current:
                     changed.append(f"{name}: has state in the checkpoint, but none in this run")
             elif current:
                 changed.append(f"{name}: has no state in the checkpoint, and starts from the beginning")
 
-        # A part that this run does not have any more.
-        unused = [f"{name}: in the checkpoint, but not in use here" for name, state in states.items() if state]
-        return changed + unused
+        return changed
 
-    def _read_part(self, name: str, state: Any, reader: CheckpointReader) -> Any:
-        """Read the tensors in the state of one part, which may have a method `read_shard` (see `Part`)."""
-        # The state of a part that this run does not have is only reported, not read.
-        if name != "data" and name not in self.parts:
+    def _unused(self, states: JsonDict, reader: CheckpointReader) -> list[str]:
+        """Return a line for each object in the checkpoint that this run does not have any more."""
+        gone = [name for name, state in states.items() if state and name not in self.registered]
+
+        # Those that had a tensor for each parameter, and perhaps nothing else.
+        known = tuple(f"{name}." for name in (*TENSOR_KINDS, *self.registered, *gone))
+        gone += sorted({name.partition(".")[0] for name in reader.names() if not name.startswith(known)})
+        return [f"{name}: in the checkpoint, but not in use here" for name in gone]
+
+    def _read(self, name: str, state: Any, reader: CheckpointReader) -> Any:
+        """Read the tensors in the state of one object, which may have a method `read_shard` (see `OptionalMembers`)."""
+        # The state of an object that this run does not have is only reported, not read.
+        if name != "data" and name not in self.registered:
             return state
 
-        read_shard = optional_members(self.parts.get(name)).read_shard
+        read_shard = optional_members(self.registered.get(name)).read_shard
         read = (lambda tensor: read_shard(tensor, reader)) if read_shard else reader.read
         return unpack(state, read, self._device)
 
 
-def merge_plain_state(by_rank: list[JsonDict]) -> JsonDict:
-    """Merge the plain state of all ranks, which differs only where the ranks hold different parameters."""
+def merge_json_state(by_rank: list[JsonDict]) -> JsonDict:
+    """Merge the JSON state of all ranks, which differs only where the ranks hold different parameters."""
     # In a pipeline, each rank has the extra state of its stage. If several ranks have it, the lowest rank's is used: it
     # comes last here and overwrites the others.
     model: JsonDict = {key: {} for key in by_rank[0]["model"]}
-    for plain_state in reversed(by_rank):
+    for json_state in reversed(by_rank):
         for key, entries in model.items():
-            entries.update(plain_state["model"][key])
+            entries.update(json_state["model"][key])
 
-    optimizers = merge_optimizers([plain_state["optimizers"] for plain_state in by_rank])
+    optimizers = merge_optimizers([json_state["optimizers"] for json_state in by_rank])
     return {**by_rank[0], "model": model, "optimizers": optimizers}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ JsonDict = dict[str, Any]
 _MARKERS = {"$tensor", "$on_device", "$array", "$tuple", "$items", "$float"}
 
 
-def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+def pack(value: Any, name: str, tensors: MutableMapping[str, Tensor]) -> Any:
     """Return a copy of `value` as strict JSON. Its tensors are added to `tensors`, under names that begin with `name`.
 
     This is the only encoder of what a manifest holds as `values`.
@@ -71,7 +71,7 @@ def pack(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     )
 
 
-def _pack_dict(value: dict[Any, Any], name: str, tensors: dict[str, Tensor]) -> JsonDict:
+def _pack_dict(value: dict[Any, Any], name: str, tensors: MutableMapping[str, Tensor]) -> JsonDict:
     if all(isinstance(key, str) for key in value) and not _MARKERS & value.keys():
         return {key: pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
 

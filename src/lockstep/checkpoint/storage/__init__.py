@@ -1,9 +1,9 @@
-"""Where checkpoints are kept: one module for each kind of storage, and the rules that hold for all of them.
+"""Where checkpoints are kept: the folder RUN/checkpoints, the stores for their tensors, and the rules of a commit.
 
-A storage holds folders of files, whatever their contents (`protocol.CheckpointStorage`). The rest of the package gets
-one from `open_storage`, and reads, writes, lists, renames and deletes checkpoints only through it. CONTRIBUTING says
-what another kind of storage needs, and which code looks at the folder itself. Nothing here imports torch, so that
-`lockstep ckpt ls` starts fast.
+`folder.CheckpointStorage` is that folder: the rest of the package reads, writes, lists, renames and deletes checkpoints
+only through it. Their tensors may be elsewhere: `stores` says what a store must do, and how it is found; `files` and
+`fsspec_store` are two of them. `together` lets all ranks act alike if the folder is away. Nothing here imports torch,
+so that `lockstep ckpt ls` starts fast.
 """
 
 from __future__ import annotations
@@ -14,20 +14,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from lockstep.checkpoint.storage.file_system import FileSystemStorage
-from lockstep.checkpoint.storage.object_storage import ObjectStorage
-from lockstep.checkpoint.storage.protocol import CheckpointStorage, NotDurable
-from lockstep.launch.folder.checkpoint_names import LATEST, OBJECTS, name_aside, name_to_delete, step_in, token_in
+from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
+from lockstep.launch.folder.checkpoint_names import (
+    LATEST,
+    OWNER,
+    name_aside,
+    name_before_replaced,
+    name_replaced,
+    name_to_delete,
+    step_in,
+    token_in,
+)
 
 __all__ = [
     "Checkpoint",
     "CheckpointStorage",
-    "FileSystemStorage",
-    "ObjectStorage",
+    "NotDurable",
+    "claim",
+    "commit_draft",
     "committed",
     "delete_checkpoint",
     "delete_leftovers",
-    "open_storage",
+    "delete_replaced",
+    "owner_of",
+    "put_back_replaced",
     "set_aside",
     "set_aside_after",
     "update_latest",
@@ -46,12 +56,12 @@ class Checkpoint:
         """Return the checkpoint in the folder `path` of a file system."""
         # "." and ".." are not the name that the folder has in its parent.
         path = path.resolve() if path.name in ("", "..") else path
-        return cls(open_storage(path.parent), path.name)
+        return cls(CheckpointStorage(path.parent), path.name)
 
     @property
-    def location(self) -> str:
-        """The location, for messages. It is not always a path: a storage may be anywhere."""
-        return f"{self.storage.address}/{self.name}"
+    def path(self) -> Path:
+        """The folder of this checkpoint. Its tensors may be elsewhere: `open` finds them."""
+        return self.storage.root / self.name
 
     @property
     def step(self) -> int:
@@ -64,28 +74,42 @@ class Checkpoint:
         return self.storage.open(f"{self.name}/{file}")
 
 
-def open_storage(folder: Path, url: str | None = None) -> CheckpointStorage:
-    """Return the storage of the checkpoints in `folder`. This is the only place that chooses a kind of storage.
-
-    `url`: the object store for large files of new checkpoints (`checkpoint.storage`).
-    """
-    if url is not None or (folder / OBJECTS).exists():
-        return ObjectStorage(folder, url)
-
-    return FileSystemStorage(folder)
-
-
-# ---- the rules for every kind of storage ----
+# ---- the rules of a commit ----
 
 
 def committed(storage: CheckpointStorage) -> list[Checkpoint]:
-    """Return the committed checkpoints, newest first. Their contents are not verified (`load.newest_valid` does it)."""
+    """Return the committed checkpoints, newest first. `search.newest_valid` verifies their contents."""
     checkpoints = [Checkpoint(storage, name) for name in storage.folders() if step_in(name) is not None]
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
 
 
+def claim(storage: CheckpointStorage, token: str) -> None:
+    """Make the attempt with this (fencing) token the only one that may commit. Called before any file is written.
+
+    The owner is checked just before the rename that commits. A process suspended between the check and the rename can
+    still commit.
+    """
+    storage.replace(OWNER, token.encode())
+
+
+def owner_of(storage: CheckpointStorage) -> str | None:
+    """Return the token of the last claim; None before the first."""
+    # Any other error must not look as if there were no owner.
+    with suppress(FileNotFoundError), storage.open(OWNER) as file:
+        return file.read(1000).decode(errors="replace").strip()
+
+    return None
+
+
 def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
-    """Delete the folders that other attempts left half written or half deleted."""
+    """Delete the folders that other attempts left half written or half deleted.
+
+    A checkpoint that was about to be replaced gets its name back. Raises OSError if that fails.
+    """
+    put_back_replaced(storage)
+    with suppress(OSError):
+        delete_replaced(storage, token)
+
     for name in storage.folders():
         if token_in(name) not in (None, token):
             # If another attempt still writes into the folder, the next start will delete it.
@@ -96,7 +120,7 @@ def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
 def update_latest(storage: CheckpointStorage) -> None:
     """Let `latest` name the newest committed checkpoint. Only people and the launcher read it.
 
-    `load.newest_valid` lists the checkpoints themselves.
+    `search.newest_valid` lists the checkpoints themselves.
     """
     newest = committed(storage)[:1]
     if newest:
@@ -105,8 +129,8 @@ def update_latest(storage: CheckpointStorage) -> None:
         storage.delete(LATEST)
 
 
-def set_aside(storage: CheckpointStorage, name: str, suffix: Literal["damaged", "undone"]) -> str:
-    """Rename a checkpoint to `step-N.damaged` or `step-N.undone`, so that it is ignored, but not lost.
+def set_aside(storage: CheckpointStorage, name: str, suffix: Literal["damaged", "rewound"]) -> str:
+    """Rename a checkpoint to `step-N.damaged` or `step-N.rewound`, so that it is ignored, but not lost.
 
     Return its new name.
     """
@@ -116,30 +140,75 @@ def set_aside(storage: CheckpointStorage, name: str, suffix: Literal["damaged", 
     return target
 
 
+def commit_draft(storage: CheckpointStorage, draft: str, name: str) -> None:
+    """Rename a draft to the name of its step: this is the commit. Raises NotDurable as `rename` does.
+
+    An earlier checkpoint of this step makes way as `step-N.replaced`. Until the commit it counts: if the commit fails,
+    it gets its name back, after a kill at the next start (`put_back_replaced`).
+    """
+    # A file system cannot replace a folder by another one.
+    if name in storage.folders():
+        storage.delete(name_replaced(name))
+        _rename(storage, name, name_replaced(name))
+
+    try:
+        storage.rename(draft, name)
+    except NotDurable:
+        raise
+    except OSError:
+        # If this fails as well, the next start does it.
+        with suppress(OSError):
+            put_back_replaced(storage)
+
+        raise
+
+
+def put_back_replaced(storage: CheckpointStorage) -> None:
+    """Give checkpoints their names back whose replacement was never committed. Raises OSError."""
+    folders = storage.folders()
+    for name in folders:
+        before = name_before_replaced(name)
+        if before is None or before in folders:
+            continue
+
+        try:
+            _rename(storage, name, before)
+        except OSError:
+            # Its writer may be alive, and may have committed the other one at this moment.
+            if before not in storage.folders():
+                raise
+
+
+def delete_replaced(storage: CheckpointStorage, token: str) -> None:
+    """Delete the checkpoints whose replacement is committed. Raises OSError."""
+    folders = storage.folders()
+    for name in folders:
+        if name_before_replaced(name) in folders:
+            delete_checkpoint(storage, name, token)
+
+
 def _rename(storage: CheckpointStorage, name: str, to: str) -> None:
     """Rename a folder, for any purpose but a commit: if a power cut undoes it, nothing is lost."""
     with suppress(NotDurable):
         storage.rename(name, to)
 
 
-def set_aside_after(storage: CheckpointStorage, step: int) -> dict[str, str]:
-    """Set aside all checkpoints after `step`, to which the run goes back. Return their new names by the old ones."""
+def set_aside_after(storage: CheckpointStorage, step: int) -> None:
+    """Set aside all checkpoints after `step`, to which the run goes back."""
     # List the folder only once, however many checkpoints there are.
     taken = set(storage.folders())
-    undone = [checkpoint.name for checkpoint in committed(storage) if checkpoint.step > step]
-    new_names = {name: name_aside(name, "undone", taken) for name in undone}
+    rewound = [checkpoint.name for checkpoint in committed(storage) if checkpoint.step > step]
 
-    for name, new_name in new_names.items():
-        _rename(storage, name, new_name)
+    for name in rewound:
+        _rename(storage, name, name_aside(name, "rewound", taken))
 
-    if undone:
+    if rewound:
         update_latest(storage)
-
-    return new_names
 
 
 def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None:
-    """Delete a committed checkpoint. The folder is renamed first, so that no reader finds half of it."""
-    temporary = name_to_delete(name, token)
+    """Delete a checkpoint, or one that was replaced. It is renamed first, so that no reader finds half of it."""
+    step, _, _ = name.partition(".")
+    temporary = name_to_delete(step, token)
     _rename(storage, name, temporary)
     storage.delete(temporary)

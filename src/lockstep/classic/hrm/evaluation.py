@@ -21,7 +21,7 @@ from torch import Tensor
 
 import lockstep
 from lockstep import recipes
-from lockstep.checkpoint.storage import Checkpoint, committed, open_storage
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
 from lockstep.classic.hrm.messages import check_names, help_text, translate
 from lockstep.classic.hrm.pretrain_config import generate_name
 from lockstep.errors import UserError
@@ -111,7 +111,7 @@ def _find_checkpoint(checkpoint: Path) -> tuple[Path, Path, int]:
     if step_in(checkpoint.name) is None:
         # The folder of a run: its newest checkpoint.
         run = checkpoint
-        found = committed(open_storage(run / "checkpoints"))
+        found = committed(CheckpointStorage(run / "checkpoints"))
     else:
         # One checkpoint of a run.
         run = checkpoint.resolve().parent.parent

@@ -94,6 +94,7 @@ class TermWatch:
 
 def _listens(pid: int, address: str) -> bool:
     """Return whether a process listens at the port of this address. The nodes of a cluster may share a machine."""
+    # By port and process: the term may name the node in another way than the socket, which may have all addresses.
     _, port = parse_address(address)
     sockets = [at for at in psutil.net_connections("tcp") if at.pid == pid and at.status == psutil.CONN_LISTEN]
     return any(at.laddr[1:] == (port,) for at in sockets)
@@ -107,8 +108,8 @@ class NodeAgent:
     """
 
     def __init__(self, secret: str, environment: Mapping[str, str], folder: str | None, marker: str):
-        self._secret = secret
-        self._environment = dict(environment)
+        # The secret is a variable, and not an option: all users of a machine can read the command line of a process.
+        self._variables = {**environment, SECRET: secret, "PYTHONUNBUFFERED": "1"}
         self._folder = folder
         self._marker = Path(marker)
 
@@ -123,6 +124,8 @@ class NodeAgent:
 
     def address(self, host: str) -> str:
         """Return where the nodes of the job can meet on this node: its address, and a port that is free now."""
+        # The kernel chooses it, and it is free again when the socket closes. In the moment before the launcher listens
+        # there, another program may get it: see `_port_taken`.
         with _bound(host, 0) as unused:
             port = unused.getsockname()[1]
 
@@ -132,14 +135,11 @@ class NodeAgent:
     def start(self, words: Sequence[str]) -> None:
         """Start `lockstep` with these words. Raises a UserError if this node does not have what it needs."""
         self._check_folders()
-        env = {name: value for name, value in os.environ.items() if name != THREADS}
-
-        # A variable, and not an option: all users of a machine can read the command line of a process.
-        env |= {**self._environment, SECRET: self._secret, "PYTHONUNBUFFERED": "1"}
+        inherited = {name: value for name, value in os.environ.items() if name != THREADS}
         self._child = subprocess.Popen(
             [sys.executable, "-m", "lockstep.clusters.ray.agent", str(os.getpid()), *words],
             cwd=self._folder,
-            env=env,
+            env=inherited | self._variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -180,18 +180,17 @@ class NodeAgent:
         assert self._reader is not None
         assert self._term is not None
 
+        # Asked before the exit code: a launcher that ends in between is seen as the coordinator that it was.
         coordinates = self._term.coordinates()
         code = self._child.poll()
 
-        # The last lines may arrive a moment after the end.
+        # The last lines may arrive a moment after the end. Not for ever: a process that the launcher has left behind
+        # holds the pipe open.
         if code is not None:
             self._reader.join(2.0)
 
-        # The reader appends while this loop takes lines: the end of the queue is the only safe sign.
-        lines = []
-        with suppress(IndexError):
-            while True:
-                lines.append(self._lines.popleft())
+        # As many as there are now. The reader may append meanwhile, but it never makes the queue shorter.
+        lines = [self._lines.popleft() for _ in range(len(self._lines))]
 
         if code is None:
             return AgentReport(lines, None, coordinates)
@@ -203,6 +202,7 @@ class NodeAgent:
         if self._join is None:
             return False
 
+        # The launcher does not say why it failed. That a port is taken shows when it is asked for.
         try:
             _bound(*self._join).close()
         except OSError as error:

@@ -56,7 +56,7 @@ LONGEST_RETRY_S = 60.0
 # For so long after a loss a job that asks to be restarted lacks nodes: its launchers wait five minutes for them.
 LOSS_S = 400.0
 
-# Rounds that begin because nodes were lost, in an hour.
+# Rounds that begin because nodes were lost, in an hour. Each costs a start and the steps since the last checkpoint.
 MOST_ROUNDS = 10
 HOUR_S = 3600.0
 
@@ -96,9 +96,11 @@ class RayDriver:
         self._placement = AgentPlacement(cluster, request.nnodes, need)
         self._lost_rounds: list[float] = []
 
-        # The first signal that this process received.
+        # The first signal that this process received, and whether any of them was a Ctrl-C.
         self._stop: str | None = None
-        self._interrupted = False  # one of them was a Ctrl-C
+        self._interrupted = False
+
+        # What every agent is made with; see `_prepare`.
         self._arguments: Sequence[Any] = ()
 
     def run(self) -> int:
@@ -138,7 +140,8 @@ class RayDriver:
                 f"the run folder {run_dir} cannot be written to", error.strerror or str(error), "set another run_dir"
             ) from None
 
-        # A folder that Ray has uploaded has another path on each node.
+        # A folder that Ray has uploaded has another path on each node, and Ray starts the agents in it. Otherwise it is
+        # on a shared disk, and has this path everywhere.
         uploaded = self._cluster.uploaded_folder
         folder = None if uploaded else os.getcwd()
         variables = environment(os.environ, uploaded) | {RESUME_COMMAND: self._resume_command}
@@ -156,6 +159,7 @@ class RayDriver:
                 say(f"lockstep: {self._stop}: ended while no agent runs; to resume: {self._resume_command}")
                 return False
 
+            # If Ray does not answer, the nodes are those of the last look, and some may be gone.
             self._placement.leave_drained_bundles()
             if len(self._placement.usable()) >= self._request.nnodes.least and self._placement.silent_since is None:
                 return True
@@ -194,29 +198,38 @@ class RayDriver:
             for slot in self._placement.active:
                 self._poll(slot, current)
 
-            # The round may be over.
+            # Between `address` and the start of its launcher, another program may take the port: nothing was trained.
             if current.port_taken:
-                return self._elsewhere(current)
+                for slot in self._placement.active:
+                    self._drop(slot, "", retry=False)
+
+                return self._again(f"another program has taken the port of {join}: trying another one")
 
             if not self._placement.active:
                 return self._verdict(current)
 
-            # Act on what has changed: signals, launchers that have ended, nodes that leave, a silent Ray.
             self._interrupt(current)
             self._end_what_is_left(current)
-            self._leave_drained(current)
-            self._save_in_time(current)
 
-            # While the job runs, lost agents are replaced, and new nodes are used.
+            # While the job runs, it either saves to leave what Ray takes away, or uses what Ray has: lost agents are
+            # replaced, and new nodes get one.
             if current.ended_at is None and not current.leaving and self._stop is None:
-                self._start_agents(join)
-                self._placement.grow()
+                if reasons := self._reasons_to_leave():
+                    current.leaving = True
+                    for reason in reasons:
+                        say(f"lockstep: {reason}")
+
+                    self._signal_all("SIGTERM")
+                else:
+                    self._start_agents(join)
+                    self._placement.grow()
 
             self._cluster.sleep(TURN_S)
 
     def _begin(self) -> str | None:
         """Make the first agent, and ask it where the others can join. Return None if it is lost, or on a signal."""
-        # The slot that is due first. All of them may have to pause after a failure.
+        # The first agent chooses where all nodes meet, so the others wait for it. It gets the slot that is due first:
+        # all of them may have to pause after a failure.
         slot = min(self._placement.usable(), key=lambda slot: slot.not_before)
         while self._cluster.now() < slot.not_before and not self._signals:
             self._cluster.sleep(TURN_S)
@@ -224,13 +237,12 @@ class RayDriver:
         if not self._make(slot):
             return None
 
-        assert slot.agent is not None
+        # `make_agent` returns at once: Ray may first have to start a worker process on the node, and unpack the
+        # working folder there.
         assert slot.node is not None
-
-        # Ray may need a while to start the actor.
         deadline = self._cluster.now() + ACTOR_S
         try:
-            while (join := slot.agent.address(slot.node.host)) is None:
+            while (join := slot.running.address(slot.node.host)) is None:
                 if self._signals or self._cluster.now() > deadline:
                     raise AgentLost("interrupted" if self._signals else f"Ray has not started it in {ACTOR_S:.0f} s")
 
@@ -243,16 +255,15 @@ class RayDriver:
         return join
 
     def _start_agents(self, join: str) -> None:
-        """Start an agent in each slot that is free and due, as far as the job may have more nodes."""
-        room = max(0, self._request.nnodes.most - len(self._placement.active))
+        """Start an agent in each slot that is free and due. There are no more slots than --nnodes allows."""
         now = self._cluster.now()
-        due = [slot for slot in self._placement.usable() if now >= slot.not_before]
-        for slot in due[:room]:
-            if self._make(slot):
+        for slot in self._placement.usable():
+            if now >= slot.not_before and self._make(slot):
                 self._start(slot, join)
 
     def _make(self, slot: Slot) -> bool:
         """Make the agent of a slot. Return False if Ray does not answer."""
+        # As if it had been heard: an agent that Ray is still starting is not a silent one.
         slot.began = slot.heard = self._cluster.now()
         try:
             slot.agent = self._cluster.make_agent(slot.group, slot.bundle, self._need, self._arguments)
@@ -266,18 +277,16 @@ class RayDriver:
 
     def _start(self, slot: Slot, join: str) -> None:
         """Have the agent of a slot start its launcher, which joins the others."""
-        assert slot.agent is not None
-        slot.agent.start(self._request.train_command("--join", join, program=()))
+        slot.running.start(self._request.train_command("--join", join, program=()))
 
     def _poll(self, slot: Slot, current: Round) -> None:
         """Print what the agent's launcher has said, and note its end."""
-        assert slot.agent is not None
         try:
             # Ray may start an actor that it has not started yet on another node instead.
             if slot.node and slot.node.id not in self._placement.nodes:
                 raise AgentLost("its node is gone")
 
-            report = slot.agent.poll()
+            report = slot.running.poll()
         except AgentLost as lost:
             self._lose(slot, current, str(lost))
             return
@@ -305,11 +314,11 @@ class RayDriver:
 
     def _drop(self, slot: Slot, why: str, retry: bool) -> None:
         """Forget an agent. `retry`: it has failed, and another one follows after a pause."""
-        assert slot.agent is not None
         if why and slot.node:
             say(f"lockstep: the agent on {slot.node.host} {why}")
 
-        slot.agent.kill()
+        # Also one that seems to be lost: its launcher may still run, and would write beside that of its successor.
+        slot.running.kill()
         slot.agent = None
         if retry:
             self._pause(slot)
@@ -359,43 +368,24 @@ class RayDriver:
             for slot in self._placement.active:
                 self._drop(slot, "did not end with the job: killed", retry=False)
 
-    def _leave_drained(self, current: Round) -> None:
-        """If Ray drains a node of this job, have the job save: the next round goes on without that node."""
-        if current.leaving or self._stop or current.ended_at is not None:
-            return
-
-        nodes = [slot.node for slot in self._placement.active if slot.node]
-        drained = [self._placement.drained_node(node.id) for node in nodes]
-        leaving = [node for node in drained if node is not None]
-        if not leaving:
-            return
-
-        current.leaving = True
-        for node in leaving:
-            # 0 stands for soon, without a time.
-            assert node.drained_at is not None
-            left = f", in {max(0.0, node.drained_at - time.time()):.0f} s" if node.drained_at else ""
-            say(f"lockstep: Ray takes the node {node.host} away{left}: saving, to go on without it")
-
-        self._signal_all("SIGTERM")
-
-    def _save_in_time(self, current: Round) -> None:
-        """If Ray's control service stays away, have the job save: the next round begins when it answers again."""
-        if current.leaving or self._stop or current.ended_at is not None or self._placement.silent_since is None:
-            return
-
-        silent = self._cluster.now() - self._placement.silent_since
-        if silent >= SAVE_S:
-            current.leaving = True
-            say(f"lockstep: Ray's control service has not answered for {silent:.0f} s: saving, to go on when it does")
-            self._signal_all("SIGTERM")
-
-    def _elsewhere(self, current: Round) -> int | None:
-        """End a round in which the nodes could not meet. Nothing was trained."""
+    def _reasons_to_leave(self) -> list[str]:
+        """Return why the job must save now. The next round goes on without the node, or when Ray answers again."""
+        reasons = []
         for slot in self._placement.active:
-            self._drop(slot, "", retry=False)
+            # The node as it was seen last: `slot.node` is from before Ray began to drain it.
+            node = self._placement.drained_node(slot.node.id) if slot.node else None
+            if node is not None:
+                # Ray need not say when: `drained_at` is 0 then, and the node may go at any moment.
+                left = f", in {max(0.0, node.drained_at - time.time()):.0f} s" if node.drained_at else ""
+                reasons.append(f"Ray takes the node {node.host} away{left}: saving, to go on without it")
 
-        return self._again(f"another program has taken the port of {current.join}: trying another one")
+        # Ray's processes, and with them the agents, end by themselves if the control service stays away.
+        since = self._placement.silent_since
+        silent = 0.0 if since is None else self._cluster.now() - since
+        if silent >= SAVE_S and not reasons:
+            reasons = [f"Ray's control service has not answered for {silent:.0f} s: saving, to go on when it does"]
+
+        return reasons
 
     def _verdict(self, current: Round) -> int | None:
         """Return the job's exit code, or None if another round must follow."""
@@ -410,7 +400,8 @@ class RayDriver:
         if restart and current.leaving:
             return None
 
-        # The launchers say whether a restart makes sense. Without a loss, something else has ended them.
+        # The launchers say whether a restart makes sense. Without a loss, something else has ended them, and another
+        # round would end like this one: the exit code leaves the decision to what has started this driver.
         recently = current.lost_at is not None and self._cluster.now() - current.lost_at <= LOSS_S
         if code is not None and not (restart and recently):
             return code
@@ -436,6 +427,7 @@ class RayDriver:
 
     def _take_signals(self) -> list[str]:
         """Return the signals that came since the last look, and remember the first of all."""
+        # One by one: the signal handler may append to the list at any moment.
         taken = []
         while self._signals:
             taken.append(self._signals.pop(0))
@@ -456,6 +448,7 @@ class RayDriver:
 
     def _interrupt(self, current: Round) -> None:
         """Send a pending Ctrl-C to the launcher that coordinates; to all, if none does for a while."""
+        # It is pending since `_pass_on`, or again since the agent that got it was lost (`Round.lose`).
         if current.interrupt_since is None:
             return
 
@@ -471,14 +464,12 @@ class RayDriver:
     def _signal_all(self, name: str) -> None:
         """Send a signal to all launchers. Each passes it on to the whole job, which takes the first."""
         for slot in self._placement.active:
-            assert slot.agent is not None
-            slot.agent.signal(name)
+            slot.running.signal(name)
 
     def _give_back(self) -> None:
         """End all agents, and give all nodes back to Ray."""
         for slot in self._placement.active:
-            assert slot.agent is not None
-            slot.agent.kill()
+            slot.running.kill()
 
         # What Ray does not hear of now it gives back itself, when this process ends.
         with suppress(RayUnavailable):
@@ -490,14 +481,6 @@ def environment(env: Mapping[str, str], uploaded: bool) -> dict[str, str]:
 
     If Ray has `uploaded` the working folder, it has also set the PYTHONPATH of each node, to the copy there.
     """
-    passed_on = {}
-    for name, value in env.items():
-        if name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES):
-            passed_on[name] = value
-
-    passed_on.pop(SECRET, None)
-    passed_on.pop(SECRET_FILE, None)
-    if uploaded:
-        passed_on.pop("PYTHONPATH", None)
-
-    return passed_on
+    chosen = [name for name in env if name in PASSED_ON or name.startswith(PASSED_ON_PREFIXES)]
+    held_back = {SECRET, SECRET_FILE, "PYTHONPATH" if uploaded else ""}
+    return {name: env[name] for name in chosen if name not in held_back}

@@ -51,11 +51,20 @@ class Slot:
     tries: int = 0  # agents that have failed here, one soon after the other
     not_before: float = 0.0
 
+    @property
+    def running(self) -> RemoteAgent:
+        """The agent, where it is known that there is one, as in the slots of `AgentPlacement.active`."""
+        assert self.agent is not None
+        return self.agent
+
 
 class AgentPlacement:
     """The slots of one job, and the nodes of the cluster as they were seen last.
 
     `bounds` are those of --nnodes; `need` is what each node must have.
+
+    The *first group* has a bundle for each node with which the job began. A node that came later has a group for itself
+    (`Slot.single_node`).
     """
 
     def __init__(self, cluster: RayCluster, bounds: Bounds, need: Need):
@@ -98,17 +107,20 @@ class AgentPlacement:
 
     def _see(self, now: float) -> None:
         """Note what Ray says of the nodes and of this job's groups. Raises RayUnavailable."""
+        # All questions come before the first change: if Ray answers only some of them, the last picture stays whole.
         nodes = {node.id: node for node in self._cluster.nodes()}
         placed = {id(slot.group): self._cluster.placed(slot.group) for slot in self.slots}
+
         self.nodes = nodes
         for slot in self.slots:
             slot.placed = placed[id(slot.group)][slot.bundle]
 
-        # A group for one node goes with the node.
+        # A group for one node goes with the node. Ray keeps it otherwise, and would wait for that node for ever.
         for slot in list(self.slots):
             if not slot.single_node or slot.agent is not None:
                 continue
 
+            # A bundle whose node has gone is nowhere; then the place of its last agent tells which node that was.
             where = slot.placed or (slot.node.id if slot.node else "")
             unplaced = not where and now - slot.since >= UNPLACED_S
             leaves = bool(where) and (where not in nodes or self.drained_node(where) is not None)
@@ -140,12 +152,11 @@ class AgentPlacement:
 
     def what_is_missing(self) -> str:
         """Return how many nodes are ready, and what each node of the cluster has, for a message."""
-        usable = len(self.usable())
-        least = self._bounds.least
-        rest = "; ".join(state_of(node, self._need) for node in self.nodes.values())
+        ready = plural(len(self.usable()), "node is", "nodes are")
+        states = "; ".join(state_of(node, self._need) for node in self.nodes.values())
         return (
-            f"{plural(usable, 'node is', 'nodes are')} ready of {least} that are needed, with {describe(self._need)} "
-            f"each. The cluster: {rest or 'no nodes'}"
+            f"{ready} ready of {self._bounds.least} that are needed, with {describe(self._need)} each. "
+            f"The cluster: {states or 'no nodes'}"
         )
 
     def drained_node(self, node_id: str) -> RayNode | None:
@@ -185,10 +196,10 @@ class AgentPlacement:
 
     def reserve(self) -> None:
         """Ask Ray for as many nodes as are free now, within --nnodes, instead of what the job has. No agent runs."""
-        bounds = self._bounds
+        # At least the fewest, even if fewer are free: the group then waits in Ray's queue, and an autoscaler sees it.
+        count = max(self._bounds.least, min(self._bounds.most, len(self._available())))
 
         # The old group goes first: Ray may need its nodes for the new one.
-        count = max(bounds.least, min(bounds.most, len(self._available())))
         try:
             self.release_all()
             group = self._cluster.reserve(count, self._need)
@@ -213,12 +224,10 @@ class AgentPlacement:
 
     def ask_for_less(self) -> None:
         """Ask anew if Ray has not placed the first group for a while: another job may have been faster."""
+        # A placement group is given whole or not at all: one node too many, and the job gets none.
         placed = any(slot.placed or slot.single_node for slot in self.slots)
         could_be_less = len(self.slots) > self._bounds.least
-        if placed or not could_be_less:
-            return
-
-        if self._cluster.now() - self.slots[0].since >= UNPLACED_S:
+        if not placed and could_be_less and self._cluster.now() - self.slots[0].since >= UNPLACED_S:
             self.reserve()
 
     def leave_drained_bundles(self) -> None:
@@ -238,16 +247,17 @@ class AgentPlacement:
         if waiting or self.silent_since is not None or len(self.slots) >= self._bounds.most:
             return
 
-        # One node at a time: the next look shows whether Ray has given it.
-        taken = {slot.placed for slot in self.slots}
-        for node in self.nodes.values():
-            if node.id not in taken and node.drained_at is None and node.has_free(self._need):
-                try:
-                    group = self._cluster.reserve(1, self._need, node.id)
-                except RayUnavailable as error:
-                    self.note_silence(error)
-                else:
-                    self.slots.append(Slot(group, 0, self._cluster.now(), single_node=True))
-                    self.look_again()
+        held = {slot.placed for slot in self.slots}
+        new = next((node for node in self._available() if node.id not in held), None)
+        if new is None:
+            return
 
-                return
+        # One node at a time: the next look shows whether Ray has given it. It is a group for itself, because a group
+        # of Ray cannot get another bundle.
+        try:
+            group = self._cluster.reserve(1, self._need, new.id)
+        except RayUnavailable as error:
+            self.note_silence(error)
+        else:
+            self.slots.append(Slot(group, 0, self._cluster.now(), single_node=True))
+            self.look_again()

@@ -40,7 +40,7 @@ class BucketedSampler(SeededSampler):
         return len(self.lengths)
 
     @property
-    def samples(self) -> int:
+    def dataset_length(self) -> int:
         return len(self.lengths)
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:

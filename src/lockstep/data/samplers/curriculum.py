@@ -48,7 +48,7 @@ class CurriculumSampler(SeededSampler):
         return len(self._easiest_first)
 
     @property
-    def samples(self) -> int:
+    def dataset_length(self) -> int:
         return len(self._easiest_first)
 
     def ids(self, epoch: int, start: int, stop: int) -> np.ndarray:

@@ -70,7 +70,7 @@ class MixtureSampler(SeededSampler):
     """
 
     samplers: list[Any]  # None: shuffled
-    samples: list[int]  # of each dataset
+    dataset_lengths: list[int]
     weights: np.ndarray  # (parts,)
     length: int
     seed: int | None = None  # None: the run's
@@ -90,11 +90,11 @@ class MixtureSampler(SeededSampler):
         self._part = part[order]  # (period,) whose turn it is
         self._number = number[order]  # (period,) how many draws of the same part come before
         self._counts = counts
-        self._starts = np.cumsum([0, *self.samples])  # the id of each dataset's first sample
+        self._starts = np.cumsum([0, *self.dataset_lengths])  # the id of each dataset's first sample
 
         # Each part has a seed of its own: with equal ones, datasets of equal length would be shuffled alike.
         if self.seed is not None:
-            pairs = enumerate(zip(self.samplers, self.samples, strict=True))
+            pairs = enumerate(zip(self.samplers, self.dataset_lengths, strict=True))
             self.samplers = [as_sampler(sampler, size, self.key("part", index)) for index, (sampler, size) in pairs]
 
     def __len__(self) -> int:

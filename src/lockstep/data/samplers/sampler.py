@@ -24,8 +24,8 @@ CACHED = 2  # orders that a sampler keeps: of the epoch in progress, and of the 
 class Sampler(Protocol):
     """Chooses samples. An id may occur several times in an epoch, or never; every *offset* occurs once.
 
-    A sampler may also have `with_seed(seed)`, which returns the sampler that the run uses, and `samples`, the length of
-    the dataset that it is made for.
+    A sampler may also have `with_seed(seed)`, which returns the sampler that the run uses, and `dataset_length`,
+    of the dataset that it is made for.
     """
 
     def __len__(self) -> int:

@@ -59,8 +59,8 @@ def bind_sampler(data: Any, seed: int) -> Any:
 def _check_fits(sampler: Any, samples: int) -> None:
     """Raise if a sampler is made for a dataset of another length, or is no pure function."""
     name = type(sampler).__name__
-    made_for = getattr(sampler, "samples", samples)
-    if isinstance(made_for, int) and made_for != samples:
+    made_for = getattr(sampler, "dataset_length", samples)
+    if made_for != samples:
         raise UserError(
             f"{name} is made for {made_for} samples, and the dataset has {samples}",
             "it would leave samples out, or ask for some that are not there",

@@ -33,7 +33,7 @@ class WeightedSampler(SeededSampler):
 
     def __post_init__(self) -> None:
         weights = as_numbers(self.weights, "weights")
-        self.samples = len(weights)
+        self.dataset_length = len(weights)
         self.length = len(weights) if self.length is None else self.length
         self._drawable = np.flatnonzero(weights)
         self._check(weights)

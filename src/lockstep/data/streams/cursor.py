@@ -45,6 +45,9 @@ class Reread:
 class Cursor:
     """A position in a virtual shard.
 
+    A sample of a file passes through the functions `Shards.before`, which may drop it. Without a packer that is all. A
+    packer joins samples into rows, and these pass through `Shards.after`.
+
     After each `take`, `state` is the position behind the samples that were taken, as plain values and tensors. The
     sample after them may already be read, to know whether there is one.
     """
@@ -61,6 +64,8 @@ class Cursor:
         self._read_so_far = 0
         self._opened: Any = None  # what `read` returned for the current file
         self._iterator: Iterator[Any] | None = None
+
+        # The packer holds samples that were read and are in no complete row yet, so a resume needs its state as well.
         self._packer = source.shards.make_packer() if source.shards.make_packer else None
         self._flushed = False  # the files have ended, and the packer has completed its last rows
 
@@ -76,21 +81,16 @@ class Cursor:
     def take(self, count: int) -> list[Any]:
         """Return the next samples: `count`, or fewer if the shard ends. `catch_up` must have returned True."""
         assert not self.reread.left, "the position is not restored yet"
-        samples = self._peeked
-        self._peeked = []
-        while len(samples) < count:
-            sample = self._next()
-            if sample is _END:
-                break
-
+        samples, self._peeked = self._peeked, []
+        while len(samples) < count and (sample := self._next()) is not _END:
             samples.append(sample)
 
+        # The state comes before the look at the next sample, which is not taken yet: a resume has to return it.
         self.taken += len(samples)
-
-        # The state comes before the look at the next sample, which is not taken yet.
         self.state = self._state()
 
-        # If the shard ended above, there is no next one.
+        # That the shard has ended must be known together with its last samples, and a stream has no length: so the next
+        # sample is read now. If the shard ended above, there is none.
         sample = self._next() if len(samples) == count else _END
         self.ended = sample is _END
         self._peeked = [] if self.ended else [sample]
@@ -127,37 +127,37 @@ class Cursor:
         if self.ended:
             return
 
-        # By the state of the iterable, or else by reading the samples of this file again.
+        # By the state of the iterable, or else by reading the samples of this file again. The files before are passed
+        # over in any case.
         self._read_so_far = int(state["read"])
         in_file = int(state["in_file"])
         if state["inner"] is not None and not self._ignores_states:
             self._open(state["inner"])
             self._in_file = in_file
         else:
-            # From the beginning of the file, in `catch_up`: it may take long, and the watchdog must hear from us.
+            # From the beginning of the file, in `catch_up`: it may take long, and the watchdog must hear from us. The
+            # numbers of samples begin there, too, as their random numbers depend on them.
             self._read_so_far -= in_file
             self.reread = Reread(left=in_file, samples=in_file)
 
     def catch_up(self, seconds: float = 1.0) -> bool:
         """Read samples again for some time, until the position is restored. Return whether it is."""
         # Raw samples only: what was filtered and packed before the resume is in the packer's state.
+        file = self._file
         began = time.perf_counter()
         while self.reread.left and time.perf_counter() < began + seconds:
-            self._read_or_refuse()
+            # All of them were samples of this file. If it ends sooner, or the shard does, the data has changed.
+            if self._read_raw() is _END or self._file != file:
+                raise UserError(
+                    f"virtual shard {self._source.shard} has fewer samples than when its position was saved",
+                    f"epoch {self._source.epoch}, {name_of(self._source.files[file])}",
+                    "resume with the same data, or start a new run from the weights (init_from=RUN)",
+                )
+
             self.reread.left -= 1
 
         self.reread.seconds += time.perf_counter() - began
         return not self.reread.left
-
-    def _read_or_refuse(self) -> None:
-        """Read a sample that was trained before the resume."""
-        file = self._file
-        if self._read_raw() is _END or self._file != file:
-            raise UserError(
-                f"virtual shard {self._source.shard} has fewer samples than when its position was saved",
-                f"epoch {self._source.epoch}, {name_of(self._source.files[file])}",
-                "resume with the same data, or start a new run from the weights (init_from=RUN)",
-            )
 
     # ---- reading ----
 
@@ -166,7 +166,7 @@ class Cursor:
         shards = self._source.shards
         packer = self._packer
         while True:
-            # Complete rows come first.
+            # Complete rows come first: a sample may complete several, and the packer should not hold more than it must.
             row = packer.pop() if packer else None
             if row is not None:
                 row = self._named(apply, shards.after, row)
@@ -209,7 +209,13 @@ class Cursor:
         """Return the next sample of the files, or _END. Each is seeded by its number in the shard."""
         while self._file < len(self._source.files):
             if self._iterator is None:
-                self._open_named()
+                try:
+                    self._open()
+                except UserError:
+                    raise
+                except Exception as error:  # the stream is the user's code
+                    error.add_note(f"lockstep: read() was called for {name_of(self._source.files[self._file])}")
+                    raise
 
             assert self._iterator is not None
 
@@ -232,15 +238,6 @@ class Cursor:
             return sample
 
         return _END
-
-    def _open_named(self) -> None:
-        try:
-            self._open()
-        except UserError:
-            raise
-        except Exception as error:  # the stream is the user's code
-            error.add_note(f"lockstep: read() was called for {name_of(self._source.files[self._file])}")
-            raise
 
     def _open(self, inner: Any = None) -> None:
         """Open the current file, and continue at its state `inner` if there is one."""
@@ -302,7 +299,8 @@ def has_state(iterable: Any) -> bool:
 
 def _check_state_is_whole(iterable: Any) -> None:
     """Refuse a dataset of Hugging Face that shuffles in a buffer: its state does not hold the buffer."""
-    # A torchdata loader has a dataset; a dataset has stages, and interleaved or concatenated ones have several.
+    # By the name of the class: the package need not be installed, and has no public way to ask. A torchdata loader
+    # has a dataset; a dataset has stages, and interleaved or concatenated ones have several.
     stages = [getattr(getattr(iterable, "dataset", iterable), "_ex_iterable", None)]
     while stages:
         stage = stages.pop()
@@ -323,6 +321,7 @@ def _check_state_needs_no_arguments(iterable: Any) -> None:
     if not has_state(iterable):
         return
 
+    # Only bound, not called: nothing is read yet, and there need not be a state.
     try:
         inspect.signature(iterable.state_dict).bind()
     except TypeError as error:

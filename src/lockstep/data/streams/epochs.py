@@ -7,10 +7,10 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
-from lockstep.data.dataset_source import DatasetSource
+from lockstep.data.dataset_source import DatasetSource, SourceOptions
 from lockstep.data.loader import is_empty
 from lockstep.data.sample_errors import check_sendable
-from lockstep.data.source_options import SourceOptions
+from lockstep.data.transfer import Transfer
 from lockstep.errors import UserError
 from lockstep.task import MicroBatch, StepBatches, StepResult
 
@@ -22,13 +22,11 @@ class EpochSource(DatasetSource):
     nothing left repeats its last micro-batch with weight 0.
     """
 
-    # The first sample of the stream, which must be the same on all ranks; None if it is not known.
-    beginning: Any = None
-
     def __init__(self, collate: Callable[[list[Any]], Any], options: SourceOptions, micro_batches_per_step: int):
         """`micro_batches_per_step`: of this rank. If forwards are collective, missing ones are run as padding."""
         self.collate = collate
         self.options = options
+        self._transfer = Transfer(options.device, options.pins_here)
         self.epoch = 0
         self._micro_batches_per_step = micro_batches_per_step
         self._last: MicroBatch | None = None  # the newest of this epoch, which is repeated as padding
@@ -75,7 +73,7 @@ class EpochSource(DatasetSource):
         # If forwards are collective every rank must run as many as the others, or else one, for the all-reduce.
         needed = self._micro_batches_per_step if self.options.collective_forwards else 1
         micros += [
-            MicroBatch(last.data, last.index, last.samples, self.epoch, padding=True)
+            MicroBatch(last.data, last.index, last.num_samples, self.epoch, padding=True)
             for _ in range(needed - len(micros))
         ]
         return StepBatches(len(micros), micros, samples, exhausted=self._ended)
@@ -95,7 +93,7 @@ class EpochSource(DatasetSource):
 
     def _samples_on_all_ranks(self, micros: list[MicroBatch]) -> int:
         """Return an estimate, which assumes that the other ranks have the same number of samples."""
-        return sum(micro.samples for micro in micros) * self.options.data_world.size
+        return sum(micro.num_samples for micro in micros) * self.options.data_world.size
 
     def _make_padding(self, micros: list[MicroBatch]) -> None:
         """Turn micro-batches that collate emptied into padding, with the data of another one and weight 0."""
@@ -107,7 +105,7 @@ class EpochSource(DatasetSource):
         nonempty = [micro for micro in (*micros, self._last) if micro is not None and not is_empty(micro.data)]
         if not nonempty:
             raise UserError(
-                f"collate dropped the first {sum(m.samples for m in micros)} samples of this rank's stream",
+                f"collate dropped the first {sum(m.num_samples for m in micros)} samples of this rank's stream",
                 "a rank needs one micro-batch to repeat with weight 0 while the others train",
                 "drop samples in the stream's __iter__, not in collate",
             )

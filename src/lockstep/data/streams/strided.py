@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from lockstep.data.loader import collate_samples, is_default_collate, pin, start_loader, to_device
+from lockstep.data.dataset_source import SourceOptions
+from lockstep.data.loader import collate_samples, start_loader
 from lockstep.data.sample_errors import WorkerError, batch_to_send, name_samples
-from lockstep.data.source_options import SourceOptions
 from lockstep.data.streams.epochs import EpochSource, comparable_copy
 from lockstep.data.worker_process import LoaderBatches
 from lockstep.errors import UserError
@@ -28,20 +28,22 @@ from lockstep.task import MicroBatch
 class _Item(NamedTuple):
     """A micro-batch of a stream, as a worker process sends it."""
 
-    samples: int  # number of samples
+    num_samples: int
     batch: Any  # collated
     beginning: Any  # in the first item, the first sample of the stream, for comparison between ranks
 
 
-class StreamSource(EpochSource):
+class StridedStreamSource(EpochSource):
     """A stream without a state, of which every rank and worker reads its own shard. A resumed run repeats the epoch.
 
     It takes any iterable dataset. Nothing is known about its order, so no position can be saved; the exact way is
-    `ExactStreamSource`.
+    `ResumableStreamSource`.
     """
 
+    about = "a stream; without a state_dict, a resumed run repeats its epoch"
+
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], options: SourceOptions):
-        micro_batch = options.micro_batch
+        micro_batch = options.micro_batch_size
         ranks = options.data_world.size
 
         micro_batches_per_step, remainder = divmod(options.global_batch, ranks * micro_batch)
@@ -89,8 +91,8 @@ class StreamSource(EpochSource):
 
         # Read one item ahead, so that the last batch is known to be the last.
         while self._next is not None and len(micros) < self._micro_batches_per_step:
-            data = to_device(self._next.batch, self.options.device)
-            micros.append(MicroBatch(data, index + len(micros), self._next.samples, self.epoch))
+            data = self._transfer(self._next.batch)
+            micros.append(MicroBatch(data, index + len(micros), self._next.num_samples, self.epoch))
             self._next = next(self._batches, None)
 
         self._ended = self._next is None
@@ -119,14 +121,8 @@ class StreamSource(EpochSource):
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
 
-        batches = self._start_reading()
-        self._reading = batches
-
-        # With workers the DataLoader pins the batches; without them we do.
-        if self.options.pins_memory and not self.options.config.workers and self.options.device.type != "cpu":
-            return map(pin, batches)
-
-        return batches
+        self._reading = self._start_reading()
+        return self._reading
 
     def _start_reading(self, only_worker: int | None = None) -> LoaderBatches:
         options = self.options
@@ -192,7 +188,7 @@ class _Shard(IterableDataset):
         # Every worker reads all micro-batches of the rank, and collates and sends its own.
         for index in itertools.count():
             pairs = batch_to_send(
-                lambda: list(itertools.islice(samples, self.options.micro_batch)), [], self._where, check=False
+                lambda: list(itertools.islice(samples, self.options.micro_batch_size)), [], self._where, check=False
             )
             if isinstance(pairs, WorkerError):
                 yield pairs
@@ -208,7 +204,7 @@ class _Shard(IterableDataset):
 
     def _batch(self, numbers: list[int], samples: list[Any], check: bool) -> _Item | WorkerError:
         def collate() -> Any:
-            return collate_samples(self.collate, samples, numbers, self._where, is_default_collate(self.collate))
+            return collate_samples(self.collate, samples, numbers, self._where)
 
         batch = batch_to_send(collate, numbers, self._where, check)
         if isinstance(batch, WorkerError):

@@ -97,14 +97,17 @@ def check_instance_norms(model: nn.Module) -> None:
 
 
 def check_equal_work(model: nn.Module, plan: Plan, tail: str) -> None:
-    """Check that all ranks run the same number of micro-batches with SyncBatchNorm, whose forward is collective."""
+    """Check that all ranks run the same number of micro-batches with SyncBatchNorm, whose statistics include padding.
+
+    Only the end of a stream cannot be foreseen, and is padded.
+    """
     if plan.data_size == 1 or not any(map(is_synchronised, model.modules())):
         return
 
     short = tail == "short" and (plan.samples or 0) % plan.global_batch > 0
     if plan.micro_batches % plan.data_size or short:
         raise UserError(
-            "SyncBatchNorm needs the same number of micro-batches on every rank: its forward waits for all ranks",
+            "SyncBatchNorm needs the same number of micro-batches on every rank: its statistics would include padding",
             f"{plan.micro_batches} on {plan.data_size} data-parallel ranks{', and a short last step' if short else ''}",
             f"set tail=drop and a global_batch that is a multiple of {plan.data_size} x micro_batch; or use GroupNorm",
         )

@@ -9,19 +9,23 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from lockstep.checkpoint.storage.object_storage import check_url
+from lockstep.checkpoint.storage.stores import check_url
 from lockstep.config import Layer
 from lockstep.config.settings import flatten
 from lockstep.errors import ConfigError, unknown_name
 from lockstep.observe.sinks import SINKS, check_sinks
 from lockstep.optim import registry
 from lockstep.optim.schedule import SCHEDULES
+from lockstep.user_classes import is_class_name
 
 REGISTRIES: dict[str, Collection[str]] = {
     "lr.schedule": SCHEDULES,
     "optimizer": registry.NAMES,
     "log.sinks": SINKS,
 }
+
+# Settings that also take a class of the user's, as MODULE:CLASS.
+USER_CLASSES = ("log.sinks",)
 
 
 def check_names(layers: Sequence[Layer]) -> None:
@@ -36,12 +40,19 @@ def check_names(layers: Sequence[Layer]) -> None:
     for key, known in REGISTRIES.items():
         value = settings.get(key) or []
         names = [value] if isinstance(value, str) else value
-        problems += [unknown_name(key, name, known) for name in names if name not in known]
+        problems += [
+            unknown_name(key, name, known)
+            for name in names
+            if name not in known and not (key in USER_CLASSES and is_class_name(name))
+        ]
 
     if problems:
         raise ConfigError(problems)
 
-    # Beyond the names: packages that a sink needs, and the parts of a URL.
+    # Beyond the names: what an optimizer is known to be, packages that a sink needs, and the parts of a URL.
+    if settings.get("exact") is True:
+        registry.check_exact(settings.get("optimizer") or registry.OWN)
+
     check_sinks(settings.get("log.sinks") or [])
     if url := settings.get("checkpoint.storage"):
         check_url(url)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from lockstep.config import RunConfig, flatten
-from lockstep.data.streams.strided import StreamSource
+from lockstep.data.streams.strided import StridedStreamSource
 from lockstep.engine.hooks.calls import Hook
 from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import RankRole
@@ -132,7 +132,7 @@ def check_evaluations(config: RunConfig, evaluates: bool, during_run: bool, move
 
 def check_sample_log(config: RunConfig, source: BatchSource) -> None:
     """If log.samples is set, check that the samples have ids."""
-    if config.log.samples and isinstance(source, StreamSource):
+    if config.log.samples and isinstance(source, StridedStreamSource):
         raise UserError(
             "log.samples=true needs sample ids, and the samples of a stream have none",
             "",

@@ -7,7 +7,7 @@ an error that holds nothing, and no tensor on the GPU can be read any more: the 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lockstep.data.loader import Request
-from lockstep.data.map_source import MapSource
 from lockstep.errors import DeviceLostError, UserError, some_names
 
 if TYPE_CHECKING:
@@ -116,14 +114,13 @@ def _outside(values: Tensor, count: int, what: str, where: str) -> Iterator[Look
 
 def _sample_with(run: Run, value: int) -> str:
     """Return text about the sample of the current micro-batch that has this id."""
-    progress = getattr(run.stepper, "progress", None)  # None before the first step
-    micro = getattr(progress, "micro", None)
+    micro = run.stepper.progress.micro
     if micro is None or not len(micro.ids):
         return "the number of its sample is not known here"
 
     # Ids that collate or the model made are in no sample.
     ids = [int(i) for i in micro.ids]
-    for index, numbers in _numbers(run, Request(micro.epoch, ids)):
+    for index, numbers in _numbers(run, micro.epoch, ids):
         if (numbers == value).any():
             return f"sample {index} in epoch {micro.epoch} has it"
 
@@ -140,18 +137,16 @@ def _on_gpu(error: Exception, run: Run) -> UserError:
     tables = [(module.num_embeddings, name) for name, module in modules if isinstance(module, nn.Embedding)]
     rows, name = max(tables, default=(0, ""))
 
-    # Without an embedding there is nothing to look for, and only a MapSource can read samples again.
-    requests: Iterable[Request] = ()
-    if rows and isinstance(run.source, MapSource):
-        requests = run.source.recent_requests(LATE_STEPS * run.plan.global_batch)
-
-    for request in requests:
-        for index, numbers in _numbers(run, request):
+    # Without an embedding there is nothing to look for, and only a source with an order can read samples again.
+    order = run.source.step_order if rows else None
+    recent = order.recent_ids(LATE_STEPS * run.plan.global_batch) if order else ()
+    for epoch, ids in recent:
+        for index, numbers in _numbers(run, epoch, ids):
             outside = numbers[(numbers >= rows) | ((numbers < 0) & (numbers != IGNORED))]
 
             if len(outside):
                 lookup = Lookup(int(outside[0]), rows, "token id", f"{name}.weight has {rows} rows")
-                return _named(DeviceLostError, lookup, f"sample {index} in epoch {request.epoch} has it", error)
+                return _named(DeviceLostError, lookup, f"sample {index} in epoch {epoch} has it", error)
 
     return DeviceLostError(
         "a kernel on the GPU stopped at an index that is out of range: a token id, a position or a label",
@@ -160,20 +155,15 @@ def _on_gpu(error: Exception, run: Run) -> UserError:
     )
 
 
-def _numbers(run: Run, request: Request) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield the id of each sample and all integers in it. A sample that cannot be read has none."""
-    source = run.source
-    if not isinstance(source, MapSource):
-        return
-
+def _numbers(run: Run, epoch: int, ids: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+    """Yield the id of each sample and all integers in it. Samples that cannot be read again have none."""
     try:
-        with source.reading_here():
-            samples: Sequence[Any] = source.reader.samples(request)
-    except Exception:
+        samples: Sequence[Any] = run.source.read_samples(epoch, ids)
+    except Exception:  # the dataset is the user's code
         return
 
     # An empty array first, because np.concatenate refuses an empty list.
-    for index, sample in zip(request.ids, samples, strict=True):
+    for index, sample in zip(ids, samples, strict=True):
         arrays = [np.asarray(leaf).ravel() for leaf in tree_leaves(sample) if _is_whole(leaf)]
         yield int(index), np.concatenate([np.empty(0, dtype=np.int64), *arrays])
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from torch import nn
 
-from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.manifest import EMA
 from lockstep.checkpoint.manifest_reader import read_manifest
-from lockstep.checkpoint.state.reshard import read_into
+from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.state.state_tree import unpack
+from lockstep.checkpoint.state.stateful import restore_parameter_tensors
 from lockstep.checkpoint.storage import Checkpoint
 from lockstep.engine.evaluation.evaluator import MAX_EVALUATION_BATCH, Evaluation, evaluation_batch, evaluation_sets
 from lockstep.engine.hooks.calls import Hooks
@@ -105,12 +106,10 @@ def _restore_more(task: Task, setup: ModelSetup, builder: RunBuilder) -> int:
     reader = CheckpointReader(checkpoint, manifest)
 
     # A run without averages left none. Those of the model are then equal to its weights.
-    averages = setup.average.averages if setup.average else {}
-    for name, average in averages.items():
-        if f"ema.{name}" in manifest.tensors:
-            read_into(average, f"ema.{name}", reader)
+    if setup.average:
+        restore_parameter_tensors(EMA, setup.average, reader)
 
-    saved = manifest.values["state"]["parts"].get("task")
+    saved = manifest.state_of("task")
     if saved and hasattr(task, "load_state_dict"):
         task.load_state_dict(unpack(saved, reader.read, builder.runtime.device))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.config import RunConfig
@@ -74,9 +75,12 @@ class Evaluations:
         self.early_stop.observe(results, evaluation.step)
         self.stop_if_no_improvement()
 
-        # The best checkpoint is that of the best evaluation, so it is saved now and not when the next save is due.
+        # The best checkpoint is that of the best evaluation, so it is saved now and not when the next save is due. If
+        # this step was saved before, the results are added to its checkpoint.
         if self._best_metric:
             check_metric("checkpoint.best", self._best_metric, results)
+
+        if not self._checkpoints.pending.add_metrics(evaluation.step, results):
             self._requests.save_agreed |= self._checkpoints.is_new_best(results)
 
         # Unlike the others, ReduceLROnPlateau counts calls: a second evaluation at one step would be a bad step for it.
@@ -99,6 +103,22 @@ class Evaluations:
             f"step {step}: pass monitor=False for every dataset except the one that it should follow"
         )
         self._recorder.event("warning", reason=reason)
+
+    # ---- checkpoints ----
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"early_stop": self.early_stop.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue the early stopping of a checkpoint. What a rewind undoes no longer counts."""
+        steps_done = self._requests.stepper.counters.steps_done
+        self.by_set = {name: other for name, other in self.by_set.items() if other.step <= steps_done}
+        if self.newest is not None and self.newest.step > steps_done:
+            self.newest = None
+
+        if state.get("early_stop"):
+            self.early_stop.load_state_dict(state["early_stop"])
+            self.stop_if_no_improvement()
 
     # ---- results ----
 

@@ -12,15 +12,17 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.config import RunConfig
-from lockstep.data.loader import Request, SampleReader, is_empty, read_all, to_device
+from lockstep.data.loader import Request, SampleReader, is_empty, read_all
 from lockstep.data.mosaic import by_index
 from lockstep.data.samplers import Sampled
+from lockstep.data.transfer import Transfer
 from lockstep.data.windows import rank_range
 from lockstep.engine.evaluation.modes import restore_modes
 from lockstep.engine.evaluation.torch_metrics import MetricStates
@@ -192,6 +194,10 @@ class Evaluator:
     runtime: Runtime
     recorder: Recorder
 
+    @cached_property
+    def _transfer(self) -> Transfer:
+        return Transfer(self.runtime.device)
+
     def evaluate(self, chosen: EvaluationSet, batch: int, step: int, may_preempt: bool = False) -> Evaluation | None:
         """Evaluate the weights of `step` and log the result. `batch`: samples of a forward, unless the set has its own.
 
@@ -250,7 +256,7 @@ class Evaluator:
 
         with restore_modes(self.placed.model.modules()), torch.no_grad():
             self.placed.model.eval()
-            loss = self.placed.evaluate(chosen.loss_fn, to_device(data, self.runtime.device), self.precision.autocast)
+            loss = self.placed.evaluate(chosen.loss_fn, self._transfer(data), self.precision.autocast)
 
         assert loss is not None
         metrics = MetricStates(chosen.metrics, self.runtime.device)
@@ -288,8 +294,8 @@ class Evaluator:
         local_batches = rank_range(count, role.data_rank, role.data_size)
         ranges = [range(i * batch, min((i + 1) * batch, length)) for i in local_batches]
 
-        # Ranks with fewer batches repeat the first one, so that every rank runs as many forwards.
-        forwards = math.ceil(count / role.data_size) if role.collective_forwards else len(ranges)
+        # If no rank can evaluate by itself, ranks with fewer batches repeat the first one, to run as many forwards.
+        forwards = len(ranges) if role.replicated else math.ceil(count / role.data_size)
         return ranges, [range(min(batch, length))] * (forwards - len(ranges))
 
     def _run_local_batches(
@@ -297,8 +303,8 @@ class Evaluator:
     ) -> tuple[list[Row], int]:
         """Run this rank's batches and return their sums and the number of samples.
 
-        Ranks may run different numbers of batches, so the unwrapped model is called, whose forward is usually not
-        collective. If it is (a sharded model), ranks with fewer batches repeat one and drop the result.
+        Ranks may run different numbers of batches: a forward in eval mode is not collective, unless the model is
+        sharded. Then ranks with fewer batches repeat one and drop the result.
         """
         role = self.placed.role
         ranges, repeated = self._split(len(reader.dataset), batch)
@@ -309,20 +315,20 @@ class Evaluator:
         for data in read_all(reader, requests, self.config.data.workers, prefetch=2):
             self.runtime.heartbeat.beat("evaluate")
 
-            # If forwards are collective, the other ranks would wait for a rank that stopped here.
-            if may_preempt and self.runtime.notice.signal is not None and not role.collective_forwards:
+            # If the model is sharded, the other ranks would wait for a rank that stopped here.
+            if may_preempt and self.runtime.notice.signal is not None and role.replicated:
                 return [], 0
 
-            # If collate left no sample of a batch, it contributes nothing, but a collective forward must still run.
+            # If collate left no sample of a batch, it contributes nothing, but a sharded model must still run.
             no_samples = is_empty(data)
-            if no_samples and not role.collective_forwards:
+            if no_samples and role.replicated:
                 results.append([])
                 continue
 
             data = reader.nonempty_batch(batch) if no_samples else data
 
             # None on the ranks of a pipeline that do not compute the loss.
-            loss = self.placed.evaluate(loss_fn, to_device(data, self.runtime.device), self.precision.autocast)
+            loss = self.placed.evaluate(loss_fn, self._transfer(data), self.precision.autocast)
 
             # A batch without samples has run only for the other ranks.
             if no_samples:

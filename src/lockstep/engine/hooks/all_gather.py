@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +16,23 @@ from lockstep.runtime.collectives import Collectives
 
 # Every rank describes its rows in a message of this length, so a tensor may have one dimension less.
 HEADER = 10
+
+
+@dataclass
+class RowGathering:
+    """Whether `run.all_gather` has anything to gather, and whether it did."""
+
+    batches_are_whole: bool = False  # in an evaluation: a batch is not split over the ranks
+    used: bool = False  # a step has called `run.all_gather`
+
+    @contextmanager
+    def whole_batches(self) -> Iterator[None]:
+        """Return a context in which the loss gets whole batches: `run.all_gather` has nothing to gather there."""
+        self.batches_are_whole = True
+        try:
+            yield
+        finally:
+            self.batches_are_whole = False
 
 
 def gather_rows(rows: Tensor, collectives: Collectives) -> Tensor:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
-from lockstep.checkpoint.state.run_state import CALLBACK
+from lockstep import faults
+from lockstep.checkpoint.state.stateful import RegisteredState
 from lockstep.engine.hooks.callback_order import CallbackOrder
 from lockstep.errors import UserError
 from lockstep.task import Loss, MicroBatch, RunView, StepResult, Task
@@ -59,8 +61,8 @@ class Hooks:
         """Return the hooks of this name, in the order in which they are called."""
         return self._found[name]
 
-    def parts(self) -> Iterator[tuple[str, Any]]:
-        """Yield the callbacks that have state, with the names under which checkpoints hold it.
+    def register(self, state: RegisteredState) -> None:
+        """Save the callbacks that have state, which a resumed run must have too.
 
         The name is the callback's own `name`, or that of its class; several of one class are numbered.
         """
@@ -76,12 +78,12 @@ class Hooks:
             _check_shared_name(name, callbacks)
             for number, callback in enumerate(callbacks, start=1):
                 suffix = f" {number}" if number > 1 else ""
-                yield f"{CALLBACK}{name}{suffix}", callback
+                state.add(f"callback {name}{suffix}", callback, required=True)
 
         # Numbers follow the order of the list, so the order must be the same after a resume.
         numbered = {name: callbacks for name, callbacks in sharing.items() if len(callbacks) > 1}
         if numbered:
-            yield "order of callbacks", CallbackOrder(numbered)
+            state.add("order of callbacks", CallbackOrder(numbered))
 
     def before_training(self) -> None:
         self._call_all("before_training")
@@ -116,6 +118,15 @@ class Hooks:
 
         return loss
 
+    def inject_faults(self) -> None:
+        """Carry out a test's faults of the point "loss" from now on, after all other hooks `before_backward`.
+
+        Call it after the start check, which calls the loss too.
+        """
+        if faults.planned():
+            self._found["before_backward"].append(Hook("injected fault", _fault_in_loss, None))
+            self.follow_losses = True
+
     def after_step(self, result: StepResult | None) -> None:
         self._call_all("after_step", result)
 
@@ -136,6 +147,12 @@ class Hooks:
         except Exception as error:
             error.add_note(f"raised in {hook.name}() on rank {self._view.rank}, at step {self._view.steps_done}")
             raise
+
+
+def _fault_in_loss(run: RunView, loss: Loss) -> Loss | None:
+    """Carry out the faults that are due: they may end this process, or make the loss inf or nan."""
+    how = faults.fire("loss", run.steps_done)
+    return replace(loss, total=loss.total * float(how)) if how else None
 
 
 def overridden(owner: Any, name: str) -> Callable[..., Any] | None:

@@ -21,10 +21,10 @@ def call_show(task: Task, run: Run) -> str | None:
 
     The weights are saved by now, so an error in `show` is logged as a warning and does not fail the run.
     """
-    # If a forward is collective, all ranks must run it; otherwise only rank 0 does.
+    # If the model is sharded, all ranks must run its forwards; otherwise only rank 0 does.
     show = overridden(task, "show")
     role = run.driver.role
-    if show is None or not (run.runtime.is_main or role.collective_forwards):
+    if show is None or (role.replicated and not run.runtime.is_main):
         return None
 
     if not role.runs_whole_model:

@@ -35,11 +35,11 @@ class BuiltRunView:
 
     @property
     def steps_done(self) -> int:
-        return self._started("steps_done").stepper.counters.steps_done
+        return self._started("steps_done").steps_done
 
     @property
-    def applied(self) -> int:
-        return self._started("applied").stepper.counters.applied
+    def steps_applied(self) -> int:
+        return self._started("steps_applied").stepper.counters.steps_applied
 
     @property
     def epoch(self) -> float | None:
@@ -101,20 +101,20 @@ class BuiltRunView:
     # ---- the global batch ----
 
     @property
-    def first(self) -> int:
+    def sample_offset(self) -> int:
         """The place of this micro-batch's first sample in the global batch; 0 in an evaluation."""
         micro = self._micro_batch()
-        return micro.first if micro else 0
+        return micro.sample_offset if micro else 0
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """Return the rows of all ranks, with a gradient: see `RunView`. Collective, except in evaluations."""
         run = self._builder.run
-        if run is None or run.batches_are_whole:
+        if run is None or run.gathering.batches_are_whole:
             return rows
 
         micro = self._micro_batch()
         if micro is not None:
-            run.gathers_rows = True
+            run.gathering.used = True
             _check_global_batch(run)
 
         # Padding repeats rows of another rank, so it contributes none.
@@ -124,12 +124,10 @@ class BuiltRunView:
     def _micro_batch(self) -> MicroBatch | None:
         """Return the micro-batch whose forward is running in a step, if any."""
         run = self._builder.run
-        if run is None or run.batches_are_whole:
+        if run is None or run.gathering.batches_are_whole:
             return None
 
-        # Before the first step there is no progress.
-        progress = getattr(run.stepper, "progress", None)
-        return progress.micro if progress else None
+        return run.stepper.progress.micro
 
     def _started(self, name: str) -> Run:
         """Return the Run, or raise if it does not exist yet. `name` is what the user's code has asked for."""

@@ -18,10 +18,11 @@ from lockstep.errors import plural
 from lockstep.optim.registry import describe as describe_optimizer
 from lockstep.optim.schedule import LearningRate
 from lockstep.optim.user_scheduler import SchedulerRate
-from lockstep.parallel.apply import collective_forwards, wants_compile
+from lockstep.parallel.apply import wants_compile
 from lockstep.parallel.blocks import class_name, find_blocks, suggest_block_class
-from lockstep.parallel.cudagraph.install import wants_graph
+from lockstep.parallel.cudagraph.graphs import wants_graph
 from lockstep.parallel.ddp.hook_table import HOOKS
+from lockstep.parallel.driver import Driver
 from lockstep.parallel.fsdp.driver import count_replicas
 from lockstep.parallel.mesh import Mesh, plan_mesh
 from lockstep.parallel.remat import blocks_to_recompute
@@ -39,7 +40,7 @@ MAX_PIDS = 16  # at most this many are listed
 
 
 def describe_run(
-    model: nn.Module,
+    driver: Driver,
     config: RunConfig,
     plan: Plan,
     rate: LearningRate | SchedulerRate,
@@ -49,6 +50,8 @@ def describe_run(
     """Return the lines of the banner, by name. Collective: every rank must call it."""
     mesh = plan_mesh(config, runtime.world)
     several = not runtime.world.alone
+    model = driver.model
+    captures = not driver.role.collective_forwards and wants_graph(config, runtime)
 
     # A line that is None is left out.
     facts = {
@@ -69,8 +72,8 @@ def describe_run(
         "dropout": _dropout(model, config, mesh),
         # Settings that change the cost of a step. Those that are off get no line.
         "speeds": describe_speeds(config.load_balance, plan) if several and config.load_balance != "none" else None,
-        "compile": _compile(model, config, mesh, runtime) if wants_compile(config, runtime) else None,
-        "graph": _graph(config) if wants_graph(config, runtime) else None,
+        "compile": _compile(driver, config, mesh) if wants_compile(config, runtime) else None,
+        "graph": _graph(config) if captures else None,
         "optimizer": describe_optimizer(config.optimizer) if config.optimizer != "task" else None,
         "exchange": HOOKS[config.ddp.hook].about(config.ddp) if several and config.ddp.hook != "none" else None,
     }
@@ -113,12 +116,12 @@ def _pids(runtime: Runtime) -> str:
 
 
 def _parameters(model: nn.Module) -> str:
-    """`1,234 trainable, 567 frozen and not exchanged`"""
+    """`1,234 trainable, 567 frozen and not reduced`"""
     # numel() of a sharded parameter (a DTensor) is that of the full tensor.
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)
 
-    return f"{trained:,} trainable" + (f", {frozen:,} frozen and not exchanged" if frozen else "")
+    return f"{trained:,} trainable" + (f", {frozen:,} frozen and not reduced" if frozen else "")
 
 
 def _batch(plan: Plan) -> str:
@@ -132,9 +135,9 @@ def _batch(plan: Plan) -> str:
 
 def _data(plan: Plan, config: RunConfig) -> str:
     """`1,000 samples, 16 steps an epoch; 100 steps = 6.25 epochs`"""
-    # The length of a stream is unknown: it has no number of steps per epoch. This one has no position either.
+    # A source without a length has no number of steps per epoch. It may describe itself (`BatchSource.about`).
     if plan.steps_per_epoch is None or plan.samples is None:
-        return f"a stream, {plan.steps} steps; without a state_dict, a resumed run repeats its epoch"
+        return f"a batch source, {plural(plan.steps, 'step')}"
 
     # Samples at the end of an epoch that do not fill a step.
     rest = plan.samples % plan.global_batch
@@ -159,16 +162,25 @@ def _learning_rate(rate: LearningRate | SchedulerRate, config: RunConfig, plan: 
     return f"{landmarks} ({config.lr.scaling} rule: batch {plan.global_batch} against {config.lr.reference_batch})"
 
 
-def _compile(model: nn.Module, config: RunConfig, mesh: Mesh, runtime: Runtime) -> str:
-    if mesh.sizes["pp"] > 1:
-        return "the stages, in the first step"
-
+def _compile(driver: Driver, config: RunConfig, mesh: Mesh) -> str:
     # The ranks then compile in the same forward, and none is timed.
-    if collective_forwards(model, config, runtime):
-        return "the model, in the first step: its forward is collective, so nothing is timed first"
+    if driver.role.collective_forwards:
+        what = "the stages" if mesh.sizes["pp"] > 1 else "the model"
+        return f"{what}, in the first step: forwards are collective, so nothing is timed first"
 
-    condition = " if it pays: the first steps are timed, and the decision is logged" if config.compile == "auto" else ""
-    return f"the loss with the model, or as much of it as can be{condition}"
+    if driver.compiler is None:
+        return "nothing more than the user's code has compiled already"
+
+    what = "the loss with the model, or as much of it as can be"
+    if driver.compiler.judged:
+        return f"{what} if it pays: the first steps are timed, and the decision is logged"
+
+    # With compile=auto, this is the only sign that nothing is measured.
+    if config.compile == "auto":
+        reason = "a repeatable run must not depend on the time" if config.deterministic else "float8 needs it"
+        return f"{what}, in the first step: {reason}"
+
+    return what
 
 
 def _graph(config: RunConfig) -> str:

@@ -1,4 +1,8 @@
-"""The log of the steps: a line of metrics every few steps and, with `log.samples`, the samples of each step."""
+"""The log of the steps: a line of metrics every few steps and, with `log.samples`, the samples of each step.
+
+No line makes the host wait for the device. Losses and metrics are summed there, and the recorder writes a line when its
+sums have arrived, which may be some steps later.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,8 @@ class SampleLog:
 
     def __init__(self, path: Path, attempt: int):
         path.parent.mkdir(exist_ok=True)
-        self._sink = JsonlSink(path)
         self._attempt = attempt
+        self._sink = JsonlSink(path)
         self.close = self._sink.close
 
     def write(self, step: int, trained: Sequence[MicroBatch]) -> None:
@@ -43,14 +47,14 @@ class StepLog:
         plan: Plan,
         stepper: Stepper,
         recorder: Recorder,
-        samples: SampleLog | None,
+        sample_log: SampleLog | None,
     ):
         # Fixed for the run.
         self._every = every
         self._plan = plan
         self._stepper = stepper
         self._recorder = recorder
-        self.samples = samples
+        self.sample_log = sample_log
 
         # Of the interval. The sums of losses and metrics are `Stepper.sums`.
         self._steps = 0
@@ -61,6 +65,7 @@ class StepLog:
 
     def add_metric(self, name: str, total: Number, weight: Weight) -> None:
         """Add to a metric of the next line."""
+        # A name is only noted here. Ranks may log different ones, and agree on them with the control word of a step.
         self._stepper.context.metric_names.seen.add(name)
         self._stepper.sums.add([], [(name, total, weight)])
 
@@ -70,6 +75,8 @@ class StepLog:
         self._samples += samples
         self._newest = result
 
+        # Between two lines, the one before may be ready by now: its sums come from the device without anything waiting
+        # for them.
         if is_last or self._stepper.counters.steps_done % self._every == 0:
             self.line_due = True
         else:
@@ -109,6 +116,8 @@ class StepLog:
             self.agree_on_names()
 
         # The sums stay on the device. The recorder reduces them over the ranks and reads them later, without waiting.
+        # On a GPU the outcome of a step is known one step later. So the sums may lack the last step of this interval,
+        # and hold the last one of the interval before.
         late = int(stepper.awaits_outcome)
         summed = self._steps + self._late - late
         interval = Interval(self._steps, self._samples, outcomes.skipped_since_log, summed)
@@ -118,16 +127,10 @@ class StepLog:
         outcomes.skipped_since_log = 0
 
     def _begin_interval(self, late: int = 0) -> None:
+        """Count from 0 again. `late` is 1 if the losses of the last step are still to come, as on a GPU."""
         self._steps = 0
         self._samples = 0
         self._late = late
-
-    # ---- the names of metrics, which all ranks must know ----
-
-    def names_to_share(self) -> list[str]:
-        """Return the metrics that this rank has seen, and that other ranks may not know."""
-        names = self._stepper.context.metric_names
-        return sorted(names.seen - names.known)
 
     def agree_on_names(self) -> None:
         """Make all ranks know the metrics of each of them. Collective."""
@@ -138,8 +141,18 @@ class StepLog:
 
     # ---- checkpoints ----
 
-    def restore(self, interval: dict[str, Any] | None) -> None:
-        """Return to the interval in a checkpoint, as `Recorder.interval_state` describes it."""
-        self._recorder.resume_interval(self._stepper.sums, interval)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the sums of the interval. Collective."""
+        # Metrics that this rank has seen, and that other ranks may not know.
+        names = self._stepper.context.metric_names
+        to_share = sorted(names.seen - names.known)
+        if any(self._recorder.runtime.collectives.gather_json(to_share)):
+            self.agree_on_names()
+
+        return {"interval": self._recorder.interval_state(self._stepper.sums)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Return to the interval in a checkpoint."""
+        self._recorder.resume_interval(self._stepper.sums, state.get("interval"))
         self._stepper.context.metric_names.known = set(self._recorder.names)
         self._begin_interval()

@@ -28,7 +28,7 @@ def summary_of(run: Run, best: Mapping[str, Any] | None) -> dict[str, Any]:
     summary = {
         "task": run.name,
         "step": counters.steps_done,
-        "applied": counters.applied,
+        "applied": counters.steps_applied,
         "skipped": run.stepper.outcomes.skipped,
         "seconds": run.seconds,
         **losses,
@@ -46,8 +46,8 @@ def summary_of(run: Run, best: Mapping[str, Any] | None) -> dict[str, Any]:
     if run.requests.stop_reason:
         summary["stopped"] = run.requests.stop_reason
 
-    if run.config.init_from:
-        summary["init_from"] = run.checkpoints.state.parts["init_from"].state_dict()
+    if run.model_setup.initial:
+        summary["init_from"] = run.model_setup.initial.state_dict()
 
     # The losses come last, so that a metric named "loss" cannot replace them.
     goals = judge(run.config.goals, evaluations.results() | metrics | losses)

@@ -31,18 +31,22 @@ class StepFlops:
     def watch(self) -> None:
         """Keep the arguments of every call of the loss from now on."""
 
-        call_loss = self._driver.call_loss
+        watch: Any = self._driver.watch
+        around = watch.around
 
-        def watched(loss_fn: Any, module: Any, data: Any) -> Any:
-            self._last_call = (loss_fn, data)
-            return call_loss(loss_fn, module, data)
+        def kept(loss_fn: Any) -> Any:
+            def call(module: Any, data: Any) -> Any:
+                self._last_call = (loss_fn, data)
+                return loss_fn(module, data)
 
-        # On the driver itself, where it hides the method of the class until `unwatch` deletes it.
-        self._driver.call_loss = watched
+            return around(call)
+
+        # On the driver's own watch, where it hides the method of the class until `unwatch` deletes it.
+        watch.around = kept
 
     def unwatch(self) -> None:
         """Call the loss as before."""
-        del self._driver.call_loss
+        del self._driver.watch.around
 
     def of_step(self, micro_batches: int) -> float | None:
         """Return the operations of a step of so many micro-batches, or None if they cannot be counted.
@@ -50,10 +54,9 @@ class StepFlops:
         The random numbers that the forward draws are not those of training: the caller restores the generators.
         """
         call, self._last_call = self._last_call, None
-        role = self._driver.role
 
         # This rank must be able to run a forward alone.
-        if call is None or not role.replicated or role.collective_forwards or not role.runs_whole_model:
+        if call is None or not self._driver.role.replicated:
             return None
 
         try:

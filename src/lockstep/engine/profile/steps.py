@@ -22,10 +22,11 @@ class ProfiledSteps:
     """Decides when a run is traced. `begin_step` and `end_step` are called around every step."""
 
     def __init__(self, run: Run):
+        # Counted from here, not from step 0: a resumed run has to warm up again.
         config = run.config.profile
         self._run = run
-        self._first = run.stepper.counters.steps_done + config.after
-        self._steps = config.count
+        self._first = run.steps_done + config.after
+        self._steps = config.count  # None if no trace is asked for, and after the only one
         self._flops = StepFlops(run.driver)
 
         if self._steps and self._first >= run.plan.steps:
@@ -35,14 +36,16 @@ class ProfiledSteps:
     def begin_step(self) -> None:
         """Begin the trace if it is due."""
         run = self._run
-        if self._steps and run.tracer is None and run.stepper.counters.steps_done == self._first:
+        if self._steps and run.tracer is None and run.steps_done == self._first:
+            # The operations are counted by repeating a forward, which needs the arguments of the last one.
             self._flops.watch()
             start_tracer(run)
 
     def end_step(self) -> None:
         """End the trace if it is complete, and write everything. Collective in that step."""
+        # A run that ends early, after a signal for example, keeps what was traced until then.
         run = self._run
-        last = run.stepper.counters.steps_done >= run.plan.steps or run.requests.is_stopping
+        last = run.steps_done >= run.plan.steps or run.requests.is_stopping
         if run.tracer is None or not (run.tracer.steps == self._steps or last):
             return
 
@@ -65,12 +68,15 @@ class ProfiledSteps:
         mine = stop_tracer(run, folder / f"rank-{run.runtime.world.rank}.json")
         self._steps = None  # one trace in a run
 
-        # After the trace, of which the counted forward is no part.
+        # After the trace, of which the counted forward is no part. It may draw random numbers, for dropout, and the
+        # steps after a profile must be those of a run without one.
         self._flops.unwatch()
         with preserve_rng(run.runtime.device):
             mine["flops"] = self._flops.of_step(len(run.stepper.progress.trained))
 
+        # The rate is measured on this device, now: a data sheet knows neither its power limit nor a CPU's cores.
         mine["peak_flops"] = matmul_rate(run.runtime.device)
+        # The model FLOPs utilisation: operations per second, as a share of what the device can do.
         if mine["flops"]:
             seconds = mine["seconds"] / max(1, mine["steps"])
             mine["mfu"] = mine["flops"] / seconds / mine["peak_flops"]
@@ -83,12 +89,12 @@ class ProfiledSteps:
         files = [folder / f"rank-{number}.json" for number in range(len(ranks))]
         merge([file for file in files if file.exists()], folder / "trace.json.gz")
 
-        record = {"steps": ranks[0]["steps"], "step": self._run.stepper.counters.steps_done, "ranks": ranks}
+        record = {"steps": ranks[0]["steps"], "step": self._run.steps_done, "ranks": ranks}
         (folder / "breakdown.json").write_text(json.dumps(record, indent=1))
 
     def _report(self, ranks: list[dict[str, Any]]) -> None:
         """Record what the steps went into, and what to do about it."""
-        run = self._run
+        # Means over the ranks, in milliseconds. What takes no time, such as communication on one rank, is left out.
         kinds = {kind: round(1e3 * seconds, 3) for kind, seconds in mean_kinds(ranks).items() if seconds > 0}
         facts: dict[str, Any] = {"ms_per_step": kinds, "overlap_fraction": round(_mean(ranks, "overlap_fraction"), 3)}
 
@@ -99,15 +105,15 @@ class ProfiledSteps:
         if ranks[0]["busy"] is not None:
             facts["gpu_busy"] = round(_mean(ranks, "busy"), 3)
 
-        run.recorder.event("profile", step=run.stepper.counters.steps_done, trace="profile/trace.json.gz", **facts)
+        step = self._run.steps_done
+        self._run.recorder.event("profile", step=step, trace="profile/trace.json.gz", **facts)
         for reason in warnings(ranks):
-            run.recorder.event("warning", step=run.stepper.counters.steps_done, reason=reason)
+            self._run.recorder.event("warning", step=step, reason=reason)
 
 
 def start_tracer(run: Run) -> None:
     """Trace the run's steps from now on."""
-
-    # A hook that compresses gradients sends half the bytes of float32.
+    # The profiler does not show the dtype that DDP sends: a hook that compresses gradients halves the bytes.
     sent_in_half = run.config.ddp.hook in ("fp16", "bf16")
     run.tracer = StepTracer(run.runtime, run.driver, element_bytes=2 if sent_in_half else 4)
     run.tracer.start()
@@ -115,10 +121,9 @@ def start_tracer(run: Run) -> None:
 
 def stop_tracer(run: Run, file: Path) -> dict[str, Any]:
     """End the trace, write it to a file, and return its breakdown."""
-    assert run.tracer is not None
-    found = run.tracer.stop(file)
-    run.tracer = None
-    return found.as_dict()
+    tracer, run.tracer = run.tracer, None
+    assert tracer is not None
+    return tracer.stop(file).as_dict()
 
 
 def _mean(ranks: list[dict[str, Any]], key: str) -> float:

@@ -1,10 +1,10 @@
 """Set up a run in three stages:
 
     open_run      opens the run folder and its records, and seeds the generators for building the model
-    setup_model   puts the model under its driver and makes its optimizers and guards (parts of it: model.py)
+    setup_model   puts the model under its driver and makes its optimizers and guards (some of it: model.py)
     setup_run     makes the plan, the data source, the stepper and the Run; resumes if there is a checkpoint (run.py)
 
-A `RunBuilder` holds all parts made so far, so that a failure in any stage can be explained and cleaned up.
+A `RunBuilder` holds all objects made so far, so that a failure in any stage can be explained and cleaned up.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,18 +19,21 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.checkpoint.manifest import EMA
+from lockstep.checkpoint.state.stateful import RegisteredState
+from lockstep.checkpoint.storage.stores import allow_store_of
 from lockstep.config import Resolved, RunConfig
 from lockstep.data.from_loader import Collate
 from lockstep.engine.checks.guards import LateHooks, TrainableGuard
 from lockstep.engine.checks.model import check_not_wrapped
 from lockstep.engine.checks.settings import check_same_config
+from lockstep.engine.clock import RunClock
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, Evaluator
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.run import Run
 from lockstep.engine.setup.model import check_model, initial_weights, make_average, wrap_optimizers
-from lockstep.engine.setup.parts import Parts
 from lockstep.engine.setup.run import make_run
 from lockstep.errors import ConfigError, Preempted, UserError
 from lockstep.launch import records
@@ -40,8 +42,8 @@ from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, open_run_dir
 from lockstep.optim.optimizers import Optimizers, rebind
 from lockstep.optim.user_scheduler import check_schedulers_passed
-from lockstep.parallel.apply import apply
-from lockstep.parallel.cudagraph.install import release_captures
+from lockstep.parallel.apply import parallelize
+from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.inner_gradients import stop_watching
 from lockstep.precision import Precision, choose_precision, for_model
@@ -52,7 +54,7 @@ from lockstep.runtime.seeds import derive, seed_everything, seed_torch
 
 @dataclass(eq=False)
 class RunBuilder:
-    """The parts of a run that exist so far, before its first step."""
+    """The objects of a run that exist so far, before its first step."""
 
     # From `open_run`.
     resolved: Resolved
@@ -63,13 +65,14 @@ class RunBuilder:
     recorder: Recorder
     precision: Precision
     run_class: type[Run]
-    started: float = field(default_factory=time.time)
-    parts: Parts = field(default_factory=Parts)
+    clock: RunClock = field(default_factory=RunClock)
+    state: RegisteredState = field(default_factory=RegisteredState)  # what checkpoints hold besides the model
     callbacks: list[Any] = field(default_factory=list)  # given to `fit`, or by `run.add_callback`
     hooks: Hooks | None = None  # see `use_hooks`
     reads_loss: bool = False  # whether the user's code reads the loss of each step
 
     # From `setup_model`. The driver is set first: if making the optimizers fails, the error message needs it.
+    task: Any = None  # None in a custom loop
     driver: Driver | None = None
     model_setup: ModelSetup | None = None
     evaluation: Evaluation | None = None  # made before the first step
@@ -105,6 +108,8 @@ class RunBuilder:
                 "may be passed alone: teacher = run.setup(teacher)",
             )
 
+        self.task = task
+
         # Before anything is done to the model: a refused one is still the user's own.
         check_not_wrapped(model)
         self.precision = for_model(self.precision, self.config.precision, model)
@@ -116,8 +121,10 @@ class RunBuilder:
         late_hooks = LateHooks(model, parameters_before)
 
         # Before the optimizers, which may copy the weights.
+        initial = None
         if self.config.init_from:
-            self.parts.add("init_from", initial_weights(driver, self.config, self.runtime, self.folder))
+            initial = initial_weights(driver, self.config, self.runtime, self.folder)
+            self.state.add("init_from", initial)
 
         # Make the optimizers after sharding, so that their state matches the shards.
         wrapped, user_schedulers = self._make_optimizers(model, optimizers, schedulers, parameters_before)
@@ -126,7 +133,11 @@ class RunBuilder:
         exactness = None
         if self.config.exact:
             exactness = Exactness(model, wrapped, self.runtime, getattr(task, "changing_buffers", ()))
-            self.parts.add("exact", exactness)
+            self.state.add("exact", exactness)
+
+        average = make_average(model, self.config, driver, self.runtime)
+        if average:
+            self.state.add(EMA, average)
 
         self.model_setup = ModelSetup(
             driver=driver,
@@ -135,18 +146,22 @@ class RunBuilder:
             guard=TrainableGuard(model, late_hooks),
             exactness=exactness,
             schedulers=user_schedulers,
-            average=make_average(model, self.config, driver, self.runtime),
+            average=average,
+            initial=initial,
         )
         return self.model_setup
 
     def _place_model(self, model: nn.Module, task: Any, data: Callable[[], Any] | None) -> Driver:
         """Put the model under its driver, and save the driver's own state, such as PowerSGD's errors, with the run."""
-        self.driver = driver = apply(model, self.config, self.runtime, task, self.recorder.event, data)
-        for name, part in driver.parts.items():
-            self.parts.add(name, part)
+        self.driver = driver = parallelize(
+            model, self.config, self.runtime, self.precision, task, self.recorder.event, data
+        )
+        for name, stateful in driver.stateful.items():
+            self.state.add(name, stateful)
 
         # The model is the user's, and must be as it was if the run fails.
         self.on_failure(release_captures, driver.model)
+        self.on_failure(driver.cudnn_pause.end)
         if driver.compiler:
             self.on_failure(driver.compiler.release)
 
@@ -158,9 +173,7 @@ class RunBuilder:
 
         It stays as it is where the user has set it, or an option of DDP that excludes it: an error will name the key.
         """
-        config = self.config
-        is_ddp = config.strategy_record.local_forward and not config.uses_axis("tp", "pp")
-        if self.runtime.world.alone or not is_ddp:
+        if self.runtime.world.alone or not self.config.uses_ddp:
             return
 
         key = "ddp.find_unused_parameters"
@@ -202,8 +215,7 @@ class RunBuilder:
         self.hooks = hooks
         # A hook that follows steps gets their results, and these include the loss.
         self.reads_loss |= hooks.follow_steps
-        for name, callback in hooks.parts():
-            self.parts.add(name, callback)
+        hooks.register(self.state)
 
     def setup_run(self, data: Any, collate: Collate) -> Run:
         """Make everything that depends on the data, resume if there is a checkpoint, and print the banner."""
@@ -233,7 +245,7 @@ class RunBuilder:
         self._on_failure.callback(release, *args, **kwargs)
 
     def fail(self, error: BaseException) -> None:
-        """Release all parts, and write the error and a report to the run folder. The caller raises the error again."""
+        """Release everything, and write the error and a report to the run folder. The caller raises the error again."""
         # Errors during the clean-up are dropped: they would hide the original one.
         with contextlib.suppress(Exception):
             self._on_failure.close()
@@ -263,6 +275,10 @@ def open_run(
 
     # This check comes before any other collective: with different settings the ranks might deadlock there.
     check_same_config(config, runtime)
+
+    # Whatever reads or writes checkpoints in this process may use the store that the settings name.
+    if config.checkpoint.storage:
+        allow_store_of(config.checkpoint.storage)
 
     precision = choose_precision(config, runtime.device)
     precision.set_tf32()

@@ -9,13 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import TensorDataset
 
 from lockstep.checkpoint.state.state_tree import gather_state, pack
 from lockstep.config import RunConfig
-from lockstep.data.loader import Request
-from lockstep.data.map_source import MapSource
-from lockstep.data.source_options import SourceOptions
+from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.windows import rank_range
 from lockstep.engine.checks.model import check_equal_work, refuse_single_samples
 from lockstep.engine.checks.settings import check_enough_micro_batches
@@ -56,7 +53,7 @@ def source_options(
     """Return what a source must know about the run."""
     return SourceOptions(
         global_batch=plan.global_batch,
-        micro_batch=plan.micro_batch,
+        micro_batch_size=plan.micro_batch,
         tail=config.tail,
         config=config.data,
         seed=config.seed,
@@ -91,7 +88,7 @@ def attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunCo
             device=runtime.device,
             seed=config.seed,
             global_batch=plan.global_batch,
-            micro_batch=plan.micro_batch,
+            micro_batch_size=plan.micro_batch,
             mine=rank_range(plan.micro_batches, role.data_rank, role.data_size),
             ranks=role.data_size,
             collective_forwards=role.collective_forwards,
@@ -103,18 +100,10 @@ def attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunCo
 
 def largest_input(source: BatchSource) -> Tensor | None:
     """Return the largest tensor of the first sample, or None if it cannot be read before the workers start."""
-    if not isinstance(source, MapSource):
-        return None
-
-    # A dataset may open files for its first sample, which forked workers would share.
-    if source.options.config.workers and not isinstance(source.reader.innermost, TensorDataset | list | tuple):
-        return None
-
-    # The same reader that training uses, so that the sample is transformed as it will be.
+    leaves = tree_leaves(source.first_sample())
     try:
-        leaves = tree_leaves(source.reader.samples(Request(0, [0])))
         tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
-    except Exception:  # the first step will report it
+    except TypeError:  # an array of text, say
         return None
 
     return max(tensors, key=Tensor.numel, default=None)

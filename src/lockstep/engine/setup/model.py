@@ -6,17 +6,16 @@ from typing import Any
 
 from torch import nn
 
-from lockstep.checkpoint.initial.weights import InitialWeights, load_initial_weights
+from lockstep.checkpoint.init_from.weights import InitialWeights, load_initial_weights
 from lockstep.checkpoint.state.model_names import frozen_names
-from lockstep.checkpoint.storage import committed, open_storage
+from lockstep.checkpoint.storage import CheckpointStorage, committed
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.checks.model import check_instance_norms, check_supported
-from lockstep.launch.folder.start_from import Beginning, Newest
 from lockstep.observe.run_folder import RunFolder
 from lockstep.optim.bf16_masters import MasterWeights
+from lockstep.optim.capabilities import check_kind
 from lockstep.optim.groups import apply_groups
-from lockstep.optim.kinds import check_kind
 from lockstep.optim.optimizers import Optimizers, as_list
 from lockstep.optim.registry import build_optimizers
 from lockstep.optim.weight_average import WeightAverage
@@ -28,7 +27,7 @@ from lockstep.runtime.context import Runtime
 
 def check_model(model: nn.Module, precision: Precision, runtime: Runtime) -> None:
     """Refuse a model that would train wrongly, before anything is done to it. Collective."""
-    if precision.rounding:
+    if precision.stores_bf16:
         check_batchnorm(model, precision)
     else:
         check_storage(model)
@@ -45,20 +44,13 @@ def initial_weights(driver: Driver, config: RunConfig, runtime: Runtime, folder:
     """Read the weights at `init_from`; of a run that will resume only those that its checkpoints leave out."""
     assert config.init_from is not None
 
-    def will_resume() -> bool:
-        match folder.start_from:
-            # As `CheckpointManager.resume` will decide, which comes later.
-            case Beginning():
-                return False
-            case Newest(otherwise=None):
-                return bool(committed(open_storage(folder.path / "checkpoints")))
-            case _:
-                return True
+    def has_checkpoint() -> bool:
+        return bool(committed(CheckpointStorage(folder.path / "checkpoints")))
 
     # None reads all weights. The checkpoint that a run resumes from replaces them, except frozen ones that it leaves
     # out.
     only = None
-    if runtime.collectives.run_on_rank0(will_resume):
+    if runtime.collectives.run_on_rank0(lambda: folder.start_from.will_load(has_checkpoint)):
         only = set() if config.checkpoint.frozen else frozen_names(driver.model)
         if not only:
             return InitialWeights(config.init_from)

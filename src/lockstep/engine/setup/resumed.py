@@ -7,7 +7,6 @@ from typing import Any
 
 from lockstep.checkpoint.resume import Resumed
 from lockstep.config import RunConfig
-from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.settings import check_epochs_countable
 from lockstep.engine.step import Stepper
 from lockstep.observe.sinks import read_jsonl
@@ -18,16 +17,16 @@ from lockstep.task import BatchSource
 
 def continue_plan(resumed: Resumed, plan: Plan, source: BatchSource, stepper: Stepper, config: RunConfig) -> Plan:
     """Return the plan of a resumed run: its epochs are counted by the data, as its steps may have another size."""
-    if not isinstance(source, MapSource):
+    if source.step_order is None:
         check_epochs_countable(config, resumed.global_batch, plan.global_batch)
         return plan
 
-    plan = plan.resumed(config, stepper.counters.steps_done, source.order.steps_counted)
+    plan = plan.resumed(config, stepper.counters.steps_done, source.step_order.steps_counted)
 
     # The schedule ends with the plan, whose number of steps may just have changed.
     if isinstance(stepper.learning_rate, LearningRate):
         stepper.learning_rate.total_steps = plan.steps
-        stepper.lr = stepper.learning_rate.at(stepper.counters.applied)
+        stepper.lr = stepper.learning_rate.at(stepper.counters.steps_applied)
 
     return plan
 

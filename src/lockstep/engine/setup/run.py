@@ -7,12 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lockstep.checkpoint.initial.weights import InitialWeights
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.resume import Resumed
-from lockstep.checkpoint.saving.space import check_space
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.storage import delete_leftovers, open_storage
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
 from lockstep.data.mosaic import DESCRIPTION, by_index, is_streaming_dataset
 from lockstep.data.samplers.torch_samplers import bind_sampler
@@ -28,7 +25,6 @@ from lockstep.engine.log.banner import describe_resume, describe_run
 from lockstep.engine.log.step_log import SampleLog, StepLog
 from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.profile.steps import ProfiledSteps
-from lockstep.engine.progress import StepContext
 from lockstep.engine.requests import Requests
 from lockstep.engine.run import Run
 from lockstep.engine.setup.data import attach_source, largest_input, plan_data, source_options
@@ -37,9 +33,10 @@ from lockstep.engine.step import Stepper
 from lockstep.observe.run_folder import write_head
 from lockstep.optim.user_scheduler import SchedulerRate, make_learning_rate
 from lockstep.parallel.driver import Driver, trainable
+from lockstep.parallel.progress import StepContext
 from lockstep.plan.plan import Plan
 from lockstep.runtime.seeds import preserve_rng
-from lockstep.task import BatchSource
+from lockstep.task import BatchSource, Task
 
 if TYPE_CHECKING:
     from lockstep.engine.setup.builder import RunBuilder  # which calls this stage
@@ -48,7 +45,7 @@ LAST_SAVE_S = 5.0  # seconds that a save in flight gets when the run fails
 
 
 def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate) -> Run:
-    """Make the parts of a run around its model, in the order in which they need each other, and the Run. Collective."""
+    """Make what is around the model of a run, in the order in which one needs the other, and the Run. Collective."""
     # A DataLoader may set what the configuration leaves open, so it comes first.
     data, collate, loader_lines = _take_loader(builder, data, collate)
     config, runtime, driver = builder.config, builder.runtime, setup.driver
@@ -60,27 +57,32 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
     load_balancer = open_load_balancer(config.load_balance, plan, source, driver, runtime, builder.recorder.event)
     stepper = _make_stepper(builder, setup, plan, load_balancer)
 
-    # Resuming restores the state of all parts, so all of them must exist by now.
-    checkpoints = _open_checkpoints(builder, setup, stepper, source, plan)
+    # Resuming restores everything that is registered, so all of it must exist by now.
+    checkpoints = _open_checkpoints(builder, setup, stepper, source)
     resumed = checkpoints.resume()
     if resumed:
-        plan = checkpoints.plan = continue_plan(resumed, plan, source, stepper, config)
+        plan = continue_plan(resumed, plan, source, stepper, config)
 
-    # The records continue where the checkpoint was written. Then the banner describes what was made.
+    # The loop continues where the checkpoint was written. Then the banner describes what was made.
     log = StepLog(config.log.every, plan, stepper, builder.recorder, _open_sample_log(builder))
+    requests = _make_requests(plan, stepper, checkpoints, resumed)
+    checkpoints.state.add_to_loop(builder.clock)
+    evaluations = _make_evaluations(builder, plan, stepper, requests)
+    for stateful in (log, requests, evaluations):
+        checkpoints.state.add_to_loop(stateful)
+
     facts = _describe(builder, setup, plan, source, stepper) | loader_lines
     if resumed:
-        facts["resumed"] = _continue_records(builder, resumed, log, stepper, plan)
+        facts["resumed"] = _continue_records(builder, resumed, requests, plan)
 
-    facts |= _describe_weights(builder, setup, plan, source, resumed)
+    facts |= _describe_weights(setup, plan, source, resumed)
     _write_start(builder, facts, plan, driver)
 
-    requests = Requests(stepper, checkpoints)
     run = builder.run_class(
         config=config,
         runtime=runtime,
         name=builder.name,
-        started=builder.started,
+        clock=builder.clock,
         folder=builder.folder,
         recorder=builder.recorder,
         model_setup=setup,
@@ -92,9 +94,8 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
         resumed=resumed,
         requests=requests,
         log=log,
-        evaluations=_make_evaluations(builder, plan, stepper, requests, resumed),
+        evaluations=evaluations,
         hooks=builder.hooks or Hooks(BuiltRunView(builder)),
-        _keep_alive=builder,
     )
 
     _begin(run)
@@ -103,12 +104,10 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
 
 def _begin(run: Run) -> None:
     """Do what comes between the set-up and the first step. Collective."""
+    # A custom loop may have loaded weights since `run.setup`.
     average = run.model_setup.average
-    if run.resumed:
-        run.restore(run.resumed)
-    elif average:
-        # A custom loop may have loaded weights since `run.setup`.
-        average.restart(average.averages)
+    if average and not run.resumed:
+        average.restart(average.parameter_tensors)
 
     # `rewind` needs a checkpoint to return to, even before the first one is due.
     run.checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
@@ -175,7 +174,7 @@ def _make_stepper(builder: RunBuilder, setup: ModelSetup, plan: Plan, load_balan
     )
     builder.on_failure(rate.release)
     if isinstance(rate, SchedulerRate):
-        builder.parts.add("scheduler", rate)
+        builder.state.add("scheduler", rate)
 
     context = StepContext(
         builder.config,
@@ -195,14 +194,17 @@ def _make_stepper(builder: RunBuilder, setup: ModelSetup, plan: Plan, load_balan
     return Stepper(context, setup.driver, setup.optimizers, rate, trained)
 
 
-def _make_evaluations(
-    builder: RunBuilder, plan: Plan, stepper: Stepper, requests: Requests, resumed: Resumed | None
-) -> Evaluations:
-    """Make the part that decides what follows from evaluations. Its clock continues that of the resumed run."""
-    seconds_before = resumed.loop.seconds if resumed else 0.0
+def _make_requests(plan: Plan, stepper: Stepper, checkpoints: CheckpointManager, resumed: Resumed | None) -> Requests:
+    changed = {change.key for change in resumed.changed_settings} if resumed else set()
+    return Requests(stepper, checkpoints, plan.steps, steps_changed=bool(changed & {"steps", "epochs"}))
+
+
+def _make_evaluations(builder: RunBuilder, plan: Plan, stepper: Stepper, requests: Requests) -> Evaluations:
+    """Make what decides when to evaluate, and what follows from evaluations. The clock must be restored by now."""
+    seconds = builder.clock.seconds
     return Evaluations(
         config=builder.config,
-        schedule=EvaluationSchedule(builder.config.evaluate, plan.steps_per_epoch, plan.ahead, seconds_before),
+        schedule=EvaluationSchedule(builder.config.evaluate, plan.steps_per_epoch, plan.ahead, seconds),
         requests=requests,
         checkpoints=requests.checkpoints,
         learning_rate=stepper.learning_rate,
@@ -212,46 +214,36 @@ def _make_evaluations(
 
 
 def _open_checkpoints(
-    builder: RunBuilder, setup: ModelSetup, stepper: Stepper, source: BatchSource, plan: Plan
+    builder: RunBuilder, setup: ModelSetup, stepper: Stepper, source: BatchSource
 ) -> CheckpointManager:
-    """Return the checkpoint manager, after deleting leftovers and checking the free space. Collective."""
-    builder.parts.is_open = False
+    """Return the checkpoint manager. Nothing can be registered after this."""
+    builder.state.is_open = False
     state = RunState(
         model=setup.driver.model,
         optimizers=setup.optimizers,
         stepper=stepper,
         source=source,
-        parts=builder.parts,
+        registered=builder.state,
         keep_frozen=builder.config.checkpoint.frozen,
+        frozen_advice=getattr(builder.task, "frozen_advice", Task.frozen_advice),
+        fixed_settings=getattr(builder.task, "fixed_settings", ()),
         holders=setup.driver.role.holders,
         rank=builder.runtime.world.rank,
         duplicates=setup.driver.role.duplicates,
-        average=setup.average,
         on_any_rank=lambda value: any(builder.runtime.collectives.gather_json(value)),
     )
 
     checkpoints = CheckpointManager(
         folder=builder.folder,
-        storage=open_storage(builder.folder.path / "checkpoints", builder.config.checkpoint.storage),
         state=state,
         config=builder.config,
-        plan=plan,
         runtime=builder.runtime,
         log_event=builder.recorder.event,
-        before_next_update=stepper.update.before_next_update,
+        update=stepper.update,
     )
 
     # Let a save in flight finish: it may be the only checkpoint of a run that fails.
     builder.on_failure(checkpoints.close, timeout=LAST_SAVE_S)
-
-    # Free the space of what killed attempts left behind.
-    if builder.runtime.is_main:
-        delete_leftovers(checkpoints.storage, builder.folder.token)
-
-    # Only if something will be saved.
-    settings = builder.config.checkpoint
-    if settings.every is not None or settings.minutes is not None or settings.at_end:
-        check_space(checkpoints.storage, state.bytes_at_start(), builder.runtime.collectives, builder.recorder.event)
 
     return checkpoints
 
@@ -263,8 +255,8 @@ def _describe(
     builder: RunBuilder, setup: ModelSetup, plan: Plan, source: BatchSource, stepper: Stepper
 ) -> dict[str, str]:
     """Return the lines of the banner about the settings and the plan. Collective."""
-    model = setup.driver.model
-    facts = describe_run(model, builder.config, plan, stepper.learning_rate, builder.precision, builder.runtime)
+    rate = stepper.learning_rate
+    facts = describe_run(setup.driver, builder.config, plan, rate, builder.precision, builder.runtime)
 
     # The driver, the optimizers and the source may add some.
     facts |= setup.driver.facts
@@ -275,14 +267,11 @@ def _describe(
     return facts
 
 
-def _describe_weights(
-    builder: RunBuilder, setup: ModelSetup, plan: Plan, source: BatchSource, resumed: Resumed | None
-) -> dict[str, str]:
+def _describe_weights(setup: ModelSetup, plan: Plan, source: BatchSource, resumed: Resumed | None) -> dict[str, str]:
     """Return the lines of the banner about weights that were loaded, and about their exactness."""
     facts = {}
-    initial = builder.parts.get("init_from")
-    if isinstance(initial, InitialWeights):
-        facts["init_from"] = initial.describe(resumed is not None)
+    if setup.initial:
+        facts["init_from"] = setup.initial.describe(resumed is not None)
 
     if setup.exactness:
         facts["exact"] = setup.exactness.begin(source, plan, resumed.changed_settings if resumed else [])
@@ -300,17 +289,13 @@ def _open_sample_log(builder: RunBuilder) -> SampleLog | None:
     return samples
 
 
-def _continue_records(builder: RunBuilder, resumed: Resumed, log: StepLog, stepper: Stepper, plan: Plan) -> str:
-    """Continue the clock and the log of a resumed run. Return a line for the banner."""
-    steps_done = stepper.counters.steps_done
+def _continue_records(builder: RunBuilder, resumed: Resumed, requests: Requests, plan: Plan) -> str:
+    """Continue the log of a resumed run. Return a line for the banner."""
+    steps_done = resumed.steps_done
     check_steps_left(plan.steps, steps_done)
 
-    builder.started -= resumed.loop.seconds
-    log.restore(resumed.loop.interval)
-
     # If no step follows, no new log line will be written, but the summary needs the last one.
-    may_be_stopped = resumed.loop.stop or (builder.config.stop.patience and resumed.loop.early_stop)
-    if steps_done == plan.steps or may_be_stopped:
+    if steps_done == plan.steps or requests.stop_agreed:
         builder.recorder.last = builder.runtime.collectives.run_on_rank0(
             lambda: last_log_line(builder.folder.path, steps_done)
         )

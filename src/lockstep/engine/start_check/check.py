@@ -19,8 +19,7 @@ import torch
 
 from lockstep.causes import Cause, in_own_loop, named
 from lockstep.config import RunConfig
-from lockstep.data.map_source import MapSource
-from lockstep.data.streams.epochs import EpochSource
+from lockstep.data.loader import Request
 from lockstep.engine.hooks.calls import overridden
 from lockstep.engine.start_check import data
 from lockstep.engine.start_check.alone import as_one_rank
@@ -41,8 +40,8 @@ from lockstep.engine.start_check.state_snapshot import StateSnapshot
 from lockstep.errors import UserError
 from lockstep.parallel.call_chain import run_eagerly
 from lockstep.parallel.driver import RanksDiffer
-from lockstep.precision import Precision
 from lockstep.runtime.seeds import preserve_rng, rng_states
+from lockstep.task import BatchSource
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run  # which calls this check
@@ -68,7 +67,8 @@ def find_cause(run: Run, task: Any) -> Cause | None:
     if run.config.checks.loss == "off" or (task is None and alone):
         return None
 
-    if not isinstance(source, MapSource | EpochSource):
+    is_stream = type(source).first_micro_batch is not BatchSource.first_micro_batch
+    if source.step_order is None and not is_stream:
         _note(run, f"a {type(source).__name__} makes its own batches")
         return None
 
@@ -81,14 +81,14 @@ def find_cause(run: Run, task: Any) -> Cause | None:
         samples = None
 
         # All ranks must see the same dataset.
-        if isinstance(source, MapSource):
+        if source.step_order is not None:
             # Workers start before the first sample is read here: a dataset may open files for it, which a fork would
             # share.
             source.start_workers()
-            request = source.next_request(count)
+            request = Request(*source.step_order.next_ids(count))
             samples = read_samples(source, request)
 
-            cause = None if alone else data.find_difference(run, source, request, samples)
+            cause = None if alone else data.find_difference(run, source.step_order, request, samples)
             if cause:
                 return cause
 
@@ -96,7 +96,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
         if task is None or not _can_call(run, task):
             return None
 
-        if isinstance(source, EpochSource):
+        if is_stream:
             samples = read_stream_samples(source, count)
 
         # One rank alone may fail to read its samples, and forwards may be collective: either all ranks go on or none.
@@ -108,7 +108,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
         cause, measured, reason = _measure_and_judge(run, task, samples)
 
         # Ranks read different samples of a stream, so their losses cannot be compared.
-        if isinstance(source, EpochSource):
+        if is_stream:
             measured = None
 
     return _combine_ranks(run, cause, measured, reason)
@@ -116,7 +116,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
 
 def snapshot_for_own_loop(run: Run) -> StateSnapshot | None:
     """Return a snapshot of the state before the first forward of a custom loop, or None if nothing is checked."""
-    if run.config.checks.loss == "off" or run.stepper.counters.steps_done > 0:
+    if run.config.checks.loss == "off" or run.steps_done > 0:
         return None
 
     return StateSnapshot(run.driver.model, None, (), copies_parameters=False)
@@ -206,7 +206,12 @@ def _measure_and_judge(run: Run, task: Any, samples: Samples | None) -> tuple[Ca
 
     try:
         # `many_forwards` ends the forwards of all ranks if one of them fails.
-        with run_eagerly(model), without_batch_statistics(model), run.driver.many_forwards(), run.whole_batches():
+        with (
+            run_eagerly(model),
+            without_batch_statistics(model),
+            run.driver.many_forwards(),
+            run.gathering.whole_batches(),
+        ):
             cause, measured = _judge(run, probe, snapshot, samples, tuple(getattr(task, "changing_buffers", ())))
     except (Inconclusive, RanksDiffer) as error:
         reason = str(error)
@@ -222,7 +227,7 @@ def _judge(
     """Return the first cause that checks.loss does not accept, if any, and the first measurement."""
     accepted = accepted_causes(run.config)
     device = run.runtime.device
-    tolerance = Tolerance.of(_eps(run.stepper.context.precision, probe.parameters[0].dtype))
+    tolerance = Tolerance.of(run.stepper.context.precision.eps(probe.parameters[0].dtype))
 
     # Call the loss and see what it changed. Then repeat the call, which must give the same loss.
     positions = samples.half if samples.can_be_split else None
@@ -366,15 +371,6 @@ def _check_halves(
     return None
 
 
-def _eps(precision: Precision, stored: torch.dtype) -> float:
-    """Return the relative rounding error of one operation in the dtype that the model computes in."""
-    if precision.name == "tf32":
-        return 2.0**-10
-
-    computed = precision.compute if precision.casts else stored
-    return torch.finfo(computed).eps
-
-
 # ---- all ranks together ----
 
 
@@ -409,7 +405,7 @@ def _combine_ranks(run: Run, cause: Cause | None, measured: Measurement | None, 
 
 def _ranks_differ(run: Run, pairs: list[list[float] | None]) -> Cause | None:
     """Return a cause if ranks got a different (total, weight) for the same samples."""
-    tolerance = Tolerance.of(_eps(run.stepper.context.precision, next(run.driver.model.parameters()).dtype))
+    tolerance = Tolerance.of(run.stepper.context.precision.eps(next(run.driver.model.parameters()).dtype))
     first = pairs[0]
 
     for rank, pair in enumerate(pairs):

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from lockstep.causes import Cause, named
 from lockstep.checkpoint.state.digests import digest
-from lockstep.data.dataset_source import DatasetSource
 from lockstep.data.loader import Request
-from lockstep.data.map_source import MapSource
-from lockstep.data.streams.epochs import EpochSource
 from lockstep.engine.start_check.samples import Samples, read_samples
 from lockstep.errors import UserError, some_names
 from lockstep.runtime.context import Runtime
-from lockstep.task import BatchSource, MicroBatch, StepBatches
+from lockstep.task import BatchSource, MicroBatch, SampleOrder, StepBatches
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run  # which calls this check
@@ -29,10 +27,10 @@ SOME = 8  # how many samples are read to see whether a dataset has different one
 # ---- the same dataset ----
 
 
-def find_difference(run: Run, source: MapSource, request: Request, samples: Samples | None) -> Cause | None:
+def find_difference(run: Run, order: SampleOrder, request: Request, samples: Samples | None) -> Cause | None:
     """Return a cause if the dataset's length or first samples differ between ranks. Collective."""
     local_digests = samples.digests() if samples else []
-    first, *others = run.runtime.collectives.gather_json([source.order.epoch_length, local_digests])
+    first, *others = run.runtime.collectives.gather_json([order.epoch_length, local_digests])
 
     # The length of an epoch decides about all positions.
     for rank, (length, _) in enumerate(others, start=1):
@@ -46,14 +44,14 @@ def find_difference(run: Run, source: MapSource, request: Request, samples: Samp
     for rank, (_, digests) in enumerate(others, start=1):
         for index, a, b in zip(request.ids, first[1], digests, strict=False):
             if a != b:
-                return _sample_differs(run, source, request, local_digests, int(index), rank)
+                return _sample_differs(run, request, local_digests, int(index), rank)
 
     return None
 
 
-def _sample_differs(run: Run, source: MapSource, request: Request, digests: list[str], index: int, rank: int) -> Cause:
+def _sample_differs(run: Run, request: Request, digests: list[str], index: int, rank: int) -> Cause:
     """Return the cause: read the samples once more, to distinguish random samples from different datasets."""
-    repeated = read_samples(source, request)
+    repeated = read_samples(run.source, request)
     again = repeated.digests() if repeated else []
 
     if not all(run.runtime.collectives.gather_json(again == digests)):
@@ -103,7 +101,7 @@ def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> S
 
     # A source over a dataset gives every rank different ids, so equal first batches are suspicious only if the whole
     # dataset looks the same, as with a dataset that ignores the index.
-    samples = _spread_samples(source) if isinstance(source, MapSource) else []
+    samples = _spread_samples(source, source.step_order) if source.step_order else []
     if len(digests) > 1 and len({digest(sample) for sample in samples}) <= 1:
         check_different(
             list(digests.values()),
@@ -114,12 +112,11 @@ def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> S
     return batches
 
 
-def _spread_samples(source: MapSource) -> list[Any]:
-    """Return a few samples, evenly spread over the dataset, each as a batch of one."""
+def _spread_samples(source: BatchSource, order: SampleOrder) -> list[Any]:
+    """Return a few samples, evenly spread over the dataset."""
     # A set, because a small dataset has some of these indices twice.
-    ids = {index * source.order.dataset_length // SOME for index in range(SOME)}
-    with source.reading_here():
-        return [source.reader(Request(0, [index])) for index in sorted(ids)]
+    ids = {index * order.dataset_length // SOME for index in range(SOME)}
+    return [source.read_samples(0, [index]) for index in sorted(ids)]
 
 
 def _take_and_digest(source: BatchSource) -> tuple[StepBatches, str | None, str | None]:
@@ -127,20 +124,19 @@ def _take_and_digest(source: BatchSource) -> tuple[StepBatches, str | None, str 
 
     A digest is None for padding, or if the source does not know where a stream begins.
     """
-    taken = source.take()
+    batches = source.take()
+    later = iter(batches)
+    first = next(later, None)
+    if first is None:
+        return batches, None, None  # the step will report that
 
-    # Read all of them now: an error must be raised on every rank.
-    micro_batches = list(taken)
-    batches = replace(taken, micro_batches=micro_batches)
-    first = None if micro_batches[0].padding else digest(micro_batches[0].data)
-    if not isinstance(source, DatasetSource):
-        return batches, first, None
+    # Only the first one is read here, and `chain` drops it when the step asks for the next.
+    batches = replace(batches, micro_batches=chain(iter([first]), later))
+    read = None if first.padding else digest(first.data)
+    if read is not None:
+        _check_workers(source, first, read)
 
-    if first:
-        _check_workers(source, micro_batches[0], first)
-
-    beginning = source.beginning if isinstance(source, EpochSource) else None
-    return batches, first, None if beginning is None else digest(beginning)
+    return batches, read, None if source.beginning is None else digest(source.beginning)
 
 
 def _check_one_stream(beginnings: Sequence[str | None]) -> None:
@@ -157,7 +153,7 @@ def _check_one_stream(beginnings: Sequence[str | None]) -> None:
             )
 
 
-def _check_workers(source: DatasetSource, micro: MicroBatch, read_by_worker: str) -> None:
+def _check_workers(source: BatchSource, micro: MicroBatch, read_by_worker: str) -> None:
     """Check that a worker process read what this process reads: data.workers must not change the training."""
     try:
         again = source.read_again(micro)

@@ -1,6 +1,6 @@
 """Calls the loss on a few samples as training would, without changing the run.
 
-The model is called unwrapped, without compiled code or CUDA graphs. Gradients are computed but not accumulated, so the
+The model is called without compiled code or CUDA graphs. Gradients are computed but not accumulated, so the
 hooks of DDP or FSDP do not run.
 """
 
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
-from lockstep.data.loader import to_device
+from lockstep.data.transfer import Transfer
 from lockstep.engine.evaluation.modes import restore_modes
 from lockstep.engine.start_check.judge import Measurement
 from lockstep.engine.start_check.random_numbers import ConstantDraws, seed_all
 from lockstep.observe.metrics import detached
 from lockstep.parallel.driver import RanksDiffer, trainable
-from lockstep.parallel.inner_gradients import InnerGradient, watch_loss
+from lockstep.parallel.inner_gradients import GradientWatch, InnerGradient
 from lockstep.runtime.seeds import derive
 from lockstep.task import Loss
 
@@ -47,6 +47,8 @@ class Probe:
     def __post_init__(self) -> None:
         self.names, self.parameters = trainable(self.run.driver.model)
         self.inner: InnerGradient | None = None  # the newest gradient that the loss computed itself
+        self._transfer = Transfer(self.run.runtime.device)
+        self._watched_loss = GradientWatch(self._note).around(self.loss_fn)
         self._sharded = not self.run.driver.role.replicated
         self._may_draw = True  # until a batch has shown that the loss draws nothing
 
@@ -56,13 +58,13 @@ class Probe:
 
         with self._catch_user_errors():
             # A loss may change its batch in place, so each call gets a new one. Seed after collate, which may draw too.
-            batch = to_device(make_batch(), run.runtime.device)
+            batch = self._transfer(make_batch())
             self.seed()
 
             # With grad mode on, FSDP would keep the blocks gathered until a backward.
             forward_only = torch.no_grad() if self._sharded and not gradients else nullcontext()
             with forward_only, run.stepper.context.precision.autocast():
-                loss = watch_loss(self.loss_fn, self._note)(run.driver.model, batch)
+                loss = self._watched_loss(run.driver.model, batch)
 
             computed = self._gradients(loss.total) if gradients else None
             return Measurement(float(loss.total.detach()), float(detached(loss.weight)), computed)

@@ -13,8 +13,7 @@ from torch.utils.data import default_collate
 
 from lockstep.checkpoint.state.digests import digest
 from lockstep.data.loader import Request
-from lockstep.data.map_source import MapSource
-from lockstep.data.streams.epochs import EpochSource
+from lockstep.task import BatchSource
 
 Array = Tensor | np.ndarray
 
@@ -78,7 +77,7 @@ class Samples:
         return sorted(range(self.count), key=lambda position: _size(self._samples[position]))
 
 
-def read_stream_samples(source: EpochSource, count: int) -> Samples | None:
+def read_stream_samples(source: BatchSource, count: int) -> Samples | None:
     """Return the first samples of this rank's first micro-batch, or None if it cannot be read.
 
     A stream cannot be read twice, so training uses the same micro-batch afterwards.
@@ -89,19 +88,18 @@ def read_stream_samples(source: EpochSource, count: int) -> Samples | None:
         return None
 
     # All of it, if it cannot be made smaller.
-    whole = Samples(micro.data, micro.samples, None)
+    whole = Samples(micro.data, micro.num_samples, None)
     if not whole.can_be_split or micro.padding:
         return whole
 
-    count = min(count, micro.samples)
+    count = min(count, micro.num_samples)
     return Samples(whole.batch(range(count)), count, None)
 
 
-def read_samples(source: MapSource, request: Request) -> Samples | None:
+def read_samples(source: BatchSource, request: Request) -> Samples | None:
     """Return the samples of a request, or None if one cannot be read. The first step will report that error."""
     try:
-        with source.reading_here():
-            return Samples(source.reader.samples(request), len(request.ids), source.reader.collate)
+        return Samples(source.read_samples(*request), len(request.ids), source.collate)
     except Exception:
         return None
 

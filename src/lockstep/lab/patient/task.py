@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from lockstep.lab.patient.faults import PlantedFault, plan, silent_mistake
+from lockstep.lab.patient.faults import plan, silent_mistake
 from lockstep.task import Loss, RunView, StepResult, Task
 
 
@@ -38,28 +38,27 @@ class Patient(Task):
     defaults = {"steps": 20, "global_batch": 16, "micro_batch": 8, "checkpoint": {"every": 1}, "log": {"every": 5}}
 
     def __init__(self, *, seed: int = 0, marks: str = ""):
+        # Without a folder to remember them in, each fault would return after every restart, and no run would end.
         self.faults = plan(seed) if marks else []
         self.marks = Path(marks)
         self.step = 0
 
     def model(self) -> nn.Module:
-        """Return the model."""
         return make_net()
 
     def data(self) -> TensorDataset:
-        """Return the samples."""
         return make_data()
 
+    # `loss` does not know its step, so the task counts. A restarted run must not begin at 0 again, which
+    # is why the count is saved.
+
     def after_step(self, run: RunView, result: StepResult | None) -> None:
-        """Keep count of the steps, for the faults."""
         self.step = run.steps_done
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of this task."""
         return {"step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what a checkpoint holds of this task."""
         self.step = state["step"]
 
     def loss(self, model: nn.Module, batch: list[Tensor]) -> Loss:
@@ -76,6 +75,8 @@ class Patient(Task):
                 self._check_quota()
 
         return Loss(F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+
+    # These have innocent names, as in a real program. What goes wrong in each is for the learner to find.
 
     def _normalise(self, x: Tensor) -> Tensor:
         scale = x.std(dim=0)
@@ -97,20 +98,15 @@ class Patient(Task):
 
     def _fault(self) -> str | None:
         """Return the fault of this rank and step, if it has not happened yet."""
+        rank = int(os.environ.get("RANK", "0"))
         for fault in self.faults:
-            if self.step == fault.step and int(os.environ.get("RANK", "0")) == fault.rank and self._note(fault):
+            # Noted before it happens: afterwards this process is gone, and the next one repeats the step.
+            mark = self.marks / fault.cause
+            if (fault.step, fault.rank) == (self.step, rank) and not mark.exists():
+                mark.touch()
                 return fault.cause
 
         return None
-
-    def _note(self, fault: PlantedFault) -> bool:
-        """Note that a fault happens; return whether it is the first time."""
-        try:
-            (self.marks / fault.cause).touch(exist_ok=False)
-        except FileExistsError:
-            return False
-
-        return True
 
 
 class Silent(Task):
@@ -119,28 +115,28 @@ class Silent(Task):
     defaults = {"steps": 20, "global_batch": 16, "micro_batch": 4, "lr": {"peak": 0.01}}
 
     def __init__(self, *, seed: int = 0):
+        # The task keeps the model, which is what makes one of the mistakes possible.
         self.mistake = silent_mistake(seed)
         self.net = make_net()
 
     def model(self) -> nn.Module:
-        """Return the model."""
         return self.net
 
     def data(self) -> TensorDataset:
-        """Return the samples."""
         return make_data()
 
     def loss(self, model: nn.Module, batch: list[Tensor]) -> Loss:
-        """Return the loss of a micro-batch."""
         x, y = batch
-        logits = self.net(x) if self.mistake == "bypass" else model(x)
-        total = F.cross_entropy(logits, y, reduction="sum")
+
+        # `weight` already makes it a mean over the samples of all ranks: divided once more, the loss is too small.
+        total = F.cross_entropy(model(x), y, reduction="sum")
         if self.mistake == "rank-in-loss":
             total = total / int(os.environ.get("WORLD_SIZE", "1"))
         return Loss(total, weight=len(y))
 
     def after_step(self, run: RunView, result: StepResult | None) -> None:
         """Keep the last bias small."""
+        # A step on rank 0 alone: the replicas drift apart, and nothing compares them unless it is asked to.
         if self.mistake == "not-synchronised" and os.environ.get("RANK", "0") == "0":
             with torch.no_grad():
                 self.net.get_parameter("2.bias").mul_(0.9)

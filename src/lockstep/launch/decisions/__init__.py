@@ -1,1 +1,1 @@
-"""What the coordinator decides: phases, attempts and restarts. Nothing here starts a process or waits."""
+"""What the coordinator decides: when an attempt starts, and what follows. Nothing starts a process, waits or reads."""

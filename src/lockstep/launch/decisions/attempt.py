@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from lockstep.errors import plural
 from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure, RankExit, left_early, pick_root
-from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.hangs.watchdog import Watchdog
 
 
@@ -33,14 +32,14 @@ class Attempt:
         # False until this coordinator starts an attempt: at the beginning of the job, and after a takeover. Such an
         # attempt has no ranks here, whatever became of the ranks of the previous coordinator.
         self.started_here = started_here
+        self.counts = counts
         self.hosts = hosts
 
-        # Rank -> its node and its local rank there, and the ranks of each node.
-        ranks = [(node, local_rank) for node, count in counts.items() for local_rank in range(count)]
-        self.ranks: dict[int, tuple[int, int]] = dict(enumerate(ranks))
+        # Rank -> its node, and the ranks of each node.
+        self.ranks: dict[int, int] = dict(enumerate(node for node, count in counts.items() for _ in range(count)))
 
         self._ranks_on: dict[int, list[int]] = {}
-        for rank, (node, _) in self.ranks.items():
+        for rank, node in self.ranks.items():
             self._ranks_on.setdefault(node, []).append(rank)
 
         # The newest checkpoint's step when the attempt began.
@@ -50,11 +49,11 @@ class Attempt:
         self.unconfirmed: set[int] = set()
         self.confirm_by = math.inf
 
-        # When the ranks were asked to save and exit, if they were.
-        self.preempted_at = math.inf
-
-        # The ranks that have ended so far.
+        # The ranks that have ended so far. After a failure, when the one to blame is picked: until then the exit of a
+        # rank that failed earlier may arrive.
         self.exits: dict[int, RankExit] = {}
+        self.blame_at = math.inf
+
         self.watchdog = watchdog
 
     @property
@@ -75,6 +74,15 @@ class Attempt:
         """Return the ranks of a node, in order; [] for a node that has none."""
         return self._ranks_on.get(node, [])
 
+    def node_of(self, rank: int | None) -> int | None:
+        """Return the node of a rank; None for a failure that concerns no rank of this attempt."""
+        return self.ranks.get(rank) if rank is not None else None
+
+    def lost_with(self, node: int) -> list[int]:
+        """Return the ranks that end with a node: those that run, and those that it could not set up."""
+        exits = self.exits
+        return [rank for rank in self.ranks_on(node) if rank not in exits or exits[rank].never_started]
+
     @property
     def nodes(self) -> set[int]:
         return set(self._ranks_on)
@@ -86,18 +94,37 @@ class Attempt:
 
     @property
     def any_died_by_itself(self) -> bool:
-        """Whether the exit of some rank cannot be the consequence of another."""
-        return not all(rank_exit.may_be_a_consequence for rank_exit in self.exits.values())
+        """Whether some rank has died without another's doing."""
+        return any(rank_exit.died_by_itself for rank_exit in self.exits.values())
 
     @property
-    def any_preempted(self) -> bool:
-        """Whether some rank has saved and exited, as it was asked to."""
+    def finished(self) -> list[int]:
+        """The ranks that have ended with code 0, the first one first."""
+        return [rank for rank, rank_exit in self.exits.items() if rank_exit.code == 0 and rank_exit.clean]
+
+    @property
+    def any_exited_as_asked(self) -> bool:
+        """Whether some rank has exited because it was asked to save and exit. Its save may have failed."""
         return any(rank_exit.code == PREEMPTED for rank_exit in self.exits.values())
 
-    def has_saved(self, step: int) -> bool:
-        """Return whether this attempt is known to have saved the newest checkpoint, which is of this step."""
-        # Ranks that exit as preempted have saved, perhaps at the very step that they started from.
-        return self.started_here and (step != self.started_from or self.any_preempted)
+    @property
+    def unsaved_step(self) -> int | None:
+        """The step at which the ranks should have saved before they exited, if that save failed."""
+        unsaved = (rank_exit.unsaved_step for rank_exit in self.exits.values())
+        return next((step for step in unsaved if step is not None), None)
+
+    @property
+    def any_saved_and_exited(self) -> bool:
+        """Whether some rank has saved and exited, as it was asked to."""
+        return self.any_exited_as_asked and self.unsaved_step is None
+
+    def has_saved(self, newest: int | None) -> bool:
+        """Return whether this attempt is known to have saved the newest checkpoint; `newest` is its step."""
+        if newest is None or not self.started_here:
+            return False
+
+        # Ranks that were asked to exit have saved, perhaps at the very step that they started from.
+        return newest != self.started_from or self.any_saved_and_exited
 
     # ---- failures ----
 
@@ -112,11 +139,9 @@ class Attempt:
         if failure.rank != root:
             failure = self._located(failure)
 
-        finished = [rank for rank, rank_exit in self.exits.items() if rank_exit.code == 0 and rank_exit.clean]
-
         # Ranks only report a lost peer: that peer is a rank that ended too early.
-        if failure.reports_lost_peer and finished:
-            rank = finished[0]
+        if self.exits[root].may_report_lost_peer and self.finished:
+            rank = self.finished[0]
             return left_early(rank, self._host_of(rank), failure, self.exits[rank].exit_line)
 
         return failure
@@ -132,7 +157,7 @@ class Attempt:
         return replace(failure, host=self._host_of(failure.rank), step=step, phase=phase)
 
     def overdue_failure(self) -> Failure:
-        """Return the failure of ranks that were asked to save, move, and take too long."""
+        """Return the failure of ranks that were asked to save and take too long."""
         late = self.running
         text = plural(
             len(late), "rank did not exit in time and was killed", "ranks did not exit in time and were killed"
@@ -141,30 +166,17 @@ class Attempt:
         first = min(late)
         return Failure.by_launcher(LauncherFailure.OVERDUE, text, first, self._host_of(first))
 
-    def standstill_failure(self, stuck: Sequence[RankView]) -> Failure:
-        """Return the failure of ranks that were asked to save and do not move."""
-        # The rank to name is one that waits for no other; of several, the one that has stood still for longest.
-        longest = max(stuck, key=lambda view: (not view.traits.waits, view.age))
-
-        count = plural(len(stuck), "rank stood still and was killed", "ranks stood still and were killed")
-        text = f"{count}, this one after {longest.age:.0f} s in its phase"
-        return Failure.by_launcher(
-            LauncherFailure.OVERDUE, text, longest.rank, longest.host, step=longest.step, phase=longest.phase
-        )
-
     def count_ended_by(self, failure: Failure) -> int:
         """Return how many ranks end because of a failure of others: they are killed, or have failed as well."""
         failed = {failure.rank}
 
         # A node, or the process that forked a node's ranks, takes all ranks of that node with it.
-        if failure.is_one_of(LauncherFailure.NODE, LauncherFailure.ZYGOTE) and failure.rank in self.ranks:
-            node, _ = self.ranks[failure.rank]
-            failed = set(self.ranks_on(node))
+        if failure.traits.of_node and failure.rank in self.ranks:
+            failed = set(self.ranks_on(self.ranks[failure.rank]))
 
         finished = {rank for rank, rank_exit in self.exits.items() if rank_exit.clean}
         return len(self.ranks.keys() - failed - finished)
 
     def _host_of(self, rank: int) -> str:
         """Return the host of a rank, even if its node has left."""
-        node, _ = self.ranks[rank]
-        return self.hosts[node]
+        return self.hosts[self.ranks[rank]]

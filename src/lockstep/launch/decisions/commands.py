@@ -10,7 +10,7 @@ from typing import Any
 
 from lockstep.errors import plural, some_names
 from lockstep.launch.failure import Failure
-from lockstep.launch.wire.messages import Announce, JobEnd, Message
+from lockstep.launch.wire.messages import Announce, JobEnd, Order
 
 # How many lines a second all screens show about single nodes that come or go. Each line is a message to every node.
 LINES_PER_S = 8
@@ -32,10 +32,18 @@ class StartAttempt:
 
 @dataclass(frozen=True)
 class Send:
-    """Send a message to a node, which may be the coordinating one itself."""
+    """Send an order to a node, which may be the coordinating one itself."""
 
     node: int
-    message: Message
+    order: Order
+
+
+@dataclass(frozen=True)
+class DismissNode:
+    """Tell another node that the job is over for it: its launcher ends, and closes the connection."""
+
+    node: int
+    ending: JobEnd
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,7 @@ class LogEvent:
 
 
 # The last two are messages as well: the coordinator also sends them to all other nodes.
-Command = StartAttempt | Send | DropNode | LogEvent | Announce | JobEnd
+Command = StartAttempt | Send | DismissNode | DropNode | LogEvent | Announce | JobEnd
 
 
 class Outbox:
@@ -71,9 +79,9 @@ class Outbox:
     def put(self, command: Command) -> None:
         self._commands.append(command)
 
-    def send(self, nodes: Iterable[int], message: Message) -> None:
-        """Send a message to several nodes, in the order of their numbers."""
-        self._commands += [Send(node, message) for node in sorted(nodes)]
+    def send(self, nodes: Iterable[int], order: Order) -> None:
+        """Send an order to several nodes, the lowest number first."""
+        self._commands += [Send(node, order) for node in sorted(nodes)]
 
     def say(self, text: str) -> None:
         """Show a line on the screens of all nodes."""

@@ -5,101 +5,237 @@ What follows is decided in `recovery.py`. Here that decision is recorded, announ
 
 from __future__ import annotations
 
+from typing import assert_never
+
 from lockstep.errors import ExitCode, plural
+from lockstep.launch.decisions.commands import DismissNode, DropNode
 from lockstep.launch.decisions.next_attempt import NextAttempt
-from lockstep.launch.decisions.phases import ACTIVE, NODES_KILL_S, JobPhase
-from lockstep.launch.decisions.preemption import Preemption
-from lockstep.launch.decisions.recovery import Decision, End, EndPreempted, Restart, Situation, UndoResize
+from lockstep.launch.decisions.recovery import (
+    Continue,
+    Drop,
+    End,
+    EndPreempted,
+    Restart,
+    Situation,
+    UndoResize,
+    decide,
+)
+from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.failure import Failure
+from lockstep.launch.decisions.status import ACTIVE, JOIN_S, NODES_KILL_S, JobStatus
+from lockstep.launch.failure import Failure, LauncherFailure
+from lockstep.launch.job import COORDINATOR
 from lockstep.launch.wire.messages import JobEnd, Kill
 
 
 class FailureHandler:
     """Handles the failure of an attempt, from its announcement until no rank is left."""
 
-    def __init__(self, state: JobState, preemption: Preemption, next_attempt: NextAttempt):
+    def __init__(self, state: JobState, save_requests: SaveRequests, next_attempt: NextAttempt):
         self._state = state
-        self._preemption = preemption
+        self._save_requests = save_requests
         self._next_attempt = next_attempt
 
-    def handle(self, failure: Failure, now: float, nothing_to_save: bool = False) -> None:
-        """Decide what follows, announce it with the failure, and kill all ranks. `nothing_to_save`: see `Situation`."""
-        self.settle(failure, now, nothing_to_save)
-        self.order_kill(now)
+    # ---- what calls for a decision ----
 
-    # ---- the decision ----
+    def handle(self, failure: Failure, now: float, node: int | None = None, nothing_to_save: bool = False) -> None:
+        """Decide what follows, announce it with the failure, and kill all ranks, or go on without a node.
 
-    def settle(self, failure: Failure, now: float, nothing_to_save: bool) -> Decision:
-        """Decide what follows when all ranks are gone, record it, and announce it with the failure."""
-        state, recovery = self._state, self._state.recovery
+        `node` is the one that has failed, if a whole node has: by default that of the failure's rank.
+        `nothing_to_save`: see `Situation`.
+        """
+        if node is None and failure.traits.of_node:
+            node = self._state.attempt.node_of(failure.rank)
 
-        saved = state.latest_step()
-        signal = self._preemption.signal
-        situation = Situation(state.attempt, saved, state.settings, signal, nothing_to_save, now)
-
-        decision = recovery.decide(failure, situation)
-
+        situation = self._situation(now, node, nothing_to_save=nothing_to_save)
+        decision = decide(failure, situation)
         match decision:
+            case Drop(dismiss):
+                assert node is not None
+                self._drop(node, failure, dismiss, now)
+                return
+
             case Restart():
-                self._next_attempt.mark_restart()
-                self._announce(failure, recovery.restart(decision, failure, situation))
+                self._count_restart(decision, failure, now)
+                self._announce(failure, self._describe_restart(decision, failure, now))
+
+            case Continue():
+                self._state.outbox.say(f"{failure.message}; continuing from {self._state.where_to_resume}")
 
             case UndoResize():
                 self._announce(failure)
-                self._undo_resize()
+                self._save_requests.undo_resize()
 
             case EndPreempted():
-                # `NextAttempt` ends the job, since `Preemption` has a signal.
                 self._announce(failure, "not restarted: the job was asked to save and exit")
 
-            case End(code, reason):
-                # If the same error would most likely recur, no command is suggested.
-                would_recur = saved is None and failure.likely_to_repeat
-                hint = "" if would_recur else f". {state.how_to_continue(saved)}"
-                self._plan_end(failure, code, f"{reason}{hint}")
+            case End():
+                self._announce(failure, self._describe_end(decision, failure))
 
-        return decision
+            case _:
+                assert_never(decision)
 
-    def end_because_imports_fail(self, failure: Failure, now: float) -> None:
-        """End the job, because the imports of its program fail. The next attempt would import the same."""
-        self._plan_end(failure, ExitCode.FAILED, "it would end the same way")
-
-        # In JOIN there are no ranks, and `NextAttempt.tick` ends the job.
-        if self._state.phase is not JobPhase.JOIN:
+        # In JOIN there are no ranks, and `NextAttempt.tick` carries out the decision.
+        self._state.decided = decision
+        if self._state.status is not JobStatus.JOIN:
             self.order_kill(now)
 
-    def _plan_end(self, failure: Failure, code: ExitCode, reason: str) -> None:
-        """End the job as failed once its ranks are gone, and announce why it is not restarted."""
-        self._next_attempt.plan_end(JobEnd(code, failure))
-        self._announce(failure, f"not restarted: {reason}")
+    def follow_request(self, now: float, typed_twice: bool = False) -> None:
+        """Decide what follows a request to save and exit. It is no failure: nothing is announced or counted."""
+        self._state.decided = decide(None, self._situation(now, typed_twice=typed_twice))
 
-    def _undo_resize(self) -> None:
-        """Return to the size before the last resize, and say so."""
+    def node_lost(self, number: int, why: str, now: float) -> None:
+        """Handle the loss of a node. `why` is a verb phrase: "vanished"."""
+        if number in self._state.members.nodes and self._state.status is not JobStatus.OVER:
+            self.handle(self._loss_of(number, why), now, number)
+
+    def give_up(self, now: float) -> None:
+        """End the job, because too few nodes came in time."""
+        members = self._state.members
+        problem = f"only {plural(len(members.nodes), 'node')} came within {JOIN_S:.0f} s"
+        self._end_without_attempt(problem, f"{problem}; {members.bounds.least} are needed.", now)
+
+    def end_with_ranks_left(self, now: float) -> None:
+        """End the job, because killed ranks on this machine do not die. They still hold the run folder."""
+        problem = f"killed ranks on this machine did not end within {NODES_KILL_S:.0f} s"
+        if not self._next_attempt.end_if_decided():
+            self._end_without_attempt(problem, f"not restarted: {problem}.", now)
+
+    def _end_if_too_few(self, now: float) -> None:
+        """End the job if nodes are missing after an attempt. A restart may have been announced before they left."""
+        shortage = self._state.members.shortage
+        if self._state.status is JobStatus.JOIN and self._state.attempt.started_here and shortage:
+            self._end_without_attempt(shortage, f"not restarted: {shortage}.", now)
+
+    def _end_without_attempt(self, problem: str, text: str, now: float) -> None:
+        """End the job while no rank runs, with a line on the screens: `text`, and how to continue."""
+        failure = Failure.by_launcher(LauncherFailure.NODE, problem)
+        self._state.decided = decide(failure, self._situation(now, cannot_start=problem))
+        self._state.outbox.say(f"{text} {self._state.how_to_continue}")
+        self._next_attempt.end_if_decided()
+
+    def _situation(
+        self,
+        now: float,
+        node: int | None = None,
+        *,
+        nothing_to_save: bool = False,
+        typed_twice: bool = False,
+        cannot_start: str | None = None,
+    ) -> Situation:
+        """Return the facts on which a decision depends. `node` is the one that has failed, if one has."""
         state = self._state
-        failed = state.cluster.world_size
-        state.recovery.undo_resize()
+        # After a takeover the other nodes have yet to join, so a shortage means nothing yet.
+        shortage = state.members.shortage if state.attempt.started_here else None
+        is_member = node in state.members.nodes
+        return Situation(
+            settings=state.settings,
+            newest=state.checkpoints.newest,
+            progress=state.attempt.has_saved(state.checkpoints.newest),
+            any_saved_and_exited=state.attempt.any_saved_and_exited,
+            save_failed=state.attempt.unsaved_step is not None,
+            any_finished=bool(state.attempt.finished),
+            limit_can_rise=state.attempt.watchdog.limit_can_rise,
+            recent_restarts=state.restarts.recent(now),
+            restarts_in_a_row=state.restarts.in_a_row(state.checkpoints.newest),
+            cannot_start=cannot_start or shortage,
+            node_is_member=is_member,
+            can_spare_node=is_member and node != COORDINATOR and state.members.can_spare_a_node,
+            preempt_signal=self._save_requests.signal,
+            typed_twice=typed_twice,
+            has_failed=state.decided if isinstance(state.decided, End) else None,
+            nothing_to_save=nothing_to_save,
+            first_after_resize=self._save_requests.first_after_resize,
+        )
 
-        ranks = state.cluster.world_size
-        state.outbox.say(f"not resized to {plural(failed, 'rank')}: continuing with {plural(ranks, 'rank')}")
-        state.outbox.log_resize(failed, ranks)
+    # ---- a node fewer ----
+
+    def _drop(self, node: int, failure: Failure, dismiss: bool, now: float) -> None:
+        """Go on without a node. If ranks ran there, that ends the attempt."""
+        state, attempt = self._state, self._state.attempt
+        if dismiss:
+            state.outbox.put(DismissNode(node, JobEnd(ExitCode.FAILED, failure)))
+            failure = self._loss_of(node, f"was dropped: {failure.message}")
+        else:
+            state.outbox.put(DropNode(node))
+
+        # Nothing is expected of it any more: neither stacks, nor the end of its ranks, nor that it starts them.
+        lost = attempt.lost_with(node)
+        state.members.remove(node, now)
+        state.unanswered.discard(node)
+        attempt.unconfirmed.discard(node)
+        if state.status in ACTIVE and lost:
+            self.handle(failure, now)
+            return
+
+        # Between two attempts, or after its ranks ended, losing a node matters only if too few remain for the next one.
+        state.node_news.say("lost", failure.host, failure.message, now)
+        self._end_if_too_few(now)
+        self.continue_if_gone(now)
+
+    def _loss_of(self, node: int, why: str) -> Failure:
+        """Return the loss of a node as a failure. It names a lost rank, from which `count_ended_by` finds the node."""
+        host = self._state.members.nodes[node].host
+        lost = self._state.attempt.lost_with(node)
+        return Failure.by_launcher(LauncherFailure.NODE, f"node {node} ({host}) {why}", min(lost, default=None), host)
+
+    # ---- the announcement ----
+
+    def _count_restart(self, restart: Restart, failure: Failure, now: float) -> None:
+        """Count a restart, and note what the next attempt does in another way."""
+        state = self._state
+        counts = not failure.traits.asks_for_smaller_micro_batch
+        state.restarts.count(state.checkpoints.newest, now, counts)
+
+        if restart.raise_limit:
+            state.restarts.count_hang(failure)
+
+    def _describe_restart(self, restart: Restart, failure: Failure, now: float) -> str:
+        """Return a restart that was counted in words."""
+        state = self._state
+        # After a takeover the other nodes have yet to join, so the number of ranks is not known.
+        started_here = state.attempt.started_here
+        what = plural(state.members.world_size, "rank") if started_here else "the nodes that are left"
+
+        limits = state.settings.restart
+        budget = f"restart {state.restarts.recent(now)} of {limits.per_hour} in an hour"
+        in_a_row = state.restarts.in_a_row(state.checkpoints.newest)
+        if failure.traits.asks_for_smaller_micro_batch:
+            budget = "not counted as a restart"
+        elif in_a_row > 1:
+            budget += f", {in_a_row} of {limits.max_in_a_row} in a row without a new checkpoint"
+
+        limit = f"; with a higher limit for step {failure.step}, phase {failure.phase}" if restart.raise_limit else ""
+        return f"restarting {what} from {state.where_to_resume} ({budget}){limit}"
+
+    def _describe_end(self, end: End, failure: Failure) -> str:
+        """Return why the job is not restarted, and what to type."""
+        # If the same error would most likely recur, no command is suggested.
+        would_recur = self._state.checkpoints.newest is None and failure.likely_to_repeat
+        hint = "" if would_recur else f". {self._state.how_to_continue}"
+        return f"not restarted: {end.reason}{hint}"
 
     def _announce(self, failure: Failure, what_follows: str = "") -> None:
         """Announce a failure of the current attempt."""
         attempt = self._state.attempt
-        # Outside these phases no rank runs that the failure could end.
-        others = attempt.count_ended_by(failure) if self._state.phase in ACTIVE else 0
+        # Otherwise no rank runs that the failure could end.
+        others = attempt.count_ended_by(failure) if self._state.status in ACTIVE else 0
         self._state.outbox.announce_failure(failure, attempt.number, others, what_follows)
 
     # ---- the end of all ranks ----
 
     def order_kill(self, now: float) -> None:
         """Order every node to kill its ranks; `continue_if_gone` goes on when they are gone."""
-        self._state.enter(JobPhase.KILL, now + NODES_KILL_S, self._state.nodes_of_attempt)
+        self._state.enter(JobStatus.KILL, now + NODES_KILL_S, self._state.nodes_of_attempt)
         self._state.order(Kill)
         self.continue_if_gone(now)
 
     def continue_if_gone(self, now: float) -> None:
         """Go on, if the ranks were killed and the last node has said that they are gone."""
-        if self._state.phase is JobPhase.KILL and not self._state.unanswered:
-            self._next_attempt.wait_for_nodes(now)
+        if self._state.status is JobStatus.KILL and not self._state.unanswered:
+            self.continue_without_ranks(now)
+
+    def continue_without_ranks(self, now: float) -> None:
+        """Start the next attempt, or end the job: no rank runs any more."""
+        self._next_attempt.wait_for_nodes(now)
+        self._end_if_too_few(now)

@@ -1,59 +1,49 @@
-"""What follows a failure: another attempt, with the same ranks or fewer, or the end of the job."""
+"""What follows a failure, or a request to save and exit: another attempt, a node fewer, or the end of the job.
+
+`decide` is a function of a failure and of the situation in which it happened. It changes nothing; `FailureHandler`
+carries out its decision. All rules by which a job ends, restarts or drops a node are here.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 
-from lockstep.errors import ExitCode, plural
-from lockstep.launch.decisions.attempt import Attempt
-from lockstep.launch.decisions.cluster import Cluster
-from lockstep.launch.decisions.restarts import Restarts
-from lockstep.launch.decisions.settings import Settings
+from lockstep.errors import ExitCode, Preempted
 from lockstep.launch.failure import Failure, LauncherFailure
-from lockstep.launch.hangs.suspicion import Places
-from lockstep.launch.wire.messages import CoordinatorState, Slot
+from lockstep.launch.settings import Settings
 
-
-@dataclass(frozen=True)
-class Situation:
-    """The state of the job when an attempt has failed."""
-
-    attempt: Attempt
-    saved: int | None  # the step of the newest checkpoint
-    settings: Settings
-    preempt_signal: str | None  # the signal that asked the job to save and exit, if one did
-    nothing_to_save: bool  # no training would be lost if the job ended now without a checkpoint
-    now: float
-
-    @property
-    def progress(self) -> bool:
-        """Whether the attempt has saved a checkpoint."""
-        return self.saved != self.attempt.started_from
-
-    @property
-    def can_be_resumed(self) -> bool:
-        """Whether the job can be resumed later without losing training: something was saved, or nothing has to be."""
-        return self.nothing_to_save or self.saved is not None or self.attempt.any_preempted
-
-
-# ---- what follows a failure, once the ranks of the attempt are gone ----
+# ---- what follows, once the ranks of the attempt are gone; a node is dropped at once ----
 
 
 @dataclass(frozen=True)
 class Restart:
-    """Another attempt, from the newest checkpoint.
+    """Another attempt, from the newest checkpoint, on the nodes that are left.
 
     `raise_limit`: it gets more time where this one seemed to hang. Otherwise slow work that is taken for a hang would
     end every attempt at the same step.
     """
 
-    raise_limit: bool
+    raise_limit: bool = False
+
+
+@dataclass(frozen=True)
+class Continue:
+    """Another attempt, from the newest checkpoint, that is no restart: a resize or a new node asked for it."""
 
 
 @dataclass(frozen=True)
 class UndoResize:
     """Another attempt, with as many ranks as before the resize."""
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The job goes on without the node that has failed. What follows for the ranks is decided after that.
+
+    `dismiss`: its launcher ends. It would join again, and fail again.
+    """
+
+    dismiss: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,122 +53,141 @@ class EndPreempted:
 
 @dataclass(frozen=True)
 class End:
-    """The job ends as failed, with this exit code. `reason`: why it is not restarted."""
+    """The job ends with this exit code and this failure, if there was one. `reason`: why it is not restarted."""
 
-    code: ExitCode
+    code: int
     reason: str
+    failure: Failure | None = None
 
 
-Decision = Restart | UndoResize | EndPreempted | End
+Decision = Restart | Continue | UndoResize | Drop | EndPreempted | End
 
 
-class Recovery:
-    """Decides what follows a failure, and remembers what that depends on: the restarts so far, and the last resize.
+# ---- what it depends on ----
 
-    `inherited` is the last state of a lost coordinator, or an empty one.
-    """
 
-    def __init__(self, cluster: Cluster, inherited: CoordinatorState, now: float):
-        self._cluster = cluster
-        self.restarts = Restarts.inherited(inherited.history, now)
+@dataclass(frozen=True, kw_only=True)
+class Situation:
+    """The state of the job when something calls for a decision."""
 
-        # The last attempt before a resize, and its ranks on each node, which are restored if the new size fails.
-        self._before_resize: tuple[Attempt, Counter[int]] | None = None
+    settings: Settings
+    newest: int | None = None  # the step of the newest checkpoint
+    progress: bool = False  # the attempt has saved a checkpoint
+    any_saved_and_exited: bool = False  # some rank of the attempt has saved and exited, as it was asked to
+    save_failed: bool = False  # the ranks exited as they were asked to, but their save failed
+    any_finished: bool = False  # some rank of the attempt has ended with code 0
+    limit_can_rise: bool = False  # the ranks were suspected because of a limit that can be raised
+    recent_restarts: int = 0  # within the last hour
+    restarts_in_a_row: int = 0  # without a new checkpoint
+    cannot_start: str | None = None  # why no attempt can follow: too few nodes, or killed ranks that do not end
+    node_is_member: bool = False  # the node that has failed still belongs to the job
+    can_spare_node: bool = False  # the job could go on without it
+    preempt_signal: str | None = None  # the signal that asked the job to save and exit, if one did
+    typed_twice: bool = False  # Ctrl-C
+    has_failed: End | None = None  # the end that was decided already, while the ranks are still being killed
+    nothing_to_save: bool = False  # no training would be lost if the job ended now without a checkpoint
+    first_after_resize: bool = False  # the attempt is the first one after a resize
 
     @property
-    def hang_places(self) -> Places:
-        """Where earlier attempts were ended as hanging."""
-        return self.restarts.hang_places
+    def can_be_resumed(self) -> bool:
+        """Whether the job can be resumed later without losing training: something was saved, or nothing has to be."""
+        return self.nothing_to_save or self.newest is not None or self.any_saved_and_exited
 
-    def decide(self, failure: Failure, situation: Situation) -> Decision:
-        """Return what follows a failure. Nothing changes here: `FailureHandler.settle` acts on the answer."""
-        if self._resize_may_be_at_fault(failure, situation):
-            return UndoResize()
 
-        if failure.for_user:
-            return End(ExitCode.REFUSED, "the same program would run into the same error")
+# ---- the rules ----
 
-        # The job was ending anyway. If it cannot be resumed, it has failed.
-        if situation.preempt_signal:
-            asked = f"the job was asked to save and exit ({situation.preempt_signal})"
-            return EndPreempted() if situation.can_be_resumed else End(ExitCode.FAILED, asked)
 
-        # After a takeover the other nodes have yet to join, so a shortage means nothing yet.
-        shortage = self._cluster.shortage if situation.attempt.started_here else None
-        if shortage:
-            return End(situation.settings.code_if_nodes_are_missing, shortage)
+def decide(failure: Failure | None, situation: Situation) -> Decision:
+    """Return what follows: the first rule that applies. `failure` is None if ranks end because they were asked to."""
+    if failure is None:
+        return _without_failure(situation)
 
-        reason = self.restarts.reason_to_end(failure, situation.progress, situation.settings, situation.now)
-        if reason:
-            return End(ExitCode.FAILED, reason)
+    # Of a lost node nothing more can be expected. One that cannot run its ranks would only fail again.
+    if failure.noticed_as(LauncherFailure.NODE) and situation.node_is_member:
+        return Drop()
 
-        reached_limit = failure.is_one_of(LauncherFailure.HANG) and situation.attempt.watchdog.reached_a_limit
-        return Restart(raise_limit=reached_limit)
+    if failure.traits.unfit_node and situation.can_spare_node:
+        return Drop(dismiss=True)
 
-    # ---- a restart ----
+    if failure.noticed_as(LauncherFailure.IMPORT):
+        return End(ExitCode.FAILED, "it would end the same way", failure)
 
-    def restart(self, restart: Restart, failure: Failure, situation: Situation) -> str:
-        """Count a restart, and return it in words."""
-        self._count(restart, failure, situation)
-        return self._describe(restart, failure, situation)
+    if _resize_may_be_at_fault(failure, situation):
+        return UndoResize()
 
-    def _count(self, restart: Restart, failure: Failure, situation: Situation) -> None:
-        """Count a restart. A node with a slot that keeps failing runs one rank fewer from now on."""
-        if restart.raise_limit:
-            self.restarts.count_hang(failure)
+    if failure.for_user:
+        return End(ExitCode.REFUSED, "the same program would run into the same error", failure)
 
-        # Not every failure is that of a rank: a lost node may have had none.
-        ranks = situation.attempt.ranks
-        if failure.rank is None or failure.rank not in ranks:
-            self.restarts.count(failure, None, situation.saved, situation.now)
-            return
+    # The job was ending anyway. If it cannot be resumed, it has failed.
+    if situation.preempt_signal:
+        asked = f"the job was asked to save and exit ({situation.preempt_signal})"
+        return EndPreempted() if situation.can_be_resumed else End(ExitCode.FAILED, asked, failure)
 
-        node, local_rank = ranks[failure.rank]
-        self.restarts.count(failure, Slot(failure.host, local_rank), situation.saved, situation.now)
+    # The ranks were well until a resize or a new node asked them to save.
+    if failure.noticed_as(LauncherFailure.OVERDUE):
+        return Continue()
 
-        # A device may be broken: the job goes on without it, and the slots start a new count.
-        if self.restarts.keeps_failing(failure):
-            self._cluster.shrink(node)
-            self.restarts.end_streak()
+    if situation.cannot_start:
+        return End(situation.settings.code_if_nodes_are_missing, situation.cannot_start, failure)
 
-    def _describe(self, restart: Restart, failure: Failure, situation: Situation) -> str:
-        """Return a counted restart in words."""
-        # After a takeover the other nodes have yet to join, so the number of ranks is not known.
-        started_here = situation.attempt.started_here
-        what = plural(self._cluster.world_size, "rank") if started_here else "the nodes that are left"
+    reason = _reason_not_to_restart(failure, situation)
+    if reason:
+        return End(ExitCode.FAILED, reason, failure)
 
-        source = "the beginning" if situation.saved is None else f"the checkpoint of step {situation.saved}"
-        budget = self.restarts.budget(failure, situation.settings, situation.now)
+    return Restart(raise_limit=failure.noticed_as(LauncherFailure.HANG) and situation.limit_can_rise)
 
-        limit = f"; with a higher limit for step {failure.step}, phase {failure.phase}" if restart.raise_limit else ""
 
-        return f"restarting {what} from {source} ({budget}){limit}"
+def _without_failure(situation: Situation) -> Decision:
+    """Return what follows a request to save and exit: by a signal, a resize or a new node."""
+    # The exit code is that of the first signal, and it is known before the ranks are gone.
+    if situation.typed_twice:
+        return End(Preempted.code_of(situation.preempt_signal), "Ctrl-C was typed twice")
 
-    # ---- a resize that fails ----
+    # A job that has failed has an exit code of its own, which a signal must not change.
+    if situation.has_failed:
+        return situation.has_failed
 
-    def resize(self, ranks: int, attempt: Attempt) -> None:
-        """Have the next attempt run this many ranks; if that attempt fails, return to the size of `attempt`."""
-        self._cluster.resize(ranks)
+    if not situation.preempt_signal:
+        return Continue()
 
-        # If no attempt has started here, no size is known to work.
-        if attempt.started_here:
-            self._before_resize = (attempt, Counter(node for node, _ in attempt.ranks.values()))
+    # A signal may come before there is anything to save. If a save failed, there was.
+    if situation.save_failed and not situation.can_be_resumed:
+        return End(ExitCode.FAILED, "the save failed, and there is no checkpoint")
 
-    def _resize_may_be_at_fault(self, failure: Failure, situation: Situation) -> bool:
-        """Return whether this is the first attempt after a resize, ended by its own error before it saved anything."""
-        # A signal, or a lost machine, may end any attempt. Only an error that repeats can come from the new size.
-        repeats = failure.for_user or failure.likely_to_repeat
-        if self._before_resize is None or situation.preempt_signal or not repeats:
-            return False
+    return EndPreempted()
 
-        last, counts = self._before_resize
 
-        same_nodes = counts.keys() == self._cluster.wanted.keys()
-        return situation.attempt.number == last.next_number and same_nodes and not situation.progress
+def _resize_may_be_at_fault(failure: Failure, situation: Situation) -> bool:
+    """Return whether the first attempt after a resize was ended by its own error before it saved anything."""
+    # A signal, or a lost machine, may end any attempt. Only an error that repeats can come from the new size.
+    repeats = failure.for_user or failure.likely_to_repeat
+    return situation.first_after_resize and repeats and not situation.preempt_signal and not situation.progress
 
-    def undo_resize(self) -> None:
-        """Have the next attempt run as many ranks as before the last resize."""
-        assert self._before_resize is not None
-        _, counts = self._before_resize
-        self._cluster.wanted = dict(counts)
-        self._before_resize = None
+
+def _reason_not_to_restart(failure: Failure, situation: Situation) -> str | None:
+    """Return why a restart would not help, or is not allowed; None if the job restarts."""
+    # micro_batch=auto asked for this restart, and asks only a few times: each time the size is smaller.
+    if failure.traits.asks_for_smaller_micro_batch:
+        return None
+
+    settings = situation.settings
+    if failure.traits.hangs and settings.hang.action == "stop":
+        return "hang.action is stop"
+
+    if failure.traits.hangs and situation.any_finished:
+        return "another rank has ended with code 0, so the same would most likely recur"
+
+    if failure.likely_to_repeat and not situation.progress:
+        return "no checkpoint has been saved since the last start, so the same error would most likely recur"
+
+    if settings.restart.per_hour == 0:
+        return "restart.per_hour is 0"
+
+    if situation.restarts_in_a_row >= settings.restart.max_in_a_row:
+        without = f"{situation.restarts_in_a_row} restarts in a row without a new checkpoint"
+        return f"{without}, which is the limit (restart.max_in_a_row)"
+
+    if situation.recent_restarts >= settings.restart.per_hour:
+        return f"{situation.recent_restarts} restarts within the last hour, which is the limit"
+
+    return None

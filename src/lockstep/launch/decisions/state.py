@@ -1,80 +1,83 @@
-"""The state of a job that all decisions share: its phase, its nodes, its ranks, and the commands to carry out."""
+"""The state of a job that all decisions share: its status, its nodes, its ranks, and the commands to carry out."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 from lockstep.launch.decisions.attempt import Attempt
-from lockstep.launch.decisions.cluster import Cluster
 from lockstep.launch.decisions.commands import NodeNews, Outbox
-from lockstep.launch.decisions.phases import JOIN_S, JobPhase
-from lockstep.launch.decisions.recovery import Recovery
-from lockstep.launch.decisions.settings import Settings
+from lockstep.launch.decisions.members import Members
+from lockstep.launch.decisions.recovery import Decision
+from lockstep.launch.decisions.restarts import Restarts
+from lockstep.launch.decisions.status import JOIN_S, TRANSITIONS, JobStatus
+from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import Job
-from lockstep.launch.wire.messages import CollectStacks, CoordinatorState, JobEnd, Kill, Preempt
+from lockstep.launch.settings import Settings
+from lockstep.launch.wire.messages import CollectStacks, CoordinatorState, JobEnd, Kill, SaveAndExit
 
 
 class JobState:
-    """The state of a job. `latest_step` returns the step of the newest checkpoint.
+    """The state of a job. `inherited` is the last state of a lost coordinator, or an empty one."""
 
-    `commit_is_near(ranks)` returns whether that many ranks have written a checkpoint that rank 0 has yet to commit.
-    `inherited` is the last state of a lost coordinator, or an empty one.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        latest_step: Callable[[], int | None],
-        commit_is_near: Callable[[int], bool],
-        now: float,
-        inherited: CoordinatorState,
-    ):
+    def __init__(self, job: Job, checkpoints: CheckpointFacts, now: float, inherited: CoordinatorState):
         self.job = job
-        self.latest_step = latest_step
-        self.commit_is_near = commit_is_near
+        self.checkpoints = checkpoints
         self.settings = Settings(**inherited.settings)
 
-        # The nodes, the ranks that run now, and what is remembered from one attempt to the next.
-        self.cluster = Cluster(job.nnodes, now)
+        # The nodes, the ranks that run now, and the restarts so far.
+        self.members = Members(job.nnodes, now)
         self.attempt = Attempt(inherited.attempt, {}, {}, None, Watchdog(self.settings.hang), started_here=False)
-        self.recovery = Recovery(self.cluster, inherited, now)
+        self.restarts = Restarts.inherited(inherited.history, now)
 
         self.outbox = Outbox(job.run_dir / "logs")
         self.node_news = NodeNews(self.outbox)
 
-        # RUN has a deadline only while an earlier failure or a commit may arrive; otherwise the watchdog covers it.
-        # OVER has none.
-        self.phase = JobPhase.JOIN
+        # How long the status may last: `JobStateMachine._deadline_passed` says what follows. RUN, which the watchdog
+        # covers, has no deadline, nor has OVER.
+        self.status = JobStatus.JOIN
         self.deadline = now + JOIN_S
+
+        # What was decided for the moment when all ranks are gone: `FailureHandler` sets it, `NextAttempt` carries it
+        # out. None before the first attempt, and while nothing has happened.
+        self.decided: Decision | None = None
 
         # Nodes from which an answer is missing: stacks in COLLECT_STACKS, the end of their ranks in KILL.
         self.unanswered: set[int] = set()
 
-    def enter(self, phase: JobPhase, deadline: float = math.inf, unanswered: Iterable[int] = ()) -> None:
-        """Enter a phase. `unanswered` are the nodes from which it waits for an answer, until `deadline`."""
-        self.phase = phase
+    def enter(self, status: JobStatus, deadline: float = math.inf, unanswered: Iterable[int] = ()) -> None:
+        """Change the status. `unanswered` are the nodes from which it awaits an answer, until `deadline`."""
+        assert status in TRANSITIONS[self.status], f"{status.name} cannot follow {self.status.name}"
+        self.status = status
         self.deadline = deadline
         self.unanswered = set(unanswered)
 
     def end(self, ending: JobEnd) -> None:
         """End the job. `ending` need not count the restarts."""
-        self.enter(JobPhase.OVER)
-        self.outbox.put(replace(ending, restarts=self.recovery.restarts.total))
+        self.enter(JobStatus.OVER)
+        self.outbox.put(replace(ending, restarts=self.restarts.total))
 
     @property
     def nodes_of_attempt(self) -> set[int]:
         """The nodes that have ranks of this attempt, and still belong to the job."""
-        return self.attempt.nodes & self.cluster.nodes.keys()
+        return self.attempt.nodes & self.members.nodes.keys()
 
-    def order(self, make: Callable[[int], Preempt | Kill | CollectStacks]) -> None:
-        """Send an order to all nodes that have ranks of this attempt; `make` makes it from the attempt's number."""
+    def order(self, kind: type[SaveAndExit | Kill | CollectStacks], **fields: Any) -> None:
+        """Send an order of this kind to all nodes that have ranks of this attempt."""
         if self.attempt.number is not None:
-            self.outbox.send(self.nodes_of_attempt, make(self.attempt.number))
+            self.outbox.send(self.nodes_of_attempt, kind(self.attempt.number, **fields))
 
-    def how_to_continue(self, saved: int | None) -> str:
-        """Return what to type after the end of the job. `saved` is the step of the newest checkpoint."""
-        how = "start over" if saved is None else "resume"
+    @property
+    def where_to_resume(self) -> str:
+        """Where the next attempt begins, in words."""
+        newest = self.checkpoints.newest
+        return "the beginning" if newest is None else f"the checkpoint of step {newest}"
+
+    @property
+    def how_to_continue(self) -> str:
+        """What to type after the end of the job."""
+        how = "start over" if self.checkpoints.newest is None else "resume"
         return f"To {how}: {self.job.resume_command}"

@@ -11,22 +11,30 @@ import secrets
 from collections.abc import Container
 from typing import Literal
 
+from lockstep.user_classes import CLASS_NAME
+
 # A folder with this file is a complete checkpoint.
 MANIFEST = "manifest.json"
 
-# These files are next to the checkpoints: one names the newest, one has the token of the only attempt allowed to
-# commit, and one exists if the contents of some checkpoints are in an object store.
+# A file with the metrics of an evaluation that came after the save.
+METRICS = "metrics.json"
+
+# How the names of files with tensors end. All other files are small.
+TENSOR_SUFFIX = ".safetensors"
+
+# These files are next to the checkpoints: one names the newest, and one has the token of the only attempt allowed to
+# commit.
 LATEST = "latest"
 OWNER = "owner"
-OBJECTS = "objects"
-
-# The names that a run writes in this folder, as a pattern.
-WRITTEN = f"{LATEST}|{OWNER}|{OBJECTS}|step-.*"
 
 _COMMITTED = re.compile("step-([0-9]{8}|[1-9][0-9]{8,17})")
-_SET_ASIDE = re.compile(r"step-\d{8,18}\.(damaged|undone)\d*")
+_SET_ASIDE = re.compile(r"step-\d{8,18}\.(damaged|rewound)\d*")
+_REPLACED = ".replaced"
 _TEMPORARY = re.compile(r"step-\d{8,18}\.tmp-([0-9A-Za-z]+)(-\w+)?")
 _CONFIRMATION = re.compile(r"rank-\d+\.json")
+_OBJECT = re.compile(
+    rf"([a-z0-9+]+|{CLASS_NAME})://[^\s:*?]+/step-\d{{8,18}}/rank-\d{{5,}}-[0-9a-f]{{16}}\.safetensors"
+)
 
 # How the last part of a temporary name begins if the folder is an old checkpoint that is being deleted. Otherwise it
 # is a draft: a save that is not committed yet.
@@ -36,8 +44,8 @@ _DELETING = "gone"
 # ---- committed checkpoints ----
 
 
-def folder_name(step: int) -> str:
-    return f"step-{step:08d}"
+def folder_name(steps_done: int) -> str:
+    return f"step-{steps_done:08d}"
 
 
 def step_in(name: str) -> int | None:
@@ -48,10 +56,10 @@ def step_in(name: str) -> int | None:
 
 
 def file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
+    return f"rank-{rank:05d}{TENSOR_SUFFIX}"
 
 
-def name_aside(name: str, suffix: Literal["damaged", "undone"], taken: Container[str]) -> str:
+def name_aside(name: str, suffix: Literal["damaged", "rewound"], taken: Container[str]) -> str:
     """Return the first name that is not `taken` for a checkpoint that is set aside."""
     # The same step may have been set aside before.
     candidates = (f"{name}.{suffix}{number or ''}" for number in itertools.count())
@@ -62,14 +70,25 @@ def is_set_aside(name: str) -> bool:
     return _SET_ASIDE.fullmatch(name) is not None
 
 
+def name_replaced(name: str) -> str:
+    """Return the name of a checkpoint from the moment when another one of its step takes its place."""
+    return f"{name}{_REPLACED}"
+
+
+def name_before_replaced(name: str) -> str | None:
+    """Undo `name_replaced`. Return None for any other name."""
+    before = name.removesuffix(_REPLACED)
+    return before if before != name and step_in(before) is not None else None
+
+
 # ---- temporary names: drafts, and checkpoints that are being deleted ----
 
 
-def draft_name(step: int, token: str, number: int) -> str:
+def draft_name(steps_done: int, token: str, number: int) -> str:
     """Return the name of the folder of a save that is not committed yet."""
     # The token keeps writers of an earlier attempt out of the folder, and the number keeps out writers of an earlier
     # save of the same step.
-    return f"{folder_name(step)}.tmp-{token}-{number}"
+    return f"{folder_name(steps_done)}.tmp-{token}-{number}"
 
 
 def name_to_delete(name: str, token: str) -> str:
@@ -95,3 +114,22 @@ def confirmation_name(rank: int) -> str:
 
 def is_confirmation(name: str) -> bool:
     return _CONFIRMATION.fullmatch(name) is not None
+
+
+# ---- objects in a store, and the files that hold their URLs (`checkpoint/storage/folder.py`) ----
+
+# The end of the name of a file that holds the URL of an object, and how it begins once the object is to be deleted.
+URL_SUFFIX = ".object"
+DELETED_PREFIX = "deleted-"
+
+
+def object_url(store: str, run: str, folder: str, file: str) -> str:
+    """Return a URL that was never used for a file of a checkpoint, with names in it that people recognize."""
+    run = re.sub(r"[^\w.-]", "_", run)
+    step = folder.partition(".")[0]
+    return f"{store}/{run}/{step}/{file.removesuffix(TENSOR_SUFFIX)}-{secrets.token_hex(8)}{TENSOR_SUFFIX}"
+
+
+def is_object_url(url: str) -> bool:
+    """Return whether `object_url` makes such URLs."""
+    return _OBJECT.fullmatch(url) is not None

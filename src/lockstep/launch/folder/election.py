@@ -120,19 +120,19 @@ class TermFile:
 
 
 class HeldTerm(TermFile):
-    """The term in which this node coordinates the job, with the file that says so."""
+    """The term in which this node coordinates the job, with the file that says so: a lease, renewed every second."""
 
     def __init__(self, run: Path, term: Term):
         super().__init__(_term_path(run, term.number))
         self.term = term
         self._counter = 0
 
-    def beat(self) -> None:
+    def renew(self) -> None:
         """Increment the counter, which tells the other nodes that this coordinator is alive."""
         self._counter += 1
 
-        # In place, so that the rest of the file stays as it is. A beat that cannot be written is missed, and the next
-        # follows.
+        # In place, so that the rest of the file stays as it is. A renewal that cannot be written is missed, and
+        # the next follows.
         with suppress(OSError):
             # Neither a link nor a pipe, which someone else might have put there.
             fd = os.open(self.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -10,6 +10,7 @@ import os
 import re
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,11 @@ import yaml
 from lockstep.config import yaml_dialect
 from lockstep.errors import UserError
 from lockstep.launch import records
-from lockstep.launch.folder import checkpoint_names
-from lockstep.launch.folder.checkpoint_names import LATEST, MANIFEST, is_confirmation, is_draft, step_in
+from lockstep.launch.folder.checkpoint_names import LATEST, MANIFEST, OWNER, is_confirmation, is_draft, step_in
 from lockstep.runtime.environments.launcher import TORCHRUN_ID, TORCHRUN_RESTARTS
 
-# The file that exists until the newest checkpoint is the one that --resume named, or follows it.
+# The file that exists until the newest checkpoint is the one that --resume named, or follows it. The launcher writes
+# the name of that checkpoint into it.
 GOING_BACK = ".going-back"
 
 # The largest settings or plan file of a run, in bytes.
@@ -34,7 +35,7 @@ WRITTEN = {
     ".": r"\..*|(config|plan|summary|metrics|events|report|model|micro_batch)\b.*|resize|logs|checkpoints|samples",
     "logs": ".*",
     "samples": ".*",
-    "checkpoints": checkpoint_names.WRITTEN,
+    "checkpoints": f"{LATEST}|{OWNER}|step-.*",
 }
 
 
@@ -221,24 +222,52 @@ def stored(run: Path, name: str) -> dict[str, Any]:
         raise UserError(f"the file {name} of the run {run} cannot be read", f"{why}", fix) from None
 
 
+# ---- its checkpoints ----
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """What the checkpoints of a run showed at one moment."""
+
+    # The step of the newest committed checkpoint; while a run goes back to an earlier one, the step of that one.
+    newest: int | None = None
+
+    # Of saves that are not committed yet: how many ranks have confirmed each, and whether one has its manifest.
+    confirmed: frozenset[int] = frozenset()
+    has_manifest: bool = False
+
+    def commit_is_near(self, ranks: int) -> bool:
+        """Return whether all ranks have written a checkpoint that rank 0 has yet to commit, within milliseconds."""
+        return self.has_manifest or ranks in self.confirmed
+
+
+def read_checkpoint_facts(checkpoints: Path) -> CheckpointFacts:
+    """Look at the checkpoints of a run. Raises OSError if that is not possible: then nothing is known about them."""
+    names = _folders_in(checkpoints)
+    confirmed = set()
+    has_manifest = False
+
+    for name in filter(is_draft, names):
+        # It may be renamed at this moment.
+        with suppress(FileNotFoundError):
+            files = os.listdir(checkpoints / name)
+            confirmed.add(sum(map(is_confirmation, files)))
+            has_manifest = has_manifest or MANIFEST in files
+
+    newest = _newest_of(checkpoints, names)
+    return CheckpointFacts(step_in(newest) if newest else None, frozenset(confirmed), has_manifest)
+
+
 def latest(checkpoints: Path) -> Path | None:
-    """Return the newest committed checkpoint; while a run goes back to an earlier one, that one.
+    """Return the newest committed checkpoint, or None; while a run goes back to an earlier one, that one.
 
-    Its contents are not verified; `checkpoint.load` does that.
+    Its contents are not verified; `checkpoint.search` does that.
     """
-    # A commit updates this text file last, so after a kill it may name an older checkpoint than the newest.
-    named = records.read(checkpoints / LATEST).strip()
-    if (checkpoints.parent / GOING_BACK).exists():
-        return None if step_in(named) is None else checkpoints / named
+    with suppress(OSError):
+        newest = _newest_of(checkpoints, _folders_in(checkpoints))
+        return checkpoints / newest if newest else None
 
-    try:
-        with os.scandir(checkpoints) as entries:
-            folders = [entry.name for entry in entries if entry.is_dir()]
-    except OSError:
-        return None
-
-    names = {step: name for name in folders if (step := step_in(name)) is not None}
-    return checkpoints / names[max(names)] if names else None
+    return None
 
 
 def latest_step(checkpoints: Path) -> int | None:
@@ -246,14 +275,24 @@ def latest_step(checkpoints: Path) -> int | None:
     return step_in(checkpoint.name) if checkpoint else None
 
 
-def commit_is_near(checkpoints: Path, ranks: int) -> bool:
-    """Whether all ranks have written a checkpoint that rank 0 has yet to commit, which takes it milliseconds."""
-    for draft in checkpoints.glob("step-*"):
-        # It may be renamed at this moment.
-        with suppress(OSError):
-            names = os.listdir(draft) if is_draft(draft.name) else []
-            confirmed = sum(is_confirmation(name) for name in names)
-            if confirmed == ranks or MANIFEST in names:
-                return True
+def _folders_in(checkpoints: Path) -> list[str]:
+    """Return the folders in RUN/checkpoints. Raises OSError if they cannot be listed."""
+    # Before the first attempt there is no such folder.
+    with suppress(FileNotFoundError), os.scandir(checkpoints) as entries:
+        return [entry.name for entry in entries if entry.is_dir()]
 
-    return False
+    return []
+
+
+def _newest_of(checkpoints: Path, names: list[str]) -> str | None:
+    """Return the name of the newest committed checkpoint among `names`."""
+    # A run that goes back names the checkpoint in one of these files: the launcher in the first, rank 0 in the second.
+    # One that was set aside is never the newest.
+    mark = checkpoints.parent / GOING_BACK
+    if mark.exists():
+        named = [records.read(file).strip() for file in (mark, checkpoints / LATEST)]
+        return next((name for name in named if step_in(name) is not None), None)
+
+    # Otherwise LATEST is not asked: a commit updates it last, so after a kill it may name an older checkpoint.
+    steps = {step: name for name in names if (step := step_in(name)) is not None}
+    return steps[max(steps)] if steps else None

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 from lockstep.launch import records
 from lockstep.launch.folder.election import HeldTerm
 from lockstep.launch.folder.resize import REQUEST
-from lockstep.launch.folder.run_dir import folder_identity
-from lockstep.launch.times import BEAT_S
+from lockstep.launch.folder.run_dir import CheckpointFacts, folder_identity, read_checkpoint_facts
+from lockstep.launch.times import HEARTBEAT_S, LOOK_S, LOST_AFTER_S
 
 # How long the end of a job waits for the thread that looks at the run folder, whose disk may not answer.
 END_S = 2.0
@@ -25,23 +25,27 @@ class FolderWatch:
     other nodes would lose it.
     """
 
-    def __init__(self, run_dir: Path, held_term: HeldTerm | None, loop_is_stuck: Callable[[], bool] = lambda: False):
+    def __init__(self, run_dir: Path, held_term: HeldTerm | None):
         self._run_dir = run_dir
         self._held_term = held_term
 
-        # Whether the coordinator's loop is stuck, for example in a write to a terminal stopped with Ctrl-S. Then this
-        # thread must not write the heartbeat: another node is to take over.
-        self._loop_is_stuck = loop_is_stuck
+        # When the coordinator's loop last came round, as the loop itself says.
+        self.loop_turned_at = time.monotonic()
 
         # The run folder, until it is found missing or replaced.
         self._identity: tuple[int, int] | None = folder_identity(run_dir)
 
-        # What the coordinator's loop reads: whether another node has taken over, the contents of the files that
-        # `lockstep resize` left, whether the run folder is gone, and an error that ended this thread.
+        # What the coordinator's loop reads: what the checkpoints showed last, whether another node has taken over, the
+        # contents of the files that `lockstep resize` left, whether the run folder is gone, and an error that ended
+        # this thread.
+        self.checkpoints = CheckpointFacts()
         self.superseded = False
         self.resize_requests: deque[str] = deque()
         self.removed = False
         self.error: Exception | None = None
+
+        # Held during a look at the checkpoints, so that an older one does not replace a newer one.
+        self._looking = threading.Lock()
 
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True, name="lockstep-folder")
@@ -53,7 +57,7 @@ class FolderWatch:
         try:
             while not self.superseded:
                 self.look_at_folder()
-                if self._closed.wait(BEAT_S):
+                if self._closed.wait(HEARTBEAT_S):
                     return
         except Exception as error:
             # The coordinator's loop raises it, whatever it is: without this thread there is no heartbeat.
@@ -62,16 +66,42 @@ class FolderWatch:
     def look_at_folder(self) -> None:
         """Look once at everything that the coordinator must know."""
         self._look_at_term()
+        self.look_at_checkpoints()
         self._notice_removal()
         self._read_resize_request()
 
     def _look_at_term(self) -> None:
         """Write the heartbeat, and check whether another node has taken over."""
-        if self._held_term is not None:
-            if not self._loop_is_stuck():
-                self._held_term.beat()
+        # The loop may stall, for example in a write to a terminal stopped with Ctrl-S, for as long as it takes the
+        # other nodes to lose this one. Then there is no heartbeat: another node is to take over.
+        stalls = time.monotonic() - self.loop_turned_at > LOST_AFTER_S
+        if self._held_term is not None and not stalls:
+            self._held_term.renew()
 
-            self.superseded = self._held_term.superseded()
+        self.look_for_successor()
+
+    def look_for_successor(self) -> None:
+        """Check whether another node has taken over. The coordinator's loop calls this as well; it may block."""
+        if self._held_term is not None and self._held_term.superseded():
+            self.superseded = True
+
+    def look_at_checkpoints(self) -> CheckpointFacts:
+        """Return what the checkpoints show now or, if the disk fails or does not answer, what they showed last.
+
+        The coordinator's loop calls this as well, when something has happened: what follows must not depend on what was
+        true a second ago.
+        """
+        # If the thread has been waiting for the disk for this long, the loop must go on without it.
+        if not self._looking.acquire(timeout=LOOK_S):
+            return self.checkpoints
+
+        try:
+            with suppress(OSError):
+                self.checkpoints = read_checkpoint_facts(self._run_dir / "checkpoints")
+        finally:
+            self._looking.release()
+
+        return self.checkpoints
 
     def _notice_removal(self) -> None:
         # Nothing that is trained from now on can be saved: the coordinator says so, once.

@@ -57,13 +57,18 @@ def ranks_ahead(suspicion: Suspicion, findings: flight_recorder.Findings) -> lis
     return [rank for rank in steps if steps[rank] < newest and entered[rank] >= least]
 
 
+def is_deadlock(suspicion: Suspicion, evidence: Evidence) -> bool:
+    """Return whether the collectives prove that no rank can advance: more time would not help."""
+    return evidence.findings.deadlock or bool(ranks_ahead(suspicion, evidence.findings))
+
+
 def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
     """Return a failure that names the rank that the others wait for, where they wait, and in which collective."""
     groups = group(evidence.stacks)
     ahead = ranks_ahead(suspicion, evidence.findings)
     awaited = ahead or _awaited(suspicion, evidence, groups)
 
-    # If nothing tells the ranks apart, name the one that has stood still for longest.
+    # If nothing tells the ranks apart, name the one that has stalled for longest.
     if awaited:
         culprit = suspicion.views[awaited[0]]
     else:
@@ -82,7 +87,7 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
 
     who = _who_is_ahead(ahead, suspicion, evidence) or _who(suspicion, awaited)
     return Failure.by_launcher(
-        LauncherFailure.HANG,
+        LauncherFailure.DEADLOCK if is_deadlock(suspicion, evidence) else LauncherFailure.HANG,
         f"{suspicion.reason}; {who}",
         culprit.rank,
         culprit.host,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import operator
 import sys
 import threading
 import time
@@ -224,9 +225,10 @@ def _entered(entries: list[dict[str, Any]]) -> dict[str, dict[int, Collective]]:
         short, description = entry["process_group"]
         name = description if description not in ("", "undefined") else short
 
-        # Sends between two ranks have numbers of their own.
+        # Sends between two ranks have numbers of their own. Only whole numbers can be compared between ranks.
         if not entry.get("is_p2p"):
-            found.setdefault(name, {})[entry["collective_seq_id"]] = Collective.from_entry(entry)
+            number = operator.index(entry["collective_seq_id"])
+            found.setdefault(name, {})[number] = Collective.from_entry(entry)
 
     return found
 

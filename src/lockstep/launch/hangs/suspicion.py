@@ -1,13 +1,15 @@
-"""Suspicion: whether a job stands still, judged by the heartbeats of all its ranks at one moment.
+"""Suspicion: whether a job stalls, judged by the heartbeats of all its ranks at one moment.
+
+Three words: ranks *stall* when they do not advance, for whatever reason. A process is *halted* when it is suspended
+(SIGSTOP), dead or gone. A *hang* is a failure: the verdict about ranks that have stalled for too long.
 
 Each phase has its own limit, learnt from how long the phase took before. As long as one rank is within its own limit
-there is no suspicion, because every other rank may be waiting for that rank. A suspended (SIGSTOP) or dead process is
-always a reason for suspicion; both count as `halted`.
+there is no suspicion, because every other rank may be waiting for that rank. A halted process is always
+a reason for suspicion.
 """
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -32,14 +34,11 @@ BUSY_FACTOR = 12.0
 # Seconds that a process must stay halted before it is suspected: it may continue, or its exit may be reported soon.
 HALTED_S = 3.0
 
-# How much longer a rank may take at a place where an earlier attempt was ended as a hang, for each such attempt.
+# How much longer a rank may take at a step and phase where an earlier attempt hung, for each such attempt.
 RAISE_FACTOR = 4.0
 
-# Minimum, in multiples of `hang.least`, that a rank without a history is given to save and exit when it is asked to.
-PREEMPT_FACTOR = 2.0
-
-# A place where ranks stood still, as (step, phase), and how many attempts ended there.
-Places = Mapping[tuple[int | None, str | None], int]
+# (step, phase) -> how many attempts were ended there as hanging.
+HangPoints = Mapping[tuple[int | None, str | None], int]
 
 
 # ---- one rank ----
@@ -62,11 +61,11 @@ class RankView(heartbeat.HeartbeatView):
 
     @property
     def finished(self) -> bool:
-        """Whether the rank has done its work: its process may be gone."""
-        return self.state in ("Z", "") and self.phase == "end"
+        """Whether the run is closed on this rank: its process may go on for any time, or be gone."""
+        return self.phase_info.after_run
 
     @property
-    def traits(self) -> heartbeat.Phase:
+    def phase_info(self) -> heartbeat.Phase:
         """What is known about the rank's phase."""
         # Another node may send anything.
         return heartbeat.PHASES.get(self.phase, heartbeat.Phase())
@@ -79,10 +78,13 @@ def process_stat(pid: int) -> list[str]:
 
 
 def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
-    """Read a rank's heartbeat and process state. Return None for a process that is gone and never had a heartbeat."""
+    """Read a rank's heartbeat and process state. Return None for a process that is gone and never had a heartbeat.
+
+    Return None as well if the attempt's folder is gone: a rank that trains would seem to be starting for ever.
+    """
     stat = process_stat(pid)
     view = heartbeat.read(folder / f"heartbeat-{rank}")
-    if view is None and not stat:
+    if view is None and not (stat and folder.exists()):
         return None
 
     # A process without a heartbeat counts as starting, from the moment when it was forked.
@@ -99,7 +101,7 @@ def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
 
 # Why the stacks of all ranks are collected: a process is halted; or every rank has reached its limit; or no rank has
 # advanced for a while. In the last case the job fails only if the stacks prove a deadlock.
-SuspicionKind = Literal["halted", "limit", "inquiry"]
+SuspicionKind = Literal["halted", "limit", "stall"]
 
 
 @dataclass(frozen=True)
@@ -111,22 +113,25 @@ class Suspicion:
     awaited: list[int]  # the ranks that the others wait for; none if all wait at the same point
     views: dict[int, RankView]  # by rank
     remedy: str = ""  # the setting to change if this is not a hang
+    limit_can_rise: bool = False  # the limit that was reached is below `hang.first`, up to which it may be raised
 
     @property
     def awaits_halted_rank(self) -> bool:
-        """Whether a rank that the others wait for is suspended, dead or gone."""
+        """Whether a rank that the others wait for is halted."""
         return any(self.views[rank].halted for rank in self.awaited)
 
 
-def suspect(views: list[RankView], limits: HangConfig, places: Places = MappingProxyType({})) -> Suspicion | None:
-    """Return a suspicion if the job as a whole stands still. `views` are all ranks of the job, on all nodes.
+def suspect(
+    views: list[RankView], limits: HangConfig, hang_points: HangPoints = MappingProxyType({})
+) -> Suspicion | None:
+    """Return a suspicion if the job as a whole stalls. `views` are all ranks of the job, on all nodes.
 
-    At `places` an earlier attempt was ended as a hang, so the limit is higher there.
+    At `hang_points` an earlier attempt was ended as a hang, so the limit is higher there.
     """
     working = [view for view in views if not view.finished]
     by_rank = {view.rank: view for view in working}
 
-    # A rank that is traced by a debugger may stand still for any time.
+    # A rank that is traced by a debugger may stall for any time.
     if any(view.state == "t" for view in working):
         return None
 
@@ -141,26 +146,24 @@ def suspect(views: list[RankView], limits: HangConfig, places: Places = MappingP
 
     # One rank within its limit is enough: the others may be waiting for it.
     peers = Peers(working)
-    rank_limits = {view.rank: raised_limit(view, peers, limits, places) for view in working}
+    rank_limits = {view.rank: raised_limit(view, peers, limits, hang_points) for view in working}
     if not working or any(view.age <= rank_limits[view.rank].seconds for view in working):
         return None
 
     youngest = min(view.age for view in working)
-    longest, setting = max(rank_limits.values())
-    reason = f"no rank has advanced for {youngest:.1f} s (limit {longest:.1f} s, by {setting})"
+    longest = max(rank_limits.values())
+    reason = f"no rank has advanced for {youngest:.1f} s (limit {longest.seconds:.1f} s, by {longest.setting})"
+    remedy = f"if this is slow work, not a hang: {longest.setting}={2 * longest.value:g}"
 
-    # The setting as a number, doubled: that is what to type.
-    value = getattr(limits, setting.removeprefix("hang."))
-    remedy = f"if this is slow work, not a hang: {setting}={2 * value:g}"
-
-    return Suspicion("limit", reason, awaited_ranks(working), by_rank, remedy)
+    return Suspicion("limit", reason, awaited_ranks(working), by_rank, remedy, longest.seconds < limits.first)
 
 
 class Limit(NamedTuple):
-    """How many seconds a rank may stay in its phase, and the setting that this limit comes from."""
+    """How many seconds a rank may stay in its phase, and the setting that this limit comes from, with its value."""
 
     seconds: float
-    setting: str
+    setting: Literal["hang.first", "hang.least", "hang.factor"]
+    value: float
 
 
 class Peers:
@@ -171,86 +174,63 @@ class Peers:
         self.longest: dict[str, float] = {}  # phase -> the longest stay of any rank
 
         for view in views:
-            self.none_waits = self.none_waits and not view.traits.waits
+            self.none_waits = self.none_waits and not view.phase_info.waits
             for phase, seconds in view.longest.items():
                 if seconds > self.longest.get(phase, 0.0):
                     self.longest[phase] = seconds
 
 
-def raised_limit(view: RankView, peers: Peers, limits: HangConfig, places: Places) -> Limit:
+def raised_limit(view: RankView, peers: Peers, limits: HangConfig, hang_points: HangPoints) -> Limit:
     """Return `limit_of` this rank, or more.
 
     It is raised if the rank is visibly at work, because one long batch is not a hang, and if an earlier attempt was
     ended as a hang at this step and phase.
     """
-    seconds, setting = limit_of(view, peers, limits)
-
-    busy = BUSY_FACTOR * limits.least
+    limit = limit_of(view, peers, limits)
 
     # Work that can be seen, or that all ranks do at once, gets more time.
-    if (_is_busy(view) or peers.none_waits) and busy > seconds:
-        seconds, setting = busy, "hang.least"
+    if _is_busy(view) or peers.none_waits:
+        limit = max(limit, Limit(BUSY_FACTOR * limits.least, "hang.least", limits.least))
 
     # For each earlier attempt, but never more than a phase without a history gets.
-    times = places.get((view.step, view.phase), 0)
-    return Limit(max(seconds, min(seconds * RAISE_FACTOR**times, limits.first)), setting)
+    times = hang_points.get((view.step, view.phase), 0)
+    raised = min(limit.seconds * RAISE_FACTOR**times, limits.first)
+    return limit._replace(seconds=max(limit.seconds, raised))
 
 
 def _is_busy(view: RankView) -> bool:
     """Return whether the process of a rank runs or waits for a disk, in a phase in which it waits for no other rank."""
-    return not view.traits.waits and view.state in ("R", "D")
-
-
-def preempt_limit(view: RankView, peers: Peers, limits: HangConfig) -> float:
-    """Return how many seconds this rank may stand still after it was asked to save and exit; then it is killed."""
-    if view.traits.saves:
-        return math.inf  # it is killed when `restart.grace` is over
-
-    # Before its first step ends, a rank has nothing to save.
-    limit = PREEMPT_FACTOR * limits.least
-    if not view.steps_here:
-        return limit
-
-    # `hang.first` would be too long here: a rank that computes is worth waiting for, a rank that sleeps is not.
-    if _has_history(view):
-        limit = limit_of(view, peers, limits).seconds
-    else:
-        limit = max(limit, limits.factor * view.longest.get(view.phase, 0.0))
-
-    if _is_busy(view):
-        limit = max(limit, BUSY_FACTOR * limits.least)
-
-    return limit
+    return not view.phase_info.waits and view.state in ("R", "D")
 
 
 def _has_history(view: RankView) -> bool:
     """Return whether earlier visits say how long this phase takes."""
-    return view.traits.duration != "unpredictable" and view.steps_here > 0 and bool(view.longest.get(view.phase))
+    return view.phase_info.duration != "unpredictable" and view.steps_here > 0 and bool(view.longest.get(view.phase))
 
 
 def limit_of(view: RankView, peers: Peers, limits: HangConfig) -> Limit:
     """Return how many seconds this rank may stay in its phase, and the setting that says so."""
     if not _has_history(view):
-        return Limit(limits.first, "hang.first")
+        return Limit(limits.first, "hang.first", limits.first)
 
     # In a collective this rank also waits for everything that the other ranks do before they enter it.
-    steady = view.traits.duration == "steady"
+    steady = view.phase_info.duration == "steady"
     phases = {view.phase} | BEFORE_EXCHANGE if steady else {view.phase}
     longest = max(peers.longest.get(phase, 0.0) for phase in phases)
 
     least = limits.least * (1.0 if steady else IO_FACTOR)
     learnt = limits.factor * longest
     if learnt > least:
-        return Limit(learnt, "hang.factor")
+        return Limit(learnt, "hang.factor", limits.factor)
 
-    return Limit(least, "hang.least")
+    return Limit(least, "hang.least", limits.least)
 
 
 def awaited_ranks(views: list[RankView]) -> list[int]:
     """Return the ranks for which the others wait: ranks that do not wait themselves, or are at an earlier step."""
     # Usually the culprit is not in a collective, or in one of an earlier step.
     newest = max(view.step for view in views)
-    awaited = [view.rank for view in views if not view.traits.waits or view.step < newest]
+    awaited = [view.rank for view in views if not view.phase_info.waits or view.step < newest]
     if awaited:
         return awaited
 

@@ -18,14 +18,13 @@ from typing import Any
 from lockstep.config.sections import HangConfig
 from lockstep.launch.failure import Failure
 from lockstep.launch.hangs import flight_recorder
-from lockstep.launch.hangs.explanation import Evidence, explain, gil_holders, ranks_ahead
+from lockstep.launch.hangs.explanation import Evidence, explain, gil_holders, is_deadlock
 from lockstep.launch.hangs.suspicion import (
+    HangPoints,
     Peers,
-    Places,
     RankView,
     Suspicion,
     awaited_ranks,
-    preempt_limit,
     raised_limit,
     suspect,
 )
@@ -33,10 +32,10 @@ from lockstep.launch.hangs.suspicion import (
 # How long a rank that compiles is left alone before it is asked again.
 COMPILING_S = 10.0
 
-# Seconds without progress before the ranks are asked where they are, whatever their limits.
-INQUIRE_S = 45.0
+# Seconds without progress after which the screen says where the ranks are, whatever their limits.
+STALL_S = 45.0
 
-# A launcher that did not look for this long was itself suspended or starved, and perhaps so were its ranks.
+# A launcher that did not look for this long was itself halted or starved, and perhaps so were its ranks.
 UNWATCHED_S = 3.0
 
 # In any thread: on a GPU a thread of torch compiles the backward pass. A compiled model no longer shows these frames.
@@ -46,18 +45,18 @@ _COMPILING = re.compile(r'/torch/_dynamo/convert_frame\.py"|/torch/_inductor/com
 class Watchdog:
     """Watches the ranks of one attempt: their heartbeats, and on suspicion their stacks and collectives."""
 
-    def __init__(self, limits: HangConfig, places: Places = MappingProxyType({})):
+    def __init__(self, limits: HangConfig, hang_points: HangPoints = MappingProxyType({})):
         self._limits = limits
 
         # Where earlier attempts were ended as hanging.
-        self._places = places
+        self._hang_points = hang_points
 
         # Node -> its ranks, as of its last heartbeat.
         self._views: dict[int, list[RankView]] = {}
 
-        # Whether the screen already says that no rank advances, and the beats of all ranks at the last inquiry.
+        # Whether the screen already says that no rank advances, and the beats of all ranks at the last stall.
         self._warned = False
-        self._beats_when_asked: dict[int, int] = {}
+        self._beats_at_stall: dict[int, int] = {}
 
         # Start of the current unbroken watch, and time of the last look.
         self._watched_since = -math.inf
@@ -119,7 +118,7 @@ class Watchdog:
         self._last_look = now
         self._halted = {view.rank: self._halted.get(view.rank, now) for view in views if view.halted}
 
-        # No rank can have stood still for longer than it was watched.
+        # No rank can have stalled for longer than it was watched.
         watched = now - self._watched_since
         seen = []
         for view in views:
@@ -132,55 +131,50 @@ class Watchdog:
 
         self._suspicion = None
         if now >= self._quiet_until:
-            self._suspicion = suspect(seen, self._limits, self._places) or self._inquiry(seen)
+            self._suspicion = suspect(seen, self._limits, self._hang_points) or self._stall(seen)
 
         return self._suspicion
 
-    def _inquiry(self, views: list[RankView]) -> Suspicion | None:
-        """Return a reason to ask where the ranks are, long before a limit is reached; once for each standstill."""
+    def _stall(self, views: list[RankView]) -> Suspicion | None:
+        """Return a suspicion long before a limit is reached, to show where the ranks are; once for each stall."""
         beats = {view.rank: view.beats for view in views}
         working = [view for view in views if not view.finished]
         youngest = min((view.age for view in working), default=0.0)
         in_debugger = any(view.state == "t" for view in working)
 
-        # Not while a rank advances, nor in a debugger, nor twice for the same standstill.
-        if youngest < INQUIRE_S or in_debugger or beats == self._beats_when_asked:
+        # Not while a rank advances, nor in a debugger, nor twice for the same stall.
+        if youngest < STALL_S or in_debugger or beats == self._beats_at_stall:
             return None
 
-        self._beats_when_asked = beats
+        self._beats_at_stall = beats
 
         # The rank to name is one that does not wait for others, if there is one.
-        named = min(working, key=lambda view: (view.traits.waits, view.rank))
+        named = min(working, key=lambda view: (view.phase_info.waits, view.rank))
         peers = Peers(working)
 
-        limit, setting = max(raised_limit(view, peers, self._limits, self._places) for view in working)
+        limit = max(raised_limit(view, peers, self._limits, self._hang_points) for view in working)
         where = f"rank {named.rank} has been in phase {named.phase} of step {named.step} for {named.age:.0f} s"
-        reason = f"no rank has advanced for {youngest:.0f} s: {where}; the limit is {limit:.0f} s, by {setting}"
+        applies = f"the limit is {limit.seconds:.0f} s, by {limit.setting}"
+        reason = f"no rank has advanced for {youngest:.0f} s: {where}; {applies}"
 
-        return Suspicion("inquiry", reason, awaited_ranks(working), {view.rank: view for view in working})
+        return Suspicion("stall", reason, awaited_ranks(working), {view.rank: view for view in working})
 
-    def take_remark(self) -> str | None:
-        """Return, once per attempt, what to show of an inquiry that proved nothing: where the ranks are."""
+    def take_stall_report(self) -> str | None:
+        """Return, once per attempt, where the ranks are in a stall that is no proven deadlock."""
         suspicion = self._suspicion
-        if suspicion is None or suspicion.kind != "inquiry" or self._warned or self._moved(suspicion):
+        if suspicion is None or suspicion.kind != "stall" or self._warned or self._moved(suspicion):
             return None
 
         self._warned = True
         where = explain(suspicion, self._evidence(suspicion)).traceback.splitlines()
         return "\n".join([suspicion.reason, *(f"  {line}" for line in where)])
 
-    def ranks_standing_still(self, running: Collection[int], preempted_at: float, now: float) -> list[RankView]:
-        """Return all ranks if none has moved within its limit since they were asked to save and exit; otherwise []."""
+    def nothing_to_save(self, running: Collection[int]) -> bool:
+        """Return whether no rank that runs has ended a step of this attempt, and none is saving."""
         views = [view for view in self._all_views if view.rank in running]
 
         # Without a view of every rank nothing is certain.
-        too_early = now - preempted_at <= self._limits.least
-        if too_early or len(views) < len(running):
-            return []
-
-        peers = Peers(views)
-        moves = any(view.age <= preempt_limit(view, peers, self._limits) for view in views)
-        return [] if moves else views
+        return len(views) == len(running) and not any(view.steps_here or view.phase_info.saves for view in views)
 
     def _moved(self, suspicion: Suspicion) -> bool:
         """Return whether a rank has sent another heartbeat since the suspicion."""
@@ -188,9 +182,9 @@ class Watchdog:
         return any(beats.get(view.rank, view.beats) != view.beats for view in suspicion.views.values())
 
     @property
-    def reached_a_limit(self) -> bool:
-        """Whether the current suspicion is about a limit, and not about a halted process or a proven deadlock."""
-        return self._suspicion is not None and self._suspicion.kind == "limit"
+    def limit_can_rise(self) -> bool:
+        """Whether the current suspicion is about a limit that can be raised, and not about a halted process."""
+        return self._suspicion is not None and self._suspicion.limit_can_rise
 
     def verdict(self) -> Failure | None:
         """Return the failure, after stacks were collected; None if the ranks turn out to be busy."""
@@ -207,10 +201,10 @@ class Watchdog:
 
         # Within their limits ranks may just be slow, unless they wait for each other in different collectives.
         evidence = self._evidence(suspicion)
-        if suspicion.kind != "inquiry":
+        if suspicion.kind != "stall":
             return explain(suspicion, evidence)
 
-        if not (evidence.findings.deadlock or ranks_ahead(suspicion, evidence.findings)):
+        if not is_deadlock(suspicion, evidence):
             return None
 
         youngest = min(view.age for view in suspicion.views.values())
@@ -222,7 +216,7 @@ class Watchdog:
         # If torch has changed its format, only the stacks are used. A rank that did not answer cannot be compared.
         findings = flight_recorder.Findings()
         if len(self._collectives) >= len(suspicion.views):
-            with contextlib.suppress(KeyError, TypeError, ValueError):
+            with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
                 findings = flight_recorder.analyse(self._collectives)
 
         return Evidence(self._stacks, findings, gil_holders(self._stacks, self._collectives))

@@ -21,21 +21,21 @@ from lockstep.launch.job import COORDINATOR, FROM_LAUNCHER, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes.search import CoordinatorRole, Membership, NextStep, Search
 from lockstep.launch.terminal import say, shares_log
-from lockstep.launch.times import BEAT_S
+from lockstep.launch.times import HEARTBEAT_S
 from lockstep.launch.wire.acceptor import Acceptor
 from lockstep.launch.wire.connections import Connection, ConnectionLost, Garbled, Hub, local_address
-from lockstep.launch.wire.lines import wait_readable
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
     Hello,
     JobEnd,
-    Message,
     Refused,
     SignalReceived,
+    ToNode,
     Welcome,
 )
 from lockstep.launch.wire.secret import find_secret
+from lockstep.launch.wire.sockets import wait_readable
 
 
 class NodeLauncher:
@@ -140,7 +140,7 @@ class NodeLauncher:
                 say(f"lockstep: the coordinating node {where} is lost: {lost}; the ranks here were killed")
                 return self._search.after_loss(last, str(lost))
 
-    def _join(self, connection: Connection) -> list[Message]:
+    def _join(self, connection: Connection) -> list[ToNode]:
         """Join the job and adopt the coordinator's choices. Return the first orders."""
         nproc = self._agent.nproc if self._agent else self._job.nproc
         hello = Hello(self._name, nproc, self._job.identity)
@@ -154,7 +154,7 @@ class NodeLauncher:
         # Orders may arrive before the two messages that are the answer.
         welcome: Welcome | None = None
         state: CoordinatorState | None = None
-        orders: list[Message] = []
+        orders: list[ToNode] = []
 
         while welcome is None or state is None:
             for message in received(connection):
@@ -193,7 +193,7 @@ class NodeLauncher:
         self._search.adopt(job, new_term=last is not None and last.term != welcome.term)
         self._membership = Membership(welcome.term, welcome.number, state, local_address)
 
-    def _carry_out_orders(self, agent: Agent, connection: Connection, orders: list[Message]) -> JobEnd:
+    def _carry_out_orders(self, agent: Agent, connection: Connection, orders: list[ToNode]) -> JobEnd:
         """Carry out orders and send what happens on this node. `orders` came with the welcome."""
         assert self._membership is not None
         next_beat = 0.0
@@ -212,6 +212,9 @@ class NodeLauncher:
                     case CoordinatorState():
                         self._membership = replace(self._membership, state=message)
 
+                    case Welcome() | Refused():
+                        pass  # the answer to a node that asks to join, which this one has done
+
                     case _:
                         agent.carry_out(message)
 
@@ -224,8 +227,8 @@ class NodeLauncher:
 
             # The coordinator drops a node that is silent for too long.
             if time.monotonic() >= next_beat:
-                next_beat = time.monotonic() + BEAT_S
-                connection.send(agent.node_beat())
+                next_beat = time.monotonic() + HEARTBEAT_S
+                connection.send(agent.heartbeat())
 
             orders = received(connection, *agent.sockets())
 
@@ -239,7 +242,18 @@ def adopt(job: Job, welcome: Welcome) -> Job:
     return replace(job, run_dir=Path(welcome.run_dir), spec=spec)
 
 
-def received(connection: Connection, *others: Any) -> list[Message]:
-    """Return the messages that arrive within a moment; return early if one of the `others` becomes readable."""
+def received(connection: Connection, *others: Any) -> list[ToNode]:
+    """Return the messages that arrive within a moment; return early if one of the `others` becomes readable.
+
+    Raises Garbled for a message that no coordinator sends.
+    """
     wait_readable([connection, *others], WAIT_S)
-    return connection.receive(time.monotonic())
+
+    messages: list[ToNode] = []
+    for message in connection.receive(time.monotonic()):
+        if not isinstance(message, ToNode):
+            raise Garbled(f"{type(message).__name__} is not for a node")
+
+        messages.append(message)
+
+    return messages

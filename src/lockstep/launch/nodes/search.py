@@ -17,7 +17,7 @@ from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.folder import election
 from lockstep.launch.folder.election import CounterWatch, HeldTerm, TakeoverWatch, Term
 from lockstep.launch.folder.locks import break_locks, hold
-from lockstep.launch.folder.resize import remove_old_requests
+from lockstep.launch.folder.start_from import hold_for_new_job
 from lockstep.launch.job import Job, parse_address
 from lockstep.launch.jsonl import EVENTS
 from lockstep.launch.terminal import say, shares_log
@@ -247,8 +247,7 @@ class Search:
         `resources` holds the listener; the role takes it over.
         """
         # This comes first: it raises if another job holds the folder, whose term file must stay.
-        resources.enter_context(hold(self._job.run_dir))
-        remove_old_requests(self._job.run_dir)
+        resources.enter_context(hold_for_new_job(self._job.run_dir, self._job.goes_back_to))
         held_term = self._try_term(None, listener)
 
         return CoordinatorRole(resources.pop_all(), listener, held_term) if held_term else None
@@ -278,29 +277,22 @@ class Search:
         while now - began < CONNECT_S:
             term, readable = self._newest_term()
 
-            # There is a term: its coordinator may be alive, or replaced, or lost.
-            if term is not None:
+            # A folder that cannot be read says nothing about the job. One without a term file says that its coordinator
+            # has ended the job, unless a successor is about to write the next.
+            if term is not None or not readable:
                 last_seen = now
-
-                next_step = self._look_at_term(term, last, watch, now, why)
-                if next_step:
-                    return next_step
-
-            # Its coordinator has ended the job, and removed the file.
-            elif readable and now - last_seen >= GONE_S:
+            elif now - last_seen >= GONE_S:
                 return self._job_has_ended()
-            else:
-                # A folder that cannot be read says nothing about the job.
-                if not readable:
-                    last_seen = now
 
+            # There is a term: its coordinator may be alive, or replaced, or lost.
+            if term is None:
                 watch.reset()
+            elif next_step := self._look_at_term(term, last, watch, now, why):
+                return next_step
 
-            # Checked last: if a successor exists, join it and pass the signal on, rather than end here. A successor
-            # whose counter stands still is lost as well.
-            newer = term is not None and term.number > last.term.number
-            has_successor = newer and watch.still_for(now) < LOST_AFTER_S
-            if self._signals and not (has_successor and now - began < DELIVER_S):
+            # Checked last: a successor that can be joined soon gets the signal, and ends the job on all nodes.
+            may_join = term is not None and self._may_join(term, last, watch, now) and now - began < DELIVER_S
+            if self._signals and not may_join:
                 return self._end_on_signal()
 
             time.sleep(SEARCH_RETRY_S)
@@ -309,6 +301,10 @@ class Search:
         minutes = f"{CONNECT_S / 60:.0f} minutes"
         lost = f"the connection to {last.term.address} was lost: {why}"
         return self.end_alone(f"no coordinating node could be reached within {minutes} ({lost})")
+
+    def _may_join(self, term: Term, last: Membership, watch: TakeoverWatch, now: float) -> bool:
+        """Return whether the term is that of a successor. One whose counter stands still is lost as well."""
+        return term.number > last.term.number and watch.still_for(now) < LOST_AFTER_S
 
     def _look_at_term(
         self, term: Term, last: Membership, watch: TakeoverWatch, now: float, why: str

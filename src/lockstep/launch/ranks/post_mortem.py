@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 import shutil
 import signal
-from dataclasses import replace
+import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep.launch import frames, records
-from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure, RankExit
+from lockstep.launch.failure import ABORTED_UNREAD, PREEMPTED, Failure, LauncherFailure, RankExit
 from lockstep.launch.hangs import stacks
 from lockstep.launch.ranks import rank_record
-from lockstep.launch.ranks.local_rank import LocalRank
 from lockstep.runtime import heartbeat
 
 # How much of the end of a log is read, in bytes, and how many of its lines are shown.
@@ -24,6 +24,9 @@ LAST_LINES = 10
 
 # Where worker processes put the batches that they share with their rank.
 SHARED_MEMORY = Path("/dev/shm")
+
+# How often OOM kills are counted.
+COUNT_OOM_KILLS_S = 30.0
 
 # Warnings of torch's native code, about name servers for example, which do not explain a failure.
 _TORCH_WARNING = re.compile(r"\[W\S+ \S+ \w+\.cpp")
@@ -36,15 +39,51 @@ _ABORT_REASON = re.compile(
 )
 
 
+class OomKills:
+    """Counts now and then how many processes the kernel has killed for lack of memory, while the ranks run.
+
+    A count that is larger when a rank has died of SIGKILL explains its death. A rank that the kernel kills may take a
+    while to end, because its memory is freed first: so its end is compared with the count `before` the last one.
+    """
+
+    def __init__(self) -> None:
+        self.before = self._last = oom_kills()
+        self._counted = time.monotonic()
+
+    def count(self) -> None:
+        """Count again, if that is due: a kill of long ago is not the cause of a later SIGKILL."""
+        if time.monotonic() - self._counted > COUNT_OOM_KILLS_S:
+            self.before, self._last = self._last, oom_kills()
+            self._counted = time.monotonic()
+
+
+@dataclass
+class LocalRank:
+    """A rank of this node, and what shows how it ended."""
+
+    number: int
+    host: str
+    folder: Path  # the attempt's
+    log: Path | None
+    log_began: int = 0  # the size of the log when this rank was started
+    oom_kills: OomKills = field(default_factory=OomKills)
+    pid: int | None = None  # None until the zygote forks it
+
+
 def examine(rank: LocalRank, code: int, when: float) -> RankExit:
     """Return how a rank ended with this exit code. `when`: the time at which its end was noticed."""
-    # An exit with code 0 is an end as planned only if the rank has said so.
+    # These codes mean an end as planned, or as asked for, only if the rank has said so.
     end_note = rank_record.end_note(rank.folder, rank.number)
-    if code == PREEMPTED or (code == 0 and end_note.exists()):
+    if code == 0 and end_note.exists():
         return RankExit(code, exit_line=records.read(end_note))
 
+    preemption_note = rank_record.preemption_note(rank.folder, rank.number)
+    if code == PREEMPTED and preemption_note.exists():
+        unsaved = records.read(preemption_note)
+        return RankExit(code, unsaved_step=int(unsaved) if unsaved.isdecimal() else None)
+
     # A rank that was killed has left no record.
-    log = records.read(rank.log, rank.log_began, most=LOG_SIZE) if rank.log else ""
+    log = records.read(rank.log, rank.log_began, most=LOG_SIZE) if rank.log else None
     try:
         failure = rank_record.read(rank.folder, rank.number)
     except ValueError:
@@ -59,12 +98,12 @@ def examine(rank: LocalRank, code: int, when: float) -> RankExit:
     if view is not None:
         failure = replace(failure, step=view.step, phase=view.phase)
 
-    last_lines = [line for line in log.splitlines() if not _TORCH_WARNING.match(line)][-LAST_LINES:]
+    last_lines = [line for line in (log or "").splitlines() if not _TORCH_WARNING.match(line)][-LAST_LINES:]
 
     return RankExit(code, replace(failure, host=rank.host, log="\n".join(last_lines)))
 
 
-def _without_record(rank: LocalRank, code: int, when: float, log: str) -> Failure:
+def _without_record(rank: LocalRank, code: int, when: float, log: str | None) -> Failure:
     """Return the failure of a rank that left no record, by its exit code: a negative one is a signal."""
     if code == 0:
         text = "ended with code 0 before its work was done (os._exit, in the program or in a library)"
@@ -74,7 +113,7 @@ def _without_record(rank: LocalRank, code: int, when: float, log: str) -> Failur
         return Failure.by_launcher(LauncherFailure.EXIT, f"ended with code {code}", rank.number, rank.host, when=when)
 
     kind = signal_name(-code)
-    message = _explain_signal(kind, rank.oom_kills_before, log)
+    message = _explain_signal(kind, rank.oom_kills.before, log)
 
     # A rank cannot react to SIGKILL: any stack on file is from an earlier hang check. Otherwise the
     # crash was most likely in the main thread, so threads of torch are left out.
@@ -90,8 +129,11 @@ def signal_name(number: int) -> str:
     return named[0] if named else f"SIG{number}"
 
 
-def _explain_signal(name: str, oom_kills_before: int | None, log: str) -> str:
-    """Return what the signal that ended a rank says about the cause. `log` is what the rank has written."""
+def _explain_signal(name: str, oom_kills_before: int | None, log: str | None) -> str:
+    """Return what the signal that ended a rank says about the cause.
+
+    `log` is what the rank has written; None if that went to the terminal.
+    """
     match name:
         case "SIGKILL":
             # The kernel uses SIGKILL, and no other signal, when memory runs out.
@@ -116,6 +158,9 @@ def _explain_signal(name: str, oom_kills_before: int | None, log: str) -> str:
             return "segmentation fault in native code"
 
         case "SIGABRT":
+            if log is None:
+                return ABORTED_UNREAD
+
             reasons = [found[1] or found[2] for found in _ABORT_REASON.finditer(log)]
             if reasons:
                 return f"native code aborted: {reasons[-1]}"

@@ -7,11 +7,11 @@ No rank outlives its job. What kills it depends on what has died:
 
     the launcher        the lifeline pipe closes, and the rank kills itself (`_die_when_abandoned`). If it is suspended
                         or holds the GIL, the zygote kills it, because the zygote's socket closes as well
-                        (`ForkServer.clean_up`).
+                        (`Zygote.clean_up`).
     the zygote          the kernel kills the rank: PR_SET_PDEATHSIG (`parent_death.die_with_parent`). The agent kills
                         its process group as well, with its worker processes (`Agent._replace_zygote`).
     another rank        the agent kills the rank's process group (`Agent._begin_kill`)
-    the rank itself     the zygote kills the worker processes that it leaves (`ForkServer._reap`)
+    the rank itself     the zygote kills the worker processes that it leaves (`Zygote._reap`)
 
 If a coordinator lives but was superseded, its rank 0 sees that the term file is gone and kills itself
 (`_die_when_abandoned`). The coordinator sees the same and kills the other ranks (`Coordinator.run`). If the coordinator
@@ -31,13 +31,15 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
+from lockstep.errors import Preempted
 from lockstep.launch.failure import CLEAN, PREEMPTED
 from lockstep.launch.folder.election import TermFile
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.ranks import rank_record
-from lockstep.launch.wire.lines import wait_readable
+from lockstep.launch.wire.sockets import wait_readable
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, TERM_FILE
 
 # How often rank 0 of a job on several machines checks whether its coordinator has been superseded.
@@ -59,10 +61,15 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
         work(spec)
     except BaseException as error:
         # Also SystemExit and KeyboardInterrupt: however the user's code ends, the launcher must learn it.
-        code = error.code if isinstance(error, SystemExit) else 1
-        if code in (None, *CLEAN):
+        # A program that cleans up after a preemption may then call sys.exit with its code.
+        preempted = error if isinstance(error, Preempted) else error.__context__
+        if isinstance(preempted, Preempted):
+            rank_record.note_preemption(folder, rank, preempted.step if preempted.save_failed else None)
+            exit_without_teardown(PREEMPTED)
+
+        if isinstance(error, SystemExit) and error.code in (None, 0):
             rank_record.note_end(folder, rank, rank_record.raising_line(error))
-            exit_without_teardown(PREEMPTED if code else 0)
+            exit_without_teardown(0)
 
         rank_record.record_exception(folder, rank, error)
 
@@ -74,6 +81,12 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
 
     rank_record.note_end(folder, rank)
     exit_without_teardown(0)
+
+
+def exit_at_once(number: int, frame: FrameType | None) -> NoReturn:
+    """End this rank on a signal that asks it to save and exit, because it has nothing to save yet."""
+    rank_record.note_preemption(Path(os.environ[ATTEMPT_FOLDER]), int(os.environ["RANK"]))
+    os._exit(PREEMPTED)
 
 
 def _keep_sockets_in(folder: Path) -> None:

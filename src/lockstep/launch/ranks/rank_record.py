@@ -1,10 +1,11 @@
-"""What a rank leaves in its attempt's folder about its own end: a failure record, or a note that its work is done.
+"""What a rank leaves in its attempt's folder about its own end: a failure record, or a note that it has not failed.
 
     rank-3.json     the failure record of rank 3
     ended-3         rank 3 has ended as planned
+    preempted-3     rank 3 has exited because it was asked to; the step, if its save failed
     error-3         the exception of rank 3 itself, for the process that called `lockstep.fit`
 
-`post_mortem.py` reads the first two in the launcher.
+`post_mortem.py` reads the first three in the launcher.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from lockstep.errors import OutOfStep, UserError
 from lockstep.launch import records
-from lockstep.launch.failure import Failure
+from lockstep.launch.failure import Failure, follows_lost_peer
 from lockstep.launch.frames import Frame
 
 # ---- the failure record ----
@@ -49,6 +50,7 @@ def record_exception(folder: Path, rank: int, error: BaseException) -> None:
         traceback="".join(traceback.format_exception(error)),
         for_user=isinstance(error, UserError),
         cause=error.cause if isinstance(error, UserError) else "",
+        follows_lost_peer=follows_lost_peer(error),
     )
     write(folder, rank, failure)
 
@@ -93,6 +95,20 @@ def note_end(folder: Path, rank: int, exit_line: str = "") -> None:
 def end_note(folder: Path, rank: int) -> Path:
     """Return the path of a rank's note that it has ended as planned."""
     return folder / f"ended-{rank}"
+
+
+def note_preemption(folder: Path, rank: int, unsaved_step: int | None = None) -> None:
+    """Note that this rank exits because it was asked to, because a program may call `sys.exit` with the same code.
+
+    `unsaved_step`: the step at which it should have saved, if that save failed.
+    """
+    with contextlib.suppress(OSError):
+        preemption_note(folder, rank).write_text("" if unsaved_step is None else str(unsaved_step))
+
+
+def preemption_note(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's note that it has exited because it was asked to."""
+    return folder / f"preempted-{rank}"
 
 
 def raising_line(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure
+from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.ranks import rank_process, rank_record
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER
 from lockstep.runtime.parent_death import die_with_parent, signal_on_parents_death
@@ -69,6 +69,7 @@ class RankChange:
 
 def main(arguments: Sequence[str]) -> None:
     """Import everything, then fork ranks until the launcher closes the socket."""
+    # The number of an inherited socket, MODULE:FUNCTION that a rank runs, and modules that are worth importing once.
     descriptor, entry, *preload = arguments
     control = socket.socket(fileno=int(descriptor))
 
@@ -86,7 +87,8 @@ def main(arguments: Sequence[str]) -> None:
     for name in preload:
         importlib.import_module(name)
 
-    # The user's own modules may be in the working folder, which is searched last.
+    # The user's own modules may be in the working folder, which is searched last: a file named like a module of ours
+    # must not be imported in its place.
     sys.path.append(os.getcwd())
 
     # Frozen objects stay shared by all ranks, because no garbage collection of a rank touches them.
@@ -94,7 +96,7 @@ def main(arguments: Sequence[str]) -> None:
     gc.freeze()
     gc.enable()
 
-    server = ForkServer(control, work)
+    server = Zygote(control, work)
     with contextlib.suppress(ConnectionError):
         server.serve()
 
@@ -103,8 +105,11 @@ def main(arguments: Sequence[str]) -> None:
     os._exit(0)
 
 
-class ForkServer:
-    """Forks a rank for each request that arrives on `control`, and reports there when ranks end."""
+class Zygote:
+    """Forks a rank for each request that arrives on `control`, and reports there when ranks end.
+
+    It waits for two things at once, requests and the ends of its children, and has no thread for either.
+    """
 
     def __init__(self, control: socket.socket, work: Work):
         self._control = control
@@ -112,7 +117,6 @@ class ForkServer:
 
         # A pipe wakes `serve` when a child ends.
         self._woken, self._bell = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-
         self._children: dict[int, int] = {}  # process -> rank
 
         # The folders of all attempts, and those in which the system has refused the process of a rank.
@@ -121,6 +125,8 @@ class ForkServer:
 
     def serve(self) -> NoReturn:
         """Fork ranks and report their ends. Raises ConnectionError when the launcher is gone."""
+        # Python writes to the pipe only for signals that have a handler, so this one has one that does nothing. A full
+        # pipe is no problem: one byte in it is enough.
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._bell, warn_on_full_buffer=False)
 
@@ -133,6 +139,7 @@ class ForkServer:
         while True:
             readable = [descriptor for descriptor, _ in poll.poll()]
 
+            # Emptied before the look at the children: one that ends after the look rings again.
             if self._woken in readable:
                 os.read(self._woken, 4096)
                 self._reap()
@@ -143,8 +150,8 @@ class ForkServer:
 
     def _answer(self, request: dict[str, Any], fds: list[int]) -> None:
         """Fork the rank of a request, which gets its file descriptors, and report its process."""
-        rank, folder = request["rank"], Path(request["env"][ATTEMPT_FOLDER])
-
+        rank = request["rank"]
+        folder = Path(request["env"][ATTEMPT_FOLDER])
         self._folders.add(folder)
         try:
             pid = self._fork(folder)
@@ -166,6 +173,7 @@ class ForkServer:
 
     def _fork(self, folder: Path) -> int:
         """Fork; try for a while if the system refuses, unless it has refused another rank of this attempt."""
+        # All ranks of an attempt are asked for at once, and each of them would wait in vain as long as the first did.
         zygote = os.getpid()
         give_up = time.monotonic() + (0.0 if folder in self._refused else FORK_S)
 
@@ -181,6 +189,7 @@ class ForkServer:
                 time.sleep(FORK_RETRY_S)
                 self._reap()
 
+        # In the rank, at once: what the kernel knows of its parent's death is not inherited by a fork.
         if pid == 0:
             die_with_parent(zygote)
 
@@ -204,8 +213,9 @@ class ForkServer:
 
     def clean_up(self) -> None:
         """Kill the ranks and remove the folders of their attempts."""
-        # All are killed before the first is waited for, which may take long to die. A rank is reaped only after its
-        # process group is killed: until then no other process gets its number.
+        # All are killed before the first is waited for, which may take long to die: a process inside a driver, of a GPU
+        # or a network disk, ends only when that returns. A rank is reaped only after its process group is killed: until
+        # then no other process gets its number.
         for pid in self._children:
             kill_process_group(pid)
 
@@ -275,7 +285,7 @@ def _become_rank(request: dict[str, Any], fds: list[int], work: Work) -> NoRetur
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda number, frame: os._exit(PREEMPTED))
+            signal.signal(number, rank_process.exit_at_once)
 
         # Exactly the environment of the request, without variables that the zygote's imports added.
         os.environ.clear()
@@ -293,7 +303,7 @@ def _become_rank(request: dict[str, Any], fds: list[int], work: Work) -> NoRetur
 
         rank_process.main(request["spec"], work, lifeline=fds[0])
     except BaseException:
-        # Whatever it is: a rank must not return into `ForkServer.serve`.
+        # Whatever it is: a rank must not return into `Zygote.serve`.
         traceback.print_exc()
 
     os._exit(1)
@@ -301,6 +311,7 @@ def _become_rank(request: dict[str, Any], fds: list[int], work: Work) -> NoRetur
 
 def _write_to(log: str) -> None:
     """Write this process's output to a log, after what is there."""
+    # The descriptors themselves, not `sys.stdout`: NCCL and other libraries in C++ write to them as well.
     fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(fd, 1)
     os.dup2(fd, 2)

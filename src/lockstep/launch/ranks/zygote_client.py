@@ -14,7 +14,7 @@ from typing import Any
 
 from lockstep.launch.ranks.post_mortem import signal_name
 from lockstep.launch.ranks.zygote import LENGTH_BYTES, RankChange, close_all
-from lockstep.launch.wire.lines import LineReader
+from lockstep.launch.wire.sockets import LineReader
 
 # How long the zygote's imports may take, from a slow shared disk, and how long it may take to answer requests.
 READY_S = 600.0
@@ -102,7 +102,7 @@ class ZygoteClient:
 
     def poll(self) -> list[RankChange]:
         """Return the ranks that have started or ended since the last call."""
-        # A zygote that is suspended, or stuck in an import, answers no request.
+        # A zygote that is halted, or stalls in an import, answers no request.
         timeout = ANSWER_S if self.ready else READY_S
         if self.alive and self._unanswered and time.monotonic() - self._since > timeout:
             self._imports_too_long = not self.ready

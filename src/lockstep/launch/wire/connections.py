@@ -20,9 +20,9 @@ from lockstep.errors import UserError
 from lockstep.launch.job import COORDINATOR, parse_address
 from lockstep.launch.times import LOST_AFTER_S
 from lockstep.launch.wire.acceptor import Acceptor, Rejection
-from lockstep.launch.wire.lines import LineReader, ReadySockets, wait_readable
 from lockstep.launch.wire.messages import Message, decode, encode
 from lockstep.launch.wire.secret import SECRET, SECRET_FILE
+from lockstep.launch.wire.sockets import LineReader, ReadySockets, wait_readable
 from lockstep.runtime.host.network import address_family, as_others_reach_it, join_host_port
 from lockstep.runtime.rendezvous.handshake import HandshakeFailed, HandshakeUnanswered, LineSigner, Secret, authenticate
 

@@ -6,30 +6,45 @@ A message is a frozen dataclass, sent as one line of JSON; every field is checke
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any
+import math
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
 
 from lockstep.launch import records
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.folder.election import Term
 from lockstep.launch.hangs.suspicion import RankView
-from lockstep.launch.job import COORDINATOR, PROGRAM, Bounds
+from lockstep.launch.job import COORDINATOR, Bounds
+from lockstep.launch.settings import Settings
+from lockstep.runtime.preemption import PREEMPT_SIGNALS
 
 # The messages, by their names in JSON.
 _KINDS: dict[str, type[Message]] = {}
 
 
 class Message:
-    """Base of all messages: a frozen dataclass whose fields `records.parse` can check."""
+    """Base of all messages: a frozen dataclass whose fields `records.parse` can check.
 
-    def __init_subclass__(cls) -> None:
-        """Register the message under its name, by which `decode` finds it."""
-        _KINDS[cls.__name__] = cls
+    The message of a node also says what `records.parse` cannot know: later code checks only entries of collectives.
+    """
+
+    @property
+    def ranks(self) -> Collection[int]:
+        """The ranks that it is about: if it concerns the current attempt, they must be ranks of its node."""
+        return ()
+
+    def why_invalid(self) -> str | None:
+        """Return why its values cannot be right, or None."""
+        return None
+
+    def __init_subclass__(cls, base: bool = False) -> None:
+        """Register the message under its name, by which `decode` finds it, unless it is only a base of others."""
+        if not base:
+            _KINDS[cls.__name__] = cls
 
 
 @dataclass(frozen=True)
-class AttemptMessage(Message):
+class AttemptMessage(Message, base=True):
     """Base of messages about one attempt. Such a message may arrive after the next attempt has begun."""
 
     attempt: int
@@ -54,10 +69,31 @@ class Hello(Message):
 
 @dataclass(frozen=True)
 class RankExited(AttemptMessage):
-    """A rank of the node has ended."""
+    """A rank of the node has ended. `age`: how many seconds ago it failed, because clocks of two machines differ."""
 
     rank: int
     exit: RankExit
+    age: float = 0.0
+
+    @property
+    def ranks(self) -> Collection[int]:
+        return [self.rank]
+
+    def why_invalid(self) -> str | None:
+        if self.exit.failure is None and not self.exit.clean:
+            return f"rank {self.rank} failed without a failure"
+
+        if not math.isfinite(self.age):
+            return f"rank {self.rank} failed {self.age} seconds ago"
+
+        return None
+
+    def in_time_of(self, clock: float) -> RankExited:
+        """Return the message with the time of the failure by the receiver's clock, which shows this time now."""
+        if self.exit.failure is None:
+            return self
+
+        return replace(self, exit=replace(self.exit, failure=replace(self.exit.failure, time=clock - self.age)))
 
 
 @dataclass(frozen=True)
@@ -98,19 +134,31 @@ class Stacks(AttemptMessage):
     everything about every rank would be half a gigabyte.
     """
 
+    request: int  # that of the `CollectStacks`
     stacks: list[SharedStack]
     collectives: list[SharedCollectives]
 
     @staticmethod
-    def of(attempt: int, stacks: dict[int, str], collectives: dict[int, list]) -> Stacks:
+    def of(attempt: int, request: int, stacks: dict[int, str], collectives: dict[int, list]) -> Stacks:
         """Make the message from the stack of each rank, and from the entries of each rank that has answered."""
         # As text: lists cannot be keys.
         entries = {rank: json.dumps(entries) for rank, entries in collectives.items()}
         return Stacks(
             attempt,
+            request,
             [SharedStack(ranks, text) for text, ranks in _by_value(stacks).items()],
             [SharedCollectives(ranks, json.loads(text)) for text, ranks in _by_value(entries).items()],
         )
+
+    @property
+    def ranks(self) -> Collection[int]:
+        return self.stack_of.keys() | self.collectives_of.keys()
+
+    def why_invalid(self) -> str | None:
+        # What is in an entry depends on the version of torch: `Watchdog` uses only the stacks if it cannot read it.
+        entries = [entry for shared in self.collectives for entry in shared.entries]
+        valid = all(isinstance(entry, dict) for entry in entries)
+        return None if valid else "its collectives are not entries of a flight recorder"
 
     @property
     def stack_of(self) -> dict[int, str]:
@@ -138,14 +186,30 @@ class SignalReceived(Message):
 
     signal: str
 
+    def why_invalid(self) -> str | None:
+        known = self.signal in [number.name for number in PREEMPT_SIGNALS]
+        return None if known else f"{self.signal} is not a signal that preempts a job"
+
 
 @dataclass(frozen=True)
-class NodeBeat(Message):
+class NodeHeartbeat(Message):
     """A node's heartbeat, with the heartbeats of its ranks and the task's settings."""
 
     views: list[RankView] = field(default_factory=list)
     settings: dict = field(default_factory=dict)
     attempt: int | None = None  # the newest attempt whose ranks the node has started
+
+    @property
+    def ranks(self) -> Collection[int]:
+        return [view.rank for view in self.views]
+
+    def why_invalid(self) -> str | None:
+        try:
+            Settings(**self.settings)
+        except (TypeError, ValueError) as error:
+            return f"its settings are not valid: {error}"
+
+        return None
 
 
 # ---- from the coordinator to a node ----
@@ -163,23 +227,7 @@ class Welcome(Message):
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Where a rank runs. It stays the same from attempt to attempt, while the numbers of nodes and ranks may change."""
-
-    host: str
-    local_rank: int
-
-
-@dataclass(frozen=True)
-class Culprit:
-    """The rank slot to blame for a restart, if there is one, and the step of the newest checkpoint at that time."""
-
-    slot: Slot | None
-    saved: int | None
-
-
-@dataclass(frozen=True)
-class HangPlace:
+class HangPoint:
     """A step and phase at which attempts were ended as hanging, and how many."""
 
     step: int | None
@@ -193,8 +241,9 @@ class RestartHistory:
 
     restarts: int = 0
     recent: list[float] = field(default_factory=list)  # how many seconds ago each restart was that still counts
-    culprits: list[Culprit] = field(default_factory=list)  # of the last restarts
-    hang_places: list[HangPlace] = field(default_factory=list)
+    in_a_row: int = 0  # how many of those that count followed each other without a new checkpoint
+    newest: int | None = None  # the step of the newest checkpoint at the last of them
+    hang_points: list[HangPoint] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -265,7 +314,7 @@ class Start(AttemptMessage):
 
 
 @dataclass(frozen=True)
-class Preempt(AttemptMessage):
+class SaveAndExit(AttemptMessage):
     """Ask the ranks to save a checkpoint and exit."""
 
     signal: str | None = None  # the signal that asks for it; None if the job goes on with other ranks
@@ -279,6 +328,8 @@ class Kill(AttemptMessage):
 @dataclass(frozen=True)
 class CollectStacks(AttemptMessage):
     """Ask every rank for its stack and its last collectives."""
+
+    request: int  # the answer has it too: stacks that were collected for an earlier request say nothing now
 
 
 # ---- from the coordinator to all other nodes, which it also carries out itself ----
@@ -300,6 +351,16 @@ class JobEnd(Message):
     restarts: int = 0
 
 
+# ---- which way they go ----
+
+# What the agent of a node reports. Apart from these a node sends only its `Hello`.
+Report = RankExited | RanksGone | ZygoteLost | Stacks | SignalReceived | NodeHeartbeat
+
+# What the agent of a node carries out, and all that a node receives.
+Order = Start | Prepare | SaveAndExit | CollectStacks | Kill
+ToNode = Welcome | Refused | CoordinatorState | Announce | JobEnd | Order
+
+
 # ---- encoding ----
 
 
@@ -310,28 +371,3 @@ def encode(message: Message) -> bytes:
 def decode(line: bytes) -> Message:
     """Return the message in `line`. Raises ValueError for anything that is not a valid message."""
     return records.parse_kind(_KINDS, line)
-
-
-def difference(theirs: Hello, ours: dict[str, Any]) -> str | None:
-    """Return which parts of two nodes' commands differ, or None if they agree."""
-    return _different_values({**theirs.identity, PROGRAM: None}, {**ours, PROGRAM: None})
-
-
-def different_program(theirs: Hello, ours: dict[str, Any]) -> str | None:
-    """Return which versions and which files of two nodes differ, or None if they agree."""
-    programs = theirs.identity.get(PROGRAM), ours.get(PROGRAM)
-    valid = [program if isinstance(program, dict) else {} for program in programs]
-    return _different_values(*valid)
-
-
-def _different_values(theirs: dict[str, Any], ours: dict[str, Any]) -> str | None:
-    """Return all keys whose values differ, with both values, as text; None if there are none."""
-    parts = []
-
-    # A key that only one of them has differs from None.
-    for key in sorted(theirs.keys() | ours.keys()):
-        they, we = theirs.get(key), ours.get(key)
-        if they != we:
-            parts.append(f"{key}: {they!r} here, {we!r} on the coordinating node")
-
-    return "; ".join(parts) or None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lockstep.launch.wire.acceptor import MOST_PENDING, OTHER_FILES, Acceptor, Rejection, allow_files
-from lockstep.launch.wire.lines import LineReader, ReadySockets
+from lockstep.launch.wire.sockets import LineReader, ReadySockets
 from lockstep.runtime.rendezvous.handshake import LineSigner, Secret, sign
 
 # How long sending one answer may take. A rank that has sent a request reads the answer, unless it is suspended.
@@ -52,8 +52,8 @@ class Client:
         self.address = connection.getpeername()[0]
         self.waiting: Waiting | None = None
 
+        # A rank sends one request after the other, each in a line that it signs.
         self._signer = signer
-        # A rank sends one request after the other, each in a line.
         self._lines = LineReader(connection)
 
         # For sending: a rank that is suspended does not read.
@@ -76,25 +76,30 @@ class Client:
 
 
 class StoreServer:
-    """The keys and values of one attempt, and the connections of its ranks. No method blocks for long."""
+    """The keys and values of one attempt, and the connections of its ranks. No method blocks for long.
+
+    The launcher calls `poll` again and again, between its other duties. What a call costs depends on how many ranks
+    have sent something, and hardly on how many there are.
+    """
 
     def __init__(self, listener: socket.socket, secret: Secret, ranks: int):
+        # Every connection and every handshake that is under way is an open file.
         listener.setblocking(False)
         self._acceptor = Acceptor(listener, secret, most=max(MOST_PENDING, 2 * PER_RANK * ranks))
-
-        self._clients: dict[int, Client] = {}  # by file descriptor
-        self._ready = ReadySockets()
+        allow_files(OTHER_FILES + 3 * PER_RANK * ranks)
 
         self._values: dict[str, bytes] = {}
+        self._clients: dict[int, Client] = {}  # by file descriptor
+        self._ready = ReadySockets()
 
         # The clients that wait, by the first key that is missing, and those whose wait may be over in this turn.
         self._waiting: dict[str, set[Client]] = {}
         self._to_check: dict[Client, None] = {}
         self._next_look = 0.0
 
-        self._forged: list[Rejection] = []
-        self._forged_noted = False
-        allow_files(OTHER_FILES + 3 * PER_RANK * ranks)
+        # The first invalid request: later ones are most likely of the same peer.
+        self._forged: Rejection | None = None
+        self._forged_reported = False
 
     def sockets(self, now: float) -> list[Any]:
         """Return what to wait for: new connections and handshakes, and all ranks as one."""
@@ -102,7 +107,11 @@ class StoreServer:
 
     def take_rejections(self) -> list[Rejection]:
         """Return the first peer that was rejected for each reason, unless an earlier call has returned it."""
-        rejections, self._forged = [*self._acceptor.take_rejections(), *self._forged], []
+        rejections = list(self._acceptor.take_rejections())
+        if self._forged and not self._forged_reported:
+            self._forged_reported = True
+            rejections.append(self._forged)
+
         return rejections
 
     def poll(self, now: float) -> None:
@@ -126,7 +135,7 @@ class StoreServer:
                 self._drop(client)
             except (ValueError, KeyError, TypeError):
                 self._drop(client)
-                self._note_forged(client)
+                self._forged = self._forged or Rejection(FORGED, client.address)
 
         # Deadlines are looked at now and then: ranks wait for seconds.
         if now >= self._next_look:
@@ -136,7 +145,6 @@ class StoreServer:
 
         # Waits that may be over: their key was set, or their deadline has come.
         to_check, self._to_check = self._to_check, {}
-
         for client in to_check:
             try:
                 self._end_wait(client, now)
@@ -171,6 +179,7 @@ class StoreServer:
                 return None
 
             case "add":
+                # A counter is kept as text, like in torch's stores, so that `get` of it returns the same bytes.
                 total = int(values.get(request["key"], b"0")) + request["amount"]
                 values[request["key"]] = b"%d" % total
                 return total
@@ -180,7 +189,12 @@ class StoreServer:
                 return None
 
             case "compare_set":
-                return _text(self._compare_set(request["key"], b64decode(request["expected"]), request["desired"]))
+                # As torch's stores do: a missing key equals an empty value; if it differs, `expected` is returned.
+                key, expected = request["key"], b64decode(request["expected"])
+                if values.get(key, b"") == expected:
+                    values[key] = b64decode(request["desired"])
+
+                return _text(values.get(key, expected))
 
             case "check":
                 return all(key in values for key in request["keys"])
@@ -194,13 +208,6 @@ class StoreServer:
             case _:
                 raise ValueError(f"{what!r} is not a request")
 
-    def _compare_set(self, key: str, expected: bytes, desired: str) -> bytes:
-        """Do as torch's stores do: a missing key equals an empty value; if it differs, `expected` is returned."""
-        if self._values.get(key, b"") == expected:
-            self._values[key] = b64decode(desired)
-
-        return self._values.get(key, expected)
-
     def _end_wait(self, client: Client, now: float) -> None:
         """Answer a client that waits, if its keys are there or its time is up."""
         waiting = client.waiting
@@ -209,7 +216,8 @@ class StoreServer:
 
         missing = next((key for key in waiting.keys if key not in self._values), None)
 
-        # Answer if everything is there or time is up; otherwise wait for the first key that is missing.
+        # Otherwise wait for the first key that is missing. Until that key is set, or the deadline comes, no turn looks
+        # at this client, however many ranks wait.
         if missing is None:
             # Forget the request first: the answer may fail, and the client is dropped then.
             values = [_text(self._values[key]) for key in waiting.keys] if waiting.with_values else None
@@ -229,13 +237,6 @@ class StoreServer:
             self._ready.remove(client)
             client.waiting = None
             client.connection.close()
-
-    def _note_forged(self, client: Client) -> None:
-        """Report the first invalid request. Later ones are most likely of the same peer."""
-        if not self._forged_noted:
-            self._forged.append(Rejection(FORGED, client.address))
-
-        self._forged_noted = True
 
     def close(self) -> None:
         """Close all connections, and forget the clients."""

@@ -110,7 +110,7 @@ class StepTracer:
         """Let every beat of the heartbeat, and the begin and the end of every backward, leave a mark."""
         heartbeat, driver = self._runtime.heartbeat, self._driver
         self._marks = []
-        self._hook, self._backward = heartbeat.hook, driver.backward
+        self._hook, self._backward, self._autograd = heartbeat.hook, driver.backward, driver._backward
 
         def beat(step: int, phase: str) -> None:
             self.mark(KIND_OF_PHASE.get(phase, "framework"))
@@ -124,13 +124,19 @@ class StepTracer:
             self.mark("framework")
             return result
 
+        def autograd(*arguments: Any) -> None:
+            # The host has waited for the collectives in it. The norms of the gradients do not overlap with them.
+            self._autograd(*arguments)
+            self.mark("backward")
+
         heartbeat.hook = beat
         driver.backward = backward
+        driver._backward = autograd
 
     def _unwatch(self) -> None:
         """Take the marks away again."""
         self._runtime.heartbeat.hook = self._hook
-        del self._driver.backward  # the method of the class is back
+        del self._driver.backward, self._driver._backward  # the methods of the class are back
 
     def _spans(self, base: int) -> list[Span]:
         """Return the marks as spans, in microseconds of the trace's clock."""

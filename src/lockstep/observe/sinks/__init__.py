@@ -1,9 +1,9 @@
 """Sinks: where the records of a run go.
 
 A sink gets every record of rank 0: metrics, and events, which have the key `event`. `metrics.jsonl` and
-`events.jsonl` are always written. Other sinks are chosen by name (`log.sinks=[tensorboard]`), and run on threads of
-their own. To add one, write a class and enter it in SINKS. In a pod of Kubeflow, which offers an address for it,
-progress is reported there as well.
+`events.jsonl` are always written. Other sinks are chosen by name (`log.sinks=[tensorboard]`, or a class of the user's:
+`log.sinks=[my_module:MySink]`), and run on threads of their own. One that the platform offers (`Sink.is_offered`), as
+Kubeflow does in its pods, is used without being named.
 """
 
 from __future__ import annotations
@@ -11,35 +11,28 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from lockstep.errors import UserError, unknown_name
 from lockstep.launch.jsonl import EVENTS, JsonlSink, read_jsonl
-from lockstep.observe.sinks import kubeflow
 from lockstep.observe.sinks.background import BackgroundSink
 from lockstep.observe.sinks.csv_sink import CsvSink
+from lockstep.observe.sinks.kubeflow import KubeflowSink
 from lockstep.observe.sinks.mlflow_sink import MlflowSink
 from lockstep.observe.sinks.prometheus import PrometheusSink
+from lockstep.observe.sinks.sink import Sink
 from lockstep.observe.sinks.tensorboard_sink import TensorBoardSink
 from lockstep.observe.sinks.trackio_sink import TrackioSink
 from lockstep.observe.sinks.wandb_sink import WandbSink
+from lockstep.user_classes import import_class, is_class_name
 
 __all__ = ["SINKS", "JsonlSink", "RunJsonl", "Sink", "SinkList", "check_sinks", "read_jsonl"]
 
 
-class Sink(Protocol):
-    """Receives records. A sink that raises is reported once and dropped."""
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Take one record, without changing it."""
-
-    def close(self) -> None:
-        """Release what the sink holds. No record follows."""
-
-
-# Name -> function of the run folder.
-SINKS: dict[str, Callable[[Path], Sink]] = {
+# Name -> class, which is called with the run folder.
+SINKS: dict[str, type[Sink]] = {
     "csv": CsvSink,
+    "kubeflow": KubeflowSink,
     "mlflow": MlflowSink,
     "prometheus": PrometheusSink,
     "tensorboard": TensorBoardSink,
@@ -47,25 +40,41 @@ SINKS: dict[str, Callable[[Path], Sink]] = {
     "wandb": WandbSink,
 }
 
-# The sinks whose package is not installed with Lockstep. Each package is also the name of an extra.
-PACKAGES = ("mlflow", "tensorboard", "trackio", "wandb")
-
 
 def check_sinks(names: Iterable[str]) -> None:
-    """Refuse sinks that do not exist, or whose package is missing. Imports none of them: that can take seconds."""
-    for name in names:
-        if name not in SINKS:
-            raise unknown_name("log.sinks", name, SINKS)
+    """Refuse sinks that do not exist, that are not offered here, or whose package is missing.
 
-        if name in PACKAGES and importlib.util.find_spec(name) is None:
+    Imports nothing: a package can take seconds, and a class of the user's may be next to the task.
+    """
+    for name in names:
+        if is_class_name(name):
+            continue
+
+        if name not in SINKS:
+            raise unknown_name("log.sinks", name, [*SINKS, "MODULE:CLASS"])
+
+        sink = SINKS[name]
+        if sink.is_offered() is False:
             raise UserError(
-                f"log.sinks=[{name}] needs the package {name}, which is not installed",
+                f"log.sinks=[{name}] cannot be used here",
+                "the platform offers no address for it; where it does, it is used without being named",
+                f"leave {name} out of log.sinks",
+            )
+
+        if sink.package and importlib.util.find_spec(sink.package) is None:
+            raise UserError(
+                f"log.sinks=[{name}] needs the package {sink.package}, which is not installed",
                 "",
-                f"pip install 'lockstep-train[{name}]', or leave {name} out of log.sinks",
+                f"pip install 'lockstep-train[{sink.package}]', or leave {name} out of log.sinks",
             )
 
 
-class RunJsonl:
+def _find(name: str) -> type[Sink]:
+    """Return the class of a sink by its name; MODULE:CLASS is one of the user's."""
+    return SINKS[name] if name in SINKS else import_class(f"log.sinks=[{name}]", name, ("write", "close"))
+
+
+class RunJsonl(Sink):
     """The sink that every run has: `metrics.jsonl` and `events.jsonl` in its folder."""
 
     def __init__(self, run_dir: Path):
@@ -83,28 +92,26 @@ class RunJsonl:
 
 
 class SinkList:
-    """The sinks that a run asks for by name, and Kubeflow's. A sink that fails never stops the run."""
+    """The sinks that a run asks for by name, and those that the platform offers. One that fails never stops the run."""
 
     def __init__(self, names: Iterable[str], run_dir: Path | None, report: Callable[[str], None]):
         """Open the sinks. `report` gets one line for each sink that fails later.
 
         Without `run_dir` the names are only checked: all ranks must refuse an unknown one, but only rank 0 writes.
         """
-        self._sinks: list[Sink] = []
+        self._sinks: list[BackgroundSink] = []
 
         # A sink that is named twice gets each record once.
-        chosen = list(dict.fromkeys(names))
-        check_sinks(chosen)
+        names = list(names)
+        check_sinks(names)
+        offered = [name for name, sink in SINKS.items() if sink.is_offered()]
+        chosen = {name: _find(name) for name in [*names, *offered]}
         if run_dir is None:
             return
 
         # Each on a thread of its own, so that a slow service never holds up training.
-        for name in chosen:
-            self._sinks.append(BackgroundSink(name, SINKS[name](run_dir), report))
-
-        # This one has a thread of its own, which sends only the newest state.
-        if kubeflow.is_offered():
-            self._sinks.append(kubeflow.KubeflowSink(report))
+        for name, sink in chosen.items():
+            self._sinks.append(BackgroundSink(name, sink(run_dir), report))
 
     def write(self, record: Mapping[str, Any]) -> None:
         for sink in self._sinks:

@@ -10,10 +10,9 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from lockstep.observe.sinks import Sink
+from lockstep.observe.sinks.sink import Sink
 
 # Records that may wait. A run writes one every few seconds, so a sink that is this far behind does not recover.
 MOST_WAITING = 10_000
@@ -33,6 +32,10 @@ class BackgroundSink:
         self.name = name
         self._sink = sink
         self._report = report
+        # A user's class may be derived from nothing.
+        if isinstance(sink, Sink):
+            sink.report = report
+
         # One queue: records arrive in the order in which they were written.
         self._waiting: queue.Queue[Mapping[str, Any] | None] = queue.Queue(MOST_WAITING)
         self._dropped = False

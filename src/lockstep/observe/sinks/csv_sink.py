@@ -9,13 +9,16 @@ from typing import Any
 
 from lockstep.launch.records import replacing
 from lockstep.observe.formats import flat
+from lockstep.observe.sinks.sink import Sink
 
 
-class CsvSink:
+class CsvSink(Sink):
     """Appends rows to `metrics.csv` in the run folder. Nested keys are dotted: `metrics.accuracy`.
 
     A new key becomes a new column on the right; the file is then rewritten.
     """
+
+    files = ("metrics.csv",)
 
     def __init__(self, run_dir: Path):
         self.path = run_dir / "metrics.csv"

@@ -13,7 +13,7 @@ import os
 import ssl
 import threading
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from typing import Any
 from lockstep.observe.console import Display
 from lockstep.observe.formats import number
 from lockstep.observe.sinks.scalars import scalars
+from lockstep.observe.sinks.sink import Sink
 
 URL = "KUBEFLOW_TRAINER_SERVER_URL"
 CA_CERT = "KUBEFLOW_TRAINER_SERVER_CA_CERT"  # a file
@@ -38,20 +39,19 @@ MOST_METRICS = 256
 LONGEST = 64
 
 
-def is_offered() -> bool:
-    """Return whether Kubeflow has given this process an address for its status."""
-    return all(os.environ.get(name) for name in (URL, CA_CERT, TOKEN))
-
-
-class KubeflowSink:
-    """Sends the progress of a run to Kubeflow. `report` gets one line if that fails.
+class KubeflowSink(Sink):
+    """Sends the progress of a run to Kubeflow. One line says so if that fails.
 
     Records come faster than Kubeflow takes them, so only the newest status is kept, and one is sent every few seconds.
     A server that is away is tried again with every status.
     """
 
-    def __init__(self, report: Callable[[str], None]):
-        self._report = report
+    @classmethod
+    def is_offered(cls) -> bool:
+        """Return whether Kubeflow has given this process an address for its status."""
+        return all(os.environ.get(name) for name in (URL, CA_CERT, TOKEN))
+
+    def __init__(self, run_dir: Path):
         self._reported = False
         self._progress = Display(0, "", io.StringIO())
         self._metrics: dict[str, str] = {}
@@ -133,7 +133,7 @@ class KubeflowSink:
                 # The server may return, so that the next status is sent all the same.
                 if not self._reported:
                     self._reported = True
-                    self._report(f"Kubeflow does not take the progress of this run: {type(error).__name__}: {error}")
+                    self.report(f"Kubeflow does not take the progress of this run: {type(error).__name__}: {error}")
 
             # The last status does not wait its turn: the pod is about to end.
             self._closing.wait(INTERVAL_S)

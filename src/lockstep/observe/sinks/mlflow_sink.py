@@ -8,18 +8,22 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.config.settings import flatten
-from lockstep.observe.sinks.run_facts import run_id, settings_of
+from lockstep.observe.sinks.run_facts import RUN_ID, run_id, settings_of
 from lockstep.observe.sinks.scalars import scalars
+from lockstep.observe.sinks.sink import Sink
 
 # The tag by which a resumed run finds itself.
 TAG = "lockstep.run"
 
 
-class MlflowSink:
+class MlflowSink(Sink):
     """Sends the numbers and the settings of a run to MLflow.
 
     Without MLFLOW_TRACKING_URI, they go to a database in the run folder.
     """
+
+    package = "mlflow"
+    files = ("mlflow.db*", RUN_ID)
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir

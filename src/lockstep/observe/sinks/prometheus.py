@@ -15,16 +15,19 @@ from typing import Any
 
 from lockstep.observe.sinks.run_facts import settings_of
 from lockstep.observe.sinks.scalars import scalars
+from lockstep.observe.sinks.sink import Sink
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-class PrometheusSink:
+class PrometheusSink(Sink):
     """Keeps the newest value of every number, and serves them while the run lasts.
 
     The port is `log.prometheus_port`, by default one that the system chooses. The address is in the file
     `prometheus.url` of the run folder, as long as the server runs.
     """
+
+    files = ("prometheus.url",)
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir

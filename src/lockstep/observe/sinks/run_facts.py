@@ -15,10 +15,14 @@ def settings_of(run_dir: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text()) if path.exists() else {}
 
 
+# The file in the run folder that holds its `run_id`.
+RUN_ID = ".sink-id"
+
+
 def run_id(run_dir: Path) -> str:
     """Return a name for the run that is the same after every resume, and that no other run has."""
     # Drawn once, by the first run in this folder.
-    path = run_dir / ".sink-id"
+    path = run_dir / RUN_ID
     if not path.exists():
         path.write_text(uuid.uuid4().hex[:16])
 

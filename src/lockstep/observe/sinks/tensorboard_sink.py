@@ -7,10 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.observe.sinks.scalars import scalars
+from lockstep.observe.sinks.sink import Sink
 
 
-class TensorBoardSink:
+class TensorBoardSink(Sink):
     """Writes event files to `tensorboard/` in the run folder."""
+
+    package = "tensorboard"
+    files = ("tensorboard",)
 
     def __init__(self, run_dir: Path):
         self._folder = run_dir / "tensorboard"

@@ -9,10 +9,13 @@ from typing import Any
 
 from lockstep.observe.sinks.run_facts import settings_of
 from lockstep.observe.sinks.scalars import scalars
+from lockstep.observe.sinks.sink import Sink
 
 
-class TrackioSink:
+class TrackioSink(Sink):
     """Writes the numbers of a run to trackio, in the project "lockstep" or TRACKIO_PROJECT."""
+
+    package = "trackio"
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir

@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.observe.sinks.run_facts import run_id, settings_of
+from lockstep.observe.sinks.run_facts import RUN_ID, run_id, settings_of
 from lockstep.observe.sinks.scalars import scalars
+from lockstep.observe.sinks.sink import Sink
 
 
-class WandbSink:
+class WandbSink(Sink):
     """Sends the numbers of a run to Weights & Biases; offline they are kept in `wandb/` in the run folder."""
+
+    package = "wandb"
+    files = ("wandb", RUN_ID)
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir

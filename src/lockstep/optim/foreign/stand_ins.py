@@ -2,8 +2,8 @@
 
 Code that reads `p.grad.norm().item()`, multiplies matrices or assigns to an index gives wrong results on a DTensor, or
 fails. So only optimizers that are known to be correct get DTensors. One that is known to update every element
-independently (ELEMENTWISE_OPTIMIZERS) gets this rank's shards. All others (Muon, Adafactor, LAMB) get full parameters,
-gathered one after another, so that at most one exists in full at a time.
+independently (`OptimizerTraits.elementwise`) gets this rank's shards. All others (Muon, Adafactor, LAMB) get full
+parameters, gathered one after another, so that at most one exists in full at a time.
 
 The optimizer's state is stored as DTensors, as with any other optimizer, so checkpoints save it in shards.
 """

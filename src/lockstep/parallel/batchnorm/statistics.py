@@ -10,6 +10,7 @@ are needed, and none in a step.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -52,19 +53,13 @@ class RunningStatistics:
         self.names = list(layers)
         self.layers: list[Any] = list(layers.values())
         self.replicas = replicas
+        self._buffers = LayerBuffers(self.layers)
         self.log_event: EventLogger = log_nothing
 
         self._micro: MicroBatch | None = None  # the micro-batch whose forward may be running
         self._trains = False  # whether a layer was in train mode when that micro-batch began
         self._steps = 0  # steps since the statistics were combined; the same number on all ranks
         self._warned = False  # about micro-batches that ran the layers unequally often
-
-        # The buffers when they were last read. For L layers with E running means and variances in total: the values
-        # (E,), the number of updates (L,), and torch's version counters.
-        self._values = self._updates = torch.empty(0)
-        self._versions: list[tuple[int, int]] = []
-        self._counter_versions: list[int] = []
-        self._momenta: tuple[float | None, ...] = ()
 
     # ---- in a step ----
 
@@ -79,8 +74,8 @@ class RunningStatistics:
 
         # What this forward will change is the difference from here.
         if self.replicas.world.alone:
-            self._read_buffers()
-        elif self._changed_outside():
+            self._buffers.read()
+        elif self._buffers.changed():
             self._restart()
 
         self._micro = micro
@@ -90,11 +85,11 @@ class RunningStatistics:
         """Account for the micro-batches that other ranks ran after this rank's last one, at the end of a step."""
         self._end_micro_batch()
         self._steps += 1
-        if self.replicas.world.alone or not self._versions:
+        if self.replicas.world.alone or not self._buffers.known:
             return
 
         # A source that does not know their number gives every rank the same number of micro-batches.
-        count = batches.count_all_ranks or batches.count * self.replicas.world.size
+        count = batches.global_num_micro_batches or batches.num_micro_batches * self.replicas.world.size
         later = (count - 1 - self._position).clamp(min=0)
 
         # We assume that a layer which this rank never ran in the step, not even for padding, ran on no other rank.
@@ -110,12 +105,13 @@ class RunningStatistics:
             return
 
         # Everything below stays on the device: the host does not wait for it.
-        values_before = self._values  # (E,)
-        updates_before = self._updates  # (L,)
-        self._read_buffers()
+        buffers = self._buffers
+        values_before = buffers.values  # (E,)
+        updates_before = buffers.updates  # (L,)
+        buffers.read()
 
         # A layer may run several times in a micro-batch, or not at all.
-        runs = self._updates - updates_before
+        runs = buffers.updates - updates_before
         ran = runs > 0
 
         # Alone there are no sums, only padding to undo.
@@ -125,8 +121,8 @@ class RunningStatistics:
 
         # Padding ran the layers, but must not change the statistics.
         if micro.padding:
-            self._write(values_before, updates_before)
-            self._read_buffers()
+            buffers.write(values_before, updates_before)
+            buffers.read()
             return
 
         # Other ranks ran the micro-batches between this rank's last one and this one.
@@ -134,20 +130,21 @@ class RunningStatistics:
         self._position = torch.where(ran, micro.index, self._position)
 
         # With momentum=None the running value is the mean over all updates, so the sum over updates is value x updates.
-        decay = self._decay**runs
-        is_mean = self._cumulative[self._layer_of]
-        before = torch.where(is_mean, updates_before[self._layer_of], decay[self._layer_of])
-        after = torch.where(is_mean, self._updates[self._layer_of], 1.0)
+        layer_of = buffers.layer_of
+        decay = buffers.decay**runs
+        is_mean = buffers.cumulative[layer_of]
+        before = torch.where(is_mean, updates_before[layer_of], decay[layer_of])
+        after = torch.where(is_mean, buffers.updates[layer_of], 1.0)
 
         # The contribution of this micro-batch is what its update added: new value - decay x old value.
-        self._sum = self._sum * decay[self._layer_of] + (self._values * after - values_before * before)
-        self._weight = self._weight * decay + torch.where(self._cumulative, runs, 1 - decay)
+        self._sum = self._sum * decay[layer_of] + (buffers.values * after - values_before * before)
+        self._weight = self._weight * decay + torch.where(buffers.cumulative, runs, 1 - decay)
         self._local_updates = self._local_updates + runs
 
     def _fade(self, later: Tensor) -> None:
         """Multiply the sums by the decay of `later` (L,) micro-batches, which other ranks ran after them."""
-        decay = self._decay ** (self._runs * later)
-        self._sum = self._sum * decay[self._layer_of]
+        decay = self._buffers.decay ** (self._runs * later)
+        self._sum = self._sum * decay[self._buffers.layer_of]
         self._weight = self._weight * decay
 
     # ---- outside a step ----
@@ -159,27 +156,27 @@ class RunningStatistics:
 
         # Other code may have written into the buffers since the last forward: then these are what counts.
         self._steps = 0
-        if self._changed_outside():
+        if self._buffers.changed():
             self._restart()
 
         # One all-reduce for everything: (E + 2 L,).
-        values = len(self._layer_of)
         packed = self.replicas.all_reduce_(torch.cat([self._sum, self._weight, self._local_updates]))
-        total, weight, updates = packed.split([values, len(self.layers), len(self.layers)])
+        total, weight, updates = packed.split([len(self._sum), len(self.layers), len(self.layers)])
         self._warn_if_uneven(weight)
 
         # The weight is 0 for a layer with momentum=None that has never run.
-        weight = weight[self._layer_of]
-        self._write(torch.where(weight > 0, total / weight, self._values), self._updates_at_start + updates)
+        weight = weight[self._buffers.layer_of]
+        values = torch.where(weight > 0, total / weight, self._buffers.values)
+        self._buffers.write(values, self._updates_at_start + updates)
         self.forget()
 
     def forget(self) -> None:
         """Drop the sums: the next micro-batch starts from the buffers, which are now equal on all ranks."""
-        self._versions = []  # so that `_changed_outside` is true
+        self._buffers.forget()
 
     def _warn_if_uneven(self, weight: Tensor) -> None:
         """Warn once if layers ran more often in some micro-batches than in others. Waits for the device."""
-        uneven = ((weight - 1).abs() > UNEVEN) & ~self._cumulative
+        uneven = ((weight - 1).abs() > UNEVEN) & ~self._buffers.cumulative
         if self._warned or not bool(uneven.any()):
             return
 
@@ -192,83 +189,33 @@ class RunningStatistics:
             "which gives every update the same weight, or GroupNorm",
         )
 
-    # ---- the buffers ----
+    # ---- the sums ----
 
     def _restart(self) -> None:
         """Start new sums from the buffers, which are equal on all ranks. Only the first replica contributes them."""
         is_first = self.replicas.world.rank == 0
-        self._read_buffers()
-        device = self._values.device
-
-        # For each running value, the index of its layer: it spreads (L,) to (E,).
-        widths = torch.tensor([2 * layer.running_mean.numel() for layer in self.layers], device=device)
-        self._layer_of = torch.arange(len(self.layers), device=device).repeat_interleave(widths)  # (E,)
+        buffers = self._buffers
+        buffers.read()
 
         # With momentum=None the present value weighs as much as the updates in it, otherwise 1.
-        start = torch.where(self._cumulative, self._updates, 1.0) * float(is_first)
+        start = torch.where(buffers.cumulative, buffers.updates, 1.0) * float(is_first)
         self._weight = start  # (L,)
-        self._sum = self._values * start[self._layer_of]  # (E,)
-        self._updates_at_start = self._updates
-        self._local_updates = torch.zeros_like(self._updates)
+        self._sum = buffers.values * start[buffers.layer_of]  # (E,)
+        self._updates_at_start = buffers.updates
+        self._local_updates = torch.zeros_like(buffers.updates)
 
         # Per layer (L,): the last micro-batch that ran it, as an index in the global step; how often a micro-batch runs
         # it; whether this rank ran it in this step.
-        self._position = torch.full_like(self._updates, -1.0)
-        self._runs = torch.ones_like(self._updates)
-        self._ran = torch.zeros_like(self._updates, dtype=torch.bool)
-
-    def _read_buffers(self) -> None:
-        """Read the buffers and the momenta of all layers."""
-        tensors = [t for layer in self.layers for t in (layer.running_mean, layer.running_var)]
-        self._values = torch.cat([tensor.detach().flatten().double() for tensor in tensors])
-
-        # On the device as well, so that nothing here makes the host wait.
-        self._updates = torch.stack([layer.num_batches_tracked.detach() for layer in self.layers]).double()
-        self._versions = self._versions_now()
-        self._counter_versions = [layer.num_batches_tracked._version for layer in self.layers]
-
-        # The momentum of a layer may change between two steps.
-        momenta = tuple(layer.momentum for layer in self.layers)
-        if momenta != self._momenta:
-            cumulative = [momentum is None for momentum in momenta]
-            if self._momenta and cumulative != [momentum is None for momentum in self._momenta]:
-                raise UserError(
-                    "the momentum of a BatchNorm was changed to or from None during training",
-                    "running statistics that are part moving average and part mean cannot be combined over the ranks",
-                    "set momentum in model(), and later change it only to other numbers",
-                )
-
-            self._momenta = momenta
-            device = self._values.device
-            self._cumulative = torch.tensor(cumulative, device=device)
-            decay = [1.0 if momentum is None else 1.0 - momentum for momentum in momenta]
-            self._decay = torch.tensor(decay, dtype=torch.float64, device=device)
-
-    def _write(self, values: Tensor, updates: Tensor) -> None:
-        """Write running values and counts of updates into the layers' buffers."""
-        tensors = [t.detach() for layer in self.layers for t in (layer.running_mean, layer.running_var)]
-        for tensor, value in zip(tensors, values.split([t.numel() for t in tensors]), strict=True):
-            tensor.copy_(value.view_as(tensor))
-
-        for layer, count in zip(self.layers, updates.unbind(), strict=True):
-            layer.num_batches_tracked.copy_(count)
-
-    def _changed_outside(self) -> bool:
-        """Whether other code wrote into the buffers since they were last read: a checkpoint was loaded, for example."""
-        return self._versions != self._versions_now()
-
-    def _versions_now(self) -> list[tuple[int, int]]:
-        # Versions are known on the host; comparing values would wait for the GPU.
-        return [
-            (id(tensor), tensor._version) for layer in self.layers for tensor in (layer.running_mean, layer.running_var)
-        ]
+        self._position = torch.full_like(buffers.updates, -1.0)
+        self._runs = torch.ones_like(buffers.updates)
+        self._ran = torch.zeros_like(buffers.updates, dtype=torch.bool)
 
     def _all_frozen(self) -> bool:
         """Whether the forward changed no statistic: all layers were and are in eval mode, and counted no batch."""
         # The user's code may switch to train mode and back inside a micro-batch. Then `num_batches_tracked` changed.
         if self._trains or any(layer.training for layer in self.layers):
             return False
-        return self._counter_versions == [layer.num_batches_tracked._version for layer in self.layers]
+        return not self._buffers.counters_changed()
 
 
 def _keeps_own_statistics(module: nn.Module) -> bool:
@@ -280,3 +227,91 @@ def _keeps_own_statistics(module: nn.Module) -> bool:
         and module.running_var is not None
         and module.num_batches_tracked is not None
     )
+
+
+class LayerBuffers:
+    """Running statistics, counts of updates and momenta of L layers, as they were when they were last read.
+
+    The layers have E running means and variances in total. Reading stays on the device: the host does not wait for it.
+    """
+
+    values: Tensor  # (E,) float64: running means and variances
+    updates: Tensor  # (L,) float64: how many there were so far
+    cumulative: Tensor  # (L,) bool: momentum is None, so that a running value is the mean over all updates
+    decay: Tensor  # (L,) float64: 1 - momentum, or 1 without a momentum
+
+    def __init__(self, layers: list[Any]):
+        self._layers = layers
+        self._momenta: tuple[float | None, ...] = ()
+
+        # torch's version counters at the last read. Comparing values instead would wait for the GPU.
+        self._versions: list[tuple[int, int]] = []
+        self._counter_versions: list[int] = []
+
+    @cached_property
+    def layer_of(self) -> Tensor:
+        """For each running value the index of its layer, (E,): it spreads (L,) to (E,)."""
+        widths = torch.tensor([2 * layer.running_mean.numel() for layer in self._layers], device=self.values.device)
+        return torch.arange(len(self._layers), device=widths.device).repeat_interleave(widths)
+
+    @property
+    def known(self) -> bool:
+        """Whether the buffers were read since the last `forget`."""
+        return bool(self._versions)
+
+    def read(self) -> None:
+        """Read the buffers and the momenta of all layers."""
+        self.values = torch.cat([tensor.detach().flatten().double() for tensor in self._statistics()])
+        self.updates = torch.stack([layer.num_batches_tracked.detach() for layer in self._layers]).double()
+        self._versions = self._versions_now()
+        self._counter_versions = self._counter_versions_now()
+
+        # The momentum of a layer may change between two steps.
+        momenta = tuple(layer.momentum for layer in self._layers)
+        if momenta != self._momenta:
+            self._use(momenta)
+
+    def write(self, values: Tensor, updates: Tensor) -> None:
+        """Write running values (E,) and counts of updates (L,) into the layers' buffers."""
+        tensors = [tensor.detach() for tensor in self._statistics()]
+        for tensor, value in zip(tensors, values.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(value.view_as(tensor))
+
+        for layer, count in zip(self._layers, updates.unbind(), strict=True):
+            layer.num_batches_tracked.copy_(count)
+
+    def forget(self) -> None:
+        """Count the buffers as changed, so that they are read anew."""
+        self._versions = []
+
+    def changed(self) -> bool:
+        """Whether other code wrote into the buffers since they were last read: a checkpoint was loaded, for example."""
+        return self._versions != self._versions_now()
+
+    def counters_changed(self) -> bool:
+        """Whether a layer has counted an update since the last read."""
+        return self._counter_versions != self._counter_versions_now()
+
+    def _use(self, momenta: tuple[float | None, ...]) -> None:
+        cumulative = [momentum is None for momentum in momenta]
+        if self._momenta and cumulative != [momentum is None for momentum in self._momenta]:
+            raise UserError(
+                "the momentum of a BatchNorm was changed to or from None during training",
+                "running statistics that are part moving average and part mean cannot be combined over the ranks",
+                "set momentum in model(), and later change it only to other numbers",
+            )
+
+        self._momenta = momenta
+        device = self.values.device
+        decay = [1.0 if momentum is None else 1.0 - momentum for momentum in momenta]
+        self.cumulative = torch.tensor(cumulative, device=device)
+        self.decay = torch.tensor(decay, dtype=torch.float64, device=device)
+
+    def _statistics(self) -> list[Tensor]:
+        return [tensor for layer in self._layers for tensor in (layer.running_mean, layer.running_var)]
+
+    def _versions_now(self) -> list[tuple[int, int]]:
+        return [(id(tensor), tensor._version) for tensor in self._statistics()]
+
+    def _counter_versions_now(self) -> list[int]:
+        return [layer.num_batches_tracked._version for layer in self._layers]

@@ -9,6 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from lockstep.errors import UserError
+from lockstep.runtime.context import Runtime
+
 
 class HostSyncBatchNorm(_BatchNorm):
     """The CPU counterpart of torch's SyncBatchNorm. In eval mode its forward is not collective.
@@ -128,3 +131,56 @@ def _check_several(values: int) -> None:
     """Refuse to compute the variance of a single value, as torch does."""
     if values < 2:
         raise ValueError("Expected more than 1 value per channel when training, over all ranks together")
+
+
+# ---- layers of a model ----
+
+
+def synchronise_batchnorm(model: nn.Module, runtime: Runtime) -> None:
+    """Turn every BatchNorm into a SyncBatchNorm, in place: the modules, their parameters, hooks and names stay.
+
+    A SyncBatchNorm normalises over the micro-batches of all ranks together, so a single process needs none.
+    """
+    if runtime.world.alone:
+        return
+
+    named = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    if not named:
+        raise UserError(
+            f"ddp.sync_batchnorm=true, but {type(model).__name__} contains no BatchNorm",
+            "",
+            "leave ddp.sync_batchnorm out",
+        )
+
+    kind = nn.SyncBatchNorm if runtime.device.type == "cuda" else HostSyncBatchNorm
+    for name, module in named:
+        # SyncBatchNorm's forward would replace a forward that computes more, such as an activation.
+        if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward, HostSyncBatchNorm.forward):
+            raise UserError(
+                f"ddp.sync_batchnorm=true cannot replace {name!r}: a {type(module).__name__} has its own forward",
+                "SyncBatchNorm would replace that forward, with everything else that it computes",
+                "use nn.BatchNorm and a separate module for the rest, or leave ddp.sync_batchnorm out",
+            )
+
+        module.__class__ = kind
+        vars(module)["process_group"] = None  # all ranks
+
+
+def adapt_sync_batchnorm(model: nn.Module, runtime: Runtime, pipelined: bool) -> None:
+    """Make the model's own SyncBatchNorm layers work on a CPU, and refuse them in a pipeline, where they would hang."""
+    if runtime.world.alone:
+        return
+
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.SyncBatchNorm):
+            continue
+
+        if pipelined:
+            raise UserError(
+                f"{name!r} is a SyncBatchNorm, which cannot be used in a pipeline (mesh.pp)",
+                "its forward waits for all ranks, but the ranks of other stages never call it",
+                "use nn.BatchNorm or GroupNorm; or set strategy=ddp",
+            )
+
+        if runtime.device.type != "cuda" and module.process_group is None:
+            module.__class__ = HostSyncBatchNorm  # pyrefly: ignore[bad-argument-type]

@@ -7,13 +7,12 @@ that is 1.23 times the speed of a hand-written loop with a compiled model, in 0.
 Read the modules in this order:
 
 compiler.py        the sequence, and the choice between compiled and eager code in every call
-payoff.py          whether it pays: the rule, the records of earlier runs, the time of a step
+payoff.py          whether it pays: the rule
+judge.py           the facts for the rule: the time of a step, the size of the model, earlier runs on this machine
+kernel_times.py    what there is to gain, from the kernels of a step
 batch_sizes.py     which sizes of batches vary, and which calls fit compiled code
-compilation.py     compiles one target after another, on all ranks, until one works and computes the same as eager
+compilation.py     compiles a target on all ranks, compares it with eager, and gives up what takes too long
 targets.py         what can be compiled, how it is put on the model, and how it is taken off again
 side_effects.py    refuses a loss that must not be compiled
-isolated_call.py   runs a call without side effects, and measures how far compiled results are from eager ones
-deadline.py        gives up a compilation that takes too long
-installed.py       the compiled code in use
-constants.py       whether a compiled loss may be captured as a CUDA graph
+installed.py       the compiled code in use, and whether a compiled loss may be captured as a CUDA graph
 """

@@ -8,7 +8,7 @@ are compared with the shapes that the code was compiled for (`fits`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +18,6 @@ from lockstep.runtime.collectives import Collectives
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]  # (args, kwargs)
 Shape = tuple[int, ...]
-Sizes = list[list[list[int]]]  # [tensor][dimension]: the sizes seen, in ascending order
 Dims = frozenset[tuple[int, int]]  # (index of a tensor, dimension)
 
 SMALLEST = 2  # torch compiles for the sizes 0 and 1 separately, even if a dimension is dynamic
@@ -73,79 +72,59 @@ def fits(shapes: Sequence[Shape], compiled: Sequence[Shape], dynamic: Dims) -> b
 # ---- the shapes of many calls ----
 
 
-@dataclass
-class SizesSeen:
-    """The sizes of the tensors that a function was called with."""
-
-    sizes: Sizes | None = None  # None: it was not called yet
-    irregular: bool = False  # the calls had different numbers of tensors or dimensions
-    shapes: set[tuple[Shape, ...]] = field(default_factory=set)  # on this rank
-
-    def add(self, shapes: Sequence[Shape]) -> None:
-        """Add the shapes of one call's tensors."""
-        # Most calls have the same shapes as an earlier one, and cost one look-up.
-        key = tuple(shapes)
-        if key in self.shapes:
-            return
-
-        self.shapes.add(key)
-        self.merge([[[size] for size in shape] for shape in shapes])
-
-    def merge(self, other: Sizes | None) -> None:
-        """Add the sizes that another rank has seen."""
-        if other is None:
-            return
-
-        # These are the first.
-        if self.sizes is None:
-            self.sizes = other
-            return
-
-        if [len(dims) for dims in other] != [len(dims) for dims in self.sizes]:
-            self.irregular = True
-            return
-
-        # The union of the sizes of each dimension of each tensor.
-        self.sizes = [
-            [sorted({*mine, *theirs}) for mine, theirs in zip(ours, others, strict=True)]
-            for ours, others in zip(self.sizes, other, strict=True)
-        ]
-
-    def describe(self) -> list[list[int]]:
-        """Return the size of each dimension, or -1 if it varies."""
-        return [[sizes[0] if len(sizes) == 1 else -1 for sizes in dims] for dims in self.sizes or []]
-
-    def smallest(self) -> list[Shape]:
-        """Return, for each tensor, the smallest size seen of each dimension."""
-        return [tuple(sizes[0] for sizes in dims) for dims in self.sizes or []]
-
-    def varying(self) -> Dims:
-        """Return the dimensions with more than one size."""
-        return frozenset(
-            (index, dim)
-            for index, dims in enumerate(self.sizes or [])
-            for dim, sizes in enumerate(dims)
-            if len(sizes) > 1
-        )
-
-
 class BatchWatch:
-    """The sizes of the batches so far, and a few calls of the model, to compile for these sizes."""
+    """The shapes of the batches so far, and a few calls of the model, to compile for these sizes."""
 
     def __init__(self) -> None:
-        self.sizes = SizesSeen()
+        # The shapes of the tensors of each call that differed from all before, in order. `agree` adds other ranks'.
+        self._calls: dict[tuple[Shape, ...], None] = {}
         self.varying: Dims = frozenset()  # the dimensions that vary, as all ranks have agreed
 
         # One call for each class of sizes, by which of its sizes are aligned: torch compiles a version for each.
         self._examples: dict[tuple[bool, ...], Arguments] = {}
 
+    def note(self, shapes: Sequence[Shape]) -> None:
+        """Note the shapes of one call's tensors."""
+        self._calls[tuple(shapes)] = None
+
+    @property
+    def irregular(self) -> bool:
+        """Whether calls had different numbers of tensors or dimensions."""
+        return len({tuple(map(len, shapes)) for shapes in self._calls}) > 1
+
+    def sizes(self) -> list[list[list[int]]]:
+        """Return the sizes seen of each tensor and dimension, in ascending order; of irregular calls, of the first."""
+        first = next(iter(self._calls), ())
+        alike = [shapes for shapes in self._calls if [*map(len, shapes)] == [*map(len, first)]]
+        return [
+            [sorted(set(sizes)) for sizes in zip(*of_tensor, strict=True)] for of_tensor in zip(*alike, strict=True)
+        ]
+
+    def describe(self) -> list[list[int]]:
+        """Return the size of each dimension, or -1 if it varies."""
+        return [[sizes[0] if len(sizes) == 1 else -1 for sizes in dims] for dims in self.sizes()]
+
+    def smallest(self) -> list[Shape]:
+        """Return, for each tensor, the smallest size seen of each dimension."""
+        return [tuple(sizes[0] for sizes in dims) for dims in self.sizes()]
+
+    def agree(self, collectives: Collectives) -> None:
+        """Give all ranks the same shapes. Collective."""
+        # In the order of the ranks, so that all get the same result.
+        gathered = collectives.gather_json(list(self._calls))
+        self._calls = {tuple(map(tuple, shapes)): None for calls in gathered for shapes in calls}
+
+        # Irregular calls have no common dimensions, so none of them is marked as dynamic.
+        self.varying = frozenset(
+            (index, dim)
+            for index, dims in enumerate(self.sizes())
+            for dim, sizes in enumerate(dims)
+            if len(sizes) > 1 and not self.irregular
+        )
+
     @property
     def examples(self) -> list[Arguments]:
         return list(self._examples.values())
-
-    def note(self, arguments: Any) -> None:
-        """Note the sizes of one call's tensors."""
-        self.sizes.add(shapes_of(arguments))
 
     def keep_example(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Keep a call of the model, if it is the first one of its class of sizes."""
@@ -159,17 +138,3 @@ class BatchWatch:
     def drop_examples(self) -> None:
         """Free the memory of the batches."""
         self._examples.clear()
-
-    def agree(self, collectives: Collectives) -> None:
-        """Give all ranks the same sizes. Collective."""
-        # Merged from scratch on every rank, in the order of the ranks, so that all get the same result.
-        agreed = SizesSeen()
-        for sizes, irregular in collectives.gather_json([self.sizes.sizes, self.sizes.irregular]):
-            agreed.merge(sizes)
-            agreed.irregular |= irregular
-
-        self.sizes.sizes = agreed.sizes
-        self.sizes.irregular = agreed.irregular
-
-        # Irregular calls have no common dimensions, so none of them is marked as dynamic.
-        self.varying = frozenset() if agreed.irregular else agreed.varying()

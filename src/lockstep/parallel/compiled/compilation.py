@@ -1,89 +1,90 @@
-"""Try to compile a target on a real call, on all ranks, and compare it with eager.
+"""Try to compile a target on a real call, on all ranks, and compare it with eager; give it up if it takes too long.
 
-`Candidates` are the targets of one decision, which are tried in turn. `Compilation` tries one of them.
+torch.compile has no limit of its own. So we look at the clock wherever torch hands over to us while it compiles, and
+raise an exception there (`Deadline`), which torch treats like any other failure to compile:
+
+    before it traces a function, or goes on behind a graph break
+    when it has traced a graph, before code is generated for it (see `targets.py`)
+    before it compiles a backward, which it does when the first one runs: on a GPU in a thread of autograd
+
+Nothing is interrupted between these places. One graph whose code alone takes very long to generate is finished, and
+given up at the next look at the clock, if there is one. How long it took is remembered, also if the run is killed
+meanwhile (`Judge.remember_unfinished`), so that the next run does not try.
 """
 
 from __future__ import annotations
 
+import copy
+import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, is_dataclass
 from datetime import timedelta
 from functools import partial
-from math import inf
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.call_state import StateSnapshot
-from lockstep.parallel.compiled.batch_sizes import Arguments, Dims
-from lockstep.parallel.compiled.deadline import Deadline, TookTooLong
-from lockstep.parallel.compiled.isolated_call import RANDOM, CallResult, IsolatedCall, difference, gradient_difference
-from lockstep.parallel.compiled.side_effects import Function, Unsuitable
+from lockstep.parallel.compiled.batch_sizes import Arguments, Dims, tensors_in
+from lockstep.parallel.compiled.side_effects import Unsuitable
 from lockstep.parallel.compiled.targets import Target, compiling
 from lockstep.parallel.cudagraph.checks import first_line
-from lockstep.parallel.driver import Driver
+from lockstep.task import Loss
 
-PROGRESS_S = 5.0  # seconds between two calls of `progress`
+if TYPE_CHECKING:
+    from lockstep.parallel.compiled.compiler import Compiler
+
+PROGRESS_S = 5.0  # seconds between two reports of how long compiling has taken so far
 FIRST_RANK = timedelta(seconds=120)  # the other ranks wait at most this long for the first one of every machine
 
-
-@dataclass
-class Candidates:
-    """The targets to try, and what was wrong with those that were tried."""
-
-    left: Sequence[str] | None = None  # None: not decided, see `Judge.preferred`
-    limit_s: float = inf  # seconds for all tries
-    problems: dict[str, str] = field(default_factory=dict)
-    cost_s: float = 0.0  # seconds of all tries
-
-    @property
-    def seconds_left(self) -> float:
-        """Seconds that are left for the next try."""
-        # At least one, so that all ranks try the same targets: their costs differ a little.
-        return max(1.0, self.limit_s - self.cost_s)
-
-    @property
-    def why(self) -> str:
-        """Why nothing better is compiled, for the log; empty if the first target worked."""
-        return "; ".join(f"not {name}: {problem}" for name, problem in self.problems.items())
+# How far compiled code may differ from eager code, relative to the norm: in float32, and if anything is computed in 16
+# bits or in TF32. Fused kernels round less often, so they differ in the last bits; a wrong kernel differs far more.
+TOLERANCE = 1e-3
+LOOSE_TOLERANCE = 0.1
+# A gradient that is small compared with all of them together is allowed an error of this part of theirs.
+SMALL = 0.05
+# With dropout, compiled code draws other masks than eager code. Then all gradients together may differ by this many
+# times as much as those of two eager calls with different random numbers.
+RANDOM = 2.0
 
 
-@dataclass
 class Compilation:
     """One try to compile a model on a real call, on all ranks: `run` is called for one target after another."""
 
-    # What is called, and with which batches.
-    driver: Driver
-    call: Callable[..., Any]  # the eager call; with a target on the model it runs compiled code
-    arguments: Arguments
-    examples: Sequence[Arguments]  # further calls of other sizes, which may need a version of their own
-    function: Function | None  # (model, *args), such as a task's loss; None: there is only the model
-    dynamic: Dims  # dimensions that vary from batch to batch
+    def __init__(self, compiler: Compiler, call: Callable[..., Any], arguments: Arguments):
+        """Store the call.
 
-    # What is allowed: how far results may differ from eager ones, and how long it may take.
-    tolerance: float
-    eager_fits: bool  # into memory: steps have run eagerly
-    timeout: timedelta
-    progress: Callable[[str, float], None]  # called now and then, by another thread
+        compiler: knows the model, the sizes of its batches, and how far results may differ from eager ones
+        call: the eager call; with a target on the model it runs compiled code
+        """
+        self.compiler = compiler
+        self.driver = compiler.driver
+        self.call = call
+        self.arguments = arguments
 
-    # The result of `run`.
-    target: Target | None = field(init=False, default=None)  # on the model now; None: nothing worked so far
-    note: str = field(init=False, default="equal to eager")
-    gave_up: bool = field(init=False, default=False)  # some rank reached the limit
+        # What the ranks have agreed on, not what this one has seen since: all ranks must compile alike.
+        self.dynamic = compiler.watch.varying
+
+        # The result of `run`.
+        self.target: Target | None = None  # on the model now; None: nothing worked so far
+        self.note = "equal to eager"
+        self.gave_up = False  # some rank reached the limit
 
     def run(self, name: str, limit_s: float) -> str | None:
         """Compile one target, and return what is wrong with it on some rank, or None. Collective.
 
         If it works, it stays on the model as `self.target`.
 
-        limit_s: seconds after which compiling is given up, see `deadline.py`
+        limit_s: seconds after which compiling is given up
         """
         runtime = self.driver.runtime
         began = time.monotonic()
@@ -94,10 +95,10 @@ class Compilation:
         if not first:
             self._wait("compiled first", FIRST_RANK)
 
-        # Buffers and generators are as before when this ends, whatever was tried. No rank may exchange gradients here,
-        # because the others compile at another time.
+        # Buffers and generators are as before when this ends, whatever was tried. No gradients are exchanged here,
+        # because the ranks compile at different times.
         runtime.heartbeat.beat("compile")
-        with StateSnapshot(self.driver.model, self._generator()) as snapshot, self.driver.no_exchange():
+        with StateSnapshot(self.driver.model, self._generator()) as snapshot:
             left_s = limit_s - (time.monotonic() - began)
             problem = self._try(name, snapshot, left_s) if left_s > 0 else self._give_up(TookTooLong(limit_s))
 
@@ -106,10 +107,10 @@ class Compilation:
             runtime.store_barrier("compiled first", timedelta(0))
 
         # All ranks must have compiled before any of them exchanges gradients again.
-        if not self._wait("compiled", self.timeout):
-            seconds = f"{self.timeout.total_seconds():.0f}"
+        seconds = self.compiler.config.hang.first
+        if not self._wait("compiled", timedelta(seconds=seconds)):
             raise UserError(
-                f"some ranks had not compiled the model after {seconds} s (hang.first={seconds})",
+                f"some ranks had not compiled the model after {seconds:.0f} s (hang.first={seconds:.0f})",
                 "all ranks must have compiled it before their next gradient all-reduce",
                 "set hang.first=3600, or compile=false",
             )
@@ -127,24 +128,23 @@ class Compilation:
 
     def _try(self, name: str, snapshot: StateSnapshot, limit_s: float) -> str | None:
         """Compile one target on this rank, compare it with eager, and return what is wrong with it, or None."""
-        driver = self.driver
-        trainable = [parameter for parameter in driver.model.parameters() if parameter.requires_grad]
-        isolated = IsolatedCall(trainable, self.arguments)
-
-        num_blocks = len(find_blocks(driver.model))
-        alone = driver.runtime.world.alone
+        model = self.driver.model
+        blocks = find_blocks(model, self.compiler.config.blocks)
+        function = self.compiler.function
+        alone = self.driver.runtime.world.alone
+        progress = partial(self.compiler.judge.remember_unfinished, name)
         began = time.monotonic()
 
         # Whatever is raised here is a problem of this target, not of the run: the next target is tried, or none.
         try:
-            with compiling(num_blocks), reported(partial(self.progress, name)), Deadline(limit_s) as deadline:
-                self.target = Target(name, driver.model, self.function, bool(self.dynamic), alone, deadline.check)
-                found = self._run_compiled(isolated, self.target)
+            with compiling(len(blocks)), reported(progress), Deadline(limit_s) as deadline:
+                self.target = Target(name, model, blocks, function, bool(self.dynamic), alone, deadline.check)
+                found = self._run_compiled(self.target)
         except torch.OutOfMemoryError:
             return "out of memory"
         except TookTooLong as error:
             # A single graph may have taken far longer than the limit, and the next run should know how long.
-            self.progress(name, time.monotonic() - began)
+            progress(time.monotonic() - began)
             return self._give_up(error)
         except Exception as error:
             return explain(error)
@@ -152,9 +152,9 @@ class Compilation:
         # A model that only fits into memory when it is compiled cannot be compared. Where eager steps have run, a lack
         # of memory comes from compiled and eager gradients side by side, and then eager code is kept.
         try:
-            return self._compare(isolated, found, snapshot)
+            return self._compare(found, snapshot)
         except torch.OutOfMemoryError:
-            if self.eager_fits:
+            if self.compiler.judged:
                 return "out of memory while it was compared with eager"
 
             self.note = "not compared with eager, which does not fit into memory"
@@ -167,48 +167,53 @@ class Compilation:
         self.gave_up = True
         return str(error)
 
-    def _run_compiled(self, isolated: IsolatedCall, target: Target) -> CallResult:
+    def _run_compiled(self, target: Target) -> CallResult:
         """Run forward and backward, so that torch compiles them, and return the result."""
         # What torch compiles inside the model is reached by the eager call; a compiled loss is a function of its own.
         call = self.call
         dynamic: Dims = frozenset()
         if target.function is not None:
-            call = lambda *args: self.driver.call_inside(target, *args)  # noqa: E731
+            call = target
             dynamic = self.dynamic
 
-        # Every example may need a version of the code for its class of sizes.
-        found = isolated.run(call, dynamic)
-        for arguments in self.examples:
-            IsolatedCall(isolated.parameters, arguments).run(call, dynamic)
+        found = self._run(call, self.arguments, dynamic)
+
+        # Sizes that vary may need a version of the code for each class of them. The examples are calls of the model.
+        if self.dynamic and target.function is None:
+            for arguments in self.compiler.watch.examples:
+                self._run(call, arguments)
 
         # A second run must not compile again. It would if an attribute changed with every call, for example, because
         # torch compiles for its value.
         with torch.compiler.set_stance("fail_on_recompile"):
-            isolated.run(call)
+            self._run(call, self.arguments)
 
         return found
 
-    def _compare(self, isolated: IsolatedCall, found: CallResult, snapshot: StateSnapshot) -> str | None:
+    def _run(self, call: Callable[..., Any], arguments: Arguments, dynamic: Dims = frozenset()) -> CallResult:
+        return run_isolated(call, arguments, self.driver.parameters, dynamic)
+
+    def _compare(self, found: CallResult, snapshot: StateSnapshot) -> str | None:
         """Compare with the same call without compiled code."""
         with torch.compiler.set_stance("force_eager"):
             # The eager call starts from the same buffers and random numbers as the compiled one.
             snapshot.restore()
             generator = self._generator()
             before = generator.get_state()
-            expected = isolated.run(self.call)
+            expected = self._run(self.call, self.arguments)
 
             # Compiled code draws other random numbers than eager code. This second call draws others, too.
             draws_random = not torch.equal(before, generator.get_state())
-            other = isolated.run(self.call) if draws_random else None
+            other = self._run(self.call, self.arguments) if draws_random else None
 
         # Without random numbers every result and every gradient must agree. With them only the gradients as a whole
         # can be judged, by how much two eager calls differ.
         if other is None:
             distance = difference(expected, found)
-            limit = self.tolerance
+            limit = self.compiler.tolerance
         else:
             distance = gradient_difference(expected, found)
-            limit = self.tolerance + RANDOM * gradient_difference(expected, other)
+            limit = self.compiler.tolerance + RANDOM * gradient_difference(expected, other)
 
         if distance <= limit:
             return None
@@ -228,6 +233,49 @@ class Compilation:
         if device.type == "cuda":
             return torch.cuda.default_generators[device.index or 0]
         return torch.default_generator
+
+
+class TookTooLong(Exception):
+    """Compiling has reached its limit."""
+
+    def __init__(self, limit_s: float):
+        super().__init__(f"it takes longer than {limit_s:.0f} s to compile")
+
+
+class Deadline:
+    """A limit, from now on, for all that torch compiles inside a `with` block, which then raises TookTooLong."""
+
+    def __init__(self, limit_s: float):
+        self._limit_s = limit_s
+        self._ends = time.monotonic() + limit_s
+        self._thread = threading.get_ident()  # the one that runs the block
+        self._gave_up = False
+
+    def check(self) -> None:
+        """Raise TookTooLong if the time is over. After the `with` block it never is."""
+        if time.monotonic() > self._ends:
+            self._gave_up = True
+            raise TookTooLong(self._limit_s)
+
+    def __enter__(self) -> Self:
+        torch._dynamo.callback_handler.register_start_callback(self._begin)
+        return self
+
+    def _begin(self, compilation: Any) -> None:
+        """Check the time before torch compiles something, unless a thread of the user compiles for itself."""
+        is_backward = compilation.callback_trigger.name == "LAZY_BACKWARD"
+        if is_backward or threading.get_ident() == self._thread:
+            self.check()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        self._ends = math.inf
+        # torch._dynamo.reset() has removed it already.
+        with suppress(ValueError):
+            torch._dynamo.callback_handler.remove_start_callback(self._begin)
+
+        # By now torch has put the exception into one of its own, or dropped it and run something eagerly.
+        if self._gave_up and (error is None or isinstance(error, Exception)):
+            raise TookTooLong(self._limit_s) from None
 
 
 @contextmanager
@@ -270,3 +318,133 @@ def explain(error: Exception) -> str:
 
     # Some messages begin with the name of the exception already.
     return f"{name}: {text.removeprefix(f'{name}: ')}{where}"
+
+
+# ---- calls without side effects, and their comparison ----
+#
+# The step that is interrupted to compile goes on as if nothing had happened, so a trial works on copies of the batch
+# and leaves no gradients behind. Buffers and random generators are restored by `Compilation.run`.
+
+
+@dataclass
+class CallResult:
+    """What one forward and backward computed."""
+
+    results: list[Tensor]  # those that have a gradient; of a Loss, its total, and its weight
+    gradients: list[Tensor | None]
+
+
+def run_isolated(
+    call: Callable[..., Any], arguments: Arguments, parameters: Sequence[nn.Parameter], dynamic: Dims = frozenset()
+) -> CallResult:
+    """Run forward and backward on copies of the arguments. That leaves no gradients on the parameters.
+
+    dynamic: the dimensions to mark, so that torch compiles for all of their sizes
+    """
+    # Copies, because a call may change its arguments, and the step still needs the batch.
+    args, kwargs = arguments
+    args, kwargs = tree_map(_copy, (args, dict(kwargs)))
+    tensors = tensors_in((args, kwargs))
+    for index, dim in dynamic:
+        torch._dynamo.mark_dynamic(tensors[index], dim)
+
+    # Autocast caches converted weights. This call must neither use copies from outside nor leave its own behind.
+    torch.clear_autocast_cache()
+    returned = call(*args, **kwargs)
+    torch.clear_autocast_cache()
+
+    # The backward starts from `results`; `others` are only compared. Of a Loss that is the weight: a wrong one would
+    # scale every gradient. Metrics are not compared, since rounding may change them.
+    if isinstance(returned, Loss):
+        results = [returned.total]
+        others = [torch.as_tensor(returned.weight, dtype=torch.float64)]
+    else:
+        results = [leaf for leaf in tree_leaves(returned) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        others = []
+
+    # Not backward(), which would leave gradients on the parameters. Each result gets a gradient of ones, and autocast
+    # is off, as in the backward of a step.
+    with torch.autocast(results[0].device.type, enabled=False):
+        ones = [torch.ones_like(result) for result in results]
+        gradients = torch.autograd.grad(results, parameters, ones, allow_unused=True)
+
+    return CallResult([result.detach() for result in [*results, *others]], list(gradients))
+
+
+def difference(expected: CallResult, found: CallResult) -> float:
+    """Return the largest relative difference between two results; infinite if they do not have the same parts."""
+    if len(expected.results) != len(found.results):
+        return math.inf
+
+    # Results are compared one by one, each relative to its own norm.
+    results = zip(expected.results, found.results, strict=True)
+    differences = [_relative(a, b, floor=0.0) for a, b in results]
+
+    # A gradient that is nearly zero consists of rounding errors, so it is measured against all gradients together.
+    pairs = _gradient_pairs(expected, found)
+    together = sum(_norm(a) ** 2 for a, _ in pairs) ** 0.5
+    differences += [_relative(a, b, floor=SMALL * together) for a, b in pairs]
+    return max(differences)
+
+
+def gradient_difference(expected: CallResult, found: CallResult) -> float:
+    """Return the relative difference between all gradients together: for calls that draw random numbers."""
+    # As if all gradients were one vector.
+    pairs = _gradient_pairs(expected, found)
+    distance = sum(_norm(a.float() - b.float()) ** 2 for a, b in pairs) ** 0.5
+    size = sum(_norm(a) ** 2 for a, _ in pairs) ** 0.5
+    return distance / size if size > 0 else math.inf
+
+
+def _gradient_pairs(expected: CallResult, found: CallResult) -> list[tuple[Tensor, Tensor]]:
+    """Return (expected, found) for each parameter that has a gradient in one of the two."""
+    # Compiled code may return zeros where eager code returns no gradient.
+    pairs = []
+    for a, b in zip(expected.gradients, found.gradients, strict=True):
+        if a is not None:
+            pairs.append((a, torch.zeros_like(a) if b is None else b))
+        elif b is not None:
+            pairs.append((torch.zeros_like(b), b))
+
+    return pairs
+
+
+def _relative(expected: Tensor, found: Tensor, floor: float) -> float:
+    """Return the norm of the difference, relative to the norm of `expected`, or to `floor` if that is larger."""
+    if expected.shape != found.shape:
+        return math.inf
+
+    distance = _norm(expected.float() - found.float())
+    if distance == 0.0:
+        return 0.0
+
+    # A result that is not finite differs from everything: nan is not below any tolerance.
+    size = max(_norm(expected), floor)
+    if size == 0.0 or math.isnan(distance):
+        return math.inf
+    return distance / size
+
+
+def _norm(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor.float()))  # the host waits for the device
+
+
+def _copy(value: Any) -> Any:
+    """Return a copy of a tensor, or of a container that holds tensors; anything else as it is."""
+    if isinstance(value, Tensor):
+        return _copy_tensor(value)
+
+    # A container that torch does not know, see `tensors_in`.
+    is_container = isinstance(value, Mapping) or is_dataclass(value)
+    return copy.deepcopy(value) if is_container and tensors_in(value) else value
+
+
+def _copy_tensor(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides; the tensor itself if it cannot be copied by its elements."""
+    # Subclasses, sparse and expanded tensors cannot. A call rarely changes them.
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or 0 in tensor.stride():
+        return tensor
+
+    # torch compiles for the strides as well.
+    empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    return empty.copy_(tensor.detach()).requires_grad_(tensor.requires_grad)

@@ -1,7 +1,8 @@
 """The owner of a model's compiled code, from the first step to the last.
 
     watch     the first steps run eagerly: they are timed, and the sizes of their batches noted (compile=auto only)
-    decide    all ranks exchange what they measured and decide alike, with the rule in payoff.py
+    decide    all ranks exchange what they measured and decide alike, with the rule in payoff.py; if that depends on
+              how much there is to gain, the kernels of one more step are measured first
     try       the next batch is compiled and compared with eager; if that fails, the next target is tried, or none
     measure   the steps with compiled code are timed; if they are slower than before, the run goes back to eager
 
@@ -14,8 +15,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from datetime import timedelta
+from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Literal
 
 import torch
@@ -23,16 +24,16 @@ import torch
 from lockstep.config import RunConfig
 from lockstep.parallel.call_chain import CallChain, Link
 from lockstep.parallel.compiled.batch_sizes import Arguments, BatchWatch, shapes_of
-from lockstep.parallel.compiled.compilation import Candidates, Compilation
+from lockstep.parallel.compiled.compilation import LOOSE_TOLERANCE, TOLERANCE, Compilation
 from lockstep.parallel.compiled.installed import InstalledCode
-from lockstep.parallel.compiled.isolated_call import LOOSE_TOLERANCE, TOLERANCE
-from lockstep.parallel.compiled.payoff import SLOWER, STEPS, STEPS_VARYING, Judge, Payoff, StepTimer
+from lockstep.parallel.compiled.judge import Judge, StepTimer
+from lockstep.parallel.compiled.kernel_times import KernelTimer
+from lockstep.parallel.compiled.payoff import SLOWER, STEPS, STEPS_VARYING, decide, on_the_fence
 from lockstep.parallel.compiled.side_effects import Function
 from lockstep.parallel.compiled.targets import LOSS
-from lockstep.parallel.cudagraph.install import capture_calls, release_captures
+from lockstep.parallel.cudagraph.graphs import capture_calls, release_captures
 from lockstep.parallel.cudagraph.variants import RunLength
 from lockstep.parallel.driver import Driver
-from lockstep.runtime.attention import without_cudnn
 from lockstep.runtime.context import EventLogger
 
 PATIENCE = 0.8  # of hang.first: compiling is given up before the watchdog ends the run
@@ -40,14 +41,31 @@ MOST_MISSES = 0.2  # if a larger part of the batches does not fit, the run compi
 MOST_COMPILES = 2  # but not more often than this
 
 
+@dataclass
+class Candidates:
+    """The targets of one decision, which are tried in turn, and what was wrong with those that were tried."""
+
+    left: list[str] | None = None  # None: not decided, see `Judge.preferred`
+    limit_s: float = inf  # seconds for all tries
+    problems: dict[str, str] = field(default_factory=dict)
+    cost_s: float = 0.0  # seconds of all tries
+
+    @property
+    def why(self) -> str:
+        """Why nothing better is compiled, for the log; empty if the first target worked."""
+        return "; ".join(f"not {name}: {problem}" for name, problem in self.problems.items())
+
+
 class Compiler:
     """Decides what of a model to compile, compiles it, and chooses between compiled and eager code in every call."""
+
+    in_micro_batch = False  # the driver sets it: from its `before_forward` to the end of its `backward`
 
     def __init__(self, driver: Driver, config: RunConfig, log_event: EventLogger, judged: bool, loose: bool):
         """Install the compiler on the model's call.
 
         judged: compile only if it pays; otherwise the first batch is compiled at once
-        loose: something is computed in 16 bits or in TF32, see `isolated_call.py`
+        loose: something is computed in 16 bits or in TF32, see `compilation.py`
         """
         self.driver = driver
         self.config = config
@@ -61,16 +79,15 @@ class Compiler:
         self.compiles = 0  # how often code was installed
 
         # What the steps show, and what follows from it.
-        self._judge = Judge(driver, config)
-        self._watch = BatchWatch()
+        self.judge = Judge(driver, config)
+        self.watch = BatchWatch()
         self._timer: StepTimer | None = StepTimer(*STEPS) if judged else None
+        self._kernel_timer: KernelTimer | None = None  # in the one step whose kernels are measured
         self._candidates = Candidates()
         self._length = RunLength()
 
-        # Steps run without cuDNN attention until it is known that sizes do not vary: it would make a plan for each new
-        # size. The setting belongs to the process, so it is restored after each step: runs may take turns.
-        self._avoids_cudnn = judged
-        self._settings = ExitStack()
+        # Until it is known that sizes do not vary.
+        driver.cudnn_pause.needed = judged
 
         CallChain.of(driver.model).install("compile", ModelCall(self))
 
@@ -85,7 +102,7 @@ class Compiler:
 
         def call(module: Any, *args: Any) -> Any:
             if self.stage in ("watch", "try"):
-                self._watch.note(args)
+                self.watch.note(shapes_of(args))
 
             # Compile on the first training batch after the decision. The call below then runs the new code.
             if self.stage == "try" and self._next_target() == LOSS and self.is_training():
@@ -106,7 +123,7 @@ class Compiler:
             if not fitting:
                 return function(module, *args)
 
-            return code.run(lambda: code.call_function(self.driver, args))
+            return code.run(lambda: code.call_function(args))
 
         return call
 
@@ -114,10 +131,10 @@ class Compiler:
         """Call the model itself in a training step. `link`: the one of the model's call chain that comes here."""
         # With a function around the model (`around`), the sizes of its arguments are noted, not those of the model.
         if self.stage in ("watch", "try") and self.function is None:
-            self._watch.note((args, kwargs))
+            self.watch.note(shapes_of((args, kwargs)))
 
         if self.stage == "watch":
-            self._watch.keep_example(args, kwargs)
+            self.watch.keep_example(args, kwargs)
         elif self.stage == "try" and self._next_target() != LOSS:
             # Compiled and eager code are compared on this call of the model, without the user's loss, which may have
             # side effects.
@@ -138,42 +155,44 @@ class Compiler:
         # As long as the run may compile again, it must know all sizes to do so.
         shapes = shapes_of(arguments)
         if code.still_looks:
-            self._watch.sizes.add(shapes)
+            self.watch.note(shapes)
 
         return code.takes(shapes)
 
     def is_training(self) -> bool:
         """Return whether the call of a loss or model belongs to training; evaluations make such calls, too."""
-        return self.driver.in_micro_batch and torch.is_grad_enabled()
+        return self.in_micro_batch and torch.is_grad_enabled()
 
     def _next_target(self) -> str | None:
         """Return the target to try next, or None if there is none left."""
         # With compile=true nothing was decided. It cannot be earlier: `around` is called after the constructor.
         if self._candidates.left is None:
-            self._candidates.left = self._judge.preferred(self.function, self._watch.varying)
+            self._candidates.left = self.judge.preferred(self.function, self.watch.varying)
 
         return self._candidates.left[0] if self._candidates.left else None
 
     # ---- between two steps ----
 
     def begin_step(self, steps_left: int) -> None:
-        """Begin a step: start the clock, and switch cuDNN attention off if sizes may vary."""
+        """Begin a step, and start the clock."""
         self._length.steps_left = steps_left
-        if self._avoids_cudnn:
-            self._settings.close()
-            self._settings.enter_context(without_cudnn())
-
+        if self._kernel_timer:
+            self._kernel_timer.start()
         if self._timer:
             self._timer.begin_step()
 
     def end_step(self) -> None:
         """End a step. All ranks come here together, so they can decide together."""
-        self._settings.close()
         self._length.steps_done += 1
 
         # This may take the code away, and let the next step compile again.
         if self.code:
             self._look_for_misses(self.code)
+
+        # The last step before a decision that depends on its kernels.
+        if self._kernel_timer:
+            self.judge.note_kernels(self._kernel_timer.stop())
+            return self._decide()
 
         step_s = self._timer.end_step(self.driver.runtime) if self._timer else None
         if step_s is None:
@@ -184,31 +203,39 @@ class Compiler:
         if self.code:
             self._compare_with_eager(self.code, step_s)
         else:
-            self._decide(step_s)
+            self.judge.eager_s = step_s
+            self._decide()
 
-    def _decide(self, step_s: float) -> None:
+    def _decide(self) -> None:
         """Decide what to compile, from the seconds of an eager step and the sizes of batches so far. Collective."""
-        self._judge.eager_s = step_s
-        self._watch.agree(self.driver.runtime.collectives)
-        self._avoids_cudnn = bool(self._watch.varying) or self._watch.sizes.irregular
+        self.watch.agree(self.driver.runtime.collectives)
+        self.driver.cudnn_pause.needed = bool(self.watch.varying) or self.watch.irregular
 
         # torch cannot go through a compiled graph twice.
         if any(self.driver.runtime.collectives.gather_json(self.driver.keeps_graphs)):
             return self._stay_eager("the loss computes a gradient through the model and keeps its graph")
 
-        decision = self._judge.decide(self._length.steps_left, 0.0, self.function, self._watch)
+        # Kernels are measured at most once, in the next step, and then it is decided again.
+        facts = self.judge.facts(self._length.steps_left, 0.0, self.function, self.watch)
+        on_gpu = self.driver.runtime.device.type == "cuda"
+        if on_gpu and self._kernel_timer is None and on_the_fence(facts):
+            self._kernel_timer = KernelTimer(self.driver.runtime.device)
+            return
+
+        self._kernel_timer = None
+        decision = decide(facts)
         if decision.targets:
-            self._start_try(Candidates(decision.targets, decision.limit_s), decision.reason)
+            self._start_try(Candidates([*decision.targets], decision.limit_s), decision.reason)
         else:
             self._stay_eager(decision.reason)
 
     def _compare_with_eager(self, code: InstalledCode, compiled_s: float) -> None:
         """Compare the seconds of a compiled step with those of an eager one. If it is slower, go back to eager."""
-        eager_s = self._judge.eager_s
+        eager_s = self.judge.eager_s
         speedup = eager_s / compiled_s
 
         # A slow-down is remembered as well: the next run of this model then does not compile.
-        self._judge.remember(code.target.name, Payoff(self._candidates.cost_s, speedup))
+        self.judge.remember(code.target.name, self._candidates.cost_s, speedup)
 
         times = f"{eager_s * 1e3:.3g} ms before, {compiled_s * 1e3:.3g} ms now"
         if compiled_s > SLOWER * eager_s:
@@ -230,13 +257,14 @@ class Compiler:
             return
 
         # With compile=auto it must pay in the steps that are left, and the limit is lower by what was spent before.
-        self._watch.agree(self.driver.runtime.collectives)
+        self.watch.agree(self.driver.runtime.collectives)
         if self.judged:
             spent_s = max(self.driver.runtime.collectives.gather_json(self._candidates.cost_s))
-            decision = self._judge.decide(self._length.steps_left, spent_s, self.function, self._watch)
-            candidates = Candidates(decision.targets, decision.limit_s)
+            facts = self.judge.facts(self._length.steps_left, spent_s, self.function, self.watch)
+            decision = decide(facts)
+            candidates = Candidates([*decision.targets], decision.limit_s)
         else:
-            candidates = Candidates(self._judge.preferred(self.function, self._watch.varying))
+            candidates = Candidates(self.judge.preferred(self.function, self.watch.varying))
 
         # Otherwise the code stays, and batches that do not fit run eagerly.
         if candidates.left:
@@ -256,46 +284,14 @@ class Compiler:
         """Compile the first of these targets that works on all ranks, and compare it with eager. Collective."""
         # A capture would replay the code from before, and it holds memory that compiling may need.
         release_captures(self.driver.model)
-
-        compilation = self._make_compilation(targets, call, arguments)
-        self._first_that_works(compilation, targets)
-
-        # Once the time is over, the targets that are left are not tried either.
+        compilation = Compilation(self, call, arguments)
         candidates = self._candidates
-        left = [] if compilation.gave_up else candidates.left or ()
-        candidates.left = [target for target in left if target not in targets]
+        untried = [target for target in candidates.left or () if target not in targets]
 
-        if compilation.target is not None:
-            self._install(compilation)
-        elif not candidates.left:
-            self._stay_eager(candidates.why)
-
-    def _make_compilation(self, targets: Sequence[str], call: Callable[..., Any], arguments: Arguments) -> Compilation:
-        """Return the try to compile one of these targets on this call."""
-        # What the ranks have agreed on, not what this one has seen since: all ranks must compile alike.
-        dynamic = self._watch.varying
-
-        # Examples are calls of the model, so they do not fit a call of the loss.
-        examples = self._watch.examples if dynamic and targets != (LOSS,) else ()
-
-        return Compilation(
-            driver=self.driver,
-            call=call,
-            arguments=arguments,
-            examples=examples,
-            function=self.function,
-            dynamic=dynamic,
-            tolerance=self.tolerance,
-            eager_fits=self.judged,
-            timeout=timedelta(seconds=self.config.hang.first),
-            progress=self._judge.remember_unfinished,
-        )
-
-    def _first_that_works(self, compilation: Compilation, targets: Sequence[str]) -> None:
-        """Run `compilation` for one target after another, until one works or the time is over. Collective."""
-        candidates = self._candidates
         for name in targets:
-            limit_s = min(candidates.seconds_left, PATIENCE * self.config.hang.first)
+            # At least one second, so that all ranks try the same targets: their costs differ a little.
+            left_s = max(1.0, candidates.limit_s - candidates.cost_s)
+            limit_s = min(left_s, PATIENCE * self.config.hang.first)
             given_up = f"it is given up after {limit_s:.0f} s, and compile=false compiles nothing"
             self.log_event("compile", reason=f"begins with {name}: {given_up}")
 
@@ -305,11 +301,16 @@ class Compiler:
             candidates.cost_s += time.perf_counter() - began
 
             if problem is None:
-                return
+                return self._install(compilation)
 
+            # Once the time is over, the targets that are left are not tried either.
             candidates.problems[name] = problem
             if compilation.gave_up:
-                return
+                return self._stay_eager(candidates.why)
+
+        candidates.left = untried
+        if not untried:
+            self._stay_eager(candidates.why)
 
     def _install(self, compilation: Compilation) -> None:
         """Run this code from now on, and log what it is and why nothing better is."""
@@ -320,14 +321,14 @@ class Compiler:
         # arguments. If the model alone was compiled inside it, those of this call are not known here: any that were
         # seen will do, since dimensions that vary are dynamic.
         if self.function is not None and target.function is None:
-            shapes = self._watch.sizes.smallest()
+            shapes = self.watch.smallest()
         else:
             shapes = shapes_of(compilation.arguments)
 
         self.code = InstalledCode(target, shapes, compilation.dynamic)
         self.stage = "compiled"
         self.compiles += 1
-        self._watch.drop_examples()
+        self.watch.drop_examples()
 
         # Steps are timed before anything is captured: a capture would make some of them slow.
         if self.judged:
@@ -357,7 +358,7 @@ class Compiler:
         """End all attempts to compile, and log why. Calls may still be captured."""
         self.stage = "eager"
         self._timer = None
-        self._watch.drop_examples()
+        self.watch.drop_examples()
         # Eager calls need no link, and the loss is called as the user wrote it (`around`).
         CallChain.of(self.driver.model).remove("compile")
 
@@ -366,7 +367,10 @@ class Compiler:
 
     def release(self) -> None:
         """Leave the model without compiled code, and free the memory of captures."""
-        self._settings.close()
+        # The step whose kernels are measured may have failed.
+        if self._kernel_timer:
+            self._kernel_timer.abandon()
+
         self._remove_code()
         self.stage = "eager"
         CallChain.of(self.driver.model).remove("compile")

@@ -9,10 +9,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lockstep.parallel.meta.recording import written_tensors
 
 Function = Callable[..., Any]  # (model, *args), such as a task's loss
 Backend = Callable[[torch.fx.GraphModule, Any], Any]  # what compiles a graph
@@ -35,13 +39,13 @@ def checked_backend(function: Function, alone: bool, backend: Backend) -> Backen
         if changed := changed_objects():
             raise Unsuitable(f"it has side effects in Python: it changes {', '.join(changed)}")
 
-        # The model's buffers are restored after a trial, and batches are copied; other tensors are neither.
-        if changed := changed_inputs(graph, tuple(inspect.signature(function).parameters)):
-            raise Unsuitable(f"it changes tensors in place: {', '.join(changed)}")
-
         # The ranks do not compile at the same time, and would wait for each other in a collective.
         if not alone:
             refuse_collectives(graph)
+
+        # The model's buffers are restored after a trial, and batches are copied; other tensors are neither.
+        if changed := changed_inputs(graph, tuple(inspect.signature(function).parameters)):
+            raise Unsuitable(f"it changes tensors in place: {', '.join(changed)}")
 
         return backend(graph, inputs)
 
@@ -77,83 +81,46 @@ def changed_objects() -> list[str]:
     return sorted({_name(variable.source) for variable in lasting})
 
 
-# What returns a view of its first argument, so that a change of the view changes the argument.
-VIEWS = {
-    *("getitem", "getattr", "view", "reshape", "detach", "transpose", "t", "permute", "squeeze", "unsqueeze", "narrow"),
-    *("select", "chunk", "split", "unbind", "expand", "flatten", "unflatten", "view_as", "expand_as", "movedim"),
-    *("swapaxes", "diagonal", "alias", "real", "data", "_get_data_attr", "T", "mT"),
-}
+class _Writes(TorchDispatchMode):
+    """Notes the memory that operations write into, as their schemas say."""
 
-# What changes its first argument, besides functions whose names end in an underscore.
-IN_PLACE = {
-    *("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor"),
-}
+    supports_higher_order_operators = True
 
-# What changes nothing, although its name ends in an underscore: functions of the module `operator`.
-NOT_IN_PLACE = {"and_", "or_", "not_", "is_"}
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
 
-# Norms change their running statistics, the second and third argument, if the sixth one is true. By function: the name
-# of that argument, and its default.
-NORMS = {F.batch_norm: ("training", False), F.instance_norm: ("use_input_stats", True)}
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # An operator that takes functions has no schema. torch counts what these change, see below.
+        if isinstance(func, torch._ops.OpOverload):
+            written = written_tensors(func, args, kwargs or {})
+
+            # The schemas of batch norms do not say that they update running_mean and running_var, if training is true.
+            if "batch_norm" in func.__name__ and len(args) > 5 and args[5] is True:
+                written += [tensor for tensor in args[3:5] if tensor is not None]
+
+            self.storages |= {tensor.untyped_storage()._cdata for tensor in written}
+
+        return func(*args, **(kwargs or {}))
 
 
 def changed_inputs(graph: torch.fx.GraphModule, arguments: tuple[str, ...]) -> list[str]:
     """Return the tensors that a graph changes in place, besides those that it gets in `arguments`."""
-    changed = set()
-    for node in graph.graph.nodes:
-        # torch has run the graph on tensors without values, and counts the changes of each, also through views.
-        if node.op == "placeholder" and getattr(node.meta.get("example_value"), "_version", 0):
+    # torch has traced the graph on tensors without values. It runs on them once more, so that every write is seen:
+    # through views, by operations on lists, by norms that update running statistics.
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    values = [node.meta.get("example_value") for node in inputs]
+    changed = {_source(node) for node, value in zip(inputs, values, strict=True) if getattr(value, "_version", 0)}
+
+    mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), nullcontext())
+    with mode, _Writes() as writes:
+        graph(*values)
+
+    for node, value in zip(inputs, values, strict=True):
+        if isinstance(value, Tensor) and value.untyped_storage()._cdata in writes.storages:
             changed.add(_source(node))
 
-        # It does not count the changes that some operations make.
-        for argument in _changed_arguments(node):
-            # Follow views back to the input of the graph that they look into, if they come from one.
-            while isinstance(argument, torch.fx.Node) and argument.op != "placeholder":
-                argument = argument.args[0] if _operation(argument) in VIEWS and argument.args else None
-
-            if isinstance(argument, torch.fx.Node):
-                changed.add(_source(argument))
-
     return sorted(name for name in changed if name.split(".")[0].split("[")[0] not in arguments)
-
-
-def _changed_arguments(node: torch.fx.Node) -> list[Any]:
-    """Return the arguments that an operation changes."""
-    if node.op not in ("call_function", "call_method"):
-        return []
-
-    # A norm updates its running statistics.
-    if node.target in NORMS:
-        name, default = NORMS[node.target]
-        updates = node.args[5] if len(node.args) > 5 else node.kwargs.get(name, default)
-        if not updates:
-            return []
-        return [*node.args[1:3], node.kwargs.get("running_mean"), node.kwargs.get("running_var")]
-
-    if not _is_in_place(node):
-        return []
-
-    # Operations on lists (`torch._foreach_mul_`) change every element.
-    first = node.args[0] if node.args else None
-    elements = first if isinstance(first, list | tuple) else [first]
-    return [node.kwargs.get("out"), *elements]
-
-
-def _is_in_place(node: torch.fx.Node) -> bool:
-    """Return whether a node changes one of its arguments, judged by the convention of torch's names."""
-    name = _operation(node)
-    underscore = name.endswith("_") and not name.endswith("__") and name not in NOT_IN_PLACE
-
-    # `out=` and `inplace=True` are torch's other two ways to say so.
-    by_argument = "out" in node.kwargs or bool(node.kwargs.get("inplace"))
-    return underscore or name in IN_PLACE or by_argument
-
-
-def _operation(node: torch.fx.Node) -> str:
-    """Return the name of a method, such as `add_`, or of a function."""
-    if isinstance(node.target, str):
-        return node.target
-    return getattr(node.target, "__name__", str(node.target))
 
 
 def _source(node: torch.fx.Node) -> str:

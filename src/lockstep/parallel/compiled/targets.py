@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 import torch.fx.experimental._config as symbolic_shapes
 from torch import nn
 
-from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.call_chain import CallChain
 from lockstep.parallel.compiled.side_effects import Function, checked_backend
 
@@ -30,6 +29,7 @@ class Target:
         self,
         name: str,
         model: nn.Module,
+        blocks: Sequence[nn.Module],
         function: Function | None,
         dynamic: bool,
         alone: bool,
@@ -64,7 +64,7 @@ class Target:
         # A model that overrides `compile` compiles parts of itself, so every module may change.
         before = {module: compiled_call(module) for module in model.modules()}
 
-        modules = find_blocks(model) if name == BLOCKS else [model]
+        modules = blocks if name == BLOCKS else [model]
         for module in modules:
             # Such a model chooses its own options, and its `compile` need not take any.
             options = {} if compiles_itself(module) else {"dynamic": dynamic, "backend": backend}

@@ -1,7 +1,7 @@
 """Capture the calls of a launch-bound model, whose kernels finish faster than the host launches them, and replay them.
 
 We capture the model's forward and backward. `task.loss` may run arbitrary Python: it is captured only if it was
-compiled as one graph, and only while all that it reads is unchanged (compiled/constants.py). Every variant of a call
+compiled as one graph, and only while all that it reads is unchanged (compiled/installed.py). Every variant of a call
 (shapes, modes, other arguments) goes through the same stages: a few eager calls are timed, to see whether the device
 waits for the host; then the call is tested, captured, and compared with an eager call; from then on it is replayed. If
 a variant is not replayed, the reason is logged.
@@ -20,19 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.call_arguments import OpaqueValue, flatten
-from lockstep.parallel.call_chain import Link
+from lockstep.parallel.call_chain import CallChain, Link
 from lockstep.parallel.call_state import StateSnapshot, TrialCall
-from lockstep.parallel.cudagraph.attributes import AttributeWatch, same_objects
 from lockstep.parallel.cudagraph.capture import Capture
 from lockstep.parallel.cudagraph.checks import compare, dry_run, first_line
 from lockstep.parallel.cudagraph.device import CudaDevice
-from lockstep.parallel.cudagraph.variants import RunLength, Variant, timed_call
-from lockstep.runtime.context import EventLogger
+from lockstep.parallel.cudagraph.variants import AttributeWatch, RunLength, Variant, same_objects, timed_call
+from lockstep.runtime.context import EventLogger, Runtime
 
 WARMUP_CALLS = 5  # eager calls before a capture; the first ones compile, tune and allocate
-LAUNCH_BOUND = 0.7  # a call is launch-bound if the host needs at least this fraction of the device's time to launch it
+LAUNCH_BOUND = 0.5  # a call is launch-bound if the host needs at least this fraction of the device's time to launch it
 FEW_CAPTURES = 8  # so many captures are made whatever memory they take
 MEMORY_SHARE = 0.15  # further ones are made while all of them together take at most this part of the device's memory
 MAX_VARIANTS = 256  # with or without a capture
@@ -325,3 +325,61 @@ class GraphedCall(Link):
         if (call, reason) not in self._logged:
             self._logged.add((call, reason))
             self.log_event("graph", call=call, reason=reason)
+
+
+# ---- the link around a model ----
+
+
+def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
+    """Whether to capture calls where forwards are not collective (`RankRole.collective_forwards`)."""
+    on_cuda = runtime.device.type == "cuda"
+    if config.graph is True and not on_cuda:
+        raise UserError(
+            f"graph=true needs a GPU; the device is {runtime.device.type}",
+            "CUDA graphs are for GPUs",
+            "leave graph out",
+        )
+
+    if config.graph != "auto":
+        return config.graph
+
+    # Not with recomputation, which changes the kernels of a forward. config/conflicts.py refuses graph=true with these.
+    return on_cuda and not config.ddp.find_unused_parameters and not config.exact and config.remat == "none"
+
+
+def capture_calls(
+    model: nn.Module, config: RunConfig, runtime: Runtime, log_event: EventLogger, length: RunLength | None = None
+) -> None:
+    """Install graph capture around the (compiled) call of `model`, in place, if the configuration allows it.
+
+    Not for collective forwards: all ranks would have to replay a captured collective in the same order.
+    """
+    link = graph_link(model, config, runtime, log_event, length)
+    if link:
+        # The chain inserts it outside torch.compile, so that compiled kernels are captured.
+        CallChain.of(model).install("graph", link)
+
+
+def graph_link(
+    model: nn.Module, config: RunConfig, runtime: Runtime, log_event: EventLogger, length: RunLength | None = None
+) -> GraphedCall | None:
+    """Return a link that captures, for a call of `model` or of a function of it; None if nothing is captured."""
+    if not wants_graph(config, runtime):
+        return None
+
+    return GraphedCall(model, CudaDevice(runtime.device), config.graph is True, log_event, length)
+
+
+def has_captures(model: nn.Module) -> bool:
+    link = CallChain.of(model).find("graph")
+    return isinstance(link, GraphedCall) and any(variant.capture for variant in link.variants.values())
+
+
+def release_captures(model: nn.Module) -> None:
+    """Free the memory of all captures now."""
+    chain = CallChain.of(model)
+    link = chain.find("graph")
+    if isinstance(link, GraphedCall):
+        # The model and its link reference each other, so otherwise the captures would live until a garbage collection.
+        chain.remove("graph")
+        link.variants.clear()

@@ -1,12 +1,12 @@
-"""DDP communication hooks: how replicas exchange the buckets of their gradients.
+"""DDP communication hooks: how replicas reduce the buckets of their gradients.
 
 fp16, bf16    gradients are sent in half precision (`HalfHook`)
 powersgd      matrices are sent as products of low rank (powersgd.py)
 wide          gradients in bf16 are added in float32 (`WideHook`); where parameters are stored in bf16
 
-DDP passes one bucket after another to the hook while the backward runs, in the same order on all ranks. An exchange may
+DDP passes one bucket after another to the hook while the backward runs, in the same order on all ranks. A reduction may
 need several collectives, each of which depends on the previous one. If a collective were started in a callback of the
-previous one, the ranks would start them in different orders, and gloo would deadlock. So an exchange is a generator
+previous one, the ranks would start them in different orders, and gloo would deadlock. So a reduction is a generator
 that yields after each collective it starts, and is advanced once when the next bucket comes. That order is the same on
 all ranks, and the network is busy while the backward continues.
 
@@ -37,7 +37,7 @@ class Bucket(NamedTuple):
 class CommHook:
     """A DDP communication hook. DDP calls it with each bucket and waits for the future that it returns.
 
-    An exchange is a generator: it starts a collective and yields, and continues when the next bucket comes. So several
+    A reduction is a generator: it starts a collective and yields, and continues when the next bucket comes. So several
     buckets are under way at the same time, and the backward never waits for one.
     """
 
@@ -46,9 +46,9 @@ class CommHook:
         self.word_parameter = word_parameter
         self.group = group
         self.ranks = group.size()
-        self._pending: list[Iterator[None]] = []  # exchanges that have started, the oldest first
+        self._pending: list[Iterator[None]] = []  # reductions that have started, the oldest first
 
-    def exchange(self, bucket: Bucket) -> Iterator[None]:
+    def reduce_bucket(self, bucket: Bucket) -> Iterator[None]:
         """Replace the bucket's buffer with its mean over ranks.
 
         Yields after starting a collective, and is advanced when the next bucket comes.
@@ -62,23 +62,23 @@ class CommHook:
         """
 
     @property
-    def parts(self) -> dict[str, Any]:
-        """The objects that a checkpoint must hold, by name: see `Driver.parts`."""
+    def stateful(self) -> dict[str, Any]:
+        """The objects that a checkpoint must hold, by name: see `PlacedModel.stateful`."""
         return {}
 
     def finish(self) -> None:
-        """Called after the last bucket of a step has been exchanged."""
+        """Called after the last bucket of a step has been reduced."""
 
     def __call__(self, ddp_bucket: dist.GradBucket) -> Future[Tensor]:
         bucket = Bucket(ddp_bucket.buffer(), list(zip(ddp_bucket.parameters(), ddp_bucket.gradients(), strict=True)))
         device = bucket.buffer.device
         done: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
 
-        # Start the new exchange first, so that the network is never idle while we wait for an older one.
+        # Start the new reduction first, so that the network is never idle while we wait for an older one.
         started = _advance([self._complete(bucket, done)])
         self._pending = _advance(self._pending) + started
 
-        # After the last bucket, no further call will advance the exchanges.
+        # After the last bucket, no further call will advance the reductions.
         if ddp_bucket.is_last():
             while self._pending:
                 self._pending = _advance(self._pending)
@@ -88,7 +88,7 @@ class CommHook:
         return done
 
     def _complete(self, bucket: Bucket, done: Future[Tensor]) -> Iterator[None]:
-        yield from self.exchange(bucket)
+        yield from self.reduce_bucket(bucket)
         done.set_result(bucket.buffer)
 
     def start_reduce(self, tensor: Tensor, op: Any = dist.ReduceOp.SUM) -> dist.Work:
@@ -123,7 +123,7 @@ class HalfHook(CommHook):
         super().__init__(word_parameter, group)
         self.dtype = dtype
 
-    def exchange(self, bucket: Bucket) -> Iterator[None]:
+    def reduce_bucket(self, bucket: Bucket) -> Iterator[None]:
         # The control word is sent separately, in full precision, and does not influence the scale.
         words = self.words_in(bucket)
         mean_words = [word / self.ranks for word in words]
@@ -152,16 +152,16 @@ class HalfHook(CommHook):
 class WideHook(CommHook):
     """Sums bf16 gradients in float32, and rounds once."""
 
-    def exchange(self, bucket: Bucket) -> Iterator[None]:
+    def reduce_bucket(self, bucket: Bucket) -> Iterator[None]:
         # Other buckets keep their dtype: that of the control word may be float64.
         wide = bucket.buffer.to(torch.promote_types(bucket.buffer.dtype, torch.float32)) / self.ranks
         yield from self.reduce(wide)
         bucket.buffer.copy_(wide)
 
 
-def _advance(exchanges: list[Iterator[None]]) -> list[Iterator[None]]:
-    """Advance each exchange to its next collective, and return the exchanges that have not ended."""
-    return [exchange for exchange in exchanges if next(exchange, "ended") != "ended"]
+def _advance(reductions: list[Iterator[None]]) -> list[Iterator[None]]:
+    """Advance each reduction to its next collective, and return the reductions that have not ended."""
+    return [reduction for reduction in reductions if next(reduction, "ended") != "ended"]
 
 
 def fp16_scale(largest: Tensor, ranks: int) -> Tensor:

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from lockstep.checkpoint.load import CheckpointReader
+from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.config import DDPConfig
 from lockstep.parallel.ddp.hooks import Bucket, CommHook
 from lockstep.runtime.control_word import ControlWord
@@ -48,7 +48,7 @@ class Matrix:
 
 
 class PowerSGDHook(CommHook):
-    """Exchanges matrices as products of two thin matrices, from step `powersgd_start` on.
+    """Reduces matrices as products of two thin matrices, from step `powersgd_start` on.
 
     The first steps are uncompressed, as is usual for PowerSGD: gradients change most at the beginning.
     """
@@ -92,7 +92,7 @@ class PowerSGDHook(CommHook):
     def prepare(self, grad_output: Tensor, word: ControlWord | None) -> None:
         """Start the all-reduce of `_unit`: global weight x loss scale.
 
-        The exchange needs it before the control word is reduced, so it is sent separately.
+        The reduction needs it before the control word is reduced, so it is sent separately.
         """
         if not (self.feedback and self.compresses):
             return
@@ -107,7 +107,7 @@ class PowerSGDHook(CommHook):
     def finish(self) -> None:
         self.steps += 1
 
-    def exchange(self, bucket: Bucket) -> Iterator[None]:
+    def reduce_bucket(self, bucket: Bucket) -> Iterator[None]:
         # The control word has no name and no matrix, so it ends up in `full`.
         pairs = [(self.matrices.get(self.names.get(id(p), "")), gradient) for p, gradient in bucket.gradients]
         compressed = [(matrix, gradient) for matrix, gradient in pairs if matrix is not None]
@@ -177,7 +177,7 @@ class PowerSGDHook(CommHook):
     # ---- checkpoint state ----
 
     @property
-    def parts(self) -> dict[str, Any]:
+    def stateful(self) -> dict[str, Any]:
         return {STATE_NAME: self}
 
     def state_dict(self) -> dict[str, Any]:

@@ -17,24 +17,15 @@ from torch import Tensor, nn
 
 from lockstep.data.windows import rank_range
 from lockstep.parallel.ddp.hooks import Bucket, CommHook
-from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
+from lockstep.parallel.exact.reducers import Gradients, OrderedBuckets
+from lockstep.parallel.exact.tree import Subtree, TreeSum
+from lockstep.runtime.control_word import ControlWord
 
-CHUNK = 2**20  # elements that are exchanged at once: one chunk is added while others are being sent
-Gradients = dict[int, Tensor]  # gradient sums over one or more micro-batches, by the id of the parameter
-
-
-def add_gradients_(left: Gradients, right: Gradients) -> Gradients:
-    """Add `right` to `left`, in place. A parameter may have a gradient in only one of them."""
-    both = [key for key in right if key in left]
-    if both:
-        torch._foreach_add_([left[key] for key in both], [right[key] for key in both])
-
-    left.update({key: gradient for key, gradient in right.items() if key not in left})
-    return left
+CHUNK = 2**20  # elements that are reduced at once: one chunk is added while others are being sent
 
 
 class _Chunk(NamedTuple):
-    """A contiguous range of a bucket that is being exchanged."""
+    """A contiguous range of a bucket that is being reduced."""
 
     slices: list[Tensor]  # the chunk as views of the bucket, one per rank
     own: Tensor  # the slice that this rank owns; the sum is left in it
@@ -63,13 +54,13 @@ def _add_up(chunk: _Chunk) -> None:
 class OrderedHook(CommHook):
     """Leaves in every bucket the sum over all micro-batches of the step, not a mean.
 
-    `tree` holds the gradients of this rank's earlier micro-batches. DDP passes the gradients of the last micro-batch,
-    bucket by bucket.
+    The reducer has the gradients of this rank's earlier micro-batches. DDP passes the gradients of the last one, bucket
+    by bucket.
     """
 
-    def __init__(self, word_parameter: nn.Parameter, group: dist.ProcessGroup):
+    def __init__(self, word_parameter: nn.Parameter, group: dist.ProcessGroup, reducer: OrderedBuckets):
         super().__init__(word_parameter, group)
-        self.tree: TreeSum[Gradients] = TreeSum(add_gradients_)  # this rank's micro-batches except the last
+        self._reducer = reducer
         self.rank = group.rank()
         self.others = [rank for rank in range(self.ranks) if rank != self.rank]
 
@@ -77,23 +68,17 @@ class OrderedHook(CommHook):
         self.through_host = word_parameter.device.type == "cuda" and dist.get_backend(group) == "gloo"
         self._free_buffers: list[Tensor] = []  # receive buffers that are not in use
 
-    def expect(self, total: int, last: Subtree | None) -> None:
-        """Prepare for this rank's last backward of a step of `total` micro-batches.
-
-        `last` is the micro-batch of that backward; None if this rank has no micro-batch of its own.
-        """
-        self._last = last
-
-        # Every rank can compute the roots of all ranks, so they need not be exchanged.
-        ranges = [rank_range(total, rank, self.ranks) for rank in range(self.ranks)]
-        self._roots_by_rank = [roots_of(micros.start, micros.stop) for micros in ranges]
+    def prepare(self, grad_output: Tensor, word: ControlWord | None) -> None:
+        # DDP runs the hook only in the last backward of a step, which has the control word.
+        if word is not None:
+            self._roots_by_rank = self._reducer.roots_by_rank()
 
     def finish(self) -> None:
-        self.tree.roots.clear()
+        self._reducer.tree.roots.clear()
 
-    def exchange(self, bucket: Bucket) -> Iterator[None]:
+    def reduce_bucket(self, bucket: Bucket) -> Iterator[None]:
         # There is one control word per rank, not per micro-batch, so all words are gathered. A copy is sent, since the
-        # gather may run while the exchange below overwrites the word's bucket.
+        # gather may run while the reduction below overwrites the word's bucket.
         words = self.words_in(bucket)
         gathered = [word.new_empty(self.ranks, *word.shape) for word in words]
         works = [
@@ -103,7 +88,7 @@ class OrderedHook(CommHook):
 
         # A bucket may contain only the control word.
         if len(words) < len(bucket.gradients):
-            yield from self._exchange_gradients(bucket)
+            yield from self._reduce_gradients(bucket)
         else:
             yield
 
@@ -113,8 +98,8 @@ class OrderedHook(CommHook):
         for word, per_rank in zip(words, gathered, strict=True):
             word.copy_(per_rank.sum(0))  # exact in any order: integers, and numbers rounded to a grid
 
-    def _exchange_gradients(self, bucket: Bucket) -> Iterator[None]:
-        """Replace the gradients in a bucket by their sums over all micro-batches, in two exchanges.
+    def _reduce_gradients(self, bucket: Bucket) -> Iterator[None]:
+        """Replace the gradients in a bucket by their sums over all micro-batches, in two collectives.
 
         Every rank owns a slice of each chunk: it receives all terms of its slice, adds them, and sends the sum.
         """
@@ -210,13 +195,13 @@ class OrderedHook(CommHook):
 
     def _local_roots(self, bucket: Bucket) -> list[Tensor]:
         """Return this rank's roots, laid out like the bucket. The last is the bucket itself, the others are copies."""
-        if self._last is None:
+        subtree = self._reducer.subtree
+        if subtree is None:
             return []
 
         # The control word is left out: it has no earlier sums.
         views = {id(p): view for p, view in bucket.gradients if p is not self.word_parameter}
-        earlier = list(self.tree.roots)
-        subtree = self._last
+        earlier = list(self._reducer.tree.roots)
 
         # Additions that need no other rank's terms are done here, in the bucket itself.
         while earlier and subtree.completes(earlier[-1][0]):

@@ -1,4 +1,5 @@
 """Sharded parameters, gradients and optimizer state: torch's FSDP2, used for sums of gradients instead of means.
 
 collective_check.py checks that all ranks use the same parameters, because torch does not.
+torch_private.py has all that is used of torch's private FSDP2.
 """

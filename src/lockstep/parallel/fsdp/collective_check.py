@@ -10,13 +10,13 @@ A part that no rank uses in a step is fine: it is not gathered and gets no gradi
 stage are compared.
 
 There is a public way to intercept gathers (`set_custom_all_gather`), but none that sees which parameters have a
-gradient before they are reduced, so we wrap the private `FSDPParamGroup.post_backward`. What torch does without this
+gradient before they are reduced (torch_private.py). What torch does without this
 module is in tests/ranks/test_collective_check.py, which fails when torch no longer needs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from lockstep.errors import UserError, some_names
+from lockstep.parallel.fsdp import torch_private
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 
@@ -63,16 +63,16 @@ class CollectiveCheck:
         # A ModuleList visits modules that several stages share only once.
         modules = nn.ModuleList(stages or [model]).modules()
         for module in [module for module in modules if isinstance(module, FSDPModule)]:
-            group = module._get_fsdp_state()._fsdp_param_group
-
-            # A module that holds no parameters itself has no group.
-            if group is not None:
+            parameters = torch_private.grouped_parameters(module)
+            if parameters:
                 # All ranks visit the modules in the same order, so a number means the same group on all ranks.
                 number = len(self.groups)
                 module.set_custom_all_gather(_ComparedGather(self, number))
-                group.post_backward = partial(self._post_backward, group, number, group.post_backward)
-                self.groups.append([names.get(id(p.sharded_param)) or str(p._param_fqn) for p in group.fsdp_params])
-                self._in_mesh = "dp" in (group.mesh_info.mesh.mesh_dim_names or ())
+                torch_private.call_before_reduction(module, partial(self._compare_gradients, parameters, number))
+                self.groups.append(
+                    [names.get(id(torch_private.shard(p))) or torch_private.name_in_module(p) for p in parameters]
+                )
+                self._in_mesh = "dp" in torch_private.mesh_axes(module)
 
     def begin_step(self) -> None:
         self.steps += 1
@@ -103,18 +103,16 @@ class CollectiveCheck:
             actions = self.among.gather_json([self.runtime.world.rank, VERBS[action], names])
             raise _ranks_differ_error(actions, self._in_mesh)
 
-    def _post_backward(self, group: Any, number: int, original: Callable[..., None], *unused: Any) -> None:
-        # torch's private hook reduces this rank's gradients, whichever gradients the other ranks have.
-        has_gradient = tuple(_has_gradient(parameter) for parameter in group.fsdp_params)
+    def _compare_gradients(self, parameters: list[Any], number: int) -> None:
+        # torch will reduce this rank's gradients, whichever gradients the other ranks have.
+        has_gradient = tuple(map(torch_private.has_gradient, parameters))
 
         # Without any gradient, torch starts no collective.
         if any(has_gradient):
             self.compare(REDUCE, number, has_gradient)
 
-        original(*unused)
 
-
-class _ComparedGather(DefaultAllGather):
+class _ComparedGather(torch_private.DefaultAllGather):
     def __init__(self, check: CollectiveCheck, number: int):
         self._check = check
         self._number = number
@@ -124,12 +122,6 @@ class _ComparedGather(DefaultAllGather):
     ) -> dist.Work | None:
         self._check.compare(GATHER, self._number)
         return super().__call__(output_tensor, input_tensor, group, async_op)
-
-
-def _has_gradient(parameter: Any) -> bool:
-    # The gathered parameter; FSDP creates it in the first gather.
-    full = getattr(parameter, "_unsharded_param", None)
-    return full is not None and (full.grad is not None or parameter.unsharded_accumulated_grad is not None)
 
 
 def _ranks_differ_error(actions: list[tuple[int, str, list[str]]], in_mesh: bool) -> UserError:

@@ -12,8 +12,9 @@ from __future__ import annotations
 import socket
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -25,14 +26,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from lockstep.config import FSDPConfig, RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import blocks_without_shared_parameters, find_blocks
-from lockstep.parallel.driver import ShardedDriver, broadcast_model
+from lockstep.parallel.driver import DriverSetup, ShardedDriver, broadcast_model
+from lockstep.parallel.exact.shards import OrderedShards
+from lockstep.parallel.fsdp import torch_private
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import InnerGradient, refuse_second_derivative
-from lockstep.parallel.mesh import Axes
 from lockstep.parallel.meta.init import fill_model
 from lockstep.parallel.tensor.driver import broadcast_unsharded_gradients, reduce_replicas
-from lockstep.precision import BF16_STORED, cast_parameters_
+from lockstep.precision import Precision, cast_parameters_
 from lockstep.runtime.context import Runtime, device_name
 from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.host.resources import available_memory
@@ -48,15 +50,17 @@ class FSDPDriver(ShardedDriver):
     So no rank accumulates full-size gradients.
     """
 
-    def __init__(self, model: nn.Module, config: RunConfig, runtime: Runtime, axes: Axes | None = None):
+    def __init__(self, model: nn.Module, setup: DriverSetup):
         """Shard `model` along dp; with `axes`, its layers are already sharded along tp."""
+        config, runtime, axes = setup.config, setup.runtime, setup.axes
         self._keeps_gathered = config.strategy_record.keeps_gathered
         self._tp = axes.along("tp") if axes else None
         self._replicas = axes.along("dp") if axes else runtime.collectives
 
         blocks = find_blocks(model, config.blocks)
         separate_blocks = blocks_without_shared_parameters(blocks, model)
-        shard = partial(_shard, config=config, mesh=axes.device_mesh["dp"] if axes else make_mesh(config, runtime))
+        mesh = axes.device_mesh["dp"] if axes else make_mesh(config, runtime)
+        shard = partial(_shard, config=config, precision=setup.precision, mesh=mesh)
 
         # A model on the meta device is filled and sharded block by block, so that no rank ever holds all of it.
         is_meta = any(p.is_meta for p in model.parameters())
@@ -79,6 +83,10 @@ class FSDPDriver(ShardedDriver):
         self._graph_is_retained = False  # by a gradient that the loss of this micro-batch computed itself
         self.facts = describe_blocks(len(blocks), len(separate_blocks))
 
+        if config.exact:
+            self.reducer = OrderedShards(self)
+            self.role = replace(self.role, in_turn=True)
+
         if is_meta:
             self.sync_buffers()  # each rank initialised its own
 
@@ -86,25 +94,23 @@ class FSDPDriver(ShardedDriver):
         super().begin()
         self._collective_check.begin_step()
 
-    def use_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
+    def use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
         # Layers that tp has sharded have no full gradients.
         if self._tp:
-            super().use_hooks(hooks)
+            super().use_parameter_hooks(hooks)
             return
 
         # Before the first forward there is no full parameter to register a hook on, and the full gradient exists only
-        # inside the private `post_backward`, which collective_check.py wraps too. If a block is called more than once,
-        # its gradient may come in parts; for a linear hook that makes no difference.
+        # just before its reduction. If a block is called more than once, its gradient may come in parts; for a linear
+        # hook that makes no difference.
         named = zip(self.names, self.parameters, strict=True)
         by_parameter = {id(p): hooks[name] for name, p in named if name in hooks}
 
         for module in self._sharded_modules():
-            group = module._get_fsdp_state()._fsdp_param_group
-            if group is not None:
-                ids = [(p, id(p.sharded_param)) for p in group.fsdp_params]
-                hooked = [(p, by_parameter.pop(key)) for p, key in ids if key in by_parameter]
-                if hooked:
-                    group.post_backward = partial(_hook_then_reduce, hooked, group, group.post_backward)
+            ids = [(p, id(torch_private.shard(p))) for p in torch_private.grouped_parameters(module)]
+            hooked = [(p, by_parameter.pop(key)) for p, key in ids if key in by_parameter]
+            if hooked:
+                torch_private.call_before_reduction(module, partial(_call_hooks, module, hooked))
 
         # FSDP ignores scalars, so autograd calls their hooks.
         for parameter in self._scalars:
@@ -127,7 +133,7 @@ class FSDPDriver(ShardedDriver):
                 warning = "every forward gathers the model again: there is not enough memory for twice its parameters"
                 yield None if stays_gathered else warning
         except BaseException:
-            self._forget_failed_backward()
+            torch_private.forget_failed_backward(modules[0])
             raise
         finally:
             # Restore the configured setting, and reshard everything.
@@ -142,15 +148,6 @@ class FSDPDriver(ShardedDriver):
     def drop_gathered(self) -> None:
         for module in self._sharded_modules():
             module.reshard()
-
-    def _forget_failed_backward(self) -> None:
-        """Reset FSDP's state of a backward that raised, which otherwise counts as still running."""
-        state = self._sharded_modules()[0]._get_fsdp_state()
-        state._state_ctx.post_backward_final_callback_queued = False
-
-        # Added in torch 2.13. Before the first forward there is no root, and nothing to reset.
-        if hasattr(state, "_reset_iter_state") and state._is_root:
-            state._reset_iter_state()
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         super().before_inner_gradient(inner)
@@ -178,12 +175,14 @@ class FSDPDriver(ShardedDriver):
         if self._collective_check.steps == 1:
             self._check_reduced()
 
+        if word is not None:
+            self._collective_check.compare(END)
+
     def _backward_through_gradients(self, total: Tensor, grad_output: Tensor) -> None:
         """Backpropagate a loss that contains gradients, with the whole model gathered.
 
         A parameter's gradient then comes in several parts, of which FSDP would reduce some and drop the others. So
-        gradient synchronisation is off during the backward. Afterwards we call FSDP's private end-of-backward callback,
-        which reduces everything.
+        gradient synchronisation is off during the backward, and everything is reduced at its end.
         """
         modules = self._sharded_modules()
         for module in modules:
@@ -196,7 +195,7 @@ class FSDPDriver(ShardedDriver):
             module.set_requires_gradient_sync(True, recurse=False)
             module.set_reshard_after_backward(True, recurse=False)
 
-        modules[0]._get_fsdp_state()._root_post_backward_final_callback()
+        torch_private.end_backward(modules[0])
         self._graph_is_retained = False
 
     def _check_reduced(self) -> None:
@@ -211,28 +210,32 @@ class FSDPDriver(ShardedDriver):
 
     def _gathered(self) -> list[tuple[Tensor, Tensor]]:
         """Return (shard, gathered parameter) of every parameter that has been gathered so far."""
-        groups = [module._get_fsdp_state()._fsdp_param_group for module in self._sharded_modules()]
-        parameters = [p for group in groups if group is not None for p in group.fsdp_params]
-        return [(p.sharded_param, p._unsharded_param) for p in parameters if hasattr(p, "_unsharded_param")]
+        pairs = []
+        for module in self._sharded_modules():
+            for parameter in torch_private.grouped_parameters(module):
+                full = torch_private.gathered(parameter)
+                if full is not None:
+                    pairs.append((torch_private.shard(parameter), full))
+
+        return pairs
 
     def _sharded_modules(self) -> list[FSDPModule]:
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def _reduce_gradients(self) -> None:
-        self._collective_check.compare(END)
         reduce_replicas(self._scalars, self._replicas)
         if self._tp:
             broadcast_unsharded_gradients(self.parameters, self._tp)
 
 
-def _shard(module: nn.Module, config: RunConfig, mesh: DeviceMesh) -> None:
-    cast_parameters_(module, config.precision)
+def _shard(module: nn.Module, config: RunConfig, precision: Precision, mesh: DeviceMesh) -> None:
+    cast_parameters_(module, precision)
     fully_shard(
         module,
         mesh=mesh,
         reshard_after_forward=not config.strategy_record.keeps_gathered,
         # Gradients of parameters stored in bfloat16 are added in float32 and rounded once.
-        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32 if config.precision in BF16_STORED else None),
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32 if precision.stores_bf16 else None),
         offload_policy=CPUOffloadPolicy() if config.fsdp.offload else OffloadPolicy(),
         ignored_params=set(scalars(module)),
     )
@@ -248,18 +251,15 @@ def hidden_output(found: str) -> UserError:
     )
 
 
-def _hook_then_reduce(
-    hooked: list[tuple[Any, ParameterHooks]], group: Any, post_backward: Callable[..., None], *args: Any
-) -> None:
-    """Call the user's hooks with the full gradients of a parameter group, then reduce the gradients."""
-    if group.reduce_grads:
-        for parameter, hooks in hooked:
-            # FSDP creates the full parameter in the first gather.
-            full = getattr(parameter, "_unsharded_param", None)
-            if full is not None and full.grad is not None:
-                full.grad = hooks(full.grad, lambda full=full: full)
+def _call_hooks(module: FSDPModule, hooked: list[tuple[Any, ParameterHooks]]) -> None:
+    """Call the user's hooks with the full gradients of a module's parameters, if they are reduced now."""
+    if not torch_private.reduces_gradients(module):
+        return
 
-    post_backward(*args)
+    for parameter, hooks in hooked:
+        full = torch_private.gathered(parameter)
+        if full is not None and full.grad is not None:
+            full.grad = hooks(full.grad, lambda full=full: full)
 
 
 def _has_room(model: nn.Module, runtime: Runtime) -> bool:

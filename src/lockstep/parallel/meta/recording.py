@@ -242,7 +242,7 @@ class _Recorder(TorchDispatchMode):
             return func(*_without_memory(args), **kwargs)
 
         # A call that returns Python numbers, or writes into a tensor with memory, needs the actual values.
-        written = _written_tensors(func, args, kwargs)
+        written = written_tensors(func, args, kwargs)
         returns_numbers = not written and not any("Tensor" in str(result.type) for result in func._schema.returns)
         if returns_numbers or not all(memories.is_empty(tensor) for tensor in written):
             result = func(*self._materialize(args), **self._materialize(kwargs))
@@ -255,7 +255,7 @@ class _Recorder(TorchDispatchMode):
         """Run a call on tensors that have memory. A parameter may be computed from its results."""
         # A call can be replayed only if it is torch's own, and if its arguments can be replayed.
         repeatable = func.namespace in ("aten", "prims") and all(_is_known(tensor) for tensor in tensors)
-        written = _written_tensors(func, args, kwargs)
+        written = written_tensors(func, args, kwargs)
         call = self._record_call(func, args, kwargs, written) if repeatable else None
 
         result = func(*args, **kwargs)
@@ -486,7 +486,7 @@ def _is_on_cpu(tensor: Tensor) -> bool:
     return tensor.device == CPU and tensor.layout == torch.strided
 
 
-def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the arguments that a call writes into, by its schema."""
     written: list[Tensor] = []
     for position, argument in enumerate(func._schema.arguments):

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
@@ -25,7 +24,7 @@ from lockstep.parallel.pipeline.stages import (
     list_layers,
     split_layers,
 )
-from lockstep.precision import choose_precision
+from lockstep.precision import Precision
 
 
 def make_stages(
@@ -34,13 +33,13 @@ def make_stages(
     config: RunConfig,
     data: Callable[[], Any] | None,
     count: int,
-    device: torch.device,
+    precision: Precision,
 ) -> tuple[Sequence[Stage], list[list[Tensor]]]:
     """Return `count` stages, and the tensors that each stage uses.
 
     model: the full model, on the CPU
     data: returns the samples, of which an automatic split reads two; None: there are no samples
-    device: the device on which the stages will run
+    precision: the one of the run
     """
     # Use the user's list if there is one, or else the structure of the model, or else a trace of its forward.
     layers = list_layers(model, task.stages(model) if hasattr(task, "stages") else None)
@@ -65,7 +64,7 @@ def make_stages(
             WHAT_TO_WRITE,
         )
 
-    from lockstep.parallel.pipeline.auto_split.trace import split_forward  # most pipelines need no trace
+    from lockstep.parallel.pipeline.auto_split import split_forward  # most pipelines need no trace
 
     disable_kv_cache(model, always=True)
     samples = data()
@@ -75,9 +74,7 @@ def make_stages(
         arguments = _example_input(model, task, config, samples)
 
     # The trace runs on the CPU, in the precision of the run.
-    return split_forward(
-        model, blocks, arguments, count, replace(choose_precision(config, device), device_type="cpu").autocast
-    )
+    return split_forward(model, blocks, arguments, count, replace(precision, device_type="cpu").autocast)
 
 
 def _example_input(model: nn.Module, task: Any, config: RunConfig, data: Any) -> ModelInput:

@@ -6,9 +6,8 @@ stages that share a weight (a tied embedding) hold it; its two gradients are add
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -18,14 +17,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.driver import Autocast, LossFn, Progress, Reduced, ShardedDriver, no_gradient, sum_with_word
+from lockstep.parallel.driver import (
+    Autocast,
+    DriverSetup,
+    LossFn,
+    Reduced,
+    ShardedDriver,
+    no_gradient,
+    sum_with_word,
+)
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
 from lockstep.parallel.inner_gradients import InnerGradient
-from lockstep.parallel.mesh import Axes
 from lockstep.parallel.pipeline.build import make_stages
 from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
 from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline
 from lockstep.parallel.pipeline.stages import keep_only, shard_stages, stages_by_tensor
+from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.tensor.driver import (
     apply_plan,
     broadcast_unsharded_gradients,
@@ -34,7 +41,6 @@ from lockstep.parallel.tensor.driver import (
     sum_gradients,
 )
 from lockstep.parallel.tensor.plans import choose_plan
-from lockstep.precision import choose_precision
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import ControlWord
@@ -46,35 +52,25 @@ from lockstep.task import Loss, StepBatches
 class PipelineDriver(ShardedDriver):
     """Runs all micro-batches of a step at once, stage by stage."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        task: Any,
-        config: RunConfig,
-        axes: Axes,
-        runtime: Runtime,
-        compiled: bool,
-        data: Callable[[], Any] | None,
-    ):
-        """Split `model`, which is a full model on the CPU.
-
-        `data` returns the samples, of which a trace of the forward reads two.
-        """
+    def __init__(self, model: nn.Module, setup: DriverSetup):
+        """Split `model`, which is a full model on the CPU. A trace of its forward reads two of the samples."""
+        config, runtime, axes = setup.config, setup.runtime, setup.axes
+        assert axes is not None
         self.mesh = axes.mesh
         ranks = self.mesh.sizes["pp"]
         position = self.mesh.coordinate("pp")
         self._sharded = config.strategy_record.shards_parameters and self.mesh.sizes["dp"] > 1
-        _check(config, self._sharded, runtime, compiled)
+        _check(config, self._sharded, runtime, setup.compiled)
 
         self._replicas = axes.along("dp")
         self._tp = axes.along("tp")
 
         # While this rank still has the full model, choose how layers are sharded, and find which stages use a tensor.
         tp_size = self.mesh.sizes["tp"]
-        plan = choose_plan(model, task, tp_size, runtime.world.size // tp_size) if tp_size > 1 else {}
+        plan = choose_plan(model, setup.task, tp_size, runtime.world.size // tp_size) if tp_size > 1 else {}
 
         count = ranks * (config.pp.stages_per_rank or SCHEDULES[config.pp.schedule][1])
-        stages, used = make_stages(model, task, config, data, count, runtime.device)
+        stages, used = make_stages(model, setup.task, config, setup.data, count, setup.precision)
 
         by_tensor = stages_by_tensor(model, used)
 
@@ -93,7 +89,7 @@ class PipelineDriver(ShardedDriver):
             for stage in local_stages:
                 explain_dtensor_errors(stage)
 
-        if compiled:
+        if setup.compiled:
             for stage in local_stages:
                 stage.compile()
 
@@ -123,7 +119,7 @@ class PipelineDriver(ShardedDriver):
             stages,
             config.pp.schedule,
             axes.along("pp"),
-            choose_precision(config, runtime.device).autocast,
+            setup.precision.autocast,
             self._foreign,
             shard_group=self._replicas if self._sharded else None,
             before_forward=self.statistics.begin if self.statistics else None,
@@ -135,9 +131,9 @@ class PipelineDriver(ShardedDriver):
         if self._collective_check:
             self._collective_check.begin_step()
 
-    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: Progress) -> Reduced:
+    def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: StepProgress) -> Reduced:
         self.begin()
-        loss_fn = partial(self.call_loss, loss_fn)
+        loss_fn = self.watch.around(loss_fn)
         micros = list(batches)
 
         # The loss scale of fp16 depends on the weight of the first micro-batch, and the schedule needs it beforehand.
@@ -154,9 +150,8 @@ class PipelineDriver(ShardedDriver):
         if self.statistics:
             self.statistics.end_step(batches)
 
-        progress.backwards_done = batches.count
-        self._word_and_norms = self._reduce(progress.control_word())
-        return self.collect_reduced()
+        progress.backwards_done = batches.num_micro_batches
+        return self._collect(*self.reduce(progress.control_word()))
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         # Gradients that do not depend on the model are allowed.
@@ -170,14 +165,14 @@ class PipelineDriver(ShardedDriver):
             "set strategy=ddp, strategy=zero1 or strategy=fsdp, without mesh.pp",
         )
 
-    def collect_reduced(self) -> Reduced:
-        return replace(super().collect_reduced(), names=self.names)  # `norms` covers the parameters of all stages
+    def _collect(self, packed: Tensor, norms: Tensor) -> Reduced:
+        return replace(super()._collect(packed, norms), names=self.names)  # `norms` covers the parameters of all stages
 
     def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
         # Not inside `autocast()`: the pipeline enters it itself, for the stages and the loss.
         return self._pipeline.forward(loss_fn, data)
 
-    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+    def _norms(self, tensors: list[Tensor]) -> list[Tensor]:
         if self._tp.world.alone and not self._sharded:
             return list(torch._foreach_norm(tensors)) if tensors else []  # a stage holds its tensors in full
 
@@ -234,7 +229,7 @@ class PipelineDriver(ShardedDriver):
 
     # ---- after the last backward ----
 
-    def _reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
+    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
         if self._collective_check:
             self._collective_check.compare(END)
 

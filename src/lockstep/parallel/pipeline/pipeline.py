@@ -26,10 +26,11 @@ from torch.distributed.pipelining.schedules import (
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lockstep.errors import UserError
-from lockstep.parallel.driver import Autocast, LossFn, Progress, no_gradient
+from lockstep.parallel.driver import Autocast, LossFn, no_gradient
 from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
 from lockstep.parallel.pipeline.p2p import receive, send, sendable
 from lockstep.parallel.pipeline.stages import ModelInput, Stage
+from lockstep.parallel.progress import StepProgress
 from lockstep.runtime.collectives import Collectives
 from lockstep.task import Loss, MicroBatch
 
@@ -148,7 +149,7 @@ class Pipeline:
         inside = {id(module) for module in model.modules()}
         self._wrappers = [m for stage in self.local_stages.values() for m in stage.modules() if id(m) not in inside]
 
-    def run(self, micros: Sequence[MicroBatch], loss_fn: LossFn, progress: Progress) -> None:
+    def run(self, micros: Sequence[MicroBatch], loss_fn: LossFn, progress: StepProgress) -> None:
         """Run forward and backward of all micro-batches.
 
         Micro-batches of different shapes (a short one at the end of an epoch) go through separate passes.
@@ -292,7 +293,7 @@ class _ScheduledStage(nn.Module):
         if pipeline.shard_group is None:
             self.stage = stage
 
-    def start(self, work: _Work, loss_fn: LossFn, progress: Progress) -> None:
+    def start(self, work: _Work, loss_fn: LossFn, progress: StepProgress) -> None:
         self._work = iter(work)  # every schedule runs the forwards in this order
         self._loss_fn = loss_fn
         self._progress = progress
@@ -322,7 +323,7 @@ class _ScheduledStage(nn.Module):
 
         try:
             loss = compute_loss(output)
-            grad_output = self._progress.record(loss)  # may replace loss.total, by an injected fault
+            grad_output = self._progress.record(loss)
             if not pipeline.foreign.were_read(loss, output, compute_loss):
                 total = loss.total * grad_output
         except UserError as error:
@@ -382,7 +383,7 @@ class _PreparedSchedule:
 
         self.schedule = make_schedule(pipeline.schedule, self.stages, count)
 
-    def run(self, work: _Work, loss_fn: LossFn, progress: Progress) -> None:
+    def run(self, work: _Work, loss_fn: LossFn, progress: StepProgress) -> None:
         for module, stage in zip(self.modules, self.stages, strict=True):
             module.start(work, loss_fn, progress)
             # torch does this in schedule.step(), which we do not call: it would split a batch into micro-batches.

@@ -31,7 +31,7 @@ class Stage(nn.Module):
     """One stage of a pipeline.
 
     A stage runs either consecutive layers of a list (`SequentialStage`), or a part of the model's own forward
-    (`auto_split.forward_stage.ForwardStage`). `stage(arguments, received)` returns the tensors for the next stage; the
+    (`auto_split.ForwardStage`). `stage(arguments, received)` returns the tensors for the next stage; the
     last stage returns the model's output. `arguments` are the arguments of the model, and `received` are the tensors
     from the previous stage (None in the first stage).
     """

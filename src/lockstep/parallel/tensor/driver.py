@@ -18,7 +18,7 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import parallelize_module
 
 from lockstep.errors import UserError
-from lockstep.parallel.driver import ShardedDriver, broadcast_model
+from lockstep.parallel.driver import DriverSetup, ShardedDriver, broadcast_model
 from lockstep.parallel.inner_gradients import InnerGradient, refuse_second_derivative
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.tensor.plans import LayerStyle, choose_plan, style_of
@@ -30,10 +30,11 @@ from lockstep.runtime.layout import local
 class TensorDriver(ShardedDriver):
     """Sums gradients over the replicas along dp, after the last backward."""
 
-    def __init__(self, model: nn.Module, axes: Axes, runtime: Runtime):
-        self._replicas = axes.along("dp")
-        super().__init__(model, runtime, self._replicas)
-        self._tp = axes.along("tp")
+    def __init__(self, model: nn.Module, setup: DriverSetup):
+        assert setup.axes is not None
+        self._replicas = setup.axes.along("dp")
+        super().__init__(model, setup.runtime, self._replicas)
+        self._tp = setup.axes.along("tp")
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         super().before_inner_gradient(inner)

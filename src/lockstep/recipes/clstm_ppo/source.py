@@ -90,11 +90,11 @@ class Rollouts(BatchSource):
 
     def attach(self, context: SourceContext) -> None:
         """Make this rank's environments."""
-        if context.collective_forwards and context.global_batch % (context.micro_batch * context.ranks):
+        if context.collective_forwards and context.global_batch % (context.micro_batch_size * context.ranks):
             raise UserError(
                 f"global_batch={context.global_batch} gives {context.ranks} ranks different numbers of micro-batches",
-                f"micro_batch={context.micro_batch}, and a strategy whose forwards wait for each other",
-                f"set global_batch={context.micro_batch * context.ranks} or a multiple of it, or strategy=ddp",
+                f"micro_batch={context.micro_batch_size}, and a strategy whose forwards wait for each other",
+                f"set global_batch={context.micro_batch_size * context.ranks} or a multiple of it, or strategy=ddp",
             )
 
         assert isinstance(context.model, Agent)
@@ -113,18 +113,19 @@ class Rollouts(BatchSource):
         self.first = self.cohorts[0].first
 
         # For each cohort of all ranks the sum and the weight of the KL divergence in this epoch.
-        count = -(-context.global_batch // context.micro_batch)
+        count = -(-context.global_batch // context.micro_batch_size)
         self.kl = torch.zeros(count, 2, dtype=torch.float64, device=context.device)
         self.about = (
             f"rollouts of {self.options.rollout} days in {self.environments} environments, up to "
-            f"{context.micro_batch * self.options.minibatches} at a time; at most {self.options.steps} steps from each"
+            f"{context.micro_batch_size * self.options.minibatches} at a time; at most {self.options.steps} steps from "
+            "each"
         )
 
     def _make_cohort(self, index: int) -> Cohort:
         """Make the environments of micro-batch `index` of the global step."""
         context, minibatches = self.context, self.options.minibatches
-        first = index * context.micro_batch
-        end = min(first + context.micro_batch, context.global_batch)
+        first = index * context.micro_batch_size
+        end = min(first + context.micro_batch_size, context.global_batch)
         envs = torch.arange(first * minibatches, end * minibatches, device=context.device)
         assets = (self.agent.shape.assets,) if self.agent.shape.value_per_asset else ()
         return Cohort(

@@ -30,6 +30,7 @@ class AdamATan2(torch.optim.Optimizer):
     steps of all parameters of a group together.
     """
 
+    works_on_shards = True
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
 

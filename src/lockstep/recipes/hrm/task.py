@@ -87,7 +87,7 @@ class HRM(Task):
         "lr": {"schedule": "cosine", "min_ratio": 0.1},
     }
     presets = PRESETS
-    lasting = ("global_batch",)  # the slots belong to the state
+    fixed_settings = ("global_batch",)  # the slots belong to the state
     option_rules = (
         *OF_PUZZLES,
         OnlyWith(OF_GENERATED, "data_path", ("",), found="a folder with puzzles, which are taken as they are"),
@@ -167,7 +167,7 @@ class HRM(Task):
         count = len(batch["inputs"])
 
         # A padding batch has no slots of its own: it only keeps this rank in step with the others.
-        held = None if micro.padding else self.carry.take(micro.first, count)
+        held = None if micro.padding else self.carry.take(micro.sample_offset, count)
         slots = refill(held, batch, lambda: model.start(count))
         steps = slots["steps"] + 1
         puzzle = model.puzzle_emb(slots["ids"])
@@ -181,9 +181,9 @@ class HRM(Task):
         # The next step continues from here.
         total, halted, counts = thought.score
         if not micro.padding:
-            self._table_optimizer.note(micro.first, slots["ids"], puzzle)
+            self._table_optimizer.note(micro.sample_offset, slots["ids"], puzzle)
             self.carry.put(
-                micro.first, {**slots, "z_h": thought.z_h, "z_l": thought.z_l, "steps": steps, "halted": halted}
+                micro.sample_offset, {**slots, "z_h": thought.z_h, "z_l": thought.z_l, "steps": steps, "halted": halted}
             )
 
         # All metrics are over the puzzles that end with this segment.

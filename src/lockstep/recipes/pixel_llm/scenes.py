@@ -45,6 +45,8 @@ Spot = tuple[float, float]
 
 @dataclass(frozen=True)
 class SceneKind:
+    """What scenes of a kind are made of, and so which words their captions need."""
+
     colours: tuple[str, ...]
     shapes: tuple[str, ...]
 
@@ -60,6 +62,7 @@ class SceneKind:
     @property
     def slots(self) -> tuple[str, ...]:
         """The members of SLOTS that its captions have."""
+        # In the order of SLOTS. Only a single thing has a place, and only several have relations.
         present = (self.says_size, self.textures, True, True, self.fewest == 1, self.most > 1)
         return tuple(slot for slot, used in zip(SLOTS, present, strict=True) if used)
 
@@ -163,6 +166,7 @@ class ShapeScenes(Dataset[Sample]):
         slots = np.zeros((count, length), np.int64)
         things = np.empty(count, np.int64)
 
+        # Two streams for the control: the pictures stay those of a normal run, and only the captions differ.
         shown = Stream(self.seed, self.split)
         unrelated = Stream(self.seed, f"{self.split}, told") if self.unrelated_captions else None
         for row, index in enumerate(indices):
@@ -182,6 +186,7 @@ class ShapeScenes(Dataset[Sample]):
 
     def _draw(self, index: int, stream: Stream) -> Scene:
         """Draw scenes from the sample's own random stream until one has a combination of this split."""
+        # Most need one attempt; a scene of COMP, a tenth of all combinations, needs ten on average.
         for attempt in range(10_000):
             scene = draw_scene(self.kind, self.size, stream.at(index, attempt))
             if is_held_out(scene) == (self.split == COMP):
@@ -194,12 +199,14 @@ class Stream:
     """Random numbers keyed by seed, name, sample and attempt."""
 
     def __init__(self, seed: int, name: str):
+        # Philox is a counter and a hash of it, so that any sample is reached without drawing those before it.
         self._philox = np.random.Philox(key=np.array([seed, hashed(name)], dtype=np.uint64), counter=0)
         self._start = self._philox.state
         self.rng = np.random.Generator(self._philox)
 
     def at(self, index: int, attempt: int) -> np.random.Generator:
         """Move the generator to the beginning of a sample's attempt: making a new one takes far longer."""
+        # The counter has four words. The first two count the draws within an attempt, and begin at 0.
         self._start["state"]["counter"][2:] = attempt, index
         self._philox.state = self._start
         return self.rng
@@ -218,7 +225,8 @@ def hashed(text: str, key: bytes = b"") -> int:
 
 def draw_scene(kind: SceneKind, size: int, rng: np.random.Generator) -> Scene:
     """Draw a scene. Its colours differ, and captions name them in a fixed order: a picture has one right caption."""
-    # The order of these draws decides every picture. It must never change.
+    # The order of these draws decides every picture. It must never change: the golden losses, and every picture that a
+    # checkpoint was trained on, would be others.
     count = int(rng.integers(kind.fewest, kind.most + 1))
     colours = sorted(rng.permutation(len(kind.colours))[:count].tolist())
     shapes = choices(kind.shapes, count, rng)
@@ -286,6 +294,7 @@ def _apart(radii: list[float], size: int, rng: np.random.Generator) -> list[Spot
     while True:
         spots: list[Spot] = []
         for radius in radii:
+            # Twenty at once, because a call of the generator costs more than the numbers.
             candidates = (
                 (between(radius, size - radius, x), between(radius, size - radius, y))
                 for x, y in rng.random((20, 2)).tolist()
@@ -302,13 +311,14 @@ def _apart(radii: list[float], size: int, rng: np.random.Generator) -> list[Spot
 
 
 def _fits(spot: Spot, radius: float, spots: list[Spot], radii: list[float], size: int) -> bool:
+    """Return whether a thing fits there, beside those at `spots`, which have the first of the `radii`."""
     if not spots:
         return True
 
-    gap = size / REFERENCE_SIZE
-    for placed, placed_radius in zip(spots, radii, strict=False):
-        if math.dist(spot, placed) < radius + placed_radius + gap:
-            return False
+    gap = size / REFERENCE_SIZE  # one reference pixel, so that two things never touch
+    placed = zip(spots, radii, strict=False)
+    if any(math.dist(spot, other) < radius + other_radius + gap for other, other_radius in placed):
+        return False
 
     # For things that lie diagonally, neither "above" nor "left-of" would be clear.
     right = abs(spots[-1][0] - spot[0])

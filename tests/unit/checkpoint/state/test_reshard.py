@@ -1,20 +1,21 @@
-"""Which rank writes which tensor: every tensor once, whatever the state of a part is on each rank."""
+"""Which rank writes which tensor: every tensor once, whatever the state of a stateful object is on each rank."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
+from lockstep.checkpoint.state.captured import CapturedTensor
 from lockstep.checkpoint.state.reshard import replicated_sizes, shards_to_write
 
-MODEL = {f"model.{name}": torch.zeros(size) for name, size in (("a", 5), ("b", 3), ("c", 4))}
-LARGE = {"part.task.buffer": torch.zeros(1000)}
+MODEL = {f"model.{name}": CapturedTensor(torch.zeros(size)) for name, size in (("a", 5), ("b", 3), ("c", 4))}
+LARGE = {"part.task.buffer": CapturedTensor(torch.zeros(1000), owner="task")}
 
 
 @pytest.mark.parametrize("gathered", [True, False], ids=["sizes of all ranks", "own sizes only"])
 @pytest.mark.parametrize("holder", [0, 1])
 def test_each_tensor_is_written_once_if_one_rank_has_more_state_of_its_own(holder: int, gathered: bool) -> None:
-    """Only the state of parts of rank 0 is saved, so what rank 1 alone has is not written, and changes nothing else."""
+    """Only rank 0's stateful objects are saved, so what rank 1 alone has is not written, and changes nothing else."""
     held = [MODEL | (LARGE if rank == holder else {}) for rank in range(2)]
     sizes = [replicated_sizes(tensors) for tensors in held]
     written = [

@@ -6,64 +6,101 @@ import pytest
 
 from lockstep.config.sections import HangConfig
 from lockstep.errors import ExitCode
-from lockstep.launch.decisions.attempt import Attempt
-from lockstep.launch.decisions.cluster import Cluster, Node
-from lockstep.launch.decisions.recovery import End, EndPreempted, Recovery, Restart, Situation, UndoResize
-from lockstep.launch.decisions.settings import Settings
-from lockstep.launch.failure import Failure
-from lockstep.launch.hangs.watchdog import Watchdog
-from lockstep.launch.job import Bounds
-from lockstep.launch.wire.messages import CoordinatorState
+from lockstep.launch.decisions.recovery import (
+    Continue,
+    Drop,
+    End,
+    EndPreempted,
+    Restart,
+    Situation,
+    UndoResize,
+    decide,
+)
+from lockstep.launch.failure import Failure, LauncherFailure
+from lockstep.launch.settings import Settings
 
 KILLED = Failure(1, "host-0", 1000.0, "SIGKILL", "killed", origin="signal")
 RAISED = Failure(1, "host-0", 1000.0, "ValueError", "no such column")
 PEER_LOST = Failure(1, "host-0", 1000.0, "DistBackendError", "NCCL error: ncclRemoteError: remote process exited")
+NO_IMPORT = Failure.by_launcher(LauncherFailure.IMPORT, "no torch")
 REFUSED = replace(RAISED, for_user=True)
 
 
-def attempt(number: int = 0, ranks: int = 2) -> Attempt:
-    return Attempt(number, {0: ranks}, {0: "host-0"}, None, Watchdog(HangConfig()))
+HANG = Failure.by_launcher(LauncherFailure.HANG, "no rank has advanced", 1, "host-0")
+DEADLOCK = replace(HANG, kind=LauncherFailure.DEADLOCK)
 
-
-@pytest.fixture
-def recovery() -> Recovery:
-    cluster = Cluster(Bounds(1, 1), now=0.0)
-    cluster.add(Node(0, "host-0", Bounds(1, 4)), now=0.0)
-    return Recovery(cluster, CoordinatorState([]), now=0.0)
-
-
-SAVED = Situation(attempt(), 10, Settings(), None, nothing_to_save=False, now=0.0)
-UNSAVED = replace(SAVED, saved=None)
+SAVED = Situation(settings=Settings(), newest=10, progress=True)
+UNSAVED = Situation(settings=Settings())
+STOP = Settings(hang=HangConfig(action="stop"))
+RECURS = "no checkpoint has been saved since the last start, so the same error would most likely recur"
+FINISHED = "another rank has ended with code 0, so the same would most likely recur"
+OVERDUE = Failure.by_launcher(LauncherFailure.OVERDUE, "2 ranks did not exit in time", 0, "host-0")
+LOST = Failure.by_launcher(LauncherFailure.NODE, "node 1 vanished", 1, "host-1")
+NO_SETUP = replace(LOST, kind=LauncherFailure.SETUP)
+TOO_FEW = "1 node left, and 2 needed"
+FAILED = End(ExitCode.FAILED, "it would end the same way", NO_IMPORT)
 ASKED = {"preempt_signal": "SIGTERM"}
 
 
 @pytest.mark.parametrize(
     ("failure", "situation", "decision"),
     [
-        (KILLED, UNSAVED, Restart(raise_limit=False)),
-        (RAISED, SAVED, Restart(raise_limit=False)),
-        (PEER_LOST, UNSAVED, Restart(raise_limit=False)),
-        (REFUSED, SAVED, End(ExitCode.REFUSED, "the same program would run into the same error")),
+        (KILLED, UNSAVED, Restart()),
+        (RAISED, SAVED, Restart()),
+        (PEER_LOST, UNSAVED, Restart()),
+        (HANG, replace(UNSAVED, limit_can_rise=True), Restart(raise_limit=True)),
+        (HANG, UNSAVED, Restart()),
+        (DEADLOCK, replace(SAVED, limit_can_rise=True), Restart()),
+        (DEADLOCK, UNSAVED, End(ExitCode.FAILED, RECURS, DEADLOCK)),
+        (HANG, replace(SAVED, settings=STOP), End(ExitCode.FAILED, "hang.action is stop", HANG)),
+        (DEADLOCK, replace(SAVED, settings=STOP), End(ExitCode.FAILED, "hang.action is stop", DEADLOCK)),
+        (HANG, replace(SAVED, any_finished=True), End(ExitCode.FAILED, FINISHED, HANG)),
+        (KILLED, replace(SAVED, any_finished=True), Restart()),
+        (NO_IMPORT, replace(SAVED, **ASKED), End(ExitCode.FAILED, "it would end the same way", NO_IMPORT)),
+        (REFUSED, SAVED, End(ExitCode.REFUSED, "the same program would run into the same error", REFUSED)),
         (KILLED, replace(SAVED, **ASKED), EndPreempted()),
-        (KILLED, replace(UNSAVED, **ASKED), End(ExitCode.FAILED, "the job was asked to save and exit (SIGTERM)")),
+        (
+            KILLED,
+            replace(UNSAVED, **ASKED),
+            End(ExitCode.FAILED, "the job was asked to save and exit (SIGTERM)", KILLED),
+        ),
         (KILLED, replace(UNSAVED, **ASKED, nothing_to_save=True), EndPreempted()),
+        (OVERDUE, UNSAVED, Continue()),
+        (OVERDUE, replace(SAVED, **ASKED), EndPreempted()),
+        (LOST, replace(SAVED, node_is_member=True), Drop()),
+        (LOST, replace(SAVED, cannot_start=TOO_FEW), End(ExitCode.RESTART, TOO_FEW, LOST)),
+        (LOST, SAVED, Restart()),
+        (NO_IMPORT, replace(SAVED, node_is_member=True, can_spare_node=True), Drop(dismiss=True)),
+        (NO_SETUP, replace(SAVED, node_is_member=True, can_spare_node=True), Drop(dismiss=True)),
+        (NO_SETUP, replace(UNSAVED, node_is_member=True), End(ExitCode.FAILED, RECURS, NO_SETUP)),
+        (None, UNSAVED, Continue()),
+        (None, replace(UNSAVED, **ASKED), EndPreempted()),
+        (None, replace(SAVED, **ASKED, has_failed=FAILED), FAILED),
+        (None, replace(SAVED, **ASKED, typed_twice=True), End(ExitCode.RESTART, "Ctrl-C was typed twice")),
     ],
 )
-def test_the_rules(recovery, failure, situation, decision):
-    assert recovery.decide(failure, situation) == decision
+def test_the_rules(failure, situation, decision):
+    assert decide(failure, situation) == decision
 
 
-def test_deciding_changes_nothing(recovery):
-    """Asked a hundred times, it uses up no restart: only a restart that is carried out counts."""
+def test_a_restart_is_refused_once_the_hour_has_had_its_restarts():
+    """The number is a fact that is passed in: asked a hundred times, `decide` uses up none."""
     for _ in range(100):
-        assert recovery.decide(KILLED, SAVED) == Restart(raise_limit=False)
+        assert decide(KILLED, SAVED) == Restart()
 
-    assert recovery.restarts.total == 0
+    reason = "10 restarts within the last hour, which is the limit"
+    assert decide(KILLED, replace(SAVED, recent_restarts=10)) == End(ExitCode.FAILED, reason, KILLED)
 
 
-def test_a_resize_whose_first_attempt_raises_is_undone(recovery):
-    before = attempt(0)
-    recovery.resize(3, before)
-    situation = replace(UNSAVED, attempt=attempt(1, ranks=3))
-    assert recovery.decide(RAISED, situation) == UndoResize()
-    assert recovery.decide(KILLED, situation) == Restart(raise_limit=False)
+def test_a_restart_is_refused_after_too_many_without_a_new_checkpoint():
+    """At any rate, so that a hang that takes a quarter of an hour does not repeat for ever."""
+    assert decide(HANG, replace(UNSAVED, restarts_in_a_row=4, recent_restarts=4)) == Restart()
+
+    reason = "5 restarts in a row without a new checkpoint, which is the limit (restart.max_in_a_row)"
+    assert decide(HANG, replace(UNSAVED, restarts_in_a_row=5)) == End(ExitCode.FAILED, reason, HANG)
+
+
+def test_a_resize_whose_first_attempt_raises_is_undone():
+    situation = replace(UNSAVED, first_after_resize=True)
+    assert decide(RAISED, situation) == UndoResize()
+    assert decide(KILLED, situation) == Restart()

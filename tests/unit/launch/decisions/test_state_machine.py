@@ -9,24 +9,26 @@ import pytest
 
 from lockstep.config.sections import RestartConfig
 from lockstep.errors import ExitCode
-from lockstep.launch.decisions import phases
-from lockstep.launch.decisions.cluster import Node, divide
-from lockstep.launch.decisions.commands import DropNode, LogEvent, Send, StartAttempt
-from lockstep.launch.decisions.settings import Settings
+from lockstep.launch.decisions import status
+from lockstep.launch.decisions.commands import DismissNode, DropNode, LogEvent, Send, StartAttempt
+from lockstep.launch.decisions.members import Node, divide
+from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.state_machine import JobStateMachine
-from lockstep.launch.failure import Failure, LauncherFailure, RankExit
+from lockstep.launch.failure import ABORTED_UNREAD, Failure, LauncherFailure, RankExit
+from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job
+from lockstep.launch.settings import Settings
 from lockstep.launch.wire.messages import (
     Announce,
     CollectStacks,
     CoordinatorState,
     JobEnd,
     Kill,
-    NodeBeat,
-    Preempt,
+    NodeHeartbeat,
     Prepare,
     RankExited,
+    SaveAndExit,
     Stacks,
     ZygoteLost,
     decode,
@@ -48,17 +50,24 @@ class Stage:
     now: float = 1000.0
     saved: int | None = None
     committing: bool = False
-    goes_back_to: int | None = None
     inherited: CoordinatorState | None = None
     commands: list = field(default_factory=list)
 
     def __post_init__(self):
         spec = {"resume_command": "type it again"}
-        job = Job(spec, Path("runs/x"), self.nproc, self.nnodes, goes_back_to=self.goes_back_to)
-        self.state_machine = JobStateMachine(
-            job, lambda: self.saved, lambda ranks: self.committing, self.now, self.inherited
-        )
+        job = Job(spec, Path("runs/x"), self.nproc, self.nnodes)
+        self._state_machine = JobStateMachine(job, CheckpointFacts(), self.now, self.inherited)
         self.join(0)
+
+    @property
+    def state_machine(self) -> JobStateMachine:
+        """The state machine, which knows what the checkpoints show now."""
+        self._state_machine.note_checkpoints(CheckpointFacts(self.saved, has_manifest=self.committing))
+        return self._state_machine
+
+    @property
+    def state(self) -> JobState:
+        return self._state_machine._state
 
     def join(self, number: int, count: Bounds | None = None) -> None:
         self.state_machine.node_joined(Node(number, f"host-{number}", count or self.nproc), self.now)
@@ -76,25 +85,25 @@ class Stage:
         values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", "origin": origin, **failure}
         failed = Failure(rank=rank, **values) if code not in (0, 75) else None
         self.state_machine.rank_exited(
-            RankExited(self.state_machine.state.attempt.number, rank, RankExit(code, failed, exit_line)), self.now
+            RankExited(self.state.attempt.number, rank, RankExit(code, failed, exit_line)), self.now
         )
 
     def ranks_gone(self, *nodes: int) -> None:
         for node in nodes or (0,):
-            self.state_machine.ranks_gone(node, self.state_machine.state.attempt.number, self.now)
+            self.state_machine.ranks_gone(node, self.state.attempt.number, self.now)
 
     def kill(self, rank: int = 1) -> list:
         """A rank is killed, and then all others."""
         self.exit(rank, -9)
-        self.ranks_gone(*self.state_machine.state.cluster.nodes)
+        self.ranks_gone(*self.state.members.nodes)
         return self.tick()
 
     def beat(self, *views: RankView, node: int = 0, **settings) -> None:
-        beat = NodeBeat(list(views), settings, self.state_machine.state.attempt.number)
-        self.state_machine.beat_received(node, beat, self.now)
+        beat = NodeHeartbeat(list(views), settings, self.state.attempt.number)
+        self.state_machine.heartbeat_received(node, beat, self.now)
 
     def sent(self, kind: type) -> list[int]:
-        return [c.node for c in self.commands if isinstance(c, Send) and isinstance(c.message, kind)]
+        return [c.node for c in self.commands if isinstance(c, Send) and isinstance(c.order, kind)]
 
     def of(self, kind: type) -> list:
         return [command for command in self.commands if isinstance(command, kind)]
@@ -140,8 +149,8 @@ def test_a_restart_that_a_signal_prevents_is_not_logged(stage):
 
 def test_messages_of_an_earlier_attempt_are_ignored(stage):
     stage.kill()
-    stage.state_machine.beat_received(0, NodeBeat([view(1, 900.0, "data")], {}, 0), stage.now)
-    assert stage.state_machine.state.attempt.watchdog.last_view(1) is None
+    stage.state_machine.heartbeat_received(0, NodeHeartbeat([view(1, 900.0, "data")], {}, 0), stage.now)
+    assert stage.state.attempt.watchdog.last_view(1) is None
     stage.state_machine.rank_exited(RankExited(0, 0, RankExit(-9)), stage.now)
     stage.state_machine.ranks_gone(0, 0, stage.now)
     stage.state_machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
@@ -189,7 +198,7 @@ def test_a_checkpoint_that_all_ranks_have_written_is_committed_before_the_ranks_
 def test_a_commit_that_does_not_end_is_not_waited_for(stage):
     stage.committing = True
     stage.exit(1, 1)
-    assert stage.tick(1 + phases.COMMIT_S - 0.1) == []
+    assert stage.tick(1 + status.COMMIT_S - 0.1) == []
     stage.tick(0.2)
     assert "not restarted: no checkpoint has been saved" in stage.said
 
@@ -208,7 +217,7 @@ def test_a_checkpoint_that_all_ranks_have_written_is_committed_after_a_kill_too(
 def test_a_commit_that_does_not_end_after_a_kill_is_not_waited_for(stage):
     stage.committing = True
     stage.exit(1, -9)
-    assert stage.tick(phases.COMMIT_S - 0.1) == []
+    assert stage.tick(status.COMMIT_S - 0.1) == []
     stage.tick(0.2)
     assert stage.sent(Kill) == [0]
 
@@ -222,7 +231,7 @@ def test_a_dead_rank_0_commits_nothing(stage):
 
 def test_a_kill_while_stacks_are_collected_waits_for_a_commit(stage):
     stage.committing = True
-    stuck(stage)
+    stall(stage)
     stage.exit(1, -9)
     assert stage.tick() == []
     stage.committing = False
@@ -232,9 +241,8 @@ def test_a_kill_while_stacks_are_collected_waits_for_a_commit(stage):
 
 def test_going_back_to_an_earlier_checkpoint_is_no_progress():
     """Otherwise an error that repeats would be restarted once more than it should."""
-    stage = Stage(saved=9, goes_back_to=3)
+    stage = Stage(saved=3)  # `latest` names it before the first attempt: see test_start_from.py
     stage.tick(3.1)
-    stage.saved = 3
     stage.exit(0, 1)
     stage.tick(1.1)
     assert "not restarted: no checkpoint has been saved" in stage.said
@@ -267,14 +275,19 @@ def test_a_user_error_is_never_restarted(stage):
     assert stage.tick()[0].code == 2
 
 
+def kill_after_a_save(stage: Stage) -> list:
+    stage.saved = (stage.saved or 0) + 5
+    return stage.kill()
+
+
 def test_the_budget_slides(stage):
     for _ in range(10):
-        assert stage.kill()[-1] == StartAttempt(stage.state_machine.state.attempt.number, {0: 2})
+        assert kill_after_a_save(stage)[-1] == StartAttempt(stage.state.attempt.number, {0: 2})
     stage.now += 3601
     for _ in range(10):
-        stage.kill()
+        kill_after_a_save(stage)
         stage.now += 1
-    last = stage.kill()
+    last = kill_after_a_save(stage)
     assert isinstance(last[-1], JobEnd)
     assert last[-1].restarts == 20
     assert "not restarted: 10 restarts within the last hour" in stage.said
@@ -292,15 +305,15 @@ def test_a_dead_zygote_is_a_failure(stage):
 
 
 def test_zygotes_that_are_killed_while_they_import_use_up_the_restarts(stage):
-    for attempt in range(10):
+    for attempt in range(5):
         stage.state_machine.zygote_lost(0, ZygoteLost(attempt, "was killed", False), stage.now)
         stage.ranks_gone()
         assert stage.tick()[-1] == StartAttempt(attempt + 1, {0: 2})
 
-    stage.state_machine.zygote_lost(0, ZygoteLost(10, "was killed", False), stage.now)
+    stage.state_machine.zygote_lost(0, ZygoteLost(5, "was killed", False), stage.now)
     stage.ranks_gone()
     assert stage.tick()[-1].code == 1
-    assert "10 restarts within the last hour, which is the limit" in stage.said
+    assert "5 restarts in a row without a new checkpoint, which is the limit" in stage.said
 
 
 def test_a_zygote_that_cannot_import_ends_the_job(stage):
@@ -309,42 +322,129 @@ def test_a_zygote_that_cannot_import_ends_the_job(stage):
     assert stage.tick()[-1].code == 1
 
 
-def test_a_node_whose_rank_slot_keeps_failing_runs_one_rank_fewer():
-    stage = Stage(Bounds(1, 3))
-    stage.tick()
-    forms = [stage.kill(2)[-1].counts[0] for _ in range(3)]
-    assert forms == [3, 3, 2]
-    forms = [stage.kill(1)[-1].counts[0] for _ in range(3)]
-    assert forms == [2, 2, 1]
-    forms = [stage.kill(0)[-1].counts[0] for _ in range(3)]
-    assert forms == [1, 1, 1]  # never below the least
+def test_a_signal_while_the_ranks_of_a_failed_job_are_killed_does_not_change_its_exit_code(stage):
+    stage.state_machine.zygote_lost(0, ZygoteLost(0, "no torch", True), stage.now)
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
+    stage.ranks_gone()
+    assert stage.tick()[-1].code == ExitCode.FAILED
 
 
-def test_a_zygote_that_keeps_dying_costs_no_rank():
-    """Nor does it count for the rank that it names, which fails next."""
-    stage = Stage(Bounds(1, 3))
+def test_a_newcomer_that_cannot_import_does_not_end_a_healthy_job():
+    stage = nodes(1, 4, 1)
+    stage.tick(3.1)
+    stage.join(1)
+    stage.state_machine.zygote_lost(1, ZygoteLost(None, "exited while importing", True), stage.now)
     stage.tick()
-    for number in range(3):
-        stage.state_machine.zygote_lost(0, ZygoteLost(number, "died", False), stage.now)
+    assert "node 1 (host-1) was dropped: exited while importing" in stage.said
+    assert not stage.sent(Kill) + stage.of(JobEnd)
+
+    # Its launcher ends: it would come back, and the ranks would save for it again. It hangs up by itself.
+    (dismissed,) = stage.of(DismissNode)
+    assert dismissed.node == 1
+    assert (dismissed.ending.code, dismissed.ending.failure.kind) == (ExitCode.FAILED, LauncherFailure.IMPORT)
+    assert not stage.of(DropNode)
+
+    stage.exit(0, 75)
+    stage.tick(3.1)
+    assert stage.of(StartAttempt) == [StartAttempt(1, {0: 1})]
+
+
+def test_a_node_with_ranks_that_cannot_import_is_lost():
+    stage = nodes(1, 2, 2)
+    stage.tick()
+    stage.state_machine.zygote_lost(1, ZygoteLost(0, "exited while importing", True), stage.now)
+    stage.tick()
+    assert stage.sent(Kill) == [0]
+    assert "restarting 1 rank from the beginning" in stage.said
+    stage.ranks_gone(0)
+    stage.tick(3.1)
+    assert stage.of(StartAttempt) == [StartAttempt(1, {0: 1})]
+
+
+def setup_failed(stage, rank: int) -> None:
+    failure = Failure.by_launcher(LauncherFailure.SETUP, "no space left", rank, "host-1")
+    stage.state_machine.rank_exited(RankExited(0, rank, RankExit(1, failure)), stage.now)
+    stage.tick()
+
+
+def test_a_node_that_cannot_set_up_its_ranks_is_sent_away_if_the_job_can_spare_it():
+    stage = nodes(1, 2, 2)
+    stage.tick()
+    setup_failed(stage, rank=1)
+    assert [command.node for command in stage.of(DismissNode)] == [1]
+    assert "node 1 (host-1) was dropped: no space left" in stage.said
+    assert stage.sent(Kill) == [0]
+
+
+def test_a_node_that_the_job_needs_and_that_cannot_set_up_its_ranks_ends_the_job():
+    stage = nodes(2, 2, 2)
+    stage.tick()
+    setup_failed(stage, rank=1)
+    said = stage.said
+    stage.ranks_gone(0, 1)
+    stage.tick()
+    assert "lockstep: no space left" in said
+    assert [(end.code, end.failure.kind) for end in stage.of(JobEnd)] == [(1, "setup")]
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_node_that_the_job_needs_and_that_cannot_import_ends_the_job(started):
+    """Another machine may have come, but the same program most likely fails there as well."""
+    stage = nodes(2, 2 if started else 3, 2)
+    stage.tick()
+    attempt = 0 if started else None
+    stage.state_machine.zygote_lost(1, ZygoteLost(attempt, "exited while importing", True), stage.now)
+    said = [stage.tick(), stage.said][1]
+    if started:
+        stage.ranks_gone(0, 1)
+        stage.tick()
+    assert "not restarted: it would end the same way" in said
+    assert [(end.code, end.failure.kind) for end in stage.of(JobEnd)] == [(1, "import")]
+
+
+def test_a_smaller_micro_batch_is_asked_for_as_often_as_needed():
+    """More often than restarts are allowed in an hour: a large batch is halved many times."""
+    stage = Stage(nproc=Bounds(1, 2))
+    stage.tick()
+    for _ in range(20):
+        stage.exit(1, 1, kind="SmallerMicroBatch")
+        stage.tick(10.0)
+        said = stage.said
         stage.ranks_gone()
-        assert stage.tick()[-1] == StartAttempt(number + 1, {0: 3})
-    assert stage.kill(0)[-1].counts == {0: 3}
+        assert stage.tick()[-1].counts == {0: 2}
+        assert "not counted as a restart" in said + stage.said
+
+    # Another failure has restarts of its own.
+    stage.kill()
+    assert "restart 1 of 10 in an hour" in stage.said
 
 
-def test_progress_or_another_culprit_resets_the_count():
-    stage = Stage(Bounds(1, 3))
-    stage.tick()
-    for rank, saved in [(2, None), (2, None), (1, None), (2, None), (2, 5), (2, 5), (2, 10)]:
+def test_a_hang_that_repeats_without_a_checkpoint_ends_the_job(stage):
+    """Each takes a quarter of an hour, so that there are never many within an hour."""
+    for _ in range(5):
+        stage.kill()
+        assert not stage.of(JobEnd)
+        stage.now += 900.0
+
+    assert stage.kill()[-1].restarts == 5
+    assert "not restarted: 5 restarts in a row without a new checkpoint, which is the limit" in stage.said
+
+
+def test_a_new_checkpoint_begins_a_new_row(stage):
+    for saved in (None, None, None, 5, 5, 5, 10, 10, 10):
         stage.saved = saved
-        assert stage.kill(rank)[-1].counts == {0: 3}
+        stage.kill()
+        stage.now += 900.0
+    assert not stage.of(JobEnd)
+    assert "restart 5 of 10 in an hour, 3 of 5 in a row without a new checkpoint" in stage.said
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", 75), ("SIGUSR1", 75), ("SIGINT", 130)])
 def test_a_stop_request(stage, name, code):
     stage.state_machine.preempt_requested(name, stage.now)
     stage.tick()
-    assert stage.sent(Preempt) == [0]
-    assert [command.message.signal for command in stage.of(Send) if isinstance(command.message, Preempt)] == [name]
+    assert stage.sent(SaveAndExit) == [0]
+    assert [command.order.signal for command in stage.of(Send) if isinstance(command.order, SaveAndExit)] == [name]
     stage.saved = 12
     stage.exit(0, 75)
     stage.state_machine.preempt_requested("SIGTERM", stage.now)  # schedulers send it more than once
@@ -369,6 +469,44 @@ def test_a_stop_request_whose_save_fails_does_not_claim_to_have_saved():
     assert "saved at step" not in said + stage.said
     assert "ended without another save; the newest checkpoint is of step 100; to resume: type it again" in stage.said
     assert stage.of(JobEnd)[0].code == 75
+
+
+def exit_unsaved(stage: Stage, step: int) -> None:
+    """Both ranks exit as they were asked to, but their save of this step failed."""
+    for rank in range(2):
+        message = RankExited(stage.state.attempt.number, rank, RankExit(75, unsaved_step=step))
+        stage.state_machine.rank_exited(message, stage.now)
+    stage.tick()
+
+
+@pytest.mark.parametrize("started_from", [None, 500])
+def test_ranks_that_exit_as_asked_after_a_failed_save_have_not_saved(started_from):
+    """The checkpoint of step 500 is of this attempt or of an earlier one."""
+    stage = Stage(saved=started_from)
+    stage.tick()
+    stage.saved = 500
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
+    exit_unsaved(stage, 900)
+    assert "saved at step" not in stage.said
+    assert "the save of step 900 failed; the job can only continue from the checkpoint of step 500" in stage.said
+    assert "ended without another save; the newest checkpoint is of step 500; to resume: type it again" in stage.said
+    assert stage.of(JobEnd) == [JobEnd(75)]
+
+
+def test_a_job_whose_only_save_fails_has_failed(stage):
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
+    exit_unsaved(stage, 900)
+    assert "the save of step 900 failed; the job can only continue from the beginning" in stage.said
+    assert [end.code for end in stage.of(JobEnd)] == [1]
+
+
+def test_a_resize_after_a_failed_save_says_what_is_lost():
+    stage = Stage(Bounds(1, 8, 2), saved=500)
+    stage.tick()
+    stage.state_machine.resize_requested(3, stage.now)
+    exit_unsaved(stage, 900)
+    assert "the save of step 900 failed; the job can only continue from the checkpoint of step 500" in stage.said
+    assert stage.of(StartAttempt) == [StartAttempt(1, {0: 3})]
 
 
 def test_a_stop_request_before_the_first_step_has_saved_where_it_started():
@@ -480,12 +618,12 @@ def test_resize():
     assert stage.tick() == []
     stage.state_machine.resize_requested(3, stage.now)
     stage.tick()
-    assert stage.sent(Preempt) == stage.sent(Prepare) == [0]
+    assert stage.sent(SaveAndExit) == stage.sent(Prepare) == [0]
     stage.exit(0, 75)
     stage.exit(1, 75)
     stage.tick()
     assert stage.of(StartAttempt) == [StartAttempt(1, {0: 3})]
-    assert stage.state_machine.state.recovery.restarts.total == 0
+    assert stage.state.restarts.total == 0
 
 
 def resized_to_3() -> Stage:
@@ -511,7 +649,7 @@ def test_a_size_that_the_job_cannot_use_is_given_up():
     assert "not resized to 3 ranks: continuing with 2 ranks" in stage.said
     stage.ranks_gone()
     assert stage.tick() == [StartAttempt(2, {0: 2})]
-    assert stage.state_machine.state.recovery.restarts.total == 0
+    assert stage.state.restarts.total == 0
     refuse(stage)  # and now it is a mistake like any other
     stage.ranks_gone()
     assert stage.tick()[-1].code == 2
@@ -551,7 +689,7 @@ def test_a_rank_killed_while_resizing_is_an_ordinary_failure():
     stage.tick()
     stage.state_machine.resize_requested(3, stage.now)
     assert stage.kill()[-1] == StartAttempt(1, {0: 3})
-    assert stage.state_machine.state.recovery.restarts.total == 1
+    assert stage.state.restarts.total == 1
 
 
 def test_ranks_are_divided_evenly():
@@ -592,7 +730,7 @@ def test_too_few_nodes_do_not_wait_for_ever():
 
 def test_no_restarts_at_all_means_none_by_the_platform_either():
     stage = nodes(2, 2, 1)
-    stage.state_machine.state.settings = Settings(restart=RestartConfig(per_hour=0))
+    stage.state.settings = Settings(restart=RestartConfig(per_hour=0))
     assert stage.tick(301)[-1].code == ExitCode.FAILED
 
 
@@ -616,7 +754,7 @@ def test_a_node_that_returns_does_not_end_a_job_that_needs_all_its_nodes():
     stage.tick()
     assert "node 1 (host-1) lost its connection and made a new one" in stage.said
     assert "restarting 4 ranks" in stage.said
-    assert not stage.sent(Preempt)  # the ranks are killed: those of the node are lost
+    assert not stage.sent(SaveAndExit)  # the ranks are killed: those of the node are lost
     assert stage.sent(Kill) == [0]
     stage.ranks_gone()
     assert stage.tick()[-1] == StartAttempt(1, {0: 2, 2: 2})
@@ -762,7 +900,7 @@ def test_a_node_that_cannot_stop_its_ranks_is_left_behind():
     stage.tick()
     stage.exit(1, -9)
     stage.ranks_gone(0)
-    stage.tick(phases.NODES_KILL_S - 1)
+    stage.tick(status.NODES_KILL_S - 1)
     assert not stage.of(StartAttempt)
     stage.tick(2)
     assert [stage.tick(3.1), stage.of(StartAttempt)][1] == [StartAttempt(1, {0: 1})]
@@ -776,7 +914,7 @@ def test_a_coordinating_node_that_cannot_stop_its_ranks_ends_the_job(others):
     stage.exit(0, -9)
     for node in range(1, others + 1):
         stage.ranks_gone(node)
-    stage.tick(phases.NODES_KILL_S + 1)
+    stage.tick(status.NODES_KILL_S + 1)
     assert stage.of(StartAttempt) == stage.of(DropNode) == []
     assert "not restarted: killed ranks on this machine did not end within 30 s. To start over: type it" in stage.said
     (ending,) = stage.of(JobEnd)
@@ -787,7 +925,7 @@ def test_an_end_that_is_decided_stays_so_though_the_ranks_do_not_die(stage):
     stage.state_machine.preempt_requested("SIGINT", stage.now)
     stage.exit(1, -9)
     stage.tick()
-    stage.tick(phases.NODES_KILL_S + 1)
+    stage.tick(status.NODES_KILL_S + 1)
     assert [ending.code for ending in stage.of(JobEnd)] == [ExitCode.FAILED]
 
 
@@ -805,7 +943,7 @@ def test_a_node_that_starts_nothing_is_named_and_dropped():
     stage = nodes(1, 2, 2)
     stage.tick()
     stage.beat(node=0)
-    stage.state_machine.beat_received(1, NodeBeat(), stage.now)  # it is alive, but does nothing
+    stage.state_machine.heartbeat_received(1, NodeHeartbeat(), stage.now)  # it is alive, but does nothing
     stage.tick(9.9)
     assert not stage.of(DropNode)
     stage.tick(0.2)
@@ -830,10 +968,10 @@ def test_a_node_that_comes_is_welcomed():
     stage.tick(3.1)
     stage.join(1)
     stage.tick()
-    assert stage.sent(Preempt) == [0]
+    assert stage.sent(SaveAndExit) == [0]
     stage.exit(0, 75)
     assert stage.tick() == [StartAttempt(1, {0: 1, 1: 1})]
-    assert stage.state_machine.state.recovery.restarts.total == 0
+    assert stage.state.restarts.total == 0
 
 
 def test_a_stop_request_while_a_node_is_being_welcomed():
@@ -868,7 +1006,7 @@ def test_a_node_that_takes_over_continues_with_the_next_attempt():
     new = taken_over(stage)
     new.tick()
     assert "host-1 takes over from host-0" in new.said
-    assert "restarting the nodes that are left from the checkpoint of step 20 (restart 2 of 10 in an hour)" in new.said
+    assert "restarting the nodes that are left from the checkpoint of step 20 (restart 2 of 10 in an hour, " in new.said
     assert [log.event["event"] for log in new.of(LogEvent)] == ["failure"]
     new.join(1)
     assert not [new.tick(2.9), new.of(StartAttempt)][1]  # the old ranks have time to see that they are superseded
@@ -881,16 +1019,15 @@ def test_a_node_that_takes_over_continues_with_the_next_attempt():
 
 def test_the_budget_survives_the_coordinator(stage):
     for _ in range(10):
-        stage.kill()
+        kill_after_a_save(stage)
         stage.now += 300
     new = taken_over(stage)
     new.tick(3.1)
-    assert "10 restarts within the last hour, which is the limit. To start over: type it again" in new.said
-    assert "To resume" not in new.said  # nothing was saved
+    assert "10 restarts within the last hour, which is the limit. To resume: type it again" in new.said
     assert [(end.code, end.restarts) for end in new.of(JobEnd)] == [(1, 10)]
     stage.now += 700  # the first one is more than an hour ago
     new = taken_over(stage)
-    assert "(restart 10 of 10 in an hour)" in [new.tick(), new.said][1]
+    assert "(restart 10 of 10 in an hour" in [new.tick(), new.said][1]
 
 
 def test_settings_survive_the_coordinator(stage):
@@ -901,16 +1038,16 @@ def test_settings_survive_the_coordinator(stage):
     assert new.of(JobEnd)[0].code == 1
 
 
-def test_culprits_and_raised_limits_survive_the_coordinator():
-    stage = Stage(Bounds(1, 3))
-    stage.tick()
-    assert [stage.kill(2)[-1].counts[0] for _ in range(2)] == [3, 3]
-    stage.state_machine.state.recovery.restarts.hang_places[41, "data"] += 1
+def test_restarts_in_a_row_and_raised_limits_survive_the_coordinator(stage):
+    for _ in range(5):
+        stage.kill()
+        stage.now += 900.0
+    stage.state.restarts.hang_points[41, "data"] += 1
     heard = decode(encode(stage.state_machine.coordinator_state(stage.now)))
-    new = Stage(Bounds(1, 3), inherited=heard)
+    new = Stage(inherited=heard)
     new.tick(3.1)
-    assert new.kill(2)[-1].counts == {0: 2}  # the third time in a row
-    assert new.state_machine.state.recovery.restarts.hang_places == {(41, "data"): 1}
+    assert new.state.restarts.hang_points == {(41, "data"): 1}
+    assert isinstance(new.kill()[-1], JobEnd)  # the sixth in a row
 
 
 def test_a_job_that_was_asked_to_stop_is_not_continued(stage):
@@ -941,7 +1078,7 @@ def test_a_coordinator_lost_before_the_first_attempt():
     new = taken_over(stage, Bounds(2, 2))
     new.join(1)
     assert [new.tick(3.1), new.of(StartAttempt)][1] == [StartAttempt(0, {0: 1, 1: 1})]
-    assert new.state_machine.state.recovery.restarts.total == 0
+    assert new.state.restarts.total == 0
 
 
 def test_nodes_that_are_waited_for_are_counted_on_the_screen():
@@ -976,20 +1113,20 @@ def view(rank: int, age: float, phase: str) -> RankView:
     return RankView(rank=rank, host="host-0", pid=1, state="S", detail="", **heartbeat)
 
 
-def stuck(stage: Stage, **settings) -> None:
+def stall(stage: Stage, **settings) -> None:
     """Rank 1 stays in its data while rank 0 waits, as seen once a second."""
     for second in range(0, 40, 2):
         stage.beat(view(0, float(second), "exchange"), view(1, float(second), "data"), **settings)
         stage.state_machine.check_for_hangs(stage.now)
-        if CollectStacks in [type(command.message) for command in stage.tick(2) if isinstance(command, Send)]:
+        if CollectStacks in [type(command.order) for command in stage.tick(2) if isinstance(command, Send)]:
             return
     pytest.fail("nothing was noticed")
 
 
 def test_a_hang_is_explained_and_restarted(stage):
-    stuck(stage)
+    stall(stage)
     stack = 'Current thread 0x1 (most recent call first):\n  File "/x/data.py", line 7 in read\n'
-    stage.state_machine.stacks_received(0, Stacks.of(0, {0: "", 1: stack}, {}), stage.now)
+    stage.state_machine.stacks_received(0, Stacks.of(0, 1, {0: "", 1: stack}, {}), stage.now)
     stage.tick()
     assert "rank 1 on host-0 failed at step 41, phase data" in stage.said
     assert "data.py:7" in stage.said
@@ -997,8 +1134,22 @@ def test_a_hang_is_explained_and_restarted(stage):
     assert stage.tick()[-1] == StartAttempt(1, {0: 2})
 
 
+def test_stacks_of_an_earlier_request_say_nothing(stage):
+    stall(stage)
+    stage.beat(replace(view(0, 6.0, "exchange"), beats=10), view(1, 6.0, "data"))
+    stage.tick(6)  # the stacks are late, and rank 0 has advanced: no hang
+    assert stage.said == ""
+
+    stall(stage)
+    stage.state_machine.stacks_received(0, Stacks.of(0, 1, {0: "", 1: ""}, {}), stage.now)
+    assert stage.tick() == []
+    stage.state_machine.stacks_received(0, Stacks.of(0, 2, {0: "", 1: ""}, {}), stage.now)
+    stage.tick()
+    assert "hang" in stage.said
+
+
 def test_an_error_while_stacks_are_collected_waits_for_its_cause(stage):
-    stuck(stage)
+    stall(stage)
     stage.tick(2.9)  # the stacks have 0.1 s left
     stage.beat()  # the node is alive
     stage.exit(0, 1, kind="RuntimeError", message=LOST)
@@ -1009,40 +1160,93 @@ def test_an_error_while_stacks_are_collected_waits_for_its_cause(stage):
 
 
 def test_the_same_place_gets_a_higher_limit_in_the_next_attempt(stage):
-    stuck(stage)
+    stall(stage)
     stage.tick(6)
     assert "with a higher limit for step 41, phase data" in stage.said
     stage.ranks_gone()
     stage.tick()
     with pytest.raises(pytest.fail.Exception, match="nothing was noticed"):
-        stuck(stage)  # for 40 s
+        stall(stage)  # for 40 s
 
 
-def test_ranks_that_stand_still_get_no_grace(stage):
+def starting(rank: int) -> RankView:
+    """A rank that has ended no step, and compiles."""
+    return replace(view(rank, 90.0, "compile"), steps_here=0)
+
+
+def test_a_limit_that_cannot_rise_is_not_said_to(stage):
+    """A phase without a history has `hang.first` already, which no limit exceeds."""
+    second = 0.0
+    while not stage.sent(Kill):
+        stage.beat(*(replace(view(rank, second, "join"), steps_here=0) for rank in (0, 1)))
+        stage.state_machine.check_for_hangs(stage.now)
+        stage.tick(2)
+        second += 2
+    assert "(limit 900.0 s, by hang.first)" in stage.said
+    assert "higher limit" not in stage.said
+    assert "restart 1 of 10 in an hour)" in stage.said
+    assert not stage.state.restarts.hang_points
+
+
+def test_ranks_that_stall_have_the_same_grace_as_others(stage):
+    stage.beat(view(0, 30.0, "exchange"), view(1, 30.0, "user code"), restart={"grace": 30})
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
-    stage.tick(4)
-    stage.beat(view(0, 30.0, "exchange"), view(1, 30.0, "user code"))
+    stage.tick(29)
     stage.state_machine.check_for_hangs(stage.now)
     assert not [stage.tick(), stage.sent(Kill)][1]
-    stage.now += 2
-    stage.state_machine.check_for_hangs(stage.now)
-    assert [stage.tick(), stage.sent(Kill)][1] == [0]
-    assert "rank 1 on host-0 failed at step 41, phase user code" in stage.said
-    assert "2 ranks stood still and were killed" in stage.said
+    stage.tick(2)
+    assert stage.sent(Kill) == [0]
 
 
-@pytest.mark.parametrize(("steps_here", "code"), [(0, 75), (3, 1)])
-def test_who_is_stopped_before_the_first_step_has_not_failed(stage, steps_here, code):
-    """A scheduler runs a job with code 75 again: it was only preempted. Code 1 says that steps are lost."""
+def test_ranks_that_are_asked_to_save_before_their_first_step_has_ended_are_killed_and_have_not_failed(stage):
+    """A scheduler runs a job with code 75 again: it was only preempted."""
+    stage.beat(starting(0), starting(1))
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
-    stage.tick(4)
-    stage.beat(*(replace(view(rank, 90.0, "user code"), steps_here=steps_here) for rank in (0, 1)))
-    stage.now += 2
     stage.state_machine.check_for_hangs(stage.now)
     stage.tick()
+    assert stage.sent(Kill) == [0]
+    assert "failed" not in stage.said
     stage.ranks_gone()
     stage.tick()
-    assert [ending.code for ending in stage.of(JobEnd)] == [code]
+    assert [ending.code for ending in stage.of(JobEnd)] == [75]
+
+
+def test_nodes_that_join_during_the_first_step_do_not_end_the_job():
+    """However many come: to make room for them is no failure of the ranks that still compile."""
+    stage = nodes(1, 16, 1)
+    stage.tick(3.1)
+    for number in range(1, 15):
+        for node in stage.state.attempt.nodes:
+            stage.beat(starting(stage.state.attempt.ranks_on(node)[0]), node=node)
+        stage.join(number)
+        stage.state_machine.check_for_hangs(stage.now)
+        stage.tick()
+        assert stage.sent(Kill) == sorted(stage.state.attempt.nodes)
+        assert "failed" not in stage.said
+        assert not stage.of(LogEvent)
+
+        stage.ranks_gone(*stage.state.attempt.nodes)
+        stage.tick(25.0)
+        assert stage.of(StartAttempt)[0].counts.keys() == set(range(number + 1))
+
+    assert stage.state.restarts.recent(stage.now) == stage.state.restarts.total == 0
+
+
+def test_ranks_that_save_too_slowly_for_a_resize_have_not_failed():
+    stage = Stage(Bounds(1, 3, 2))
+    stage.tick()
+    stage.saved = 40
+    for ranks in (1, 2, 1, 2):
+        stage.state_machine.resize_requested(ranks, stage.now)
+        stage.tick(601)
+        assert stage.sent(Kill) == [0]
+        assert "not exit in time and" in stage.said
+        assert "continuing from the checkpoint of step 40" in stage.said
+        assert "failed" not in stage.said
+        stage.ranks_gone()
+        assert stage.tick()[-1].counts == {0: ranks}
+
+    assert stage.state.restarts.total == 0
 
 
 def test_a_second_interrupt_works_after_a_sigterm_too(stage):
@@ -1054,27 +1258,40 @@ def test_a_second_interrupt_works_after_a_sigterm_too(stage):
 
 
 def test_a_hang_may_be_the_end(stage):
-    stuck(stage, hang={"action": "stop"})
+    stall(stage, hang={"action": "stop"})
     stage.tick(6)  # no rank could answer
     assert "not restarted: hang.action is stop" in stage.said
 
 
+def test_a_job_of_which_a_rank_has_finished_is_not_restarted_for_a_hang(stage):
+    stage.saved = 40
+    stage.exit(0, 0)
+    for second in range(0, 8, 2):
+        stage.beat(view(1, float(second), "exchange"))
+        stage.state_machine.check_for_hangs(stage.now)
+        stage.tick(2)
+    stage.tick(6)
+    assert "not restarted: another rank has ended with code 0" in stage.said
+    stage.ranks_gone()
+    assert stage.tick()[-1].code == ExitCode.FAILED
+
+
 def test_a_kill_is_a_better_reason_than_a_hang(stage):
-    stuck(stage)
+    stall(stage)
     stage.exit(1, -9)
     stage.tick()
     assert "SIGKILL" in stage.said
 
 
 def test_ranks_that_wait_for_a_cause_do_not_hang(stage):
-    """Rank 0 has raised and the launcher waits for a cause: that rank 1 stands still meanwhile says nothing."""
-    stuck = view(1, 70.0, "data")
+    """Rank 0 has raised and the launcher waits for a cause: that rank 1 stalls meanwhile says nothing."""
+    stalled = view(1, 70.0, "data")
     for _ in range(80):  # the watchdog has watched for long enough
         stage.beat(view(0, 0.1, "exchange"), view(1, 0.1, "data"))
         stage.state_machine.check_for_hangs(stage.now)
         stage.tick(1)
     stage.exit(0, 1, message="the real cause")
-    stage.beat(stuck)
+    stage.beat(stalled)
     stage.state_machine.check_for_hangs(stage.now)
     stage.tick(0.5)
     assert not stage.sent(CollectStacks)
@@ -1099,6 +1316,15 @@ def test_a_rank_that_ends_before_the_others_is_named(stage):
     stage.tick()
     assert "rank 1 on host-0 failed" in stage.said
     assert "ended with code 0 while other ranks were training" in stage.said
+
+
+def test_a_rank_that_ends_before_rank_0_aborts_is_named(stage):
+    """NCCL aborts a rank that has lost a peer; why rank 0 aborted is on the terminal, where nobody can look it up."""
+    stage.exit(1, 0)
+    stage.exit(0, -6, message=ABORTED_UNREAD, phase="exchange")
+    stage.tick()
+    assert "rank 1 on host-0 failed" in stage.said
+    assert "ended with code 0 while other ranks were training: rank 0 then aborted" in stage.said
 
 
 def test_a_rank_that_ends_before_the_others_is_named_though_its_node_has_left():
@@ -1133,8 +1359,8 @@ def test_a_rank_that_others_blame_is_named_with_its_own_host_and_step():
 
 
 def test_strange_records_of_collectives_do_no_harm(stage):
-    stuck(stage)
-    stage.state_machine.stacks_received(0, Stacks.of(0, {0: "", 1: ""}, {0: [{"what": 1}]}), stage.now)
+    stall(stage)
+    stage.state_machine.stacks_received(0, Stacks.of(0, 1, {0: "", 1: ""}, {0: [{"what": 1}]}), stage.now)
     stage.tick()
     assert "hang" in stage.said
 
@@ -1142,11 +1368,18 @@ def test_strange_records_of_collectives_do_no_harm(stage):
 def test_no_wait_is_without_a_limit():
     """In every phase but the run itself, which is watched by its heartbeats, there is a deadline."""
     stage = Stage(Bounds(1, 2, 1))
-    assert stage.state_machine.state.deadline < float("inf")
+    assert stage.state.deadline < float("inf")
     stage.tick()
     stage.state_machine.resize_requested(2, stage.now)
-    assert stage.state_machine.state.phase is phases.JobPhase.PREEMPT
-    assert stage.state_machine.state.deadline < float("inf")
+    assert stage.state.status is status.JobStatus.SAVE_AND_EXIT
+    assert stage.state.deadline < float("inf")
     stage.exit(0, -9)
-    assert stage.state_machine.state.phase is phases.JobPhase.KILL
-    assert stage.state_machine.state.deadline < float("inf")
+    assert stage.state.status is status.JobStatus.KILL
+    assert stage.state.deadline < float("inf")
+
+
+def test_a_status_is_followed_only_by_one_that_the_table_allows(stage):
+    with pytest.raises(AssertionError, match="JOIN cannot follow RUN"):
+        stage.state.enter(status.JobStatus.JOIN)
+    assert set(status.TRANSITIONS) == set(status.JobStatus)
+    assert not status.TRANSITIONS[status.JobStatus.OVER]

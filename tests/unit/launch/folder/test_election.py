@@ -63,7 +63,7 @@ def test_a_faster_node_may_come_between_the_look_and_the_link(tmp_path, monkeypa
 def test_the_count_grows_in_place(tmp_path):
     term = begin_term(tmp_path, None, "host-a", "10.0.0.1:29400")
     before = election.read_counter(tmp_path, 1)
-    term.beat()
+    term.renew()
     assert not term.superseded()
     assert int(election.read_counter(tmp_path, 1)) == int(before) + 1
     assert election.newest(tmp_path) == term.term

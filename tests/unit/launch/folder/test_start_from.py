@@ -8,16 +8,17 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import MANIFEST
-from lockstep.launch.folder.run_dir import GOING_BACK, commit_is_near
+from lockstep.launch.folder.run_dir import GOING_BACK, latest_step, read_checkpoint_facts
 from lockstep.launch.folder.start_from import (
-    Beginning,
-    GoBack,
-    Named,
-    Newest,
+    ResumeEarlier,
+    ResumeNamed,
+    ResumeNewest,
     StartFrom,
+    StartNew,
+    checkpoint_to_go_back_to,
     choose_start,
     from_json,
-    step_to_go_back_to,
+    mark_going_back,
     to_json,
 )
 
@@ -35,12 +36,12 @@ def runs(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("resume", "first", "restarted"),
     [
-        ("never", Beginning(), Newest()),
-        ("auto", Newest(), Newest()),
-        ("this", Newest(), Newest()),
-        ("this/checkpoints/step-00000003", GoBack(Path("3")), Newest(Path("3"))),
-        ("other", Named(Path("other")), Newest(Path("other"))),
-        ("other/checkpoints/step-00000003", Named(Path("3")), Newest(Path("3"))),
+        ("never", StartNew(), ResumeNewest()),
+        ("auto", ResumeNewest(), ResumeNewest()),
+        ("this", ResumeNewest(), ResumeNewest()),
+        ("this/checkpoints/step-00000003", ResumeEarlier(Path("3")), ResumeNewest(Path("3"))),
+        ("other", ResumeNamed(Path("other")), ResumeNewest(Path("other"))),
+        ("other/checkpoints/step-00000003", ResumeNamed(Path("3")), ResumeNewest(Path("3"))),
     ],
 )
 def test_where_a_run_starts(runs: Path, resume: str, first: StartFrom, restarted: StartFrom) -> None:
@@ -50,14 +51,67 @@ def test_where_a_run_starts(runs: Path, resume: str, first: StartFrom, restarted
         named = {name: path and Path(setting) for name, path in vars(expected).items()}
         assert start == type(expected)(**named)
         assert from_json(to_json(start)) == start
-    goes_back = isinstance(first, GoBack)
-    assert step_to_go_back_to(setting, runs / "this") == (3 if goes_back else None)
+    goes_back = isinstance(first, ResumeEarlier)
+    assert checkpoint_to_go_back_to(setting, runs / "this") == ("step-00000003" if goes_back else None)
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+@pytest.mark.parametrize(
+    "start",
+    [
+        StartNew(),
+        ResumeNewest(),
+        ResumeNewest(Path("otherwise")),
+        ResumeNamed(Path("named")),
+        ResumeEarlier(Path("step-00000003")),
+    ],
+)
+def test_what_is_said_before_the_search_is_what_is_found(start: StartFrom, has_checkpoint: bool) -> None:
+    class Finder:
+        def find_newest(self) -> str | None:
+            return "newest" if has_checkpoint else None
+
+        def find_named(self, path: Path) -> str:
+            return path.name
+
+    found = start.find(Finder())
+    assert start.will_load(lambda: has_checkpoint) == (found is not None)
+    assert start.earlier == (found if isinstance(start, ResumeEarlier) else None)
 
 
 def test_a_restart_goes_back_again_if_the_attempt_before_died_too_early(runs: Path) -> None:
     named = runs / "this" / "checkpoints" / "step-00000003"
     (runs / "this" / GOING_BACK).touch()
-    assert choose_start(str(named), runs / "this", 1) == GoBack(named)
+    assert choose_start(str(named), runs / "this", 1) == ResumeEarlier(named)
+
+
+def test_a_restart_goes_back_even_if_rank_0_never_opened_the_folder(runs: Path) -> None:
+    """It was killed while it imported. The restart loaded the newest checkpoint, not the one that was named."""
+    checkpoints = runs / "this" / "checkpoints"
+    (checkpoints / "step-00000009").mkdir()
+    named = checkpoints / "step-00000003"
+
+    mark_going_back(runs / "this", checkpoint_to_go_back_to(str(named), runs / "this"))
+    assert latest_step(checkpoints) == 3  # so that step 9 does not count as progress
+    assert choose_start(str(named), runs / "this", 1) == ResumeEarlier(named)
+
+    # The next job goes on from the newest one.
+    mark_going_back(runs / "this", checkpoint_to_go_back_to("auto", runs / "this"))
+    assert latest_step(checkpoints) == 9
+
+
+def test_a_restart_goes_back_to_a_checkpoint_that_was_set_aside_even_if_rank_0_never_opened_the_folder(
+    runs: Path,
+) -> None:
+    """The mark was written only for names of steps. The restart continued the other history."""
+    checkpoints = runs / "this" / "checkpoints"
+    named = checkpoints / "step-00000003.rewound"
+    named.mkdir()
+    (named / MANIFEST).touch()
+
+    mark_going_back(runs / "this", checkpoint_to_go_back_to(str(named), runs / "this"))
+    assert choose_start(str(named), runs / "this", 1) == ResumeEarlier(named)
+    assert latest_step(checkpoints) is None  # step 3 is of the other history
 
 
 def test_what_is_neither_a_run_nor_a_checkpoint_is_refused(runs: Path) -> None:
@@ -66,21 +120,21 @@ def test_what_is_neither_a_run_nor_a_checkpoint_is_refused(runs: Path) -> None:
 
 
 def test_a_commit_is_near_when_all_ranks_have_confirmed_until_the_rename(tmp_path: Path) -> None:
-    assert not commit_is_near(tmp_path, 2)
+    assert not read_checkpoint_facts(tmp_path).commit_is_near(2)
     draft = tmp_path / "step-00000004.tmp-a1-1"
     draft.mkdir()
     for name in ("rank-00000.safetensors", "rank-00001.safetensors", "rank-00000.json"):
         (draft / name).touch()
-    assert not commit_is_near(tmp_path, 2)
+    assert not read_checkpoint_facts(tmp_path).commit_is_near(2)
     (draft / "rank-00001.json").touch()
-    assert commit_is_near(tmp_path, 2)
+    assert read_checkpoint_facts(tmp_path).commit_is_near(2)
 
     # Rank 0 deletes the confirmations when it has written the manifest.
     (draft / MANIFEST).touch()
     for rank in range(2):
         (draft / f"rank-0000{rank}.json").unlink()
-    assert commit_is_near(tmp_path, 2)
+    assert read_checkpoint_facts(tmp_path).commit_is_near(2)
     draft = draft.rename(tmp_path / "step-00000004")
-    assert not commit_is_near(tmp_path, 2)
+    assert not read_checkpoint_facts(tmp_path).commit_is_near(2)
     draft.rename(tmp_path / "step-00000004.tmp-a1-gone12")
-    assert not commit_is_near(tmp_path, 2)
+    assert not read_checkpoint_facts(tmp_path).commit_is_near(2)

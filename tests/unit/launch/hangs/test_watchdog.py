@@ -12,6 +12,8 @@ import pytest
 
 from lockstep.config.sections import HangConfig
 from lockstep.launch import records
+from lockstep.launch.decisions.recovery import Restart, Situation, decide
+from lockstep.launch.failure import LauncherFailure
 from lockstep.launch.frames import line_of
 from lockstep.launch.hangs import watchdog
 from lockstep.launch.hangs.explanation import Evidence, explain
@@ -19,6 +21,7 @@ from lockstep.launch.hangs.flight_recorder import Findings
 from lockstep.launch.hangs.stacks import _WORKER_END, collect, group, main_thread, worker_pids, workers
 from lockstep.launch.hangs.suspicion import Peers, RankView, limit_of, suspect, view_of
 from lockstep.launch.hangs.watchdog import Watchdog
+from lockstep.launch.settings import Settings
 from lockstep.runtime.heartbeat import PHASES, Heartbeat
 
 LONGEST = {"data": 0.1, "compute": 0.5, "exchange": 0.2, "update": 0.1, "collective": 0.1}
@@ -61,7 +64,8 @@ def test_limits_grow_with_what_was_seen_on_any_rank():
     assert suspect([stuck[0], view(1, "compute", 40.0, compute=9.0)], HangConfig()) is None
     assert suspect([view(0, "exchange", 40.0, compute=9.0), stuck[1]], HangConfig()) is None
     assert suspect([view(0, "exchange", 40.0, data=9.0), stuck[1]], HangConfig()) is None
-    assert limit_of(stuck[0], Peers([*stuck, view(2, "data", 0.0, compute=9.0)]), HangConfig()) == (45.0, "hang.factor")
+    limit = limit_of(stuck[0], Peers([*stuck, view(2, "data", 0.0, compute=9.0)]), HangConfig())
+    assert limit == (45.0, "hang.factor", 5.0)
 
 
 def test_limits_come_from_the_configuration():
@@ -97,9 +101,22 @@ def test_a_long_save_on_one_rank_is_no_hang():
 
 
 def test_ranks_that_have_finished_do_not_count():
-    done = view(1, "end", 50.0, state="")
+    done = view(1, "after run", 50.0, state="")
     assert suspect([done], HangConfig()) is None
     assert suspect([view(0, "end", 50.0), done], HangConfig()) is None
+
+
+@pytest.mark.parametrize("state", ["S", "T"])
+def test_what_a_program_does_after_its_run_is_not_judged(state):
+    exports = view(0, "after run", 90_000.0, state=state)
+    assert suspect([replace(exports, halted_s=10.0)], HangConfig()) is None
+    assert suspect([exports, view(1, "snapshot", 901.0)], HangConfig()).awaited == [1]
+
+
+@pytest.mark.parametrize("phase", ["snapshot", "commit", "evaluate", "end"])
+def test_a_hang_at_the_end_of_a_run_is_noticed(phase):
+    """All steps are done, and rank 1 never ends its last save, evaluation or report."""
+    assert suspect([view(0, "collective", 901.0), view(1, phase, 901.0)], HangConfig()).awaited == [1]
 
 
 def test_a_debugger_is_not_disturbed():
@@ -316,8 +333,8 @@ def test_a_stopped_rank_shows_no_stack_and_the_explanation_says_why():
     assert "1 rank waits at: /u/train.py:1 f (rank 0), phase exchange" in failure.traceback
 
 
-def inquire(watch, views):
-    """Look once a second until the ranks have stood still for as long as the views say."""
+def stall(watch, views):
+    """Look once a second until the ranks have stalled for as long as the views say."""
     for second in range(int(views[0].age) + 1):
         suspicion = look(watch, [replace(seen, age=float(second)) for seen in views], now=second)
         if suspicion:
@@ -328,21 +345,21 @@ def inquire(watch, views):
 def test_within_the_limits_ranks_are_only_asked_where_they_are():
     watch = Watchdog(HangConfig())
     views = [view(0, "exchange", 50.0), view(1, "compute", 50.0, state="R")]
-    assert inquire(watch, views).kind == "inquiry"
+    assert stall(watch, views).kind == "stall"
     watch.add_answers({0: stack(("/u/driver.py", 7, "backward")), 1: stack(("/u/layer.py", 9, "forward"))}, {})
     assert watch.verdict() is None
-    text = watch.take_remark()
+    text = watch.take_stall_report()
     assert "rank 1 has been in phase compute of step 41 for 45 s; the limit is 60 s, by hang.least" in text
     assert "rank 1 is at: /u/layer.py:9 forward" in text
     assert "1 rank waits at: /u/driver.py:7 backward (rank 0)" in text
-    assert look(watch, views, now=46.0) is None  # asked once for each standstill
-    assert watch.take_remark() is None
+    assert look(watch, views, now=46.0) is None  # asked once for each stall
+    assert watch.take_stall_report() is None
 
 
 def test_a_barrier_on_one_rank_is_proof_long_before_the_limit_of_user_code():
     watch = Watchdog(HangConfig())
     views = [view(0, "user code", 50.0), view(1, "exchange", 50.0), view(2, "exchange", 50.0)]
-    assert inquire(watch, views).kind == "inquiry"
+    assert stall(watch, views).kind == "stall"
     reduces = entries(100, 101, done=False)
     stacks = {0: stack(("/u/task.py", 12, "after_step")), 1: "", 2: ""}
     mismatch = [*entries(100), reduces[1] | {"profiling_name": "gloo:barrier"}]
@@ -352,6 +369,33 @@ def test_a_barrier_on_one_rank_is_proof_long_before_the_limit_of_user_code():
     assert "rank 0 is at: /u/task.py:12 after_step" in failure.traceback
     assert "collective 101 differs: rank 0 did barrier" in failure.traceback
     assert failure.message.startswith("no rank has advanced for 45 s, and none can: they wait in different collectives")
+
+
+@pytest.mark.parametrize("change", [{"profiling_name": None}, {"collective_seq_id": "101"}], ids=str)
+def test_if_torch_changes_its_format_a_hang_is_explained_by_the_stacks(change):
+    watch = Watchdog(HangConfig())
+    stall(watch, [view(0, "exchange", 9.0), view(1, "exchange", 9.0)])
+    (entry,) = entries(100)
+    other = entry | {"profiling_name": "gloo:barrier"}
+    stacks = {0: stack(("/u/task.py", 12, "after_step")), 1: ""}
+    watch.add_answers(stacks, {0: [entry | change], 1: [other | change]})
+    failure = watch.verdict()
+    assert "/u/task.py:12 after_step" in failure.traceback
+    assert "process group" not in failure.traceback
+
+
+@pytest.mark.parametrize("name", ["gloo:all_reduce", "gloo:barrier"])
+def test_a_proven_deadlock_is_no_reason_to_raise_the_limit(name):
+    """More time would not help: the next attempt would only take longer to end at the same place."""
+    watch = Watchdog(HangConfig())
+    assert stall(watch, [view(0, "exchange", 9.0), view(1, "exchange", 9.0)]).kind == "limit"
+    reduces = entries(100, 101, done=False)
+    watch.add_answers({0: "", 1: ""}, {0: [reduces[0], reduces[1] | {"profiling_name": name}], 1: reduces})
+    failure = watch.verdict()
+    assert failure.noticed_as(LauncherFailure.HANG if name == "gloo:all_reduce" else LauncherFailure.DEADLOCK)
+    assert decide(
+        failure, Situation(settings=Settings(), progress=True, limit_can_rise=watch.limit_can_rise)
+    ) == Restart(raise_limit=name == "gloo:all_reduce")
 
 
 def test_a_limit_that_a_repeat_hits_is_raised():
@@ -374,26 +418,17 @@ def test_the_setting_that_applies_is_named(phase, longest, setting):
     assert f"by {setting})" in suspect(stuck, HangConfig()).reason
 
 
-def still(*views, asked=0.0, now=6.0, **limits):
-    watch = Watchdog(HangConfig(**limits))
-    watch.note_views(0, list(views))
-    return bool(watch.ranks_standing_still({seen.rank for seen in views}, asked, now))
+def test_ranks_that_have_ended_no_step_have_nothing_to_save():
+    watch = Watchdog(HangConfig())
+    starting = [replace(view(rank, "compile", 500.0), steps_here=0) for rank in (0, 1)]
+    watch.note_views(0, starting)
+    assert watch.nothing_to_save({0, 1})
+    assert not watch.nothing_to_save({0, 1, 2})  # nothing is known of rank 2
 
-
-def test_ranks_that_do_not_move_get_no_grace():
-    waits = view(0, "exchange", 60.0)
-    assert still(waits, view(1, "user code", 60.0))
-    assert not still(waits, view(1, "user code", 60.0), now=4.0)  # they have just been asked
-    assert not still(waits, view(1, "user code", 2.0))
-    assert not still(waits, view(1, "user code", 30.0, **{"user code": 10.0}))  # it often takes that long
-    assert not still(waits, view(1, "compute", 30.0, state="R"))  # it works
-    first_batch = replace(view(1, "data", 11.0, step=0), steps_here=0)
-    assert still(replace(first_batch, rank=0), first_batch)
-
-
-@pytest.mark.parametrize("phase", ["snapshot", "commit", "end"])
-def test_a_rank_that_saves_keeps_its_grace(phase):
-    assert not still(view(0, "exchange", 500.0), view(1, phase, 500.0))
+    watch.note_views(0, [starting[0], replace(starting[1], steps_here=1)])
+    assert not watch.nothing_to_save({0, 1})
+    watch.note_views(0, [starting[0], replace(starting[1], phase="commit")])  # of its first step
+    assert not watch.nothing_to_save({0, 1})
 
 
 def test_many_odd_ranks_are_not_all_described():
@@ -483,7 +518,7 @@ import os, sys, time
 from pathlib import Path
 import torch
 from lockstep.config import DataConfig
-from lockstep.data.source_options import SourceOptions
+from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.sources import open_source
 from lockstep.launch.hangs import stacks
 from lockstep.runtime.world import World
@@ -556,6 +591,11 @@ def test_a_view_that_came_damaged_is_refused(wrong):
         records.parse(RankView, asdict(view(0, "data", 8.0)) | wrong)
     with pytest.raises(ValueError, match="not a valid RankView"):
         records.parse(RankView, {"rank": 0})
+
+
+def test_nothing_is_known_of_ranks_whose_folder_is_gone(tmp_path):
+    assert view_of(0, "node-a", os.getpid(), tmp_path) is not None
+    assert view_of(0, "node-a", os.getpid(), tmp_path / "gone") is None
 
 
 def test_a_process_without_a_heartbeat_is_in_its_start(tmp_path):

@@ -10,9 +10,10 @@ from lockstep.launch.folder import election
 from lockstep.launch.folder.election import Term
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import node_launcher
-from lockstep.launch.nodes.node_launcher import NodeLauncher
+from lockstep.launch.nodes.node_launcher import NodeLauncher, received
 from lockstep.launch.nodes.search import CoordinatorRole, Membership, Search
-from lockstep.launch.wire.messages import CoordinatorState, JobEnd, Welcome
+from lockstep.launch.wire.connections import Garbled
+from lockstep.launch.wire.messages import CoordinatorState, JobEnd, Kill, NodeHeartbeat, Welcome
 
 ADDRESS = "127.0.0.1:29400"
 
@@ -63,3 +64,15 @@ def test_a_signal_that_a_superseded_coordinator_received_reaches_its_successor(n
     said = capfd.readouterr().err
     assert "another node took over this job" in said
     assert "is lost" not in said
+
+
+def test_what_no_coordinator_sends_ends_the_connection():
+    here, there = socket.socketpair()
+    with here, there:
+        there.send(b"x")
+        messages = [Kill(0), NodeHeartbeat()]
+        connection = SimpleNamespace(fileno=here.fileno, receive=lambda now: messages)
+        with pytest.raises(Garbled, match="NodeHeartbeat is not for a node"):
+            received(connection)
+        messages.pop()
+        assert received(connection) == [Kill(0)]

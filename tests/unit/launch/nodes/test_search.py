@@ -95,7 +95,7 @@ def test_a_folder_that_cannot_be_read_is_not_the_end_of_a_job(search, last, cloc
 
     def meanwhile():
         if clock.now - began > 62:
-            term.beat()
+            term.renew()
             search._reach = lambda *addresses: connection
 
     monkeypatch.setattr(election, "newest", sometimes)
@@ -122,7 +122,7 @@ def test_no_job_begins_in_a_folder_that_cannot_be_read(search, last, clock, tmp_
 
 
 def lives(clock, term):
-    clock.meanwhile = term.beat
+    clock.meanwhile = term.renew
 
 
 def test_a_node_returns_a_few_times_in_an_hour(search, last, clock, tmp_path, monkeypatch, capfd):
@@ -159,7 +159,7 @@ def test_a_coordinator_that_dies_after_a_sign_of_life_is_not_called_alive(search
 
     def dies_soon():
         if clock.now - began < 1:
-            term.beat()
+            term.renew()
 
     clock.meanwhile = dies_soon
     monkeypatch.setattr(election, "write_cut_off_file", lambda *arguments: cut_off.append(clock.now))

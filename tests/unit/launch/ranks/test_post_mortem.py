@@ -11,8 +11,7 @@ import pytest
 from lockstep.errors import OutOfStep
 from lockstep.launch.failure import Failure, LauncherFailure, RankExit, pick_root
 from lockstep.launch.ranks import post_mortem, rank_record
-from lockstep.launch.ranks.local_rank import LocalRank
-from lockstep.launch.ranks.post_mortem import examine
+from lockstep.launch.ranks.post_mortem import LocalRank, examine
 from lockstep.runtime.heartbeat import Heartbeat
 
 WHEN = time.mktime((2026, 11, 15, 12, 3, 10, 0, 0, -1))
@@ -50,11 +49,22 @@ def test_a_record_of_an_unknown_origin_is_not_valid(local_rank, origin):
     assert examine(local_rank, 1, WHEN).failure.kind == LauncherFailure.EXIT
 
 
-@pytest.mark.parametrize("code", [0, 75])
-def test_finished_and_preempted_are_no_failures(local_rank, code):
-    rank_record.note_end(local_rank.folder, 1)
+def test_a_rank_that_could_not_save_says_so(local_rank):
+    rank_record.note_preemption(local_rank.folder, local_rank.number, 900)
+    assert examine(local_rank, 75, WHEN) == RankExit(75, unsaved_step=900)
+
+
+@pytest.mark.parametrize(("code", "note"), [(0, rank_record.note_end), (75, rank_record.note_preemption)])
+def test_finished_and_preempted_are_no_failures(local_rank, code, note):
+    assert examine(local_rank, code, WHEN).failure.kind == LauncherFailure.EXIT
+    note(local_rank.folder, 1)
     assert examine(local_rank, code, WHEN) == RankExit(code)
     assert pick_root({1: RankExit(code)}) is None
+
+
+def test_the_code_of_a_preemption_after_an_end_as_planned_is_a_failure(local_rank):
+    rank_record.note_end(local_rank.folder, 1)
+    assert not examine(local_rank, 75, WHEN).clean
 
 
 def test_the_text_names_rank_step_phase_and_cause(local_rank):

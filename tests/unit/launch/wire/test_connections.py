@@ -29,7 +29,7 @@ from lockstep.launch.wire.messages import (
     CoordinatorState,
     JobEnd,
     Message,
-    NodeBeat,
+    NodeHeartbeat,
     Refused,
     Rendezvous,
     Start,
@@ -98,7 +98,7 @@ def test_last_words_are_heard_although_nothing_can_be_sent_any_more(line):
     there.say(JobEnd(0))
     there.socket.close()
     for _ in range(3):  # the first one is answered with a reset, and the next ones fail
-        made.send(NodeBeat())
+        made.send(NodeHeartbeat())
         time.sleep(0.05)
     assert received(made) == [JobEnd(0)]
     with pytest.raises(ConnectionLost, match="broke"):
@@ -180,14 +180,14 @@ def test_one_claims_the_address_and_the_others_connect(address):
     while len(heard) < 2:
         heard += hub.poll(0.0)
     assert [message for _, message in heard] == [Announce("here")] * 2
-    hub.send(heard[1][0], NodeBeat())
-    assert received(lines[1]) == [NodeBeat()]
+    hub.send(heard[1][0], NodeHeartbeat())
+    assert received(lines[1]) == [NodeHeartbeat()]
     lines[0].close()
     number = heard[0][0]
     while not (gone := hub.poll(0.0)):
         pass
     assert (gone[0][0], type(gone[0][1])) == (number, ConnectionLost)
-    hub.send(number, NodeBeat())  # the peer is gone: no harm
+    hub.send(number, NodeHeartbeat())  # the peer is gone: no harm
     lines[1].close()
     hub.close()
 
@@ -206,7 +206,7 @@ def test_last_words_arrive_although_others_still_talk(address, monkeypatch):
     closing = threading.Thread(target=hub.close)
     closing.start()
     time.sleep(0.1)
-    line.send(NodeBeat())  # would be answered with a reset if the other side had hung up
+    line.send(NodeHeartbeat())  # would be answered with a reset if the other side had hung up
     time.sleep(0.1)
     assert received(line) == [Announce("the end")]
     line.close()

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -11,29 +12,28 @@ from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.folder.election import Term
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds
+from lockstep.launch.wire import messages
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
-    Culprit,
-    HangPlace,
+    HangPoint,
     Hello,
     JobEnd,
     Kill,
-    NodeBeat,
+    NodeHeartbeat,
     RankExited,
     Rendezvous,
+    Report,
     RestartHistory,
-    Slot,
     Stacks,
     Start,
+    ToNode,
     Welcome,
     decode,
-    difference,
-    different_program,
     encode,
 )
 
-HISTORY = RestartHistory(1, [12.5], [Culprit(Slot("host", 0), 5), Culprit(None, None)], [HangPlace(41, "data", 1)])
+HISTORY = RestartHistory(2, [12.5], 1, 5, [HangPoint(41, "data", 1)])
 VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_here": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
 MESSAGES = [
     Hello("host", Bounds(1, 2, 1), {"target": "x"}, 2, 1),
@@ -42,9 +42,9 @@ MESSAGES = [
     RankExited(0, 1, RankExit(0)),
     RankExited(0, 1, RankExit(1, Failure(1, "host", 12, "ValueError", "text"))),
     JobEnd(75, None, 3),
-    Stacks.of(3, {0: "line\nline"}, {0: [{}]}),
+    Stacks.of(3, 1, {0: "line\nline"}, {0: [{}]}),
     Start(0, 0, 2, 4, 0, Rendezvous("127.0.0.1", 5000, 5001, "a1")),
-    NodeBeat([RankView(rank=0, host="host", pid=1, state="S", **VIEW)], {"hang": {}}, 3),
+    NodeHeartbeat([RankView(rank=0, host="host", pid=1, state="S", **VIEW)], {"hang": {}}, 3),
     Announce("text with \u00e9"),
 ]
 
@@ -71,6 +71,7 @@ def test_messages_survive_the_round_trip(message):
         b'{"kind": "RankExited", "attempt": 0, "rank": 1, "exit": {"code": 1, "failure": {"rank": 1}}}',
         b'{"kind": "Stacks", "attempt": 0, "stacks": {"first": ""}, "collectives": {}}',
         b'{"kind": "Message"}',
+        b'{"kind": "AttemptMessage", "attempt": 0}',
         b'{"kind": ["Announce"], "text": "x"}',
         b"\xff\xfe",
     ],
@@ -88,7 +89,7 @@ values = st.recursive(
 
 
 @given(
-    st.sampled_from(["RankExited", "NodeBeat", "Hello", "Start", "JobEnd"]),
+    st.sampled_from(["RankExited", "NodeHeartbeat", "Hello", "Start", "JobEnd"]),
     st.dictionaries(st.text(max_size=8), values),
 )
 def test_nothing_but_a_value_error_comes_of_noise(kind, fields):
@@ -98,24 +99,15 @@ def test_nothing_but_a_value_error_comes_of_noise(kind, fields):
         pass
 
 
+def test_every_message_goes_one_way():
+    ways = [Hello, *get_args(Report), *get_args(ToNode)]
+    assert len(ways) == len(set(ways))
+    assert set(ways) == {kind for kind in messages._KINDS.values() if kind.__module__ == messages.__name__}
+
+
 def test_a_message_may_derive_from_any_message():
     @dataclass(frozen=True)
     class KillSoon(Kill):
         seconds: float
 
     assert decode(encode(KillSoon(3, 1.5))) == KillSoon(3, 1.5)
-
-
-def test_differences_are_named():
-    ours = {"target": "a.py", "layers": [["command line", {"steps": 3}]], "nnodes": "2"}
-    theirs = Hello("h", Bounds(1, 1), {**ours, "target": "b.py"})
-    assert difference(theirs, ours) == "target: 'b.py' here, 'a.py' on the coordinating node"
-    assert difference(Hello("h", Bounds(1, 1), ours), ours) is None
-
-    # Versions and files are named one by one.
-    program = {"torch": "2.13.0", "python": "3.11"}
-    theirs = Hello("h", Bounds(1, 1), {**ours, "program": {**program, "torch": "2.12.1"}})
-    assert difference(theirs, {**ours, "program": program}) is None
-    assert different_program(theirs, {**ours, "program": program}) == (
-        "torch: '2.12.1' here, '2.13.0' on the coordinating node"
-    )

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from lockstep.launch.wire.acceptor import Rejection
-from lockstep.launch.wire.lines import wait_readable
+from lockstep.launch.wire.sockets import wait_readable
 from lockstep.launch.wire.store_server import FORGED, StoreServer, store_secret
 from lockstep.runtime.rendezvous import handshake
 from lockstep.runtime.rendezvous.handshake import Secret, authenticate

@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import pytest
 
-from lockstep.parallel.compiled.batch_sizes import BatchWatch, SizesSeen, fits
+from lockstep.parallel.compiled.batch_sizes import BatchWatch, Shape, fits
+
+
+def agreed(*ranks: list[list[Shape]]) -> list[BatchWatch]:
+    """Return what each rank knows, once all have agreed. `ranks`: the calls that each of them has seen."""
+    watches = [BatchWatch() for _ in ranks]
+    gathered: list[list[list[Shape]]] = []
+    for watch, calls in zip(watches, ranks, strict=True):
+        for shapes in calls:
+            watch.note(shapes)
+        watch.agree(SimpleNamespace(gather_json=lambda mine: gathered.append(mine) or [mine]))  # type: ignore[arg-type]
+
+    for watch in watches:
+        watch.agree(SimpleNamespace(gather_json=lambda mine: json.loads(json.dumps(gathered))))  # type: ignore[arg-type]
+
+    return watches
 
 
 def test_dimensions_that_vary_on_any_rank():
-    mine = SizesSeen()
-    mine.add([(4, 7), (4,)])
-    mine.add([(4, 9), (4,)])
-    assert mine.varying() == {(0, 1)}
-
-    other = SizesSeen()
-    other.add([(3, 7), (3,)])
-    mine.merge(other.sizes)
-    mine.merge(None)
-    assert mine.varying() == {(0, 0), (0, 1), (1, 0)}
+    mine, other, idle = agreed([[(4, 7), (4,)], [(4, 9), (4,)]], [[(3, 7), (3,)]], [])
+    assert mine.varying == other.varying == idle.varying == {(0, 0), (0, 1), (1, 0)}
+    assert mine.describe() == [[-1, -1], [-1]]
+    assert mine.smallest() == [(3, 7), (3,)]
     assert not mine.irregular
 
 
-def test_calls_with_other_tensors_are_irregular():
-    seen = SizesSeen()
-    seen.add([(4, 7)])
-    seen.add([(4, 7), (4,)])
-    assert seen.irregular
+def test_a_dimension_of_one_size_is_not_dynamic():
+    (watch,) = agreed([[(4, 7), (4,)], [(4, 9), (4,)]])
+    assert watch.varying == {(0, 1)}
+    assert watch.describe() == [[4, -1], [4]]
 
 
 def test_what_compiled_code_takes():
@@ -41,21 +50,11 @@ def test_what_compiled_code_takes():
     assert not fits([(4, 7, 1), (4,)], compiled, dynamic)
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_ranks_with_irregular_batches_agree(order: tuple[int, int]) -> None:
+@pytest.mark.parametrize("order", [1, -1])
+def test_ranks_with_irregular_batches_agree(order: int) -> None:
     """What a rank decides by does not depend on what it has seen first."""
-    seen = [SizesSeen(), SizesSeen()]
-    seen[order[0]].add([(4, 6)])
-    seen[order[0]].add([(4, 8)])
-    seen[order[1]].add([(4, 6), (4,)])
-    gathered = [[each.sizes, each.irregular] for each in seen]
-
-    agreed = []
-    for sizes in seen:
-        watch = BatchWatch()
-        watch.sizes = sizes
-        watch.agree(SimpleNamespace(gather_json=lambda mine: gathered))  # type: ignore[arg-type]
-        agreed.append((watch.sizes.sizes, watch.sizes.irregular, watch.varying))
-
-    assert agreed[0] == agreed[1]
-    assert agreed[0][1:] == (True, frozenset())
+    first, second = agreed(*[[[(4, 6)], [(4, 8)]], [[(4, 6), (4,)]]][::order])
+    assert first.irregular
+    assert second.irregular
+    assert first.varying == second.varying == frozenset()
+    assert first.sizes() == second.sizes()

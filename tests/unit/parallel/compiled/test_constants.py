@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lockstep.parallel.compiled.constants import Constants
+from lockstep.parallel.compiled.installed import Constants
 
 BETA = 0.5
 SEEN: list[int] = []

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.parallel.compiled.side_effects import changed_inputs
 
@@ -24,6 +25,12 @@ from lockstep.parallel.compiled.side_effects import changed_inputs
         (lambda task, model, batch: torch._foreach_mul_([task.center], 0.9), ["self.center"]),
         (lambda task, model, batch: F.batch_norm(batch, task.center, batch[0], training=True), ["self.center"]),
         (lambda task, model, batch: F.batch_norm(batch, task.center, batch[0]), []),
+        (lambda task, model, batch: torch.add(task.center, 1, out=task.center), ["self.center"]),
+        (
+            lambda task, model, batch: checkpoint(lambda x: task.center.mul_(0.9) * x, batch, use_reentrant=False),
+            ["self.center"],
+        ),
+        (lambda task, model, batch: checkpoint(torch.tanh, batch, use_reentrant=False), []),
         (lambda task, model, batch: batch.float().add_(1), []),
         (lambda task, model, batch: batch.add_(1), []),
         (lambda task, model, batch: model.mean.add_(1), []),

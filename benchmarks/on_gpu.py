@@ -1,0 +1,161 @@
+"""All measurements that need a GPU, in the order of their worth, as many as fit into a budget of seconds.
+
+    python benchmarks/on_gpu.py                                # what there is
+    python benchmarks/on_gpu.py --out results --budget 570     # call it again to continue with the rows that are left
+    python benchmarks/on_gpu.py --out results --only packing weak
+    python benchmarks/on_gpu.py --out results --tiny           # on a CPU: does everything run
+
+A row is a command. It begins only if the time that it usually takes is left, and is killed after its limit with all
+that it has started. Its result is a line in OUT/results.jsonl at once; what it printed is in OUT/log.txt, and what
+public_models.py measured in OUT/rows.jsonl. A row that OUT or --done has is not run again, unless the budget ended it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from lockstep.bench.results import table_lines
+
+ROOT = Path(__file__).resolve().parent.parent
+TAIL = 14  # lines of the output that are part of a result
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement."""
+
+    name: str
+    command: str  # {out} is the folder of the results
+    usual_s: float
+    limit_s: float
+    tiny: str = ""  # more arguments, for a try on a CPU
+
+
+def public(name: str, words: str, usual_s: float, limit_s: float) -> Row:
+    """Return a row of public_models.py, which kills its cases by itself a little earlier."""
+    limits = f"--limit {limit_s - 15} --seconds {limit_s - 15}"
+    command = f"{{python}} benchmarks/public_models.py {words} {limits} --json {{out}}/rows.jsonl"
+    return Row(name, command, usual_s, limit_s, tiny="--tiny --turns 1")
+
+
+# Ranks on CPUs, of which each has two and computes on one: the other is for communication.
+WEAK = "CUDA_VISIBLE_DEVICES= {python} -m lockstep bench weak gpt micro_batch=8 --out {out}/weak"
+SIZES = "--siblings adjacent --worlds 1,2,4,8 --seconds 75 --block 1 --batch 96"
+
+ROWS = (
+    Row("late", "{python} -m pytest tests/gpu/test_late.py -q -n 0", 40, 90),
+    Row("tests", "{python} -m pytest tests/gpu -q -m 'not long' -n 7", 150, 240),
+    public("gpt2", "rates --only gpt2 --turns 6", 130, 180),
+    public("packing", "packing --only packing-short --turns 6", 120, 180),
+    public("nanogpt", "rates --only nanogpt --turns 6", 110, 160),
+    public("resnet", "rates --only resnet --turns 4", 120, 160),
+    public("verify", "verify", 160, 240),
+    Row("weak", f"{WEAK} {SIZES}", 130, 200, tiny="--worlds 1 --seconds 1 --batch 8"),
+    public("ragged", "ragged --only ragged", 100, 150),
+    public("fp8", "fp8", 100, 140),
+    Row(
+        "gpt2-speed", "{python} benchmarks/gpt2_speed.py --turns 4", 90, 130, tiny="--tiny --turns 1 --attention torch"
+    ),
+    Row("token-loss", "{python} benchmarks/token_loss.py --minutes 1.8", 120, 160, tiny="--tiny --turns 1"),
+    Row("memory-cap", "{python} -m pytest tests/gpu/test_memory_cap.py -q -n 0", 100, 150),
+    public("models", "models", 300, 360),
+)
+
+
+def run_rows(rows: Sequence[Row], out: Path, done: set[str], budget_s: float, tiny: bool = False) -> None:
+    """Run the rows that are not done, as far as the budget goes. Each result is written at once."""
+    ends = time.monotonic() + budget_s
+    for row in rows:
+        left_s = ends - time.monotonic()
+        if row.name in done:
+            print(f"{row.name}: done before", flush=True)
+        elif left_s < row.usual_s:
+            print(f"{row.name}: not begun, it takes about {row.usual_s:.0f} s and {left_s:.0f} s are left", flush=True)
+        else:
+            result = run(row, out, left_s, tiny)
+            with (out / "results.jsonl").open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            print(f"{row.name}: {result['end']}, {result['seconds']} s", *result["tail"], sep="\n  ", flush=True)
+
+
+def run(row: Row, out: Path, left_s: float, tiny: bool) -> dict[str, Any]:
+    """Run one command until it ends or its time is over, and return the result."""
+    words = f"{row.command} {row.tiny if tiny else ''}".format(python=sys.executable, out=out)
+    limit_s = min(row.limit_s, left_s)
+    began = time.monotonic()
+    with (out / "log.txt").open("a+") as log:
+        print(f"\n==== {row.name}: {words}", file=log, flush=True)
+        start = log.tell()
+        command = subprocess.Popen(words, shell=True, cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            end = f"exit code {command.wait(limit_s)}"
+        except subprocess.TimeoutExpired:
+            end = f"killed after {limit_s:.0f} s"
+            kill(command)
+
+        log.seek(start)
+        tail = [line.rstrip()[:200] for line in log if line.strip()][-TAIL:]
+
+    final = end.startswith("exit") or limit_s == row.limit_s
+    seconds = round(time.monotonic() - began, 1)
+    return {"row": row.name, "end": end, "seconds": seconds, "final": final, "tail": tail}
+
+
+def kill(command: subprocess.Popen[bytes]) -> None:
+    """Kill a command and all that it has started, which may be in process groups of its own."""
+    family = psutil.Process(command.pid).children(recursive=True)
+    command.kill()
+    command.wait()
+    for child in family:
+        child.kill()
+    psutil.wait_procs(family, timeout=10)
+
+
+def results(path: Path | None) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path and path.is_file() else []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="a folder for the results")
+    parser.add_argument("--budget", type=float, default=1e9, metavar="SECONDS", help="for all rows (default: no limit)")
+    parser.add_argument("--done", type=Path, metavar="FILE", help="a results.jsonl whose rows are not run again")
+    parser.add_argument("--only", nargs="+", choices=[row.name for row in ROWS], metavar="ROW")
+    parser.add_argument("--tiny", action="store_true", help="toy sizes")
+    given = parser.parse_args()
+
+    rows = [row for row in ROWS if not given.only or row.name in given.only]
+    if not given.out:
+        body = [[row.name, f"{row.usual_s:.0f}", f"{row.limit_s:.0f}", row.command] for row in rows]
+        print(*table_lines(("row", "usually s", "limit s", "command"), body), sep="\n")
+        return
+
+    # Absolute, for tests that start Python in other folders.
+    folders = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), *map(os.path.abspath, folders)])
+    os.environ["PYTHONUNBUFFERED"] = "1"
+
+    out = given.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    earlier = results(given.done)
+    done = {result["row"] for result in [*earlier, *results(out / "results.jsonl")] if result["final"]}
+    run_rows(rows, out, done, given.budget, given.tiny)
+
+    found = [*earlier, *results(out / "results.jsonl")]
+    body = [[each["row"], each["end"], f"{each['seconds']:.1f}", (each["tail"] or [""])[-1]] for each in found]
+    print(*table_lines(("row", "end", "s", "last line"), body), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

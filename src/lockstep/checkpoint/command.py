@@ -1,0 +1,211 @@
+"""The command `lockstep ckpt`: the function of each action returns the text to print and the exit code.
+
+Only `export` imports torch, when it is called, so that all other actions start fast.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+from rich.filesize import decimal as size_text
+
+from lockstep.checkpoint.export import (
+    choose,
+    choose_best,
+    export_weights,
+    frozen_digests,
+    names_a_checkpoint,
+    retention_of,
+    run_folder_of,
+    storage_of,
+)
+from lockstep.checkpoint.manifest import InvalidCheckpoint, Manifest
+from lockstep.checkpoint.manifest_reader import read_manifest
+from lockstep.checkpoint.metrics import CheckpointMetrics, read_metrics
+from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, steps_to_delete
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, delete_checkpoint
+from lockstep.checkpoint.verify import check_size
+from lockstep.checkpoint.verify import verify as verify_checkpoint
+from lockstep.errors import UserError, plural
+from lockstep.launch.folder.checkpoint_names import folder_name, is_set_aside
+from lockstep.observe.formats import columns
+
+# How many tensors `show` lists, and how many checkpoints `ls` lists.
+MAX_SHOWN = 200
+MAX_LISTED = 1000
+
+
+def ls(path: Path) -> tuple[str, int]:
+    """List the checkpoints of a run. This reads only manifests and the sizes of files; `verify` reads all bytes."""
+    storage = storage_of(path)
+    checkpoints = committed(storage)
+
+    # If a manifest cannot be read now, no checkpoint is called the best; its own row says why.
+    best = None
+    with suppress(OSError):
+        best = best_checkpoint(CheckpointMetrics(storage), retention_of(checkpoints))
+
+    rows = [_row(checkpoint, best) for checkpoint in checkpoints[:MAX_LISTED]]
+    if not rows:
+        return "no checkpoints", 0
+
+    rest = f"\nand {len(checkpoints) - MAX_LISTED} older ones" if len(checkpoints) > MAX_LISTED else ""
+    return columns([("step", "when", "size", "tensors", "metrics", "state"), *rows]) + rest, 0
+
+
+def show(path: Path) -> tuple[str, int]:
+    """Describe a checkpoint, or the newest checkpoint of a run, in detail."""
+    checkpoint = choose(path)
+    try:
+        manifest = read_manifest(checkpoint)
+        metrics = read_metrics(checkpoint, manifest)
+    except InvalidCheckpoint as problem:
+        return f"{problem.label}: {problem}", 1
+
+    facts = [
+        ("checkpoint", str(checkpoint.path)),
+        ("step", str(manifest.step)),
+        ("when", _when(manifest)),
+        ("lockstep", manifest.lockstep),
+        ("size", f"{size_text(manifest.bytes)} in {plural(len(manifest.files), 'file')}"),
+        ("metrics", _as_text(metrics) or "none"),
+        ("values", ", ".join(sorted(manifest.values)) or "none"),
+    ]
+
+    # Limit the rows: a model may have thousands of tensors.
+    rows = [
+        (name, entry.dtype, str(list(entry.shape)), size_text(entry.bytes), str(len(entry.pieces)))
+        for name, entry in sorted(manifest.tensors.items())
+    ]
+
+    lines = [columns(facts), "", columns([("tensor", "dtype", "shape", "size", "pieces"), *rows[:MAX_SHOWN]])]
+    if len(rows) > MAX_SHOWN:
+        lines.append(f"and {len(rows) - MAX_SHOWN} more")
+
+    lines += [f"{name} is {target}" for name, target in sorted(manifest.aliases.items())]
+    return "\n".join(lines), 0
+
+
+def verify(path: Path) -> tuple[str, int]:
+    """Read every byte of a checkpoint, or of all checkpoints of a run. The exit code is 1 if any is invalid."""
+    # One row for each checkpoint, followed by one row for each of its files with a problem.
+    rows = []
+    exit_code = 0
+
+    checkpoints = [Checkpoint.at(path)] if names_a_checkpoint(path) else committed(storage_of(path))
+    for checkpoint in checkpoints:
+        _, problems = _verify_with_metrics(checkpoint)
+
+        rows.append((checkpoint.name, problems[0].label if problems else "ok"))
+        rows += [("", f"{problem.file}: {problem.why}") for problem in problems]
+        exit_code |= bool(problems)
+
+    return columns(rows) if rows else "no checkpoints", exit_code
+
+
+def _verify_with_metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], Sequence[InvalidCheckpoint]]:
+    """Read every byte of a checkpoint. Return its metrics and its problems; a problem with the metrics is one, too."""
+    manifest, problems = verify_checkpoint(checkpoint)
+    if manifest is None or problems:
+        return {}, problems
+
+    try:
+        return read_metrics(checkpoint, manifest), []
+    except InvalidCheckpoint as problem:
+        return {}, [problem]
+
+
+def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tuple[str, int]:
+    """Delete all but the newest `keep` valid checkpoints, and those that the run keeps by its other rules.
+
+    Invalid ones do not count and are not deleted. With `set_aside`, also delete those that were set aside.
+    """
+    if keep < 1:
+        raise UserError(f"--keep {keep} would keep no checkpoint", "", "use --keep 1 or more")
+
+    # Read every byte, since only valid checkpoints count.
+    storage = storage_of(path)
+    checkpoints = committed(storage)
+    metrics = {}
+    lines = []
+    for checkpoint in reversed(checkpoints):
+        found, problems = _verify_with_metrics(checkpoint)
+        if problems:
+            lines.append(f"{checkpoint.name} {problems[0].verdict} and stays: lockstep ckpt verify {path}")
+        else:
+            metrics[checkpoint.step] = found
+
+    # The rule of the run, with another number of the newest.
+    retention = replace(retention_of(checkpoints), keep=keep)
+    done = "would delete" if dry_run else "deleted"
+    for step in steps_to_delete(metrics, retention):
+        name = folder_name(step)
+        if not dry_run:
+            delete_checkpoint(storage, name, secrets.token_hex(8))
+
+        lines.append(f"{done} {name}")
+
+    # No reader takes these for checkpoints, so they need no other name first.
+    for name in sorted(filter(is_set_aside, storage.folders())) if set_aside else []:
+        if not dry_run:
+            storage.delete(name)
+
+        lines.append(f"{done} {name}")
+
+    return "\n".join(lines) or "nothing to delete", 0
+
+
+def export(path: Path, out: Path | None, step: int | None, best: bool = False, ema: bool = False) -> tuple[str, int]:
+    """Write the weights of a checkpoint to a file; with `ema`, the averages of the weights."""
+    checkpoint = choose_best(path) if best else choose(path, step)
+    folder = out or run_folder_of(path) / "export" / checkpoint.name
+    target = export_weights(checkpoint, folder, ema)
+
+    digests = frozen_digests(checkpoint)
+    if not digests:
+        return str(target), 0
+
+    missing = plural(len(digests), "frozen parameter")
+    return f"{target}\nwithout {missing}, which no checkpoint holds: {', '.join(sorted(digests))}", 0
+
+
+def delete_objects(run: Path) -> None:
+    """Delete what the checkpoints of a run have in a store."""
+    CheckpointStorage(run / "checkpoints").delete_objects()
+
+
+def _row(checkpoint: Checkpoint, best: BestCheckpoint | None) -> tuple[str, ...]:
+    """Return the row of a checkpoint. Only sizes are checked here: digests would need to read everything."""
+    step = str(checkpoint.step)
+
+    try:
+        manifest = read_manifest(checkpoint)
+        metrics = read_metrics(checkpoint, manifest)
+        for file in manifest.files:
+            check_size(checkpoint, file)
+    except InvalidCheckpoint as problem:
+        return step, "", "", "", "", f"{problem.label}: {problem.file}: {problem.why}"
+
+    is_best = best is not None and checkpoint == best.checkpoint
+    return (
+        step,
+        _when(manifest),
+        size_text(manifest.bytes),
+        str(len(manifest.tensors)),
+        _as_text(metrics),
+        f"not verified, best {best.metric}" if best and is_best else "not verified",
+    )
+
+
+def _when(manifest: Manifest) -> str:
+    """Return when a checkpoint was written, in local time."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time))
+
+
+def _as_text(metrics: Mapping[str, float]) -> str:
+    return " ".join(f"{key}={value:.4g}" for key, value in metrics.items() if isinstance(value, int | float))

@@ -1,0 +1,186 @@
+"""The weights of a checkpoint, for other programs: which checkpoint is meant, and its tensors without the optimizers'.
+
+`lockstep ckpt export`, `lockstep evaluate`, the end of a run and the export for Hugging Face use this. Only what reads
+tensors imports torch, when it is called.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lockstep.checkpoint.manifest import EMA, MODEL, InvalidCheckpoint
+from lockstep.checkpoint.manifest_reader import read_manifest
+from lockstep.checkpoint.metrics import CheckpointMetrics
+from lockstep.checkpoint.retention import Retention, best_checkpoint
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
+from lockstep.checkpoint.verify import verify as verify_checkpoint
+from lockstep.errors import UserError
+from lockstep.launch.folder.checkpoint_names import MANIFEST, step_in
+
+# `export` writes the tensors whose names begin with this.
+_PREFIX = f"{MODEL}."
+_AVERAGE = f"{EMA}."  # with --ema, those that begin with this take the place of the model's, where there are any
+
+
+def frozen_digests(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the digests of the frozen parameters that the checkpoint does not hold (checkpoint.frozen=false)."""
+    return read_manifest(checkpoint).frozen_digests
+
+
+def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path:
+    """Verify every byte, and write the tensors `model.*` to `out` or to `out`/model.safetensors.
+
+    Tied weights are written once; the metadata maps their other names to that name. With `ema` the averages take the
+    place of the parameters, and the file is called ema.safetensors.
+    """
+    from lockstep.observe.weights import write_weights  # needs torch
+
+    tensors, aliases = read_weights(checkpoint, ema)
+    if not tensors:
+        raise UserError(
+            f"the checkpoint {checkpoint.path} has no weights to export",
+            f"no tensor whose name begins with {_PREFIX!r}",
+            "list its tensors: lockstep ckpt show CKPT",
+        )
+
+    # An older file is replaced completely or not at all.
+    name = "ema.safetensors" if ema else "model.safetensors"
+    target = out if out.suffix == ".safetensors" else out / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_weights(target, tensors, aliases)
+    return target
+
+
+def read_weights(checkpoint: Checkpoint, ema: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
+    """Verify every byte, and return the tensors `model.*` without that prefix, and the other names of tied ones.
+
+    With `ema` the averages of parameters take their places.
+    """
+    from lockstep.checkpoint.reader import CheckpointReader  # needs torch
+
+    tensors = {}
+    aliases = {}
+
+    try:
+        manifest, problems = verify_checkpoint(checkpoint)
+        if manifest is None or problems:
+            raise problems[0]
+
+        reader = CheckpointReader(checkpoint, manifest)
+
+        averages = {name.removeprefix(_AVERAGE) for name in reader.names() if name.startswith(_AVERAGE)}
+        if ema and not averages:
+            raise UserError(
+                f"the checkpoint {checkpoint.path} has no averages of the weights",
+                "it was saved without ema.decay",
+                "leave --ema out; a run with ema.decay=0.999 saves them",
+            )
+
+        # Parameters and buffers. Those without an average are read from the model's tensors.
+        with reader.keeping_open():
+            for full_name in [name for name in reader.names() if name.startswith(_PREFIX)]:
+                name = full_name.removeprefix(_PREFIX)
+                original = reader.original(full_name)
+
+                # If a tensor is tied to a tensor outside the model, it is written itself.
+                if original != full_name and original.startswith(_PREFIX):
+                    aliases[name] = original.removeprefix(_PREFIX)
+                else:
+                    tensors[name] = reader.read(f"{_AVERAGE}{name}" if ema and name in averages else full_name)
+    except InvalidCheckpoint as problem:
+        raise UserError(
+            f"the checkpoint {checkpoint.path} {problem.verdict} and cannot be exported",
+            str(problem),
+            "choose another checkpoint: lockstep ckpt ls RUN",
+        ) from None
+
+    return tensors, aliases
+
+
+def choose(path: Path, step: int | None = None) -> Checkpoint:
+    """Return the checkpoint at `path`. If `path` is a run, return its checkpoint of `step`, or its newest."""
+    if names_a_checkpoint(path) and step is None:
+        return Checkpoint.at(path)
+
+    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(storage_of(path))}
+    if not checkpoints:
+        raise UserError(f"{path} has no committed checkpoint", "", "choose another run folder")
+
+    chosen = max(checkpoints) if step is None else step
+    if chosen not in checkpoints:
+        steps = ", ".join(map(str, sorted(checkpoints)))
+        raise UserError(f"{path} has no checkpoint of step {step}", f"it has steps {steps}", "use one of them")
+
+    return checkpoints[chosen]
+
+
+def has_checkpoints(path: Path) -> bool:
+    """Return whether a run has committed checkpoints."""
+    return (path / "checkpoints").is_dir() and bool(committed(storage_of(path)))
+
+
+def choose_best(path: Path) -> Checkpoint:
+    """Return the best checkpoint of the run at `path`, by its setting `checkpoint.best`."""
+    storage = storage_of(path)
+    try:
+        best = best_checkpoint(CheckpointMetrics(storage), retention_of(committed(storage)))
+    except OSError as error:
+        raise UserError(
+            f"the checkpoints of {path} cannot be compared now",
+            str(error),
+            "try again, or choose one by its step: lockstep ckpt ls RUN",
+        ) from None
+
+    if best is None:
+        raise UserError(
+            f"{path} has no best checkpoint",
+            "its newest checkpoint was saved without checkpoint.best, or none has an evaluation",
+            "choose one by its step: lockstep ckpt ls RUN",
+        )
+
+    return best.checkpoint
+
+
+def retention_of(checkpoints: Sequence[Checkpoint]) -> Retention:
+    """Return the rule of a run, except `keep`, as the settings in its newest checkpoint with a valid manifest say."""
+    for checkpoint in checkpoints:
+        with suppress(InvalidCheckpoint):
+            return Retention.from_saved(read_manifest(checkpoint).settings)
+
+    return Retention()
+
+
+def storage_of(path: Path) -> CheckpointStorage:
+    """Return the storage of a run's checkpoints. Raises a UserError."""
+    # `path` is the run's folder, or the folder of its checkpoints, which may be written as ".".
+    for root in (path / "checkpoints", path):
+        if _absolute(root).name == "checkpoints" and root.is_dir():
+            return CheckpointStorage(root)
+
+    why = "has no folder checkpoints" if path.is_dir() else "does not exist"
+    raise UserError(f"{path} {why}", "", "give the folder of a run, such as runs/char_lm-...")
+
+
+def names_a_checkpoint(path: Path) -> bool:
+    """Whether `path` is a checkpoint and not a run. A damaged checkpoint may have no manifest."""
+    # A checkpoint that was set aside is step-N.rewound or step-N.damaged.
+    absolute = _absolute(path)
+    has_name = absolute.parent.name == "checkpoints" and step_in(absolute.name.partition(".")[0]) is not None
+    return has_name or (path / MANIFEST).exists()
+
+
+def run_folder_of(path: Path) -> Path:
+    """Return the folder of the run to which `path` belongs: a run, the folder of its checkpoints, or a checkpoint."""
+    if names_a_checkpoint(path):
+        return _absolute(path).parent.parent
+
+    return path if (path / "checkpoints").is_dir() else _absolute(path).parent
+
+
+def _absolute(path: Path) -> Path:
+    # Links are not followed: the folder of the checkpoints may be a link to one with another name.
+    return Path(os.path.abspath(path))

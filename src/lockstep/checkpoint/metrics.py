@@ -1,0 +1,135 @@
+"""The metrics of checkpoints, by which `checkpoint.best` compares them.
+
+The manifest has the metrics of an evaluation that came before the save. Those of a later one are in a small file beside
+it, `metrics.json`, and count instead: a run saves no step twice only to add them. The file is replaced in one piece,
+and holds its own digest. This module does not import torch.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import xxhash
+
+from lockstep.checkpoint.manifest import Damaged, InvalidCheckpoint, Manifest, Unreadable, canonical, float_of
+from lockstep.checkpoint.manifest_reader import (
+    as_invalid,
+    check_fields,
+    check_floats,
+    parse_json,
+    read_manifest,
+    require,
+)
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
+from lockstep.launch.folder.checkpoint_names import METRICS, folder_name
+
+# Upper limit on the size of the file, which is read into memory, in bytes.
+_MAX_BYTES = 2**24
+
+
+# ---- the file ----
+
+
+def write_metrics(checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
+    """Write the metrics of an evaluation into a committed checkpoint. Raises OSError."""
+    # Strict JSON has no NaN: such numbers are encoded as in a manifest.
+    encoded = {name: value if math.isfinite(value) else {"$float": repr(value)} for name, value in metrics.items()}
+    content = canonical({"metrics": encoded, "digest": _digest(encoded)})
+    checkpoint.storage.replace(f"{checkpoint.name}/{METRICS}", content, durable=True)
+
+
+def read_metrics(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, float]:
+    """Return the metrics of a checkpoint, whose manifest was read. Raises InvalidCheckpoint."""
+    with as_invalid(checkpoint, METRICS):
+        try:
+            with checkpoint.open(METRICS) as stream:
+                data = stream.read(_MAX_BYTES + 1)
+        except FileNotFoundError:
+            return manifest.metrics
+
+    try:
+        require(len(data) <= _MAX_BYTES, f"more than {_MAX_BYTES:,} bytes")
+        return _decode(data)
+    except (ValueError, RecursionError) as error:
+        raise Damaged(checkpoint, METRICS, str(error)[:300] or "nested too deep") from None
+
+
+def _decode(data: bytes) -> dict[str, float]:
+    """Parse the contents of the file. Raise ValueError if they are invalid in any way."""
+    fields = check_fields(parse_json(data), METRICS, metrics=dict, digest=str)
+    encoded = fields["metrics"]
+    require(fields["digest"] == _digest(encoded), "the digest does not match the contents")
+
+    check_floats(encoded)
+    metrics = {name: float_of(value) for name, value in encoded.items()}
+    require(all(type(value) in (int, float) for value in metrics.values()), "a metric is not a number")
+    return metrics
+
+
+def _digest(encoded: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(canonical(encoded)).hexdigest()
+
+
+# ---- all checkpoints of a storage ----
+
+
+class CannotCompare(OSError):
+    """The metrics of a checkpoint cannot be read now, and the checkpoint may be the best. The message says so."""
+
+
+class CheckpointMetrics:
+    """The metrics of the committed checkpoints in a storage. Each manifest is read once.
+
+    The training thread and the writing thread of rank 0 share one of these.
+    """
+
+    def __init__(self, storage: CheckpointStorage):
+        self.storage = storage
+        self._by_step: dict[int, Mapping[str, float]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+        """Note the metrics of a checkpoint that was just committed. It may replace another one of the same step."""
+        with self._lock:
+            self._by_step[steps_done] = metrics
+
+    def write(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a later evaluation into a committed checkpoint. Raises OSError."""
+        # Somebody may have deleted it: then there is nothing to add to.
+        checkpoint = Checkpoint(self.storage, folder_name(steps_done))
+        if checkpoint.name in self.storage.folders():
+            write_metrics(checkpoint, metrics)
+            self.add(steps_done, metrics)
+
+    def by_step(self) -> dict[int, Mapping[str, float]]:
+        """Return the metrics of all checkpoints that are committed now.
+
+        Raise CannotCompare if the metrics of one are not known yet and cannot be read, or another OSError if the
+        checkpoints cannot be listed.
+        """
+        with self._lock:
+            # Other processes delete checkpoints too, such as `lockstep ckpt prune`.
+            checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(self.storage)}
+            self._by_step = {step: known for step, known in self._by_step.items() if step in checkpoints}
+
+            for step in checkpoints.keys() - self._by_step.keys():
+                self._by_step[step] = _read_or_none(checkpoints[step])
+
+            return dict(self._by_step)
+
+
+def _read_or_none(checkpoint: Checkpoint) -> Mapping[str, float]:
+    """Return the metrics of a checkpoint. A damaged one has none, so only its age decides whether it is deleted."""
+    try:
+        return read_metrics(checkpoint, read_manifest(checkpoint))
+    except Unreadable as problem:
+        path = checkpoint.path
+        raise CannotCompare(
+            f"{path}/{problem.file} {problem.why}, and that checkpoint may be the best. Make it readable, or set "
+            f"it aside: mv {path} {path}.damaged"
+        ) from problem
+    except InvalidCheckpoint:
+        return {}

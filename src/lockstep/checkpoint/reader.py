@@ -1,0 +1,184 @@
+"""Reads the tensors of one checkpoint, however they were sharded when saved."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache, partial
+
+import torch
+
+from lockstep.checkpoint.format import locate, read_header
+from lockstep.checkpoint.manifest import DTYPES, Damaged, Manifest, Piece, TensorEntry, byte_count
+from lockstep.checkpoint.manifest_reader import as_invalid, open_file
+from lockstep.checkpoint.storage import Checkpoint
+from lockstep.checkpoint.storage.files import CHUNK
+
+# How many files a reader keeps open. A rank may need those of thousands of ranks, and a process may not open so many.
+MAX_OPEN_FILES = 64
+
+
+class CheckpointReader:
+    """Reads full tensors or slices of them from a checkpoint to the CPU, however they were sharded when saved.
+
+    It reads only the bytes that are needed, and does not check digests, which `newest_valid` has done.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        manifest: Manifest,
+        skipped: Sequence[Damaged] = (),
+        beat: Callable[[], None] = lambda: None,
+    ):
+        """`beat` is called after each chunk that is read."""
+        self.checkpoint = checkpoint
+        self.manifest = manifest
+        self.skipped = list(skipped)  # one entry for each newer checkpoint, all of which are damaged
+        self._beat = beat
+        self._header = cache(partial(read_header, checkpoint))  # each file's header is read only once
+        self._kept_open: dict[str, io.BufferedIOBase] | None = None  # by name; None outside of `keeping_open`
+
+    def names(self) -> list[str]:
+        """Return the names of all tensors, those of tied ones included."""
+        return sorted([*self.manifest.tensors, *self.manifest.aliases])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of the full tensor."""
+        return self._entry(name).shape
+
+    def original(self, name: str) -> str:
+        """Return the name under which a tensor is stored. Tied weights are stored under the first of their names."""
+        return self.manifest.aliases.get(name, name)
+
+    def read(self, name: str) -> torch.Tensor:
+        shape = self.shape(name)
+        return self.read_slice(name, (0,) * len(shape), shape)
+
+    def read_slice(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+        """Read the slice of `shape` that begins at `offset` in the full tensor.
+
+        Raise InvalidCheckpoint if a file has changed or can no longer be read.
+        """
+        name = self.original(name)
+        entry = self._entry(name)
+
+        ends = [start + length for start, length in zip(offset, shape, strict=True)]
+        bounds = zip(offset, ends, entry.shape, strict=True)
+        if not all(0 <= start <= end <= limit for start, end, limit in bounds):
+            raise ValueError(f"{name} has shape {entry.shape}; a slice {tuple(shape)} at {tuple(offset)} does not fit")
+
+        # Usually the slice is exactly a piece that some rank wrote, and needs no second copy.
+        for piece in entry.pieces:
+            if (piece.offset, piece.shape) == (tuple(offset), tuple(shape)):
+                return self._rows(name, piece, 0, shape[0] if shape else 1).view(piece.shape)
+
+        # The pieces that the slice overlaps. `low` and `high` are the corners of an overlap.
+        overlaps = []
+        for piece in entry.pieces:
+            low = [max(a, b) for a, b in zip(offset, piece.offset, strict=True)]
+            high = [min(a, b + n) for a, b, n in zip(ends, piece.offset, piece.shape, strict=True)]
+            if all(a < b for a, b in zip(low, high, strict=True)):
+                overlaps.append((piece, low, high))
+
+        # Check their files before allocating: the shape in a manifest may be larger than the files (see `manifest`).
+        for piece, _, _ in overlaps:
+            self._locate(name, piece)
+
+        # Of each piece, read only the rows of the overlap, but each row in full.
+        result = torch.empty(tuple(shape), dtype=_torch_dtype(entry.dtype))
+
+        for piece, low, high in overlaps:
+            rows = self._rows(name, piece, low[0] - piece.offset[0], high[0] - piece.offset[0])
+            rows_offset = (low[0], *piece.offset[1:])
+            result[_between(low, high, offset)] = rows[_between(low, high, rows_offset)]
+
+        return result
+
+    def _rows(self, name: str, piece: Piece, first: int, last: int) -> torch.Tensor:
+        """Read the rows first .. last - 1 of a piece of a tensor, which are contiguous in the file."""
+        start = self._locate(name, piece)
+        dtype = self.manifest.tensors[name].dtype
+        row_bytes = byte_count(piece.shape[1:], dtype)
+
+        # Read into the tensor's own memory. `readinto` may read less than requested, and 0 bytes at the end. In chunks,
+        # because a large tensor takes minutes on a slow disk, which must not look like a hang.
+        data = torch.empty((last - first) * row_bytes, dtype=torch.uint8)
+        rest = data.numpy().data
+
+        with self._open(piece.file) as file:
+            file.seek(start + first * row_bytes)
+            while rest:
+                count = file.readinto(rest[:CHUNK])
+                if not count:
+                    break
+
+                rest = rest[count:]
+                self._beat()
+
+        # The header was valid, so the file was truncated after it was checked.
+        if rest:
+            raise Damaged(self.checkpoint, piece.file, "ends too early")
+
+        return data.view(_torch_dtype(dtype)).view(last - first, *piece.shape[1:])
+
+    @contextmanager
+    def keeping_open(self) -> Iterator[None]:
+        """Keep files open from one read to the next, until the end of the block.
+
+        In an object store, opening a file takes as long as reading a small tensor.
+        """
+        self._kept_open = {}
+        try:
+            yield
+        finally:
+            self._close_all(self._kept_open)
+            self._kept_open = None
+
+    @contextmanager
+    def _open(self, file: str) -> Iterator[io.BufferedIOBase]:
+        """Open a file, or take one that is kept open. Raises InvalidCheckpoint."""
+        kept_open = self._kept_open
+        if kept_open is None:
+            with open_file(self.checkpoint, file) as stream:
+                yield stream
+
+            return
+
+        if len(kept_open) == MAX_OPEN_FILES and file not in kept_open:
+            self._close_all(kept_open)
+
+        with as_invalid(self.checkpoint, file):
+            if file not in kept_open:
+                kept_open[file] = self.checkpoint.open(file)
+
+            yield kept_open[file]
+
+    def _close_all(self, streams: dict[str, io.BufferedIOBase]) -> None:
+        # What was read is complete, whatever closing says.
+        for stream in streams.values():
+            with suppress(OSError):
+                stream.close()
+
+        streams.clear()
+
+    def _locate(self, name: str, piece: Piece) -> int:
+        """Return the position of a piece of a tensor in its file. Raises Damaged."""
+        return locate(self.checkpoint, self._header(piece.file), name, piece, self.manifest.tensors[name].dtype)
+
+    def _entry(self, name: str) -> TensorEntry:
+        """Return the entry of a tensor, under any of its names. Raises KeyError."""
+        try:
+            return self.manifest.tensors[self.original(name)]
+        except KeyError:
+            raise KeyError(f"the checkpoint {self.checkpoint.name} has no tensor {name!r}") from None
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    return getattr(torch, DTYPES[name].in_torch)
+
+
+def _between(low: Sequence[int], high: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    """Return the index of the region between two corners, for a tensor that begins at `origin`."""
+    return tuple(slice(a - o, b - o) for a, b, o in zip(low, high, origin, strict=True))

@@ -1,0 +1,201 @@
+"""Finds the newest valid checkpoint. All ranks agree on it before any of them changes a weight.
+
+Every byte is verified against its digest before a tensor is used.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from lockstep.checkpoint.manifest import Damaged, Forbidden, InvalidCheckpoint, Manifest, Unreadable, WrongFormat
+from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, owner_of
+from lockstep.checkpoint.storage.together import OR_WAIT, READ_FIX, Gather, StorageUnavailable, act_together, try_for
+from lockstep.checkpoint.verify import verify
+from lockstep.errors import UserError
+from lockstep.runtime.context import Runtime
+
+# How many invalid checkpoints in a row are examined before giving up.
+MAX_INVALID = 50
+
+# How many times ranks look at the folder before they conclude that their disks are separate, and the pause between two
+# looks. NFS may show a directory as it was up to a minute ago.
+LOOKS = 14
+LOOK_PAUSE_S = 5.0
+
+
+class ReportedProblem(NamedTuple):
+    """An `InvalidCheckpoint`, as ranks send it to each other."""
+
+    label: str  # of its class
+    file: str
+    why: str
+
+
+def wait_for_newest_valid(
+    storage: CheckpointStorage, runtime: Runtime, timeout_s: float, only: str | None = None
+) -> CheckpointReader | None:
+    """Call `newest_valid` until all files can be read, for `timeout_s` seconds; then let StorageUnavailable pass.
+
+    Collective. `runtime.heartbeat` beats for each chunk that is read.
+    """
+    world = runtime.world
+    gather, beat = runtime.collectives.gather_json, runtime.heartbeat.again
+    find = partial(newest_valid, storage, world.rank, world.size, gather, only, beat)
+    return try_for(find, runtime, timeout_s)
+
+
+def newest_valid(
+    storage: CheckpointStorage,
+    rank: int,
+    world_size: int,
+    gather: Gather,
+    only: str | None = None,
+    beat: Callable[[], None] = lambda: None,
+) -> CheckpointReader | None:
+    """Return a reader of the newest valid checkpoint, or of the one named `only`; None if there is no checkpoint.
+
+    Collective: each rank verifies every byte of its share of the files, and all ranks get the same result. Damaged
+    checkpoints are skipped. All ranks raise StorageUnavailable if any of them cannot list the checkpoints or read a
+    file, and a UserError if the newest that is not damaged was written by another version of Lockstep.
+
+    `beat` is called after each chunk that is read, here and by the reader.
+    """
+    # The newest checkpoint comes first.
+    names = _list_alike(storage, gather, only)
+    skipped: list[Damaged] = []
+
+    for position, name in enumerate(names):
+        checkpoint = Checkpoint(storage, name)
+        manifest, problems = _verify_together(checkpoint, rank, world_size, gather, beat)
+        if manifest is not None and not problems:
+            return CheckpointReader(checkpoint, manifest, skipped, beat)
+
+        # Only a damaged checkpoint is lost: to resume from one before any other would lose progress.
+        problem = _invalid(checkpoint, problems)
+        if not isinstance(problem, Damaged):
+            older = names[position + 1 :]
+            raise _cannot_use(problem, Checkpoint(storage, older[0]) if older else None)
+
+        skipped.append(problem)
+
+        # A bad disk damages a few checkpoints. Examining thousands of them would take too long.
+        if len(skipped) >= MAX_INVALID and len(names) > MAX_INVALID:
+            raise UserError(
+                f"none of the newest {MAX_INVALID} of {len(names)} checkpoints in {storage.root} is valid",
+                str(skipped[0]),
+                "delete them, or name the checkpoint to use: --resume RUN/checkpoints/step-NNNNNNNN",
+            )
+
+    if skipped:
+        raise _all_damaged(storage, skipped, only)
+
+    return None
+
+
+def _verify_together(
+    checkpoint: Checkpoint, rank: int, world_size: int, gather: Gather, beat: Callable[[], None]
+) -> tuple[Manifest | None, list[ReportedProblem]]:
+    """Verify this rank's share of the files. Return the manifest, and the problems that any rank has found."""
+    manifest, problems = verify(checkpoint, rank, world_size, beat)
+    found = [ReportedProblem(problem.label, problem.file, problem.why) for problem in problems]
+    results = gather([found, manifest.digest if manifest else None])
+
+    # Each problem once, in the same order on every rank.
+    found_by_any = sorted({ReportedProblem(*fields) for rank_problems, _ in results for fields in rank_problems})
+
+    # The digests show whether all ranks read the same manifest.
+    if not found_by_any and len({digest for _, digest in results}) > 1:
+        raise _not_shared("the ranks read different manifests there")
+
+    return manifest, found_by_any
+
+
+def _list_alike(storage: CheckpointStorage, gather: Gather, only: str | None) -> list[str]:
+    """Return the checkpoints that all ranks examine: those that rank 0 lists, or `only` this one. Collective.
+
+    Raises a UserError if the ranks have separate disks: they would resume separately. A rank has a different disk if
+
+    - it does not see what rank 0 listed,
+    - rank 0 lists no checkpoint, but this rank does, or
+    - it reads a different owner's token.
+
+    All ranks raise StorageUnavailable if any of them cannot look.
+    """
+    looks = 0
+    while True:
+        # This is also a barrier: rank 0 has claimed the folder before.
+        listed, lists = act_together(storage, gather, partial(_names, storage, only))
+        names = lists[0]
+
+        _, views = act_together(storage, gather, partial(_view, storage, names, listed))
+        differing = [rank for rank, view in enumerate(views) if view != views[0]]
+
+        if not differing:
+            return names
+
+        # A rank may have an old listing of the directory. All ranks have the same views, so all of them look again.
+        looks += 1
+        if looks == LOOKS:
+            raise _not_shared(f"rank {differing[0]} finds different files there than rank 0")
+
+        time.sleep(LOOK_PAUSE_S)
+
+
+def _names(storage: CheckpointStorage, only: str | None) -> list[str]:
+    return [only] if only else [checkpoint.name for checkpoint in committed(storage)]
+
+
+def _view(storage: CheckpointStorage, names: list[str], listed: list[str]) -> list[Any]:
+    """Return what this rank sees of rank 0's list `names`, whether it listed more itself, and the owner."""
+    visible = sorted(set(names) & set(storage.folders()))
+    sees_more = bool(listed) and not names
+    return [visible, sees_more, owner_of(storage)]
+
+
+def _invalid(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> InvalidCheckpoint:
+    """Return one error for all problems of a checkpoint."""
+    # The first of these kinds that any rank found counts.
+    labels = {problem.label for problem in problems}
+    kind = next(kind for kind in (Damaged, Forbidden, Unreadable, WrongFormat) if kind.label in labels)
+
+    # The error names the first file, and its reason lists the rest.
+    first = problems[0].file
+    reasons = "; ".join(f"{problem.file}: {problem.why}" for problem in problems)
+    return kind(checkpoint, first, reasons.removeprefix(f"{first}: "))
+
+
+def _cannot_use(problem: InvalidCheckpoint, older: Checkpoint | None) -> UserError:
+    """Return the error for a checkpoint that may be whole, but cannot be loaded. `older` is the one before it."""
+    # A file server may come back, but neither a permission nor a version of Lockstep does: the run waits for the first.
+    if isinstance(problem, Forbidden):
+        kind, fix = UserError, f"{READ_FIX}, and try again"
+    elif isinstance(problem, Unreadable):
+        kind, fix = StorageUnavailable, f"{READ_FIX}{OR_WAIT}, and try again"
+    else:
+        kind, fix = UserError, "use the version of Lockstep that wrote it, or choose another one: lockstep ckpt ls RUN"
+
+    if older:
+        fix += f"; or name the checkpoint before it: --resume {older.path}, or init_from={older.path}"
+
+    return kind(f"the checkpoint {problem.checkpoint.path} {problem.verdict}", str(problem), fix)
+
+
+def _all_damaged(storage: CheckpointStorage, damaged: Sequence[Damaged], only: str | None) -> UserError:
+    """Return the error for a run whose checkpoints are all damaged, or for one that was asked for and is damaged."""
+    what = f"the checkpoint {damaged[0].checkpoint.path}" if only else f"every checkpoint in {storage.root}"
+    way_out = "choose another checkpoint: lockstep ckpt ls RUN" if only else "start again in a new run_dir"
+    found = "; ".join(map(str, damaged))
+    return UserError(f"{what} {Damaged.verdict}", found, f"restore the files, or {way_out}")
+
+
+def _not_shared(found: str) -> UserError:
+    """Return the error for ranks that find different checkpoints."""
+    return UserError(
+        "run_dir is not on a file system that all ranks share",
+        found,
+        "set run_dir to a folder on a file system that all machines share",
+    )

@@ -1,0 +1,157 @@
+"""Stateful objects: everything besides the model and the optimizers whose state is saved with a run.
+
+To save one more, write a class with the methods of `Stateful` and pass an object to `RegisteredState.add`; a resume, a
+rewind and the check for free space then know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from lockstep.checkpoint.manifest import MODEL
+from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.state.captured import CapturedTensor
+from lockstep.checkpoint.state.reshard import read_into
+from lockstep.errors import UserError, plural
+
+# The first words of the names of all tensors, except those of a `PerParameter`.
+TENSOR_KINDS = (MODEL, "optimizer", "extra", "part")
+
+
+class Stateful(Protocol):
+    """An object whose state is saved with the run, under a name: the task, the data source or a scheduler, for example.
+
+    It is torch's protocol of the same name, declared here because the module that has it imports 78 others. Most of
+    these objects are the user's, so there is no base class. They may have the members of `OptionalMembers` in addition.
+    """
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+class PerParameter(Stateful, Protocol):
+    """A stateful object that also has a tensor for each parameter, sharded like the parameter: averages, for example.
+
+    They are saved as NAME.PARAMETER, and restored in place before `load_state_dict` is called. By default a save copies
+    them while training waits. If `copy_later` is true, they must change only after `Update.wait_for_copy`.
+    """
+
+    # By the parameter's name, those that this rank holds. They exist from the start, and stay the same objects.
+    parameter_tensors: Mapping[str, Tensor]
+
+    def restart(self, names: Collection[str], /) -> None:
+        """Let the tensors of these parameters begin afresh: the checkpoint has none for them."""
+
+
+class OptionalMembers(NamedTuple):
+    """What a stateful object may have besides its state, with a default where it has none."""
+
+    # read_shard(name, reader) reads this rank's shard of a tensor. None: the state is the same on every rank.
+    read_shard: Callable[[str, CheckpointReader], Tensor] | None
+
+    # changes_since(state) lists what the user's code has changed since `state` was saved.
+    changes_since: Callable[[dict[str, Any]], list[str]]
+
+    # As in `PerParameter`.
+    parameter_tensors: Mapping[str, Tensor]
+    copy_later: bool
+
+    # Whether a rewind restores it: only asked of objects of the loop (`RunState.add_to_loop`).
+    rewound: bool
+
+
+def optional_members(stateful: object) -> OptionalMembers:
+    """Return the optional members of a stateful object. This is the only place that looks for them."""
+    return OptionalMembers(
+        read_shard=getattr(stateful, "read_shard", None),
+        changes_since=getattr(stateful, "changes_since", None) or (lambda state: []),
+        parameter_tensors=getattr(stateful, "parameter_tensors", {}),
+        copy_later=getattr(stateful, "copy_later", False),
+        rewound=getattr(stateful, "rewound", True),
+    )
+
+
+class RegisteredState(dict[str, Stateful]):
+    """Stateful objects by the names under which checkpoints hold their state, in the order of restoring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_open = True  # until a checkpoint is looked for: what came later would be saved, and not restored
+
+        # Names that must be in both the checkpoint and the resumed run, or in neither. All others may come and go.
+        self.required: set[str] = set()
+
+    def add(self, name: str, stateful: Stateful, required: bool = False) -> None:
+        """Save and restore `stateful` with every checkpoint. The name "data" is reserved for the data source.
+
+        `required`: a resume is refused if only one of checkpoint and run has state of this name.
+        """
+        has_tensors = hasattr(stateful, "parameter_tensors")
+        if name in ("data", *self) or (has_tensors and name in TENSOR_KINDS):
+            raise UserError(f"{name!r} cannot be saved with the run: the name is taken", "", "use another name")
+
+        # NAME.PARAMETER must be the name of no other tensor, such as one of the model's.
+        if has_tensors and "." in name:
+            raise UserError(
+                f"{name!r} cannot be saved with the run: the name of an object with parameter_tensors has no dots",
+                "a dot ends its name in the names of its tensors, NAME.PARAMETER",
+                f"use another name, for example {name.replace('.', '_')!r}",
+            )
+
+        if has_tensors and not hasattr(stateful, "restart"):
+            raise UserError(
+                f"{name!r} cannot be saved with the run: it has parameter_tensors and no restart(names)",
+                "it is called for parameters that a checkpoint has no tensor of",
+                "add restart(names), which lets the tensors of these parameters begin afresh",
+            )
+
+        if not hasattr(stateful, "load_state_dict"):
+            raise UserError(
+                f"{name!r} cannot be saved with the run: it has state_dict() and no load_state_dict()",
+                "a resumed run could not restore it",
+                "add load_state_dict(state), or remove state_dict()",
+            )
+
+        if not self.is_open:
+            raise UserError(
+                f"{name!r} cannot be saved with the run: its checkpoints are already open",
+                "it would be saved, but a resumed run would not restore it",
+                "add it before the first step: call run.register before run.steps",
+            )
+
+        self[name] = stateful
+        if required:
+            self.required.add(name)
+
+
+# ---- a tensor for each parameter ----
+
+
+def capture_parameter_tensors(name: str, stateful: Stateful) -> dict[str, CapturedTensor]:
+    """Return the tensors that the object called `name` has for parameters, under the names that a checkpoint uses."""
+    members = optional_members(stateful)
+    return {
+        f"{name}.{parameter}": CapturedTensor(tensor, parameter=parameter, copy_later=members.copy_later)
+        for parameter, tensor in members.parameter_tensors.items()
+    }
+
+
+def restore_parameter_tensors(name: str, stateful: Stateful | PerParameter, reader: CheckpointReader) -> list[str]:
+    """Restore the tensors that the object called `name` has for parameters. Return a line if some are not saved."""
+    missing = []
+    for parameter, tensor in optional_members(stateful).parameter_tensors.items():
+        if f"{name}.{parameter}" in reader.manifest.tensors:
+            read_into(tensor, f"{name}.{parameter}", reader)
+        else:
+            missing.append(parameter)
+
+    # A parameter that was frozen when the checkpoint was written has no tensor in it either.
+    if not missing:
+        return []
+
+    stateful.restart(missing)  # pyrefly: ignore[missing-attribute]
+    return [f"{name}: {plural(len(missing), 'tensor')} not in the checkpoint, starting afresh"]

@@ -1,0 +1,227 @@
+"""RUN/checkpoints: a folder that all ranks share, with everything but the tensors, which may be in a store.
+
+A store (`stores`) cannot rename, and cannot change several objects at once. So it holds only the contents of the ranks'
+tensor files. Everything else is in the run's folder, and one rename there is the commit:
+
+    RUN/checkpoints/step-00000040/manifest.json                   a file, like `latest` and `owner`
+    RUN/checkpoints/step-00000040/rank-00000.safetensors.object   a small file with the URL of an object
+    s3://BUCKET/RUN/step-00000040/rank-00000-RANDOM.safetensors   the object
+
+An object is written once, at a URL that is never used again. The URL is in the folder before the object exists, so what
+a killed process leaves behind is found there, and deleted with the folder. Without a store, the tensors are files in
+the folder (`rank-00000.safetensors`).
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shutil
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from lockstep.checkpoint.storage.files import create_file, sync_folder, write_all, write_file
+from lockstep.checkpoint.storage.stores import open_store
+from lockstep.launch.folder.checkpoint_names import (
+    DELETED_PREFIX,
+    TENSOR_SUFFIX,
+    URL_SUFFIX,
+    is_object_url,
+    object_url,
+)
+from lockstep.launch.records import open_regular, read_bytes, replacing
+
+
+class NotDurable(OSError):
+    """A rename has happened, but may not survive a power cut."""
+
+
+class CheckpointStorage:
+    """The checkpoints of a run. They survive a power cut: contents are written to the disk before names.
+
+    A key is "FOLDER/FILE", or "FILE" at the top level. A folder exists as long as it has files. A rename of a folder is
+    the commit of a checkpoint: before it, the folder has another name, and no reader takes it for a checkpoint. Methods
+    raise FileNotFoundError if a file or folder is missing, and OSError for all other failures; errno.ENOSPC means
+    "full".
+
+    `url` is the store for tensors of new checkpoints (`checkpoint.storage`). Tensors that were written before are found
+    by the URLs in the folder, with or without it.
+    """
+
+    def __init__(self, root: Path, url: str | None = None):
+        self.root = Path(root)
+        self.url = url and url.rstrip("/")
+
+    @property
+    def location(self) -> str:
+        """Where tensors of new checkpoints are written, for messages."""
+        return self.url or str(self.root)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CheckpointStorage) and self.root.resolve() == other.root.resolve()
+
+    def __hash__(self) -> int:
+        return hash(self.root.resolve())
+
+    def folders(self) -> list[str]:
+        """Return the names of all folders, in any order."""
+        # Before the first save there is no such folder. Any other error must not look as if there were no checkpoints.
+        # One scandir, because a stat call for each of 200,000 entries would take a second.
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.root) as entries:
+            return [entry.name for entry in entries if entry.is_dir()]
+
+        return []
+
+    def open(self, key: str) -> io.BufferedIOBase:
+        """Open a file as a readable binary stream that can seek."""
+        path = self.root / key
+        url = _read_url(_url_file(path)) if key.endswith(TENSOR_SUFFIX) else None
+        return open_store(url).open(url) if url else open_regular(path)
+
+    def write(self, key: str, chunks: Iterable[memoryview]) -> None:
+        """Write a file. It is durable when this returns; until then readers may see an incomplete file.
+
+        The chunks are of any length; those of a rank's data have at most CHUNK bytes, and are aligned to PAGE. Their
+        memory is reused after this returns.
+        """
+        path = self.root / key
+        if self.url and key.endswith(TENSOR_SUFFIX):
+            self._write_object(path, chunks)
+        else:
+            write_file(path, chunks)
+            sync_folder(path.parent)
+
+    def _write_object(self, path: Path, chunks: Iterable[memoryview]) -> None:
+        """Write the contents of the file `path` to the store."""
+        # The URL must be whole and durable before the object exists.
+        assert self.url is not None
+        url = object_url(self.url, self.root.absolute().parent.name, path.parent.name, path.name)
+        url_file = _url_file(path)
+        with replacing(url_file, str(os.getpid())) as temporary:
+            write_file(temporary, [memoryview(url.encode())])
+
+        sync_folder(url_file.parent)
+
+        store = open_store(url)
+        store.write(url, chunks)
+
+        # Another rank, or another attempt, may have deleted the folder before the object existed. No other process
+        # has the URL now.
+        if _read_url(url_file) != url:
+            store.delete(url)
+            raise FileNotFoundError(errno.ENOENT, "deleted while its object was written", str(url_file))
+
+    def replace(self, key: str, data: bytes, durable: bool = False) -> None:
+        """Replace the contents of a small file. Readers see the old contents or the new, never a mixture.
+
+        Unless it is `durable`, it may be old, empty or missing after a power cut.
+        """
+        # Most without an fsync, which takes a millisecond or more: those are messages to running processes, and a
+        # power cut ends these as well. The next start claims the storage anew, and lists the checkpoints themselves.
+        path = self.root / key
+        with replacing(path, str(os.getpid())) as temporary, create_file(temporary) as file:
+            write_all(file.fileno(), memoryview(data))
+            if durable:
+                os.fsync(file.fileno())
+
+        if durable:
+            sync_folder(path.parent)
+
+        # Delete temporary files whose writer was killed. Those in a draft are deleted with it.
+        if path.parent == self.root:
+            for leftover in self.root.glob(f".{key}.*"):
+                leftover.unlink(missing_ok=True)
+
+    def rename(self, folder: str, to: str) -> None:
+        """Rename a folder, atomically and durably: this is the commit. `to` must not exist.
+
+        Raises NotDurable if the folder has its new name, but may lose it in a power cut. After any other error the
+        folder has its old name.
+        """
+        os.rename(self.root / folder, self.root / to)
+        try:
+            sync_folder(self.root)
+        except OSError as error:
+            raise NotDurable(error.errno, error.strerror, str(self.root)) from error
+
+    def delete(self, key: str) -> None:
+        """Delete a file, or a folder with all its files, and their objects. If it does not exist, do nothing."""
+        path = self.root / key
+        if path.is_dir():
+            for url_file in list(path.glob(f"*{URL_SUFFIX}")):
+                _delete_with_object(url_file)
+
+            # Delete as much as possible before raising an error.
+            shutil.rmtree(path, ignore_errors=True)
+            if path.exists():
+                raise OSError(errno.ENOTEMPTY, "could not be deleted", str(path))
+        else:
+            for url_file in (_url_file(path), _to_delete(_url_file(path))):
+                _delete_with_object(url_file)
+
+            path.unlink(missing_ok=True)
+
+            # Delete the folder with its last file. While it has other files, `rmdir` fails.
+            if path.parent != self.root:
+                with suppress(OSError):
+                    path.parent.rmdir()
+
+    def delete_objects(self) -> None:
+        """Delete the checkpoints that have objects: `lockstep rm` deletes only the folder, and their URLs with it."""
+        for name in self.folders():
+            if any((self.root / name).glob(f"*{URL_SUFFIX}")):
+                self.delete(name)
+
+    def free_bytes(self) -> int:
+        """Return how many bytes can still be written."""
+        # No object store says how much it can take.
+        if self.url:
+            return 1 << 60
+
+        # The folder may not exist yet. Its nearest existing parent is on the same disk.
+        folders = (self.root, *self.root.absolute().parents)
+        return shutil.disk_usage(next(folder for folder in folders if folder.exists())).free
+
+
+# ---- files that hold the URL of an object ----
+
+
+def _url_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}{URL_SUFFIX}")
+
+
+def _read_url(url_file: Path) -> str | None:
+    """Return the URL in a file; None if there is no such file."""
+    try:
+        url = read_bytes(url_file, most=10_000).decode(errors="replace")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+    # A folder may come from elsewhere: no other URL is opened or deleted.
+    if not is_object_url(url):
+        raise OSError(errno.EINVAL, "not the URL of an object of a checkpoint", str(url_file))
+
+    return url
+
+
+def _delete_with_object(url_file: Path) -> None:
+    """Delete the object whose URL is in a file, then the file. The object may never have been written."""
+    url = _read_url(url_file)
+    if url is None:
+        return
+
+    # The file first gets another name: a rank that still writes the object sees by it that it must delete the object
+    # itself. As long as the object exists, its URL must not be lost.
+    marked = _to_delete(url_file)
+    with suppress(FileNotFoundError):  # another rank may delete it at this moment
+        url_file.rename(marked)
+        open_store(url).delete(url)
+        marked.unlink()
+
+
+def _to_delete(url_file: Path) -> Path:
+    """Return the name of a file with a URL, once its object is to be deleted."""
+    name = url_file.name
+    return url_file if name.startswith(DELETED_PREFIX) else url_file.with_name(f"{DELETED_PREFIX}{name}")

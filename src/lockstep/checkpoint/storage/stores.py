@@ -1,0 +1,173 @@
+"""Where the tensors of checkpoints are kept (`checkpoint.storage`): the protocol of a store, and the table of stores.
+
+A store needs three operations. It is found by the scheme of a URL: a name in STORES, a class of the user's
+(my_module:MyStore://FOLDER), or any scheme that fsspec knows.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+from lockstep.checkpoint.storage.files import LocalFiles
+from lockstep.checkpoint.storage.fsspec_store import FsspecStore, check_scheme
+from lockstep.errors import UserError
+from lockstep.launch.folder.checkpoint_names import file_name, folder_name, is_object_url, object_url
+from lockstep.user_classes import import_class, is_class_name
+
+
+class TensorStore(Protocol):
+    """Keeps the tensor files of checkpoints, each at a URL of its own. Each process makes one, without arguments.
+
+    Nothing is ever overwritten or renamed: a URL is written once, and never used again after it was deleted. All ranks
+    of a run use a store at the same time, and each rank from two threads. FileNotFoundError means that there is nothing
+    at this URL, and errno.ENOSPC that the store is full. Any other exception costs one checkpoint, and never the run.
+    """
+
+    def write(self, url: str, chunks: Iterable[memoryview]) -> None:
+        """Write the contents of a new URL. They are durable when this returns; until then nothing reads them.
+
+        The memory of the chunks is reused after this returns. The iterator may raise an exception instead of yielding
+        the next chunk, if the save is aborted; let it pass.
+        """
+
+    def open(self, url: str) -> io.BufferedIOBase:
+        """Open a URL as a readable binary stream that can seek."""
+
+    def delete(self, url: str) -> None:
+        """Delete the contents of a URL. If there are none, do nothing."""
+
+
+METHODS = ("write", "open", "delete")
+
+# The stores by the scheme of their URLs. `allow_store` adds those of the user. fsspec knows all other schemes.
+STORES: dict[str, TensorStore] = {"file": LocalFiles(), "local": LocalFiles()}
+_OTHERS = FsspecStore()
+
+
+def open_store(url: str) -> TensorStore:
+    """Return the store of this URL. A user's class must have been allowed."""
+    scheme = _scheme_of(url)
+    if is_class_name(scheme) and scheme not in STORES:
+        why = f"a store that was not allowed: set checkpoint.storage={scheme}://FOLDER, or add --store {scheme}"
+        raise OSError(errno.EACCES, why, url)  # a run does not wait after this error
+
+    return _SafeStore(STORES.get(scheme, _OTHERS))
+
+
+def allow_store(name: str) -> None:
+    """Import the user's class MODULE:CLASS, and let URLs use it in this process.
+
+    An import runs code, and a checkpoint may come from elsewhere. So only a name that the user typed is imported, and
+    never one that is in a file of a checkpoint.
+    """
+    if not is_class_name(name):
+        raise UserError(f"{name} is not the name of a store's class", "", "use MODULE:CLASS, such as my_module:MyStore")
+
+    if name not in STORES:
+        STORES[name] = import_class(f"the store {name}", name, METHODS)()
+
+
+def allow_store_of(url: str) -> None:
+    """Allow the store of a URL that the user typed."""
+    if is_class_name(scheme := _scheme_of(url)):
+        allow_store(scheme)
+
+
+def check_url(url: str) -> None:
+    """Raise a UserError if `checkpoint.storage` is not a URL, or if no store has its scheme.
+
+    A user's class is imported later, when its module can be found: it may be next to the task.
+    """
+    scheme, rest = _scheme_of(url), url.partition("://")[2]
+    example = "set checkpoint.storage=s3://BUCKET/FOLDER, or leave it out: checkpoints are then in run_dir"
+    if not rest or not is_object_url(object_url(url, "run", folder_name(0), file_name(0))):
+        raise UserError(f"checkpoint.storage={url} is not the URL of a store", "", example)
+
+    # The run may be resumed in another working folder.
+    if isinstance(STORES.get(scheme), LocalFiles) and not rest.startswith("/"):
+        fix = f"set checkpoint.storage={scheme}:///FOLDER, which begins at the root"
+        raise UserError(f"checkpoint.storage={url} is not the full path of a folder", "", fix)
+
+    if scheme not in STORES and not is_class_name(scheme):
+        check_scheme(url, example)
+
+
+def _scheme_of(url: str) -> str:
+    return url.partition("://")[0]
+
+
+class _SafeStore:
+    """A store whose exceptions are OSErrors, which cost a checkpoint, but not the run."""
+
+    def __init__(self, store: TensorStore):
+        self._store = store
+
+    def write(self, url: str, chunks: Iterable[memoryview]) -> None:
+        # An exception of the save itself is not one of the store.
+        raised: list[Exception] = []
+
+        def watched() -> Iterator[memoryview]:
+            try:
+                yield from chunks
+            except Exception as error:
+                raised.append(error)
+                raise
+
+        with _as_os_error(url, raised):
+            self._store.write(url, watched())
+
+    def open(self, url: str) -> io.BufferedIOBase:
+        with _as_os_error(url):
+            return io.BufferedReader(_SafeReader(self._store.open(url), url))
+
+    def delete(self, url: str) -> None:
+        with suppress(FileNotFoundError), _as_os_error(url):
+            self._store.delete(url)
+
+
+class _SafeReader(io.RawIOBase):
+    """Reads a stream of a store. Whatever that raises becomes an OSError."""
+
+    def __init__(self, file: Any, url: str):
+        super().__init__()
+        self._file = file
+        self._url = url
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        with _as_os_error(self._url):
+            return self._file.readinto(buffer)
+
+    def seek(self, position: int, whence: int = 0) -> int:
+        with _as_os_error(self._url):
+            return self._file.seek(position, whence)
+
+    def close(self) -> None:
+        if not self.closed:
+            with _as_os_error(self._url):
+                self._file.close()
+
+        super().close()
+
+
+@contextmanager
+def _as_os_error(url: str, passed: Iterable[Exception] = ()) -> Iterator[None]:
+    """Turn exceptions into OSError, except those that are `passed`."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if any(error is other for other in passed):
+            raise
+
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}", url) from error

@@ -1,0 +1,124 @@
+"""What all ranks do alike while the checkpoints are out of reach: they try again, and give up together."""
+
+from __future__ import annotations
+
+import errno
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.errors import UserError, printable
+
+if TYPE_CHECKING:
+    from lockstep.runtime.context import Runtime
+
+# The pauses between two tries to read a checkpoint: each is twice as long as the last, up to half a minute. A heartbeat
+# follows each pause, so that the launcher does not take it for a stall.
+FIRST_PAUSE_S = 1.0
+MAX_PAUSE_S = 30.0
+
+# Errors that stay until somebody makes room, or gives the right: a run does not wait.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+NO_RIGHT = (errno.EACCES, errno.EROFS)
+
+# What to do about files that cannot be read or written now.
+OR_WAIT = ", or wait until the file server or the object store is back"
+READ_FIX = "let this user read the files"
+WRITE_FIX = "let this user write to the folder"
+
+# An all-gather of JSON values. All ranks call it in the same order.
+Gather = Callable[[Any], list[Any]]
+
+Answer = TypeVar("Answer")
+
+
+class StorageUnavailable(UserError):
+    """The checkpoints cannot be listed or claimed now, or one cannot be read, which may be whole.
+
+    To resume from an older one instead would lose progress.
+    """
+
+
+def claim_together(storage: CheckpointStorage, runtime: Runtime, timeout_s: float, claim: Callable[[], None]) -> None:
+    """Have rank 0 call `claim` until no OSError stops it, for `timeout_s` seconds; then all raise StorageUnavailable.
+
+    An error against which waiting does not help is raised at once, as a UserError. Collective. `claim` may be called
+    again after it has done a part of its work.
+    """
+
+    def claim_on_rank0() -> list[Any]:
+        if runtime.is_main:
+            claim()
+
+        return []
+
+    gather = runtime.collectives.gather_json
+    try_for(lambda: act_together(storage, gather, claim_on_rank0, "claimed", WRITE_FIX), runtime, timeout_s)
+
+
+def try_for(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> Answer:
+    """Call `act` until it does not raise StorageUnavailable. After `timeout_s` seconds, let that pass. Collective.
+
+    A file server or an object store may come back.
+    """
+    began = time.monotonic()
+    pause = FIRST_PAUSE_S
+
+    while True:
+        try:
+            return act()
+        except StorageUnavailable as error:
+            # All ranks raise it together, and give up together: rank 0's clock decides.
+            left = runtime.collectives.run_on_rank0(lambda: began + timeout_s - time.monotonic())
+            if left <= 0:
+                raise
+
+            # Once, and not as an event: the terminal shows events only when the run has been set up.
+            if runtime.is_main and pause == FIRST_PAUSE_S:
+                text = f"{error.problem} ({error.found}); trying again for {timeout_s:g} s (checkpoint.timeout)"
+                print(printable(f"lockstep: {text}"), file=sys.stderr, flush=True)
+
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, MAX_PAUSE_S)
+        runtime.heartbeat.again()
+
+
+def act_together(
+    storage: CheckpointStorage, gather: Gather, act: Callable[[], list[Any]], done: str = "listed", fix: str = READ_FIX
+) -> tuple[list[Any], list[Any]]:
+    """Return what `act` returns on this rank, and on all ranks. Collective.
+
+    All ranks raise StorageUnavailable if one of them has an OSError, or a UserError if waiting does not help. For the
+    message, `done` is what cannot be done to the checkpoints then, and `fix` is what to do about it.
+    """
+    found: list[Any] = []
+    failed = None
+    number = None
+    try:
+        found = act()
+    except OSError as error:
+        failed = str(error)
+        number = error.errno
+
+    # A rank that fails takes part as well: the others would wait for it.
+    answers = gather([found, failed, number])
+    failures = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(answers) if why]
+    if failures:
+        numbers = {number for _, _, number in answers}
+        problem = f"the checkpoints in {storage.root} cannot be {done}"
+        raise _not_done(problem, "; ".join(failures), fix, numbers)
+
+    return found, [answer for answer, _, _ in answers]
+
+
+def _not_done(problem: str, found: str, fix: str, numbers: set[int | None]) -> UserError:
+    """Return the error for an OSError with one of these numbers: StorageUnavailable if waiting may help."""
+    if numbers.intersection(NO_ROOM):
+        return UserError(problem, found, "make room there, and try again")
+
+    if numbers.intersection(NO_RIGHT):
+        return UserError(problem, found, f"{fix}, and try again")
+
+    return StorageUnavailable(problem, found, f"{fix}{OR_WAIT}, and try again")

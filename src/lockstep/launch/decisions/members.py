@@ -1,0 +1,120 @@
+"""The nodes of a job: which have joined, and how many ranks each should run."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lockstep.errors import plural
+from lockstep.launch.job import Bounds
+
+# How long the set of nodes must stay the same before an attempt starts with fewer nodes than may join.
+SETTLE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine of the job. `nproc` bounds the ranks that it can run."""
+
+    number: int
+    host: str
+    nproc: Bounds
+
+
+class Members:
+    """The nodes of the job now, and how many ranks each should run in the next attempt."""
+
+    def __init__(self, bounds: Bounds, now: float):
+        self.bounds = bounds  # --nnodes
+        self.nodes: dict[int, Node] = {}
+
+        # Node -> ranks of the next attempt.
+        self.wanted: dict[int, int] = {}
+
+        # Node -> when its last heartbeat came.
+        self.last_heartbeats: dict[int, float] = {}
+
+        # When a node last joined or left.
+        self._changed = now
+
+    def add(self, node: Node, now: float) -> None:
+        """Add a node. It runs as many ranks as its command says, until a resize."""
+        self.nodes[node.number] = node
+        self.wanted[node.number] = node.nproc.initial
+        self._changed = now
+
+    def remove(self, number: int, now: float) -> None:
+        """Remove a node that has left, or was lost."""
+        del self.nodes[number]
+        del self.wanted[number]
+        self.last_heartbeats.pop(number, None)
+        self._changed = now
+
+    @property
+    def world_size(self) -> int:
+        """How many ranks the next attempt has."""
+        return sum(self.wanted.values())
+
+    @property
+    def full(self) -> bool:
+        """Whether no other node may join."""
+        return len(self.nodes) >= self.bounds.most
+
+    @property
+    def missing(self) -> int:
+        """How many more nodes the job needs."""
+        return max(self.bounds.least - len(self.nodes), 0)
+
+    @property
+    def can_spare_a_node(self) -> bool:
+        """Whether enough nodes would be left without one of them."""
+        return len(self.nodes) > self.bounds.least
+
+    @property
+    def shortage(self) -> str | None:
+        """How many nodes are left and needed, in words; None if there are enough."""
+        left = plural(len(self.nodes), "node")
+        return f"{left} left, and {self.bounds.least} needed" if self.missing else None
+
+    def ready(self, now: float) -> bool:
+        """Return whether an attempt can start: the job is full, or large enough and unchanged for a while."""
+        return self.full or (not self.shortage and now - self._changed >= SETTLE_S)
+
+    def longest_silence(self, numbers: Iterable[int], now: float) -> float:
+        """Return for how long the quietest of these nodes has sent no heartbeat. One that never has does not count."""
+        beats = [self.last_heartbeats.get(number, now) for number in numbers]
+        return now - min(beats, default=now)
+
+    @property
+    def rank_bounds(self) -> Bounds:
+        """How many ranks the nodes that are here can run in all."""
+        nodes = self.nodes.values()
+        return Bounds(sum(node.nproc.least for node in nodes), sum(node.nproc.most for node in nodes))
+
+    def resize(self, ranks: int) -> None:
+        """Divide this many ranks over the nodes, for the next attempt."""
+        self.wanted = divide(ranks, {number: node.nproc for number, node in sorted(self.nodes.items())})
+
+
+def divide(ranks: int, bounds: dict[int, Bounds]) -> dict[int, int]:
+    """Divide this many ranks over the nodes, as evenly as their bounds allow; of equal nodes the first gets more."""
+    shares = {number: allowed.least for number, allowed in bounds.items()}
+
+    # The nodes that have room, the one with the fewest ranks first; of equal ones the first in `bounds`.
+    room = []
+    for index, number in enumerate(bounds):
+        if bounds[number].most > shares[number]:
+            room.append((shares[number], index, number))
+
+    heapq.heapify(room)
+
+    # One rank at a time, to the node with the fewest.
+    for _ in range(ranks - sum(shares.values())):
+        share, index, number = heapq.heappop(room)
+        shares[number] = share + 1
+
+        if share + 1 < bounds[number].most:
+            heapq.heappush(room, (share + 1, index, number))
+
+    return shares

@@ -1,0 +1,148 @@
+"""Running ranks that are asked to save and exit: the job is to end, to have another size, or to include a new node."""
+
+from __future__ import annotations
+
+import math
+
+from lockstep.errors import Preempted, plural
+from lockstep.launch.decisions.attempt import Attempt
+from lockstep.launch.decisions.state import JobState
+from lockstep.launch.decisions.status import JobStatus
+from lockstep.launch.wire.messages import JobEnd, Prepare, SaveAndExit
+
+# A SIGINT at another node within this time is the same Ctrl-C: some tools send it to all nodes.
+SAME_SIGINT_S = 1.0
+
+# When ranks can be asked to save and exit, and have not been.
+CAN_ASK = (JobStatus.RUN, JobStatus.COLLECT_STACKS)
+
+
+class SaveRequests:
+    """Asks the ranks to save and exit, and remembers the signal that asked the whole job to.
+
+    `inherited` is a signal that came before a takeover.
+    """
+
+    def __init__(self, state: JobState, inherited: str | None):
+        self._state = state
+
+        # The first signal. From then on no attempt is started.
+        self.signal = inherited
+
+        # When Ctrl-C was first typed, and the nodes that have received it; after a takeover the nodes are not known.
+        self._sigint_at = -math.inf if inherited == "SIGINT" else math.inf
+        self._sigint_nodes: set[int] = set()
+
+        # The last attempt before a resize: if the one after it fails, the job returns to its size.
+        self._before_resize: Attempt | None = None
+
+    # ---- reasons to ask ----
+
+    def note_signal(self, signal: str, node: int, now: float) -> bool:
+        """Note a signal at a node. Return whether it is a second Ctrl-C; one that was sent to all nodes counts once."""
+        self.signal = self.signal or signal
+
+        # Schedulers send SIGTERM more than once, so a second SIGTERM means nothing new.
+        if signal != "SIGINT":
+            return False
+
+        is_second = node in self._sigint_nodes or now - self._sigint_at >= SAME_SIGINT_S
+
+        self._sigint_nodes.add(node)
+        self._sigint_at = min(self._sigint_at, now)
+        return is_second
+
+    def include_new_node(self, now: float) -> None:
+        """Have running ranks save, so that the next attempt can include a node that has joined."""
+        if self._state.status in CAN_ASK:
+            self._state.outbox.say("asking the ranks to save, to continue with the new node")
+            self.ask_ranks(now)
+
+    def resize(self, ranks: int, now: float) -> None:
+        """Continue with another number of ranks, after a save."""
+        members, outbox = self._state.members, self._state.outbox
+        bounds = members.rank_bounds
+
+        # A number that the nodes cannot run is refused, and the job goes on as it is.
+        if not bounds.least <= ranks <= bounds.most:
+            outbox.say(f"not resized to {plural(ranks, 'rank')}: --nproc allows {bounds} in all")
+            return
+
+        # The same number may be divided over the nodes in another way; that waits for the next attempt.
+        before = members.world_size
+        if before == ranks:
+            members.resize(ranks)
+            return
+
+        outbox.say(f"from {before} to {plural(ranks, 'rank')}: asking the ranks to save")
+        members.resize(ranks)
+        outbox.log_resize(before, members.world_size)
+
+        # If no attempt has started here, no size is known to work.
+        if self._state.attempt.started_here:
+            self._before_resize = self._state.attempt
+
+        # Nodes can import torch for the new ranks while the current ranks still save.
+        for node, count in members.wanted.items():
+            outbox.send([node], Prepare(count))
+
+        if self._state.status in CAN_ASK:
+            self.ask_ranks(now)
+
+    @property
+    def first_after_resize(self) -> bool:
+        """Whether this is the first attempt after a resize, on the same nodes as before."""
+        before, state = self._before_resize, self._state
+        if before is None or state.attempt.number != before.next_number:
+            return False
+
+        return before.counts.keys() == state.members.wanted.keys()
+
+    def undo_resize(self) -> None:
+        """Return to the size before the last resize, and say so."""
+        members, outbox, before = self._state.members, self._state.outbox, self._before_resize
+        assert before is not None
+        failed = members.world_size
+        members.wanted = dict(before.counts)
+        self._before_resize = None
+
+        ranks = members.world_size
+        outbox.say(f"not resized to {plural(failed, 'rank')}: continuing with {plural(ranks, 'rank')}")
+        outbox.log_resize(failed, ranks)
+
+    # ---- asking, and the end ----
+
+    def ask_ranks(self, now: float) -> None:
+        """Have the ranks save and exit; they are killed when the grace period is over."""
+        self._await_exits(now)
+        self._state.order(SaveAndExit, signal=self.signal)
+
+    def ranks_were_signalled(self, now: float) -> None:
+        """Note that the scheduler has signalled the ranks directly, bypassing the launcher."""
+        # They do not say which signal it was.
+        self.signal = "SIGTERM"
+        self._await_exits(now)
+
+    def _await_exits(self, now: float) -> None:
+        """Wait for the ranks to save and exit."""
+        self._state.enter(JobStatus.SAVE_AND_EXIT, now + self._state.settings.restart.grace)
+
+    def end_job(self) -> None:
+        """End the job as preempted, because a signal asked for it and no rank runs any more."""
+        state = self._state
+        step = state.checkpoints.newest
+
+        # The newest checkpoint need not be of this attempt.
+        if step is None:
+            saved = "ended before anything was saved"
+        elif state.attempt.has_saved(step) and state.attempt.unsaved_step is None:
+            saved = f"saved at step {step}"
+        elif state.attempt.number is not None and not state.attempt.started_here:
+            # The ranks of a lost coordinator may have saved it, or not.
+            saved = f"ended after a takeover; the newest checkpoint is of step {step}"
+        else:
+            saved = f"ended without another save; the newest checkpoint is of step {step}"
+
+        state.outbox.say(f"{saved}; to resume: {state.job.resume_command}")
+        state.outbox.log("preempted", signal=self.signal, step=step)
+        state.end(JobEnd(Preempted.code_of(self.signal)))

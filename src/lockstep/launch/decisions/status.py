@@ -1,0 +1,87 @@
+"""What a job is doing or waiting for, what may follow, and how long it may last."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class JobStatus(Enum):
+    """What the job is doing, or waiting for."""
+
+    JOIN = "waiting for nodes"
+    RUN = "running"
+    COLLECT_STACKS = "waiting for stacks"
+    SAVE_AND_EXIT = "waiting for ranks to save and exit"
+    KILL = "waiting for killed ranks to be gone"
+    OVER = "over"
+
+
+# What may follow each status, and why.
+TRANSITIONS: dict[JobStatus, set[JobStatus]] = {
+    JobStatus.JOIN: {
+        JobStatus.RUN,  # all nodes that may join are there, or enough nodes and no new one for 3 s
+        JobStatus.OVER,  # too few nodes came in time, or are left after an attempt; or the end was decided
+    },
+    JobStatus.RUN: {
+        JobStatus.COLLECT_STACKS,  # no rank advances, or one is halted
+        JobStatus.SAVE_AND_EXIT,  # a signal, a resize or a new node; or a rank has received a signal itself
+        JobStatus.KILL,  # a failure, or a second Ctrl-C
+        JobStatus.OVER,  # all ranks have finished
+    },
+    JobStatus.COLLECT_STACKS: {
+        JobStatus.RUN,  # the stacks have arrived, or time is up, or a rank has failed; KILL follows if it is a hang
+        JobStatus.SAVE_AND_EXIT,  # as in RUN
+        JobStatus.KILL,
+        JobStatus.OVER,
+    },
+    JobStatus.SAVE_AND_EXIT: {
+        JobStatus.JOIN,  # all ranks have saved, and the job goes on with other ranks
+        JobStatus.KILL,  # a failure, or a second Ctrl-C
+        JobStatus.OVER,  # all ranks have saved, or finished
+    },
+    JobStatus.KILL: {
+        JobStatus.KILL,  # the next attempt could not import the program
+        JobStatus.JOIN,  # all ranks are gone, or their nodes are given up
+        JobStatus.OVER,  # ranks of the coordinating node do not die
+    },
+    JobStatus.OVER: set(),
+}
+
+# Ranks are running.
+ACTIVE = (JobStatus.RUN, JobStatus.COLLECT_STACKS, JobStatus.SAVE_AND_EXIT)
+
+
+# ---- how long they last ----
+
+# How long the job waits for its nodes.
+JOIN_S = 300.0
+
+# After an exception, how long to wait for the exit of a peer that may have died first.
+PEER_WAIT_S = 1.0
+
+# The same wait after an exception that only says that a peer is gone: a large process takes a while to die.
+LOST_PEER_WAIT_S = 5.0
+
+# After that wait, or after the death of another rank, how long rank 0 may take to commit a checkpoint that all ranks
+# have written.
+COMMIT_S = 3.0
+
+# How long the other ranks may take to exit after the first one that was asked to.
+STRAGGLER_GRACE_S = 20.0
+
+# A node sends a heartbeat every second. If none came for this long, the node is probably lost.
+QUIET_S = 2.0
+
+# How long the coordinator waits for nodes to say that their killed ranks are gone. A process with much memory takes a
+# while to die; a node that is lost altogether is noticed by its missing heartbeats.
+NODES_KILL_S = 30.0
+
+# How long a node may take to confirm that it starts its ranks, which happens before they import anything.
+START_S = 10.0
+
+# How long the coordinator waits for the nodes' stacks.
+NODES_STACKS_S = 5.0
+
+# How long a node that takes over waits before it starts ranks. Rank 0 of the previous coordinator checks once a second
+# whether its coordinator was superseded, and ends if so. The other nodes join the new coordinator meanwhile.
+FENCE_S = 3.0

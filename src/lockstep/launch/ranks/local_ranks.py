@@ -1,0 +1,140 @@
+"""The processes of the ranks of one attempt on this node: how they are asked to save and exit, and killed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from lockstep.launch import records
+from lockstep.launch.hangs.suspicion import process_stat
+from lockstep.launch.ranks.post_mortem import LocalRank, OomKills
+from lockstep.launch.ranks.zygote import kill_process_group
+from lockstep.launch.wire.messages import Start
+from lockstep.runtime.preemption import PREEMPT_FILE
+
+# How often the files that ranks share with their launcher are touched.
+TOUCH_S = 3600.0
+
+
+class LocalRanks:
+    """The ranks of one attempt on this node, which write their logs to `logs`."""
+
+    def __init__(self, start: Start, host: str, logs: Path):
+        self.attempt = start.attempt
+
+        # Heartbeats, failure records, stacks and settings. Readable by this user alone.
+        self.folder = Path(tempfile.mkdtemp(prefix="lockstep-"))
+        self._touched = time.monotonic()
+
+        # A pipe that carries no data. Ranks hold its read end, the lifeline, and kill themselves when the write end is
+        # closed: by this process, or by the kernel because this process is dead.
+        self.lifeline, write_end = os.pipe()
+        self._lifeline_writer = os.fdopen(write_end, "wb", buffering=0)
+
+        # The ranks that have not ended, by number.
+        self._oom_kills = OomKills()
+        self.ranks: dict[int, LocalRank] = {}
+        for number in range(start.first_rank, start.first_rank + start.count):
+            # Rank 0 writes to the terminal. All attempts append to the same logs, so note where this attempt begins.
+            log = logs / f"rank-{number}.log" if number else None
+            began = log.stat().st_size if log and log.exists() else 0
+            self.ranks[number] = LocalRank(number, host, self.folder, log, began, self._oom_kills)
+
+        # The processes of ranks whose zygote was lost: there is no other way to learn of their end than to look.
+        self._orphans: set[int] = set()
+
+        # Whether the ranks were asked to save and exit, and when they were killed.
+        self.was_asked_to_save = False
+        self.killed_at: float | None = None
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """The processes of the ranks that exist, by rank."""
+        return {number: rank.pid for number, rank in self.ranks.items() if rank.pid}
+
+    def do_housekeeping(self) -> None:
+        """Do what is due now and then while the ranks run. Called about once a second."""
+        self._oom_kills.count()
+
+        # Some systems remove files from /tmp that were not touched for days.
+        if time.monotonic() - self._touched > TOUCH_S:
+            self._touched = time.monotonic()
+
+            # If the folder is gone, the ranks train on, and nothing is known of them: see `view_of`.
+            with suppress(OSError):
+                for path in (self.folder, *self.folder.iterdir()):
+                    os.utime(path)
+
+    # ---- their end ----
+
+    def ask_to_save(self, signal: str | None = None) -> None:
+        """Ask the ranks to save and exit; `signal` is the one that asks for it.
+
+        The ranks always get SIGTERM. Their worker processes get no signal: ranks need them until the save.
+        """
+        self.was_asked_to_save = True
+
+        # Without this file, the ranks name SIGTERM as the signal that ended them.
+        with suppress(OSError):
+            records.write(self.folder / PREEMPT_FILE, signal or "")
+
+        for pid in self.pids.values():
+            _ask_rank_to_save(pid)
+
+    def kill_all(self) -> None:
+        """Kill every rank of this node with its worker processes, and close the lifeline."""
+        self._lifeline_writer.close()
+        for pid in self.pids.values():
+            kill_process_group(pid)
+
+    def rank_started(self, rank: LocalRank, pid: int) -> None:
+        """Note the process of a rank, and carry out the orders that came before it existed."""
+        rank.pid = pid
+
+        if self.killed_at is not None:
+            kill_process_group(pid)
+        elif self.was_asked_to_save:
+            _ask_rank_to_save(pid)
+
+    def zygote_lost(self) -> None:
+        """Kill the ranks, because no process reports their ends any more."""
+        self.kill_all()
+        self._orphans |= set(self.pids.values())
+        self.ranks.clear()
+
+    @property
+    def seconds_since_kill(self) -> float:
+        """How long ago the ranks were killed; 0 if they were not."""
+        return 0.0 if self.killed_at is None else time.monotonic() - self.killed_at
+
+    @property
+    def any_process_left(self) -> bool:
+        """Whether the process of some rank still exists. One that is dead, and was not reaped, does not count."""
+        return any(_is_left(pid) for pid in {*self.pids.values(), *self._orphans})
+
+    @property
+    def all_gone(self) -> bool:
+        """Whether all ranks have ended, or will never exist."""
+        return not self.ranks and not self.any_process_left
+
+    def close(self) -> None:
+        """Kill the ranks that are left, and remove what they shared with their launcher."""
+        self.kill_all()
+        os.close(self.lifeline)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _is_left(pid: int) -> bool:
+    stat = process_stat(pid)
+    return bool(stat) and stat[0] not in ("Z", "X")
+
+
+def _ask_rank_to_save(pid: int) -> None:
+    """Ask one process to save and exit, if it still exists."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)

@@ -1,0 +1,107 @@
+"""What an optimizer can do, by the traits of its class, by what that declares, and by its hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from lockstep.errors import UserError
+from lockstep.optim.foreign.trial import TrialFailed, check_independent
+from lockstep.optim.registry import TRAITS, OptimizerTraits
+
+# A user-defined optimizer may set this attribute to True if it is correct on DTensors.
+DTENSOR_ATTRIBUTE = "works_on_shards"
+
+# A user-defined optimizer may set this attribute to True if it divides gradients by its `grad_scale`, and changes
+# nothing when its `found_inf` is not 0 (both are tensors on the device, or None).
+DIVIDES_AND_SKIPS_ATTRIBUTE = "divides_and_skips"
+
+# What to do instead of a hook on the step of an optimizer.
+HOOK_FIX = "clip gradients with clip.norm=1, and do in after_step(), or after step.apply(), what else the hook does"
+
+
+def check_kind(optimizer: Any) -> None:
+    """Refuse what is not an optimizer, and one that does not take one gradient per step."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"optimizer() must return an optimizer; it returned a {type(optimizer).__name__}",
+            "",
+            "return a torch.optim.Optimizer, or a list of them",
+        )
+
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UserError(
+            "LBFGS cannot be used: an optimizer must take one gradient per step",
+            "LBFGS evaluates the loss again and again inside its step",
+            "use AdamW or SGD; if a step needs gradients at several points, as in SAM, go over its batches several "
+            "times: run.steps(dataset, passes=2)",
+        )
+
+
+def can_step_as_is(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer needs no stand-ins: none of its parameters is sharded, or it supports DTensors."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    sharded = any(isinstance(p, DTensor) for p in parameters)
+    return not sharded or is_trusted(optimizer)
+
+
+def is_trusted(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer needs no trial: its traits say that it works on shards, or DTENSOR_ATTRIBUTE does."""
+    return traits_of(optimizer).works_on_shards or getattr(optimizer, DTENSOR_ATTRIBUTE, False)
+
+
+def traits_of(optimizer: torch.optim.Optimizer) -> OptimizerTraits:
+    """Return what is known about the class of this optimizer; nothing about one that is not in the table."""
+    return TRAITS.get(_path_of(optimizer), OptimizerTraits())
+
+
+def is_known(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the class of this optimizer is torch's or ours, and not the user's."""
+    return _path_of(optimizer) in TRAITS
+
+
+def _path_of(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}:{type(optimizer).__qualname__}"
+
+
+def step_hook(optimizer: torch.optim.Optimizer, kinds: Sequence[str] = ("pre", "post")) -> str | None:
+    """Return what registered the first hook on the step of this optimizer, such as one that clips; None if none."""
+    hooked = [kind for kind in kinds if vars(optimizer).get(f"_optimizer_step_{kind}_hooks")]
+    return f"register_step_{hooked[0]}_hook" if hooked else None
+
+
+def needs_full_parameters(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer must step full parameters. False: it updates every element independently.
+
+    No trial could prove that shards are enough: some optimizers treat only large matrices differently, or only after
+    many steps. So only those get shards of which it is known (`OptimizerTraits.elementwise`).
+    """
+    # An optimizer that needs full parameters is stepped once for each, so a hook on its step would be called too often.
+    # Others get shards as plain tensors: a hook that clips would use the norm of this rank's shards.
+    needs_full = not traits_of(optimizer).elementwise
+    hook = step_hook(optimizer) if needs_full else step_hook(optimizer, ("pre",))
+    if hook:
+        problem = "needs full parameters" if needs_full else "would see only the shards of one rank"
+        reason = f"it has a hook on its step ({hook}), and {problem}"
+        raise cannot_step(optimizer, "parameters are sharded", reason, f"{HOOK_FIX}; or set strategy=ddp")
+
+    if not needs_full:
+        return False
+
+    try:
+        check_independent(optimizer)
+    except TrialFailed as reason:
+        fix = (
+            "set strategy=ddp, which keeps full parameters on every rank; if it supports DTensors, set "
+            f"{DTENSOR_ATTRIBUTE} = True in its class"
+        )
+        raise cannot_step(optimizer, "parameters are sharded", reason, fix) from reason
+
+    return True
+
+
+def cannot_step(optimizer: Any, problem: str, reason: object, fix: str) -> UserError:
+    return UserError(f"{type(optimizer).__name__} cannot be used here: {problem}", str(reason), fix)

@@ -1,0 +1,196 @@
+"""Exact mode under FSDP: the ranks take micro-batches in turn, and the owner of a shard adds them along the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from lockstep.errors import UserError
+from lockstep.parallel.driver import ShardedDriver, no_gradient
+from lockstep.parallel.exact.reducers import Gradients, add_gradients_, count_micro_batches, norm_of_rows, row_norms
+from lockstep.parallel.exact.tree import Subtree, TreeSum
+from lockstep.parallel.fsdp.torch_private import ReduceScatter
+from lockstep.parallel.progress import StepProgress
+from lockstep.runtime.control_word import LENGTH, ControlWord
+from lockstep.runtime.layout import local
+from lockstep.task import MicroBatch
+
+
+class Round(NamedTuple):
+    """The next backward of a step: one micro-batch on each rank."""
+
+    number: int
+    total: int  # micro-batches in the whole step
+    is_last: bool
+
+
+class OrderedShards:
+    """Sharded parameters, whose gradients FSDP reduce-scatters after every micro-batch.
+
+    So the ranks take micro-batches in turn: with N ranks, round k of a step computes micro-batches kN .. kN+N-1, one on
+    each rank. The owner of a shard adds their gradients in order along a tree.
+    """
+
+    def __init__(self, driver: ShardedDriver):
+        self.driver = driver
+        self.round: Round | None = None  # None outside a step
+        self._scalars = [p for p in driver.parameters if p.dim() == 0]
+
+        # One for each parameter group, since each needs its own tree.
+        sharded = [module for module in driver.model.modules() if isinstance(module, FSDPModule)]
+        self._reductions = [_OrderedReduceScatter(self) for _ in sharded]
+        for module, reduction in zip(sharded, self._reductions, strict=True):
+            module.set_custom_reduce_scatter(reduction)
+
+    def begin(self) -> None:
+        self.round = None
+        self._scalar_terms: list[Tensor] = []  # [2, scalars] for each round, see _store_scalar_gradients
+
+        # An abandoned step may have left sums behind.
+        for reduction in self._reductions:
+            reduction.tree.roots.clear()
+
+    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+        # The reduce-scatter of this round runs inside its backward, and reads what is set here.
+        number = self.round.number + 1 if self.round else 0
+        self.round = Round(number, count_micro_batches(progress), progress.is_last_micro_batch)
+
+        for parameter in self.driver.parameters:
+            parameter.grad = None  # FSDP would add to it, but only the last round leaves the sum
+
+    def after_backward(self, is_last: bool) -> None:
+        if self._scalars:
+            self._store_scalar_gradients()
+
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        no_word = torch.zeros(LENGTH, dtype=torch.float64, device=self.driver.runtime.device)
+        return [norm_of_rows(rows) for rows in self._gather_rows(tensors, no_word)[1]]
+
+    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
+        # The last backward finishes the tree of every module that it reaches, so an unfinished tree was not reached.
+        if any(reduction.tree.roots for reduction in self._reductions):
+            raise UserError(
+                "exact=true cannot be used under fsdp: the last micro-batch leaves a part of the model unused",
+                "earlier micro-batches of the step use it",
+                "use every part of the model for every micro-batch, or set strategy=ddp",
+            )
+
+        if self._scalars:
+            self._reduce_scalars()
+
+        # The norms of shards, and the control word, in one collective.
+        grads = [p.grad for p in self.driver.parameters if p.grad is not None]
+        if not grads:
+            raise no_gradient()
+
+        words, rows = self._gather_rows(grads, self.driver.codec.pack(word))
+        packed = words.sum(0)  # exact in any order: integers, and numbers rounded to a grid
+        self.round = None
+        return packed, torch.stack([norm_of_rows(norms) for norms in rows])
+
+    def _store_scalar_gradients(self) -> None:
+        """Store this round's gradients of the zero-dimensional parameters, which FSDP does not reduce.
+
+        They become two rows [2, scalars]: the gradients, and whether there is one. float64 holds the values of every
+        dtype exactly.
+        """
+        rows = self._scalars[0].new_zeros(2, len(self._scalars), dtype=torch.float64)
+        for index, parameter in enumerate(self._scalars):
+            if parameter.grad is not None:
+                rows[0, index] = parameter.grad
+                rows[1, index] = 1.0
+
+        self._scalar_terms.append(rows)
+
+    def _reduce_scalars(self) -> None:
+        """Add the gradients of the zero-dimensional parameters over all micro-batches, along the tree."""
+        assert self.round is not None
+        gathered = self.driver.runtime.collectives.gather(torch.stack(self._scalar_terms))
+        by_round = gathered.transpose(0, 1)  # [rounds, ranks, 2, scalars], the order of micro-batches
+        terms = by_round.flatten(0, 1)[: self.round.total]  # the rest is padding
+
+        # On a GPU the host waits here, for models that have such parameters.
+        present = terms[:, 1].bool().tolist()
+        tree: TreeSum[Gradients] = TreeSum(add_gradients_)
+        for index, (values, flags) in enumerate(zip(terms[:, 0], present, strict=True)):
+            triples = zip(self._scalars, values, flags, strict=True)
+            gradients = {id(p): value.to(p.dtype) for p, value, has_gradient in triples if has_gradient}
+            tree.push(Subtree(index, 0), gradients)
+
+        summed = tree.finish()
+        for parameter in self._scalars:
+            parameter.grad = summed.get(id(parameter))
+
+    def _gather_rows(self, tensors: Sequence[Tensor], packed: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Return every rank's `packed` [ranks, LENGTH], and for each tensor the norms [rows] of all its rows.
+
+        One collective gathers both. FSDP shards by rows: the first ranks hold the same number of rows, the last ones
+        fewer or none. A scalar counts as one row. Every rank holds it, and rank 0's is used.
+        """
+        row_counts = [len(tensor) if tensor.dim() else 1 for tensor in tensors]
+
+        # An all-gather needs messages of the same length from all ranks, so shorter shards are padded with zeros.
+        shard_sizes = [-(-count // self.driver.runtime.world.size) for count in row_counts]
+        message = torch.zeros(LENGTH + sum(shard_sizes), dtype=torch.float64, device=self.driver.runtime.device)
+        message[:LENGTH] = packed
+
+        for slot, tensor in zip(message[LENGTH:].split(shard_sizes), tensors, strict=True):
+            norms = row_norms(local(tensor))
+            slot[: len(norms)] = norms
+
+        # The shards of all ranks one after the other are the rows in order, and then what was padded.
+        gathered = self.driver.runtime.collectives.gather(message)
+        shards = gathered[:, LENGTH:].split(shard_sizes, dim=1)
+        rows = [norms.flatten()[:count] for norms, count in zip(shards, row_counts, strict=True)]
+        return gathered[:, :LENGTH], rows
+
+
+class _OrderedReduceScatter(ReduceScatter):
+    """The reduce-scatter of one parameter group. Unlike torch's, it adds the terms in the order of the tree."""
+
+    def __init__(self, reducer: OrderedShards) -> None:
+        self.tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
+        self._reducer = reducer
+        self._last: Round | None = None  # the last round whose gradients were reduced
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        """Add what all ranks have in `input_tensor` for this rank's shard. The last round writes `output_tensor`."""
+        # Outside a step there are no rounds: every backward is a whole sum, of one micro-batch on each rank.
+        current = self._reducer.round or Round(0, group.size(), is_last=True)
+
+        if current is self._last:
+            raise UserError(
+                "exact=true cannot be used under fsdp: a block of the model is called more than once in a forward",
+                "the gradients of that block come in parts, one for each call",
+                "set strategy=ddp; or blocks=[...] with the class of a module around it that is called once",
+            )
+
+        self._last = current
+
+        # Every rank receives all terms of its own shard and adds them in the order of the micro-batches.
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        for index, term in enumerate(received.chunk(group.size()), current.number * group.size()):
+            if index < current.total:  # the rest is padding
+                self.tree.push(Subtree(index, 0), term)
+
+        if current.is_last:
+            output_tensor.copy_(self.tree.finish())
+            return
+
+        # Clone the terms that are views of `received`, so that they do not keep all of its memory alive.
+        storage = received.untyped_storage().data_ptr()
+        self.tree.roots = [
+            (subtree, term.clone() if term.untyped_storage().data_ptr() == storage else term)
+            for subtree, term in self.tree.roots
+        ]

@@ -1,0 +1,91 @@
+"""The private members of torch's FSDP2 that Lockstep uses. No other module knows them (torch 2.11 to 2.13).
+
+FSDP2's public functions shard, gather and reshard. They show neither the gathered parameters nor which of these have a
+gradient, call nothing before a reduction, reduce nothing but at the end of a backward, and do not recover from a
+backward that raised. `fully_shard` gives every module a state; if the module has parameters of its own, or of children
+that are not sharded themselves, the state has a parameter group: they are gathered and reduced together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as ReduceScatter  # base class of a custom one
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather as DefaultAllGather
+
+
+def grouped_parameters(module: FSDPModule) -> list[Any]:
+    """Return torch's objects for the parameters in the module's group, [] if it has none."""
+    group = _group(module)
+    return [] if group is None else group.fsdp_params
+
+
+def shard(parameter: Any) -> Tensor:
+    """Return the sharded parameter, which `model.parameters()` has, too."""
+    return parameter.sharded_param
+
+
+def gathered(parameter: Any) -> Tensor | None:
+    """Return the full parameter, the leaf of the autograd graph. None before the first gather, which creates it."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def has_gradient(parameter: Any) -> bool:
+    """Return whether the parameter has a full gradient, which is not reduced yet."""
+    full = gathered(parameter)
+    return full is not None and (full.grad is not None or parameter.unsharded_accumulated_grad is not None)
+
+
+def name_in_module(parameter: Any) -> str:
+    return str(parameter._param_fqn)
+
+
+def mesh_axes(module: FSDPModule) -> tuple[str, ...]:
+    """Return the names of the mesh axes that the module's group is sharded over."""
+    group = _group(module)
+    return () if group is None else group.mesh_info.mesh.mesh_dim_names or ()
+
+
+def reduces_gradients(module: FSDPModule) -> bool:
+    """Return whether the group's gradients will be reduced in this backward, and not kept for a later one."""
+    group = _group(module)
+    return group is not None and group.reduce_grads
+
+
+def call_before_reduction(module: FSDPModule, function: Callable[[], None]) -> None:
+    """Call `function` in every backward, when the group's full gradients are complete and before they are reduced."""
+    group = _group(module)
+    assert group is not None, "the module has no parameter group"
+    reduce = group.post_backward
+
+    def post_backward(*unused: Any) -> None:
+        function()
+        reduce(*unused)
+
+    group.post_backward = post_backward
+
+
+def end_backward(root: FSDPModule) -> None:
+    """Reduce all full gradients and reshard, as torch does when a backward ends. `root` is the outermost module."""
+    _state(root)._root_post_backward_final_callback()
+
+
+def forget_failed_backward(root: FSDPModule) -> None:
+    """Reset the state of a backward that raised, which otherwise counts as still running."""
+    state = _state(root)
+    state._state_ctx.post_backward_final_callback_queued = False
+
+    # Added in torch 2.13. Before the first forward there is no root, and nothing to reset.
+    if hasattr(state, "_reset_iter_state") and state._is_root:
+        state._reset_iter_state()
+
+
+def _state(module: FSDPModule) -> Any:
+    return module._get_fsdp_state()
+
+
+def _group(module: FSDPModule) -> Any:
+    return _state(module)._fsdp_param_group

@@ -1,0 +1,300 @@
+"""`lockstep ckpt`: what it says, what it deletes, its exit codes, and that looking needs no torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import commit, state
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+
+from lockstep.checkpoint.export import export_weights
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, set_aside
+from lockstep.cli import main
+from lockstep.errors import UserError
+from lockstep.launch.folder.checkpoint_names import file_name
+
+
+@pytest.fixture
+def run(tmp_path) -> Path:
+    for step in (5, 10, 15):
+        digests = {"trunk.weight": "its digest"} if step == 15 else {}
+        values = {"metrics": {"loss": 1 / step}, "state": {"model": {"frozen_digests": digests}}}
+        commit(tmp_path / "checkpoints", step, 2, values=values)
+    return tmp_path
+
+
+def lockstep(capsys, *arguments: object) -> tuple[int, str]:
+    code = main([str(argument) for argument in arguments])
+    said = capsys.readouterr()
+    return code, said.out + said.err
+
+
+def damage(run: Path, step: int) -> None:
+    path = run / "checkpoints" / f"step-{step:08d}" / file_name(1)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def test_ls_gives_a_line_for_each_newest_first(run, capsys):
+    code, text = lockstep(capsys, "ckpt", "ls", run)
+    head, *rows = [line.split() for line in text.splitlines()]
+    assert code == 0
+    assert head == ["step", "when", "size", "tensors", "metrics", "state"]
+    assert [row[0] for row in rows] == ["15", "10", "5"]
+    assert rows[1][5:] == ["4", "loss=0.1", "not", "verified"]
+    os.truncate(run / "checkpoints" / "step-00000010" / file_name(0), 5)
+    assert f"damaged: {file_name(0)}: has 5 bytes" in lockstep(capsys, "ckpt", "ls", run)[1]
+
+
+def test_ls_lists_all_checkpoints_if_the_best_one_cannot_be_read(tmp_path, capsys, monkeypatch):
+    for step in (5, 10):
+        values = {"metrics": {"loss": float(step)}, "config": {"checkpoint.best": "loss"}}
+        commit(tmp_path / "checkpoints", step, values=values)
+    assert "best loss" in lockstep(capsys, "ckpt", "ls", tmp_path)[1]
+    open_file = CheckpointStorage.open
+
+    def fail(self: CheckpointStorage, key: str) -> object:
+        if key == "step-00000005/manifest.json":
+            raise OSError(errno.EIO, "Input/output error")
+        return open_file(self, key)
+
+    monkeypatch.setattr(CheckpointStorage, "open", fail)
+    code, text = lockstep(capsys, "ckpt", "ls", tmp_path)
+    assert code == 0
+    assert "unreadable: manifest.json" in text
+    assert "best loss" not in text
+
+    code, text = lockstep(capsys, "ckpt", "export", tmp_path, "--best")
+    assert code != 0
+    assert "cannot be compared now" in text
+
+
+def test_show_describes_the_newest_or_the_one_given(run, capsys):
+    code, text = lockstep(capsys, "ckpt", "show", run)
+    assert code == 0
+    rows = [line.split() for line in text.splitlines()]
+    assert ["step", "15"] in rows
+    assert ["model.weight", "F32", "[7,", "6]", "168", "bytes", "2"] in rows
+    assert ["step", "5"] in [
+        line.split() for line in lockstep(capsys, "ckpt", "show", run / "checkpoints/step-00000005")[1].splitlines()
+    ]
+
+
+def test_a_checkpoint_of_another_version_is_named_and_stays(run, capsys, tmp_path):
+    checkpoint = run / "checkpoints" / "step-00000015"
+    (checkpoint / "manifest.json").write_text('{"format": 1}')
+    why = "format 1, of an older version of Lockstep; this version reads format 4"
+    assert f"wrong format: manifest.json: {why}" in lockstep(capsys, "ckpt", "ls", run)[1]
+    assert lockstep(capsys, "ckpt", "show", run) == (1, f"wrong format: step-00000015/manifest.json: {why}\n")
+    code, text = lockstep(capsys, "ckpt", "verify", run)
+    assert code == 1
+    assert text.splitlines()[0].split() == ["step-00000015", "wrong", "format"]
+    text = lockstep(capsys, "ckpt", "prune", run, "--keep", "1")[1]
+    assert "step-00000015 was written by another version of Lockstep and stays" in text
+    assert "deleted step-00000005" in text
+    with pytest.raises(UserError, match="was written by another version of Lockstep and cannot be exported"):
+        export_weights(Checkpoint.at(checkpoint), tmp_path)
+
+
+def test_verify_names_every_bad_file_and_fails(run, capsys):
+    assert lockstep(capsys, "ckpt", "verify", run) == (0, "step-00000015  ok\nstep-00000010  ok\nstep-00000005  ok\n")
+    damage(run, 10)
+    (run / "checkpoints" / "step-00000010" / file_name(0)).unlink()
+    code, text = lockstep(capsys, "ckpt", "verify", run)
+    assert code == 1
+    assert "step-00000010  damaged" in text
+    assert f"{file_name(0)}: missing" in text
+    assert f"{file_name(1)}: the bytes changed" in text
+    assert lockstep(capsys, "ckpt", "verify", run / "checkpoints" / "step-00000010")[0] == 1
+    assert lockstep(capsys, "ckpt", "verify", run / "checkpoints" / "step-00000015")[0] == 0
+
+
+def test_names_in_a_manifest_cannot_steer_the_terminal(run, capsys):
+    commit(run / "checkpoints", 20, 1, values={"metrics": {"\x1b[2J\nstep": 1.0}})
+    for action in ("ls", "show"):
+        code, text = lockstep(capsys, "ckpt", action, run)
+        assert code == 0
+        assert r"\x1b[2J\nstep=1" in text
+
+
+def test_weights_have_the_mode_that_the_umask_gives(run, tmp_path, capsys):
+    before = os.umask(0o027)
+    try:
+        lockstep(capsys, "ckpt", "export", run, "--out", tmp_path)
+        (tmp_path / "neighbour").touch()
+    finally:
+        os.umask(before)
+    modes = [stat.filemode((tmp_path / name).stat().st_mode) for name in ("model.safetensors", "neighbour")]
+    assert modes == ["-rw-r-----", "-rw-r-----"]
+
+
+def test_export_writes_the_newest_or_the_step_asked_for(run, tmp_path, capsys):
+    code, text = lockstep(capsys, "ckpt", "export", run, "--out", tmp_path / "a")
+    assert code == 0
+    assert text.splitlines()[0] == str(tmp_path / "a" / "model.safetensors")
+    assert "trunk.weight" in text  # what is missing is said
+    assert torch.equal(load_file(tmp_path / "a" / "model.safetensors")["weight"], state(15)["model.weight"])
+    code, text = lockstep(capsys, "ckpt", "export", run, "--step", "5")
+    assert code == 0
+    assert "frozen" not in text
+    assert torch.equal(load_file(text.strip())["weight"], state(5)["model.weight"])
+    code, text = lockstep(capsys, "ckpt", "export", run, "--step", "6")
+    assert code == 2
+    assert "5, 10, 15" in text
+
+
+def test_prune_deletes_the_old_and_counts_only_whole_ones(run, capsys):
+    storage = CheckpointStorage(run / "checkpoints")
+    assert lockstep(capsys, "ckpt", "prune", run) == (0, "nothing to delete\n")
+    code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "1", "--dry-run")
+    assert (code, text) == (0, "would delete step-00000005\nwould delete step-00000010\n")
+    assert len(committed(storage)) == 3
+    damage(run, 15)
+    code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "1")
+    assert "step-00000015 is damaged and stays" in text
+    assert "deleted step-00000005" in text
+    assert [checkpoint.name for checkpoint in committed(storage)] == ["step-00000015", "step-00000010"]
+    code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "0")
+    assert code == 2
+    assert "--keep 0 would keep no checkpoint" in text
+    assert "use --keep 1 or more" in text
+
+
+@pytest.mark.parametrize(
+    ("settings", "deleted"),
+    [
+        ({"checkpoint.keep_every": "10"}, [5, 15]),
+        ({"checkpoint.best": "loss"}, [10, 15]),
+        ({"checkpoint.best": "loss", "checkpoint.best_mode": "max"}, [5, 10]),
+        ({"checkpoint.keep_every": "ten", "checkpoint.best": None}, [5, 10, 15]),
+    ],
+)
+def test_prune_keeps_what_the_run_keeps_by_its_other_rules(tmp_path, capsys, settings, deleted):
+    for step, loss in {5: 1, 10: 2, 15: 4, 20: 3}.items():
+        commit(tmp_path / "checkpoints", step, values={"metrics": {"loss": loss}, "config": settings})
+    text = lockstep(capsys, "ckpt", "prune", tmp_path, "--keep", "1")[1]
+    assert text.splitlines() == [f"deleted step-{step:08d}" for step in deleted]
+
+
+def test_prune_deletes_what_was_set_aside_only_if_it_is_told_to(run, capsys):
+    storage = CheckpointStorage(run / "checkpoints")
+    set_aside(storage, "step-00000005", "rewound")
+    set_aside(storage, "step-00000010", "damaged")
+    commit(storage, 5)
+    set_aside(storage, "step-00000005", "rewound")
+    (run / "checkpoints" / "step-00000007.mine").mkdir()
+    names = ["step-00000005.rewound", "step-00000005.rewound1", "step-00000010.damaged"]
+
+    assert lockstep(capsys, "ckpt", "prune", run) == (0, "nothing to delete\n")
+    code, text = lockstep(capsys, "ckpt", "prune", run, "--set-aside", "--dry-run")
+    assert (code, text.splitlines()) == (0, [f"would delete {name}" for name in names])
+    assert set(names) < set(storage.folders())
+
+    code, text = lockstep(capsys, "ckpt", "prune", run, "--set-aside")
+    assert (code, text.splitlines()) == (0, [f"deleted {name}" for name in names])
+    assert sorted(storage.folders()) == ["step-00000007.mine", "step-00000015"]
+
+
+def test_a_run_in_a_folder_named_checkpoints_is_a_run(tmp_path, capsys):
+    run = tmp_path / "checkpoints" / "run1"
+    commit(run / "checkpoints", 5)
+    assert "step-00000005" in lockstep(capsys, "ckpt", "show", run)[1]
+    assert "step-00000005  ok" in lockstep(capsys, "ckpt", "verify", run)[1]
+    code, text = lockstep(capsys, "ckpt", "export", run)
+    assert (code, text.strip()) == (0, str(run / "export" / "step-00000005" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("where", ["", "checkpoints", "checkpoints/step-00000015"])
+def test_any_folder_of_a_run_may_be_the_working_folder(run, capsys, monkeypatch, where):
+    monkeypatch.chdir(run / where)
+    if "step" not in where:
+        code, text = lockstep(capsys, "ckpt", "ls", ".")
+        assert code == 0
+        assert "15" in text
+    assert "15" in lockstep(capsys, "ckpt", "show", ".")[1]
+    code, text = lockstep(capsys, "ckpt", "export", ".")
+    assert code == 0
+    assert (run / "export" / "step-00000015" / "model.safetensors").exists()
+
+
+def test_an_export_is_next_to_the_folder_that_was_given(run, capsys):
+    assert str(run / "checkpoints" / "step-00000015") in lockstep(capsys, "ckpt", "show", run)[1]
+    for given in (run, run / "checkpoints", run / "checkpoints" / "step-00000015"):
+        code, text = lockstep(capsys, "ckpt", "export", given)
+        assert code == 0
+        assert text.splitlines()[0] == str(run / "export" / "step-00000015" / "model.safetensors")
+
+
+@pytest.mark.parametrize("place", ["nowhere", "."])
+def test_a_folder_without_checkpoints_is_an_error_that_says_what_to_give(tmp_path, capsys, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    code, text = lockstep(capsys, "ckpt", "ls", place)
+    assert code == 2
+    assert "give the folder of a run" in text
+
+
+def test_looking_needs_no_torch(run):
+    script = (
+        "import sys\n"
+        "from lockstep.cli import main\n"
+        "for action in ['ls', 'show', 'verify', 'prune']:\n"
+        "    assert main(['ckpt', action, sys.argv[1]]) == 0\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script, str(run)], check=True, capture_output=True)
+
+
+# ---- export ----
+
+
+class Tied(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 3)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+        self.norm = torch.nn.BatchNorm1d(3)
+
+
+def test_an_export_is_the_model_tied_weights_once(tmp_path):
+    model = Tied()
+    tensors = {f"model.{name}": value for name, value in model.state_dict().items() if name != "head.weight"}
+    tensors["optimizer.moment"] = torch.ones(3)
+    checkpoint = commit(tmp_path / "checkpoints", 3, 2, tensors, aliases={"model.head.weight": "model.embed.weight"})
+    target = export_weights(checkpoint, tmp_path / "out")
+    assert target == tmp_path / "out" / "model.safetensors"
+    with safe_open(target, "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+    written = load_file(target)
+    assert written.keys() == {name for name in model.state_dict() if name != "head.weight"}
+    fresh = Tied()
+    load_model(fresh, target)  # what users of safetensors call
+    for name, value in model.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name], value)
+    assert export_weights(checkpoint, tmp_path / "mine.safetensors") == tmp_path / "mine.safetensors"
+
+
+def test_nothing_damaged_is_exported(tmp_path):
+    checkpoint = commit(tmp_path, 3)
+    file = checkpoint.path / file_name(0)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(UserError, match="the bytes changed"):
+        export_weights(checkpoint, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_checkpoint_without_a_model_cannot_be_exported(tmp_path):
+    checkpoint = commit(tmp_path, 3, tensors={"other": torch.ones(1)})
+    with pytest.raises(UserError, match="no tensor whose name begins with"):
+        export_weights(checkpoint, tmp_path / "out")

@@ -1,0 +1,71 @@
+"""The folder that the ranks of a node share with their launcher."""
+
+import os
+import shutil
+import signal
+import time
+
+import pytest
+
+from lockstep.launch.ranks import local_ranks as module
+from lockstep.launch.ranks import post_mortem
+from lockstep.launch.ranks.local_ranks import LocalRanks
+from lockstep.launch.wire.messages import Rendezvous, Start
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER
+from lockstep.runtime.preemption import PreemptionNotice
+
+START = Start(attempt=0, first_rank=0, count=1, world_size=1, group_rank=0, rendezvous=Rendezvous("127.0.0.1", 1))
+
+
+def test_an_oom_kill_of_long_ago_is_not_the_cause_of_a_later_kill(tmp_path, monkeypatch):
+    """The kernel may have killed a worker process, whose rank went on."""
+    counts = iter([0, 1, 1])
+    monkeypatch.setattr(post_mortem, "oom_kills", lambda: next(counts))
+    local = LocalRanks(START, "host-a", tmp_path)
+    try:
+        seen = []
+        local.do_housekeeping()
+        for _ in range(2):
+            local._oom_kills._counted -= post_mortem.COUNT_OOM_KILLS_S
+            local.do_housekeeping()
+            local.do_housekeeping()  # too soon to count again
+            seen.append(local.ranks[0].oom_kills.before)
+        assert seen == [0, 1]
+    finally:
+        local.close()
+
+
+def test_the_files_of_a_long_attempt_stay_fresh(tmp_path):
+    local = LocalRanks(START, "host-a", tmp_path)
+    try:
+        store = local.folder / "store"
+        store.touch()
+        os.utime(store, (1.0, 1.0))
+        local.do_housekeeping()
+        assert store.stat().st_mtime == 1.0
+        local._touched -= module.TOUCH_S + 1
+        local.do_housekeeping()
+        assert time.time() - store.stat().st_mtime < 3600
+
+        # A cleaner of /tmp that removes the folder does not end the launcher.
+        shutil.rmtree(local.folder)
+        local._touched -= module.TOUCH_S + 1
+        local.do_housekeeping()
+    finally:
+        local.close()
+
+
+@pytest.mark.parametrize("asked", ["SIGINT", None])
+def test_ranks_learn_which_signal_the_launcher_received(tmp_path, monkeypatch, asked):
+    """They always get SIGTERM, and said after a Ctrl-C that SIGTERM had ended them."""
+    local = LocalRanks(START, "host-a", tmp_path)
+    monkeypatch.setenv(ATTEMPT_FOLDER, str(local.folder))
+    notice = PreemptionNotice()
+    try:
+        notice.receive(signal.SIGUSR1, None)  # not from the launcher
+        assert (notice.signal, notice.original) == ("SIGUSR1", "SIGUSR1")
+        local.ask_to_save(asked)
+        notice.receive(signal.SIGTERM, None)
+        assert (notice.signal, notice.original) == ("SIGTERM", asked)
+    finally:
+        local.close()

@@ -1,0 +1,67 @@
+"""The time of a step and the size of a model, by which a run decides whether to compile."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from lockstep.config import RunConfig, resolve
+from lockstep.parallel.compiled import judge
+from lockstep.parallel.compiled.batch_sizes import BatchWatch
+from lockstep.parallel.compiled.judge import Judge, StepTimer, _count_layers
+from lockstep.parallel.compiled.payoff import Payoff
+from lockstep.parallel.compiled.targets import BLOCKS, MODEL
+
+
+class OneRank:
+    """Stands in for a runtime."""
+
+    device = SimpleNamespace(type="cpu")
+    collectives = SimpleNamespace(gather_json=lambda mine: [mine])
+
+
+def test_the_step_in_which_a_timer_is_made_does_not_count() -> None:
+    timer = StepTimer(warm_up=1, timed=2)
+    assert timer.end_step(OneRank()) is None  # type: ignore[arg-type]
+    found = []
+    for _ in range(3):
+        timer.begin_step()
+        found.append(timer.end_step(OneRank()))  # type: ignore[arg-type]
+    assert found[:2] == [None, None]
+    assert found[2] > 0
+
+
+def test_a_run_that_finds_code_on_disk_keeps_the_cost_without_it(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(judge, "history_path", lambda: tmp_path / "compile.json")
+    model = nn.Linear(2, 2)
+    runtime = SimpleNamespace(
+        device=torch.device("cpu"), is_main=True, collectives=SimpleNamespace(run_on_rank0=lambda function: function())
+    )
+    for cold, cost_s in ((True, 30.0), (False, 4.0)):
+        monkeypatch.setattr(judge, "is_cold", lambda cold=cold: cold)
+        of_run = Judge(SimpleNamespace(model=model, runtime=runtime), RunConfig())  # type: ignore[arg-type]
+        of_run.facts(100, 0.0, None, BatchWatch())
+        of_run.remember_unfinished(MODEL, 1.0)
+        of_run.remember(MODEL, cost_s, 1.5)
+
+    facts = of_run.facts(100, 0.0, None, BatchWatch())
+    assert facts.records == {MODEL: Payoff(4.0, 1.5, cold_cost_s=30.0)}
+
+
+def test_a_layer_that_blocks_share_counts_once():
+    shared = nn.Linear(2, 2)
+    blocks = [nn.Sequential(nn.Linear(2, 2), shared) for _ in range(4)]
+    assert _count_layers(nn.Sequential(*blocks)) == _count_layers(*blocks) == 5
+
+
+def test_blocks_that_the_user_names_are_the_blocks():
+    """Two halves that are not equal are not detected, and a named class is compiled block by block if sizes vary."""
+    model = nn.ModuleDict({"first": nn.Linear(2, 3), "second": nn.Linear(3, 2)})
+    driver: Any = SimpleNamespace(model=model, runtime=OneRank())
+    dims = frozenset({(0, 0)})
+    for blocks, target in ((None, MODEL), (["Linear"], BLOCKS)):
+        of_run = Judge(driver, resolve([("test", {"compile": True, "blocks": blocks})]).config)
+        assert of_run.preferred(None, dims)[0] == target
