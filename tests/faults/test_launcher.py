@@ -208,8 +208,8 @@ def test_on_a_stop_request_every_rank_saves_first(launch, tmp_path, number, code
 
 def test_ranks_that_are_signalled_one_by_one_stop_too(run, tmp_path):
     def signal_each() -> None:
-        for rank in (0, 1):
-            os.kill(pid_of(tmp_path, 0, rank), signal.SIGTERM)
+        for pid in [pid_of(tmp_path, 0, rank) for rank in (0, 1)]:  # both are there before one of them stops
+            os.kill(pid, signal.SIGTERM)
 
     in_the_meantime(signal_each)
     assert run("me.note(); me.train()").code == 75
