@@ -41,7 +41,7 @@ from lockstep.checkpoint.storage.together import claim_together
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
 from lockstep.errors import UserError, plural
-from lockstep.launch.folder.checkpoint_names import LATEST, folder_name, step_in
+from lockstep.launch.folder.checkpoint_names import folder_name
 from lockstep.observe.run_folder import RunFolder
 from lockstep.optim.optimizers import Update
 from lockstep.plan.plan import Plan
@@ -111,7 +111,7 @@ class CheckpointManager:
         if settings.every is not None or settings.minutes is not None or settings.at_end:
             check_space(self.storage, self.state.bytes_at_start(), self.runtime.collectives, self.log_event)
 
-        reader = self.folder.start_from.find(self._resumer)
+        reader = self._resumer.find(self.folder.start_from)
         return None if reader is None else self._load(reader)
 
     def _load(self, reader: CheckpointReader) -> Resumed:
@@ -137,13 +137,8 @@ class CheckpointManager:
         # Free the space of what killed attempts left behind.
         delete_leftovers(self.storage, self.folder.token)
 
-        # If this attempt fails before it has gone back, the launcher announces this checkpoint. A checkpoint that was
-        # set aside is not announced, because its name is not that of a step.
-        earlier = self.folder.start_from.earlier
-        if earlier and step_in(earlier) is not None:
-            self.storage.replace(LATEST, f"{earlier}\n".encode())
-        elif self.folder.attempt == 0:
-            update_latest(self.storage)
+        # A kill after a commit may have left it behind.
+        update_latest(self.storage)
 
     # ---- rewinding ----
 

@@ -23,8 +23,8 @@ from lockstep.launch import records
 from lockstep.launch.folder.checkpoint_names import LATEST, MANIFEST, OWNER, is_confirmation, is_draft, step_in
 from lockstep.runtime.environments.launcher import TORCHRUN_ID, TORCHRUN_RESTARTS
 
-# The file that exists until the newest checkpoint is the one that --resume named, or follows it. The launcher writes
-# the name of that checkpoint into it.
+# The file that exists until the newest checkpoint is the one that --resume named, or follows it. It holds the name of
+# that checkpoint.
 GOING_BACK = ".going-back"
 
 # The largest settings or plan file of a run, in bytes.
@@ -286,13 +286,12 @@ def _folders_in(checkpoints: Path) -> list[str]:
 
 def _newest_of(checkpoints: Path, names: list[str]) -> str | None:
     """Return the name of the newest committed checkpoint among `names`."""
-    # A run that goes back names the checkpoint in one of these files: the launcher in the first, rank 0 in the second.
-    # One that was set aside is never the newest.
+    # A checkpoint that was set aside is never the newest, even while a run goes back to it.
     mark = checkpoints.parent / GOING_BACK
     if mark.exists():
-        named = [records.read(file).strip() for file in (mark, checkpoints / LATEST)]
-        return next((name for name in named if step_in(name) is not None), None)
+        name = records.read(mark).strip()
+        return name if step_in(name) is not None else None
 
-    # Otherwise LATEST is not asked: a commit updates it last, so after a kill it may name an older checkpoint.
+    # LATEST is not asked: a commit updates it last, so after a kill it may name an older checkpoint.
     steps = {step: name for name in names if (step := step_in(name)) is not None}
     return steps[max(steps)] if steps else None
