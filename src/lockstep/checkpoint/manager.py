@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from rich.filesize import decimal as size_text
 
 import lockstep
 from lockstep.checkpoint.reader import CheckpointReader
@@ -33,11 +34,10 @@ from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkp
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.saving.saver import Saver
-from lockstep.checkpoint.saving.space import check_space
 from lockstep.checkpoint.state.contents import collect, shards_of
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim, delete_leftovers, update_latest
-from lockstep.checkpoint.storage.together import claim_together
+from lockstep.checkpoint.storage.together import run_on_rank0
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
 from lockstep.errors import UserError, plural
@@ -106,23 +106,49 @@ class CheckpointManager:
         cannot be read or written for `checkpoint.timeout` seconds.
         """
         settings = self.config.checkpoint
-        claim_together(self.storage, self.runtime, settings.timeout, self._claim)
+        run_on_rank0(self.storage, self.runtime, settings.timeout, self._claim, "claimed")
 
         if settings.every is not None or settings.minutes is not None or settings.at_end:
-            check_space(self.storage, self.state.bytes_at_start(), self.runtime.collectives, self.log_event)
+            self._check_room()
 
         reader = self._resumer.find(self.folder.start_from)
         return None if reader is None else self._load(reader)
+
+    def _check_room(self) -> None:
+        """Raise an error if there is no room for the weights, and warn if two checkpoints do not fit. Collective."""
+        # The optimizers allocate their state later, so its size is an estimate.
+        sizes = self.state.bytes_at_start()
+
+        # All ranks use rank 0's numbers, so that either all of them raise or none does.
+        timeout_s = self.config.checkpoint.timeout
+        free, known, estimate = run_on_rank0(
+            self.storage, self.runtime, timeout_s, lambda: [self.storage.free_bytes(), *sizes], "measured"
+        )
+        if free < known:
+            raise UserError(
+                f"there is no room for a checkpoint in {self.storage.location}: {size_text(free)} free",
+                f"{size_text(known)} needed for the weights alone",
+                f"free {size_text(known + estimate - free)}, or set run_dir=FOLDER on another disk",
+            )
+
+        # The old checkpoint is deleted only when the new one is committed.
+        needed = 2 * (known + estimate)
+        if free < needed:
+            self.log_event(
+                "warning",
+                reason=f"the disk has {size_text(free)} free, but replacing a checkpoint by the next one needs room "
+                f"for two, about {size_text(needed)}",
+            )
 
     def _load(self, reader: CheckpointReader) -> Resumed:
         """Load a checkpoint, and note what follows from it for later saves. Collective."""
         resumed = self._resumer.load(reader)
 
         # If it was another run's, a later attempt must load it again, until this run has saved one of its own.
-        self.pending.last_committed = resumed.steps_done if resumed.in_own_folder else None
+        self.pending.last_committed = resumed.steps_done if resumed.is_own else None
         self._last_time = time.monotonic()
 
-        if self.runtime.is_main and resumed.in_own_folder:
+        if self.runtime.is_main and resumed.is_own:
             self.folder.end_going_back()
 
         return resumed

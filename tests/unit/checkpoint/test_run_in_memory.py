@@ -719,13 +719,48 @@ def test_a_storage_that_stays_closed_is_not_waited_for(
     assert tried == 1
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("method", ["rename", "replace", "folders", "free_bytes"])
+def test_checkpoints_that_cannot_be_set_aside_for_a_moment_are_set_aside_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, damaged: bool
+) -> None:
+    """The first error of rank 0 ended the run, and the other ranks waited for it."""
+    lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"every": 6})
+    folder = tmp_path / "checkpoints"
+    if damaged:
+        (folder / "step-00000012" / "rank-00000.safetensors").write_bytes(b"")
+
+    call = getattr(CheckpointStorage, method)
+    claim = CheckpointManager._claim
+    errors: list[OSError] = []
+
+    def claim_first(self: CheckpointManager) -> None:
+        claim(self)
+        errors.extend([OSError(errno.ESTALE, "Stale file handle")] * 2)
+
+    def fail_twice(self: CheckpointStorage, *arguments: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return call(self, *arguments)
+
+    monkeypatch.setattr(together_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(CheckpointManager, "_claim", claim_first)
+    monkeypatch.setattr(CheckpointStorage, method, fail_twice)
+    resume = "auto" if damaged else str(folder / "step-00000006")
+    lockstep.fit(Dropped(), run_dir=tmp_path, resume=resume, steps=7)
+    assert not errors
+    aside = "step-00000012.damaged" if damaged else "step-00000012.rewound"
+    assert {path.name for path in folder.glob("step-*")} == {"step-00000006", "step-00000007", aside}
+    assert (folder / "latest").read_text() == "step-00000007\n"
+
+
 def test_a_storage_that_cannot_be_claimed_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     storage = CheckpointStorage(tmp_path)
 
     def on_rank(rank: int, gather: Any) -> Any:
         collectives = SimpleNamespace(gather_json=gather, run_on_rank0=lambda act: 0.0)
         runtime: Any = SimpleNamespace(is_main=rank == 0, collectives=collectives)
-        together_module.claim_together(storage, runtime, 0.0, stale)
+        together_module.run_on_rank0(storage, runtime, 0.0, stale, "claimed")
 
     for answer in together(2, on_rank):
         assert isinstance(answer, together_module.StorageUnavailable)

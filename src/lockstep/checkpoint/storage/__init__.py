@@ -132,11 +132,10 @@ def update_latest(storage: CheckpointStorage) -> None:
 def set_aside(storage: CheckpointStorage, name: str, suffix: Literal["damaged", "rewound"]) -> str:
     """Rename a checkpoint to `step-N.damaged` or `step-N.rewound`, so that it is ignored, but not lost.
 
-    Return its new name.
+    Return its new name. Call `update_latest` after it.
     """
     target = name_aside(name, suffix, storage.folders())
     _rename(storage, name, target)
-    update_latest(storage)
     return target
 
 
@@ -194,7 +193,7 @@ def _rename(storage: CheckpointStorage, name: str, to: str) -> None:
 
 
 def set_aside_after(storage: CheckpointStorage, step: int) -> None:
-    """Set aside all checkpoints after `step`, to which the run goes back."""
+    """Set aside all checkpoints after `step`, to which the run goes back. After an OSError, call it again."""
     # List the folder only once, however many checkpoints there are.
     taken = set(storage.folders())
     rewound = [checkpoint.name for checkpoint in committed(storage) if checkpoint.step > step]
@@ -202,8 +201,8 @@ def set_aside_after(storage: CheckpointStorage, step: int) -> None:
     for name in rewound:
         _rename(storage, name, name_aside(name, "rewound", taken))
 
-    if rewound:
-        update_latest(storage)
+    # Even if nothing is renamed: an earlier call may have failed here.
+    update_latest(storage)
 
 
 def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None:
