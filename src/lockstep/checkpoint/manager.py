@@ -257,13 +257,14 @@ class CheckpointManager:
         return requested or (every is not None and steps_done % every == 0)
 
     def due_by_clock(self) -> bool:
-        """Whether `checkpoint.minutes` have passed on rank 0; the control word carries its request. Local."""
-        # Clocks differ between machines, so only rank 0's is used.
-        minutes = self.config.checkpoint.minutes
-        if minutes is None or not self.runtime.is_main:
+        """Whether rank 0 requests a save: after `checkpoint.minutes`, or because the last save failed. Local."""
+        # Clocks differ between machines, so only rank 0's is used. The control word carries its request.
+        if not self.runtime.is_main:
             return False
 
-        return time.monotonic() - self._last_time > 60 * minutes
+        minutes = self.config.checkpoint.minutes
+        is_time = minutes is not None and time.monotonic() - self._last_time > 60 * minutes
+        return is_time or self.pending.retry_due()
 
     def is_new_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether these metrics are better than those of all checkpoints by `checkpoint.best`. Collective.

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ import lockstep
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.manifest import encode
 from lockstep.checkpoint.manifest_reader import read_manifest
+from lockstep.checkpoint.saving import pending as pending_module
 from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy
 from lockstep.checkpoint.state.model_state import ModelState
@@ -384,6 +386,39 @@ def test_training_continues_if_not_even_the_checkpoints_can_be_listed(
     reasons = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
     assert len(reasons) == 2
     assert all("Training continues; the checkpoints cannot be listed: " in reason for reason in reasons)
+
+
+def test_a_save_that_failed_is_tried_again_after_a_pause_that_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run lost all steps up to the next save that was due: here it never is."""
+    write = CheckpointStorage.write
+    clock = SimpleNamespace(now=0.0)
+    failing = range(20)
+
+    class Away(Dropped):
+        def after_step(self, run: Any, result: Any) -> None:
+            clock.now += pending_module.RETRY_S
+            monkeypatch.setattr(CheckpointStorage, "write", stale if run.steps_done in failing else write)
+            if run.steps_done == 1:
+                run.save()
+
+    monkeypatch.setattr(pending_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    rules = {"minutes": None, "at_end": False, "asynchronous": False, "keep": 9}
+    lockstep.fit(Away(), run_dir=tmp_path, steps=60, checkpoint=rules)
+
+    # Each try is seen to have failed one step later, and its successor is requested one step before it is made.
+    events = read_jsonl(tmp_path / "events.jsonl")
+    reasons = [event["reason"] for event in events if event["event"] == "warning"]
+    failed = [int(reason.split("STEP ")[1].split()[0]) for reason in reasons]
+    pauses = [later - earlier for earlier, later in pairwise(failed)]
+    assert all(later >= 2 * earlier - 3 for earlier, later in pairwise(pauses)), failed
+    assert "; the next try is within 30 s of training" in reasons[0]
+    assert "; the next try is within 60 s of training" in reasons[1]
+
+    # One of them succeeds, and is the last: nothing else was asked for.
+    [step] = [found.step for found in committed(CheckpointStorage(tmp_path / "checkpoints"))]
+    assert failed[-1] < 20 <= step < 60
 
 
 def test_a_registered_object_never_replaces_one_of_the_run(tmp_path: Path) -> None:
