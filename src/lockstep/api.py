@@ -112,7 +112,7 @@ class RunResult:
         """The trained model, on the CPU."""
         from safetensors.torch import load_model
 
-        from lockstep.checkpoint.state.model_names import frozen_names
+        from lockstep.checkpoint.state.model_state import frozen_names
 
         model = self.task.model()
         missing, extra = load_model(model, str(self.run_dir / "model.safetensors"), strict=False)

@@ -33,7 +33,7 @@ from lockstep.checkpoint.resume import Resumed, Resumer
 from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.pending import PendingSave
-from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.state.contents import collect, shards_of
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim, delete_leftovers, update_latest
@@ -309,7 +309,7 @@ class CheckpointManager:
         self.pending.settle()
         with self.runtime.heartbeat.visit("snapshot", steps_done):
             contents = collect(self.state, self.runtime, self.log_event, self._run_values(plan, metrics))
-            save = self.pending.start(steps_done, contents, metrics)
+            save = self.pending.start(steps_done, contents)
 
         # The next update changes the optimizers' state, which may still be copied.
         self.update.before_next_update(save.wait_for_copy)

@@ -22,7 +22,7 @@ from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
-from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage import (

@@ -17,8 +17,7 @@ from pathlib import Path
 
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveError, SaveFailed
-from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.saving.save import Save, Saver
 from lockstep.checkpoint.storage import committed
 from lockstep.runtime.context import EventLogger, Runtime
 
@@ -62,10 +61,10 @@ class PendingSave:
         # The step of the last checkpoint that is committed in this run's folder; None: there is none.
         self.last_committed: int | None = None
 
-    def start(self, steps_done: int, contents: Contents, metrics: Mapping[str, float]) -> Save:
+    def start(self, steps_done: int, contents: Contents) -> Save:
         """Copy this rank's contents, and begin to write them. Call `settle` first."""
         assert self.save is None, f"the save of step {self.save.steps_done} is not settled"
-        self.save = self._saver.start(steps_done, contents, metrics)
+        self.save = self._saver.start(steps_done, contents)
         self._logged = self._has_new_metrics = False
         self._retry_at = math.inf
         return self.save

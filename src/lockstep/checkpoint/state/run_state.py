@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.state.captured import CapturedTensor, pack_into
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.optimizer_state import OptimizerStates, merge_optimizers
-from lockstep.checkpoint.state.state_tree import JsonDict, pack, unpack
+from lockstep.checkpoint.state.state_tree import CapturedTensor, JsonDict, pack, pack_into, unpack
 from lockstep.checkpoint.state.stateful import (
     TENSOR_KINDS,
     RegisteredState,

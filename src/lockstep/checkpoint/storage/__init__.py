@@ -1,9 +1,8 @@
 """Where checkpoints are kept: the folder RUN/checkpoints, the stores for their tensors, and the rules of a commit.
 
 `folder.CheckpointStorage` is that folder: the rest of the package reads, writes, lists, renames and deletes checkpoints
-only through it. Their tensors may be elsewhere: `stores` says what a store must do, and how it is found; `files` and
-`fsspec_store` are two of them. `together` lets all ranks act alike if the folder is away. Nothing here imports torch,
-so that `lockstep ckpt ls` starts fast.
+only through it. Their tensors may be elsewhere: `stores` says what a store must do, and how it is found. `together`
+lets all ranks act alike if the folder is away. Nothing here imports torch, so that `lockstep ckpt ls` starts fast.
 """
 
 from __future__ import annotations

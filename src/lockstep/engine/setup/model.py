@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.checkpoint.init_from.weights import InitialWeights, load_initial_weights
-from lockstep.checkpoint.state.model_names import frozen_names
+from lockstep.checkpoint.state.model_state import frozen_names
 from lockstep.checkpoint.storage import CheckpointStorage, committed
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas
