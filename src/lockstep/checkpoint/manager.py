@@ -41,7 +41,6 @@ from lockstep.checkpoint.storage.together import run_on_rank0
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
 from lockstep.errors import UserError, plural
-from lockstep.launch.folder.checkpoint_names import folder_name
 from lockstep.observe.run_folder import RunFolder
 from lockstep.optim.optimizers import Update
 from lockstep.plan.plan import Plan
@@ -337,7 +336,7 @@ class CheckpointManager:
     def last_location(self) -> str | None:
         """Return where the last committed checkpoint of this run is; None if there is none. Local."""
         step = self.pending.last_committed
-        return None if step is None else str(Checkpoint(self.storage, folder_name(step)).path)
+        return None if step is None else str(Checkpoint.of(self.storage, step).path)
 
     def close(self, timeout: float = 0.0) -> None:
         """End the saves. One that is being written gets `timeout` seconds to finish. Local."""

@@ -83,6 +83,10 @@ class InvalidCheckpoint(Exception):
     def __str__(self) -> str:
         return f"{self.checkpoint.name}/{self.file}: {self.why}"
 
+    @property
+    def sentence(self) -> str:
+        return f"checkpoint {self.checkpoint.name} {self.verdict}: {self.file}: {self.why}"
+
 
 class Damaged(InvalidCheckpoint):
     """The bytes are not those that were written."""

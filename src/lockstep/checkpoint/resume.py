@@ -14,13 +14,12 @@ from typing import Any
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.search import wait_for_newest_valid
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, set_aside, set_aside_after
+from lockstep.checkpoint.storage import CheckpointStorage, checkpoints_at, set_aside, set_aside_after
 from lockstep.checkpoint.storage.together import run_on_rank0
 from lockstep.config import RunConfig
 from lockstep.config.changes import Change, config_changes
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import step_in
-from lockstep.launch.folder.run_dir import is_checkpoint, run_of
 from lockstep.launch.folder.start_from import StartFrom
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import reseed_at
@@ -65,16 +64,11 @@ class Resumer:
 
     def _find_named(self, path: Path) -> CheckpointReader:
         """Find what --resume names: a checkpoint, or a run, whose newest valid checkpoint is used. Collective."""
-        if is_checkpoint(path):
-            checkpoint = Checkpoint.at(path)
-            reader = self._find(checkpoint.storage, checkpoint.name)
-        else:
-            reader = self._find(CheckpointStorage(run_of(path) / "checkpoints"))
-
+        reader = self._find(*checkpoints_at(path))
         if reader is None:
             raise UserError(
                 f"--resume {path} cannot be used: that run has no checkpoint",
-                "",
+                "" if path.exists() else "no such folder",
                 "leave --resume out to start from the beginning",
             )
 
@@ -93,8 +87,7 @@ class Resumer:
         """Warn about newer checkpoints, which are damaged. If they are this run's, they are set aside. Collective."""
         for skipped in reader.skipped:
             name = skipped.checkpoint.name
-            problem = f"checkpoint {name} {skipped.verdict}: {skipped.file}: {skipped.why}"
-            text = f"{problem}; resuming from {reader.checkpoint.name}"
+            text = f"{skipped.sentence}; resuming from {reader.checkpoint.name}"
 
             kept_as = self._set_own_aside(skipped.checkpoint.storage, partial(set_aside, self.storage, name, "damaged"))
             if kept_as:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import api, targets
-from lockstep.checkpoint.export import choose, choose_best, has_checkpoints
+from lockstep.checkpoint.export import choose, has_checkpoints
 from lockstep.config import Layer, check, resolve_for
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import UserError
@@ -115,8 +115,7 @@ def _weights(request: EvaluateRequest) -> Path:
     if not request.best and request.step is None and not has_checkpoints(path) and final.exists():
         return final
 
-    chosen = choose_best(path) if request.best else choose(path, request.step)
-    return chosen.path
+    return choose(path, request.step, request.best).path
 
 
 def work(spec: dict[str, Any]) -> None:

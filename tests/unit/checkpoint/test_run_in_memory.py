@@ -232,6 +232,18 @@ def test_resuming_from_another_run_leaves_its_damaged_checkpoint_where_it_is(tmp
     assert warning.endswith("resuming from step-00000006")
 
 
+def test_a_damaged_checkpoint_that_init_from_passes_over_is_named(tmp_path: Path) -> None:
+    """The run began with older weights than the newest ones, and nothing said so."""
+    lockstep.fit(Dropped(), run_dir=tmp_path / "other", checkpoint={"every": 6})
+    (tmp_path / "other" / "summary.json").unlink()  # it has not ended: its newest checkpoint is meant
+    (tmp_path / "other" / "checkpoints" / "step-00000012" / "rank-00000.safetensors").write_bytes(b"")
+
+    lockstep.fit(Dropped(), run_dir=tmp_path / "new", init_from=str(tmp_path / "other"), steps=1)
+    [warning] = [e["reason"] for e in read_jsonl(tmp_path / "new" / "events.jsonl") if e["event"] == "warning"]
+    assert warning.startswith("checkpoint step-00000012 is damaged: rank-00000.safetensors: has 0 bytes")
+    assert warning.endswith("; init_from reads step-00000006")
+
+
 def test_a_checkpoint_of_another_version_is_passed_over_only_on_demand_and_kept(tmp_path: Path) -> None:
     lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"every": 6})
     folder = tmp_path / "checkpoints"

@@ -68,7 +68,7 @@ class Commit:
         self.context.check_owner()
         warning = self._rename()
         self.context.metrics.add(self.steps_done, manifest.metrics)
-        checkpoint = Checkpoint(self.storage, folder_name(self.steps_done))
+        checkpoint = Checkpoint.of(self.storage, self.steps_done)
         return Committed(checkpoint, len(encoded) + manifest.bytes, warning)
 
     def _rename(self) -> str:

@@ -17,6 +17,7 @@ from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
 from lockstep.launch.folder.checkpoint_names import (
     LATEST,
     OWNER,
+    folder_name,
     name_aside,
     name_before_replaced,
     name_replaced,
@@ -24,11 +25,13 @@ from lockstep.launch.folder.checkpoint_names import (
     step_in,
     token_in,
 )
+from lockstep.launch.folder.run_dir import is_checkpoint
 
 __all__ = [
     "Checkpoint",
     "CheckpointStorage",
     "NotDurable",
+    "checkpoints_at",
     "claim",
     "commit_draft",
     "committed",
@@ -57,6 +60,11 @@ class Checkpoint:
         path = path.resolve() if path.name in ("", "..") else path
         return cls(CheckpointStorage(path.parent), path.name)
 
+    @classmethod
+    def of(cls, storage: CheckpointStorage, step: int) -> Checkpoint:
+        """Return the committed checkpoint of a step."""
+        return cls(storage, folder_name(step))
+
     @property
     def path(self) -> Path:
         """The folder of this checkpoint. Its tensors may be elsewhere: `open` finds them."""
@@ -71,6 +79,15 @@ class Checkpoint:
 
     def open(self, file: str) -> io.BufferedIOBase:
         return self.storage.open(f"{self.name}/{file}")
+
+
+def checkpoints_at(path: Path) -> tuple[CheckpointStorage, str | None]:
+    """Return where the checkpoints of the run at `path` are. If `path` is a checkpoint itself, return its name, too."""
+    if is_checkpoint(path):
+        checkpoint = Checkpoint.at(path)
+        return checkpoint.storage, checkpoint.name
+
+    return CheckpointStorage(path / "checkpoints"), None
 
 
 # ---- the rules of a commit ----
