@@ -124,11 +124,6 @@ def choose(path: Path, step: int | None = None, best: bool = False) -> Checkpoin
     return checkpoints[chosen]
 
 
-def has_checkpoints(path: Path) -> bool:
-    """Return whether a run has committed checkpoints."""
-    return (path / "checkpoints").is_dir() and bool(committed(storage_of(path)))
-
-
 def _best(path: Path) -> Checkpoint:
     """Return the best checkpoint of the run at `path`, by its setting `checkpoint.best`."""
     storage = storage_of(path)

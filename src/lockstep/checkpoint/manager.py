@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -60,10 +60,11 @@ class CheckpointManager:
         runtime: Runtime,
         log_event: EventLogger,
         update: Update,
+        fixed_settings: Collection[str] = (),
     ):
         """Keep references to the objects of a run. Nothing is read or written here.
 
-        `update`: it must wait until a save has copied the optimizers' state.
+        `update`: it must wait until a save has copied the optimizers' state. `fixed_settings`: see `Task`.
         """
         # The objects of the run.
         self.folder = folder
@@ -88,7 +89,7 @@ class CheckpointManager:
         )
         self._saver = Saver(self._context, settings.asynchronous)
         self.pending = PendingSave(self._saver, self._context, runtime, log_event, folder.as_shown)
-        self._resumer = Resumer(storage, state, config, runtime, log_event)
+        self._resumer = Resumer(storage, state, config, runtime, log_event, fixed_settings)
 
         # When a checkpoint was last saved or loaded, or else the run began.
         self._last_time = time.monotonic()

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,13 +42,20 @@ class Resumer:
     """Finds and loads checkpoints for one run, whose own ones are in `storage`."""
 
     def __init__(
-        self, storage: CheckpointStorage, state: RunState, config: RunConfig, runtime: Runtime, log_event: EventLogger
+        self,
+        storage: CheckpointStorage,
+        state: RunState,
+        config: RunConfig,
+        runtime: Runtime,
+        log_event: EventLogger,
+        fixed_settings: Collection[str],
     ):
         self.storage = storage
         self.state = state
         self.config = config
         self.runtime = runtime
         self.log_event = log_event
+        self.fixed_settings = fixed_settings
 
     def find(self, start: StartFrom) -> CheckpointReader | None:
         """Find the checkpoint from which the run starts; None if it starts from its beginning. Collective."""
@@ -142,7 +149,7 @@ class Resumer:
     def _check_fixed(self, changed_settings: list[Change]) -> None:
         """Refuse a changed setting on which the task's saved state depends (`Task.fixed_settings`)."""
         for key, before, now in changed_settings:
-            if key in self.state.fixed_settings:
+            if key in self.fixed_settings:
                 raise UserError(
                     f"{key}={now} does not fit the checkpoint: the task saved its state with {key}={before}",
                     "",

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import api, targets
-from lockstep.checkpoint.export import choose, has_checkpoints
+from lockstep.checkpoint.export import choose
+from lockstep.checkpoint.storage import checkpoints_at, committed
 from lockstep.config import Layer, check, resolve_for
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import UserError
@@ -112,7 +113,7 @@ def _weights(request: EvaluateRequest) -> Path:
     # A run without checkpoints may still have its final weights. Training has evaluated their averages, if it had any.
     averages = path / "ema.safetensors"
     final = averages if averages.exists() else path / "model.safetensors"
-    if not request.best and request.step is None and not has_checkpoints(path) and final.exists():
+    if not request.best and request.step is None and not committed(checkpoints_at(path)[0]) and final.exists():
         return final
 
     return choose(path, request.step, request.best).path

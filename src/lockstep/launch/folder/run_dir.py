@@ -243,7 +243,7 @@ class CheckpointFacts:
 
 def read_checkpoint_facts(checkpoints: Path) -> CheckpointFacts:
     """Look at the checkpoints of a run. Raises OSError if that is not possible: then nothing is known about them."""
-    names = _folders_in(checkpoints)
+    names = folders_in(checkpoints)
     confirmed = set()
     has_manifest = False
 
@@ -264,7 +264,7 @@ def latest(checkpoints: Path) -> Path | None:
     Its contents are not verified; `checkpoint.search` does that.
     """
     with suppress(OSError):
-        newest = _newest_of(checkpoints, _folders_in(checkpoints))
+        newest = _newest_of(checkpoints, folders_in(checkpoints))
         return checkpoints / newest if newest else None
 
     return None
@@ -275,10 +275,11 @@ def latest_step(checkpoints: Path) -> int | None:
     return step_in(checkpoint.name) if checkpoint else None
 
 
-def _folders_in(checkpoints: Path) -> list[str]:
-    """Return the folders in RUN/checkpoints. Raises OSError if they cannot be listed."""
-    # Before the first attempt there is no such folder.
-    with suppress(FileNotFoundError), os.scandir(checkpoints) as entries:
+def folders_in(checkpoints: Path) -> list[str]:
+    """Return the names of the folders in RUN/checkpoints, in any order. Raises OSError if they cannot be listed."""
+    # Before the first save there is no such folder. Any other error must not look as if there were no checkpoints.
+    # One scandir, because a stat call for each of 200,000 entries would take a second.
+    with suppress(FileNotFoundError, NotADirectoryError), os.scandir(checkpoints) as entries:
         return [entry.name for entry in entries if entry.is_dir()]
 
     return []

@@ -34,7 +34,7 @@ class StartFrom:
         return self.named is not None or (self.newest and has_checkpoint())
 
 
-def choose_start(resume: str, run_dir: Path, attempt: int) -> StartFrom:
+def choose_start(resume: str, run_dir: Path, attempt: int = 0) -> StartFrom:
     """Return where this attempt starts. `resume` is the setting: never, auto, a run or a checkpoint.
 
     Raise a UserError if it names neither a run nor a checkpoint.
@@ -60,14 +60,6 @@ def choose_start(resume: str, run_dir: Path, attempt: int) -> StartFrom:
 
     # A restart goes on from what this run has saved since.
     return StartFrom(newest=attempt > 0, named=resume)
-
-
-def checkpoint_to_go_back_to(resume: str, run_dir: Path) -> str | None:
-    """Return the name of the checkpoint of this run that --resume names; None if it names none.
-
-    `resume` and `run_dir`: as in `choose_start`.
-    """
-    return choose_start(resume, run_dir, attempt=0).goes_back_to
 
 
 def going_back_mark(run_dir: Path) -> Path:

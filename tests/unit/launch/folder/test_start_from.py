@@ -13,7 +13,7 @@ from lockstep.checkpoint.resume import Resumer
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import MANIFEST
 from lockstep.launch.folder.run_dir import GOING_BACK, latest_step, read_checkpoint_facts
-from lockstep.launch.folder.start_from import StartFrom, checkpoint_to_go_back_to, choose_start, mark_going_back
+from lockstep.launch.folder.start_from import StartFrom, choose_start, mark_going_back
 
 BEGINNING = StartFrom()
 NEWEST = StartFrom(newest=True)
@@ -46,7 +46,7 @@ def test_where_a_run_starts(runs: Path, resume: str, first: StartFrom, restarted
         start = choose_start(setting, runs / "this", attempt)
         assert start == replace(expected, named=setting if expected.named else None)
         assert start == StartFrom(**json.loads(json.dumps(vars(start))))  # rank 0 sends it to the others
-    assert checkpoint_to_go_back_to(setting, runs / "this") == ("step-00000003" if first.goes_back else None)
+    assert choose_start(setting, runs / "this").goes_back_to == ("step-00000003" if first.goes_back else None)
 
 
 @pytest.mark.parametrize("has_checkpoint", [True, False])
@@ -88,12 +88,12 @@ def test_a_restart_goes_back_even_if_rank_0_never_opened_the_folder(runs: Path) 
     (checkpoints / "step-00000009").mkdir()
     named = checkpoints / "step-00000003"
 
-    mark_going_back(runs / "this", checkpoint_to_go_back_to(str(named), runs / "this"))
+    mark_going_back(runs / "this", choose_start(str(named), runs / "this").goes_back_to)
     assert latest_step(checkpoints) == 3  # so that step 9 does not count as progress
     assert choose_start(str(named), runs / "this", 1) == StartFrom(named=str(named), goes_back=True)
 
     # The next job goes on from the newest one.
-    mark_going_back(runs / "this", checkpoint_to_go_back_to("auto", runs / "this"))
+    mark_going_back(runs / "this", choose_start("auto", runs / "this").goes_back_to)
     assert latest_step(checkpoints) == 9
 
 
@@ -106,7 +106,7 @@ def test_a_restart_goes_back_to_a_checkpoint_that_was_set_aside_even_if_rank_0_n
     named.mkdir()
     (named / MANIFEST).touch()
 
-    mark_going_back(runs / "this", checkpoint_to_go_back_to(str(named), runs / "this"))
+    mark_going_back(runs / "this", choose_start(str(named), runs / "this").goes_back_to)
     assert choose_start(str(named), runs / "this", 1) == StartFrom(named=str(named), goes_back=True)
     assert latest_step(checkpoints) is None  # step 3 is of the other history
 
