@@ -27,13 +27,12 @@ from lockstep.config import resolve
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import open_run
-from lockstep.parallel import apply, driver
+from lockstep.parallel import apply
 from lockstep.parallel.compiled import compilation, judge, kernel_times, payoff, targets
 from lockstep.parallel.compiled.compilation import Deadline
 from lockstep.parallel.compiled.compiler import Compiler
 from lockstep.parallel.compiled.kernel_times import KernelTimer
 from lockstep.runtime import context
-from lockstep.runtime.attention import CudnnPause
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import COMPILER, Pool
@@ -563,14 +562,6 @@ def test_runs_that_take_turns_leave_the_choice_of_kernels_alone(
     assert tasks[0].seen == tasks[1].seen == [False] * 5 + [True] * 3
 
 
-class Looking(CudnnPause):
-    """As on a GPU, if nothing is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.needed = None
-
-
 class NoticingRagged(Noticing):
     lengths = (5, 5, 9, 9, 3, 5)
 
@@ -584,7 +575,7 @@ class NoticingRagged(Noticing):
 def test_without_compiled_code_cudnn_is_off_from_the_third_size_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "CudnnPause", Looking)
+    monkeypatch.setattr(apply, "may_change_kernels", lambda *_: True)  # as on a GPU
     task = NoticingRagged()
     values = {
         "compile": False,
