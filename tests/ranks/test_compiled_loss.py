@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -196,6 +198,31 @@ def slow_compiler(seconds: float) -> Any:
     return backend
 
 
+KERNEL = "ab/kernel.so"  # in torch's cache
+
+
+def cached_compiler(graph: Any, inputs: Any) -> Any:
+    """Loads its kernel from torch's cache if there is one, and otherwise needs none."""
+    kernel = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / KERNEL
+    if kernel.exists():
+        spec = importlib.util.spec_from_file_location("kernel", kernel)
+        assert spec is not None
+        importlib.util.module_from_spec(spec)
+
+    return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+def broken_compiler(graph: Any, inputs: Any) -> Any:
+    """Writes a kernel that cannot be loaded."""
+    (Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / KERNEL).write_bytes(b"\x7fELF")
+    return cached_compiler(graph, inputs)
+
+
+def trained_with_cache(world: World, store: Any, folder: str, cache: str, **options: Any) -> dict[str, Any]:
+    with patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": cache}):
+        return trained(world, store, folder, **options)
+
+
 def trained(
     world: World,
     store: Any,
@@ -266,6 +293,23 @@ def test_the_loss_is_compiled_with_the_model(ranks: int, pool: Any, tmp_path: An
         assert rank["graphs"] == 1
         assert expected["graphs"] == 0
         assert_close(rank, expected)
+
+
+@pytest.mark.parametrize("backend", [cached_compiler, broken_compiler])
+def test_a_file_that_a_killed_compiler_left_is_compiled_anew(backend: Any, pool: Any, tmp_path: Path) -> None:
+    kernel = tmp_path / "cache" / KERNEL
+    kernel.parent.mkdir(parents=True)
+    kernel.write_bytes(b"\x7fELF")
+    job = partial(trained_with_cache, cache=str(tmp_path / "cache"), backend=backend)
+    (reason,) = pool.run(job, str(tmp_path / "run"), world=1)[0]["events"]
+    if backend is cached_compiler:
+        assert reason.startswith("compiled the loss with the model in")
+        assert "not " not in reason
+        assert not kernel.exists()
+    else:
+        # It is not tried for ever.
+        assert reason.startswith("nothing: not the loss with the model: ImportError: ")
+        assert str(kernel) in reason
 
 
 @pytest.mark.parametrize("option", ["ddp.static_graph", "ddp.find_unused_parameters"])
