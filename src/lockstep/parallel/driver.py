@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint.state.model_names import frozen_names, is_extra, tied_names
+from lockstep.checkpoint.state.model_state import frozen_names, is_extra, tied_names
 from lockstep.config import RunConfig
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.batchnorm.statistics import running_statistics
