@@ -17,10 +17,8 @@ from lockstep.data.sources import open_source
 from lockstep.engine.checks.settings import check_before_batch, check_same_config, check_sample_log, check_steps_left
 from lockstep.engine.evaluation.evaluations import Evaluations
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
-from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
-from lockstep.engine.hooks.view import BuiltRunView
-from lockstep.engine.load_balance import LoadBalancer, open_load_balancer
+from lockstep.engine.load_balance import balance_load
 from lockstep.engine.log.banner import describe_resume, describe_run
 from lockstep.engine.log.step_log import SampleLog, StepLog
 from lockstep.engine.model_setup import ModelSetup
@@ -49,13 +47,13 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
     # A DataLoader may set what the configuration leaves open, so it comes first.
     data, collate, loader_lines = _take_loader(builder, data, collate)
     config, runtime, driver = builder.config, builder.runtime, setup.driver
-    for hook in builder.hooks.named("before_batch") if builder.hooks else ():
+    for hook in builder.hooks.named("before_batch"):
         check_before_batch(config, driver.role, runtime.world.alone, hook)
 
     # The length of the data determines the plan: how a batch is split, and the number of steps.
     plan, source = _open_data(builder, driver, data, collate)
-    load_balancer = open_load_balancer(config.load_balance, plan, source, driver, runtime, builder.recorder.event)
-    stepper = _make_stepper(builder, setup, plan, load_balancer)
+    balance_load(config.load_balance, plan, source, driver, runtime, builder.recorder.event)
+    stepper = _make_stepper(builder, setup, plan)
 
     # Resuming restores everything that is registered, so all of it must exist by now.
     checkpoints = _open_checkpoints(builder, setup, stepper, source)
@@ -64,7 +62,10 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
         plan = continue_plan(resumed, plan, source, stepper, config)
 
     # The loop continues where the checkpoint was written. Then the banner describes what was made.
-    log = StepLog(config.log.every, plan, stepper, builder.recorder, _open_sample_log(builder))
+    if config.log.samples:
+        driver.parts.append(SampleLog(builder.folder, runtime.world.rank))
+
+    log = StepLog(config.log.every, plan, stepper, builder.recorder)
     requests = _make_requests(plan, stepper, checkpoints, resumed)
     # A rewind takes back neither the time that has passed nor what was requested.
     state = checkpoints.state
@@ -92,13 +93,12 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
         plan=plan,
         source=source,
         stepper=stepper,
-        load_balancer=load_balancer,
         checkpoints=checkpoints,
         resumed=resumed,
         requests=requests,
         log=log,
         evaluations=evaluations,
-        hooks=builder.hooks or Hooks(BuiltRunView(builder)),
+        hooks=builder.hooks,
     )
 
     _begin(run)
@@ -116,7 +116,7 @@ def _begin(run: Run) -> None:
     run.checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
 
     if run.config.profile.count:
-        run.profiled = ProfiledSteps(run)
+        run.driver.parts.insert(0, ProfiledSteps(run))
 
 
 # ---- the data ----
@@ -165,8 +165,8 @@ def _open_data(builder: RunBuilder, driver: Driver, data: Any, collate: Collate)
 # ---- the step and its checkpoints ----
 
 
-def _make_stepper(builder: RunBuilder, setup: ModelSetup, plan: Plan, load_balancer: LoadBalancer | None) -> Stepper:
-    """Make the learning rate and the step. `load_balancer` measures the steps."""
+def _make_stepper(builder: RunBuilder, setup: ModelSetup, plan: Plan) -> Stepper:
+    """Make the learning rate and the step."""
     rate = make_learning_rate(
         builder.config.lr,
         builder.resolved.sources,
@@ -187,12 +187,10 @@ def _make_stepper(builder: RunBuilder, setup: ModelSetup, plan: Plan, load_balan
         reports_loss=setup.driver.role.reports_loss,
         reads_loss=builder.reads_loss,
         log_event=builder.recorder.event,
-        # Load balancing measures the time of a rank up to the start of its gradient all-reduce.
-        before_all_reduce=load_balancer.mark if load_balancer else None,
     )
 
     # Only a hook that delays parameters makes the step ask which ones it trains.
-    delaying = builder.hooks.named("first_steps") if builder.hooks else []
+    delaying = builder.hooks.named("first_steps")
     trained = TrainedParameters(setup.driver, delaying) if delaying else None
     return Stepper(context, setup.driver, setup.optimizers, rate, trained)
 
@@ -280,16 +278,6 @@ def _describe_weights(setup: ModelSetup, plan: Plan, source: BatchSource, resume
         facts["exact"] = setup.exactness.begin(source, plan, resumed.changed_settings if resumed else [])
 
     return facts
-
-
-def _open_sample_log(builder: RunBuilder) -> SampleLog | None:
-    if not builder.config.log.samples:
-        return None
-
-    path = builder.folder.path / "samples" / f"rank-{builder.runtime.world.rank}.jsonl"
-    samples = SampleLog(path, builder.folder.attempt)
-    builder.on_failure(samples.close)
-    return samples
 
 
 def _continue_records(builder: RunBuilder, resumed: Resumed, requests: Requests, plan: Plan) -> str:
