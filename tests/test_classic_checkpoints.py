@@ -30,7 +30,7 @@ def trainer_of(world: World, store: Any) -> DistributedAMPTrainer:
     """Return a trainer after one step, whose ranks wait for no more than a test may take."""
     among(world, store)
     trainer = DistributedAMPTrainer(net(), FP32)
-    trainer.time_limit = timedelta(seconds=30)
+    trainer.time_limit = timedelta(seconds=120)
     trainer.training_step(batch_of(world))
     return trainer
 
@@ -44,7 +44,7 @@ def tell(what: str) -> None:
 
 
 def wait(what: str) -> None:
-    dist.distributed_c10d._get_default_store().wait([what], timedelta(seconds=30))
+    dist.distributed_c10d._get_default_store().wait([what], timedelta(seconds=120))
 
 
 def test_a_machine_verifies_the_bytes_on_its_own_disk(tmp_path: Path) -> None:

@@ -632,6 +632,10 @@ def _resume_hint(resume_command: ResumeCommand | None) -> Iterator[None]:
     try:
         yield
     except Preempted as error:
+        if error.save_failed and resume_command and _speaks_for_all():
+            problem = f"the save of step {error.step} failed: what was trained since the newest checkpoint is lost"
+            print(f"lockstep: {problem}", file=sys.stderr)
+
         # A checkpoint in a storage elsewhere has no folder that could be named here.
         with suppress(UserError):
             if error.checkpoint and resume_command and _speaks_for_all():

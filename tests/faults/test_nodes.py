@@ -11,6 +11,7 @@ import pytest
 from launchers import HERE, MODULES, PATIENCE_S, alive, events, pid_of, until
 
 import preloaded
+from faults.conftest import SOON
 from ports import free_port
 
 PUPPET = HERE / "puppet.py"
@@ -45,7 +46,7 @@ def test_a_signal_at_any_node_reaches_all(nodes, tmp_path, monkeypatch, one_log)
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_node_ends_a_job_that_needs_it(nodes, tmp_path, how):
-    first, second = nodes(2)
+    first, second = nodes(2, **SOON)
     ranks = [pid_of(tmp_path, 0, rank) for rank in (0, 1)]
     second.signal(how)
     assert first.wait() == 75
@@ -85,7 +86,7 @@ def test_a_newcomer_that_cannot_import_leaves_and_the_job_goes_on(nodes, tmp_pat
     assert "a library is missing on this machine" in second.said
 
     # It has saved for the newcomer, and trains alone again.
-    attempts = until(lambda: [path for path in tmp_path.glob("[1-9]-0") if path.read_text().endswith(" 1")])
+    attempts = until(lambda: [path for path in sorted(tmp_path.glob("[1-9]-0")) if path.read_text().endswith(" 1")])
     assert alive(int(attempts[-1].read_text().split()[0]))
     assert "(127.0.0.2) was dropped: the process" in first.said
     first.signal(signal.SIGTERM)

@@ -15,6 +15,7 @@ from typing import Any
 
 from lockstep.config import Resolved, RunConfig, to_yaml
 from lockstep.errors import UserError
+from lockstep.launch import records
 from lockstep.launch.folder.locks import lock
 from lockstep.launch.folder.run_dir import choose_run_dir, holds_a_run, not_writable, prepare, refuse_another_run
 from lockstep.launch.folder.start_from import StartFrom, choose_start, going_back_mark, mark_going_back
@@ -135,12 +136,14 @@ def _seen_mark(folder: RunFolder) -> Path:
 
 def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
     """Write what is known before the first step."""
-    (run_dir / "config.yaml").write_text(to_yaml(resolved.config))
-    (run_dir / "config.sources.json").write_text(json.dumps(resolved.sources, indent=2))
-    (run_dir / "plan.json").write_text(json.dumps(plan, indent=2))
+    # Each in one piece: after a kill, --resume reads what was typed for the run from these files.
+    records.write(run_dir / "config.yaml", to_yaml(resolved.config))
+    records.write(run_dir / "config.sources.json", json.dumps(resolved.sources, indent=2))
+    records.write(run_dir / "plan.json", json.dumps(plan, indent=2))
+
     # A summary from before a resume is out of date.
     (run_dir / "summary.json").unlink(missing_ok=True)
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    (run_dir / "summary.json").write_text(json.dumps(finite(summary), indent=2))
+    records.write(run_dir / "summary.json", json.dumps(finite(summary), indent=2))

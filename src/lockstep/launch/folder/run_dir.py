@@ -218,7 +218,8 @@ def stored(run: Path, name: str) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        fix = f"restore it, or remove {name}, config.yaml and config.sources.json there, and give the settings again"
+        files = " and ".join(dict.fromkeys([name, "config.yaml", "config.sources.json"]))
+        fix = f"restore it, or remove {files} there, and give the settings again"
         raise UserError(f"the file {name} of the run {run} cannot be read", f"{why}", fix) from None
 
 

@@ -113,8 +113,12 @@ class FolderWatch:
         # Usually there is no such file. After an error of the disk, the next look may read it.
         request = self._run_dir / REQUEST
         with suppress(OSError):
-            self.resize_requests.append(records.read_bytes(request, most=4096).decode(errors="replace").strip())
-            request.unlink()
+            text = records.read_bytes(request, most=4096).decode(errors="replace").strip()
+
+            # `echo` in a shell makes the file before it writes the number: the next look finds it.
+            if text:
+                self.resize_requests.append(text)
+                request.unlink()
 
     def close(self) -> None:
         self._closed.set()
