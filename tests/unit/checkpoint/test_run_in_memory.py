@@ -419,8 +419,8 @@ def test_a_save_that_failed_is_tried_again_after_a_pause_that_grows(
     rules = {"minutes": None, "at_end": False, "asynchronous": False, "keep": 9}
     lockstep.fit(Away(), run_dir=tmp_path, steps=60, checkpoint=rules)
 
-    # A step of this clock takes as long as the first pause. Three more pass from a try until its failure is known to all
-    # ranks, and from the request for the next one until it is made.
+    # A step of this clock takes as long as the first pause. Three more pass from a try until its failure is known to
+    # all ranks, and from the request for the next one until it is made.
     events = read_jsonl(tmp_path / "events.jsonl")
     reasons = [event["reason"] for event in events if event["event"] == "warning"]
     failed = [int(reason.split("STEP ")[1].split()[0]) for reason in reasons]
