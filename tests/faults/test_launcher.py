@@ -11,6 +11,7 @@ from launchers import MODULES, Launcher, alive, children_of, events, parent_of, 
 
 from lockstep.errors import ExitCode, UserError
 from lockstep.launch.job import Bounds, Job
+from lockstep.launch.ranks import local_ranks
 from lockstep.launch.supervisor import JobEnd, supervise
 
 
@@ -332,9 +333,7 @@ def test_the_process_that_starts_ranks_is_replaced(run, tmp_path, capfd):
 @pytest.fixture
 def impatient(monkeypatch):
     monkeypatch.setattr("lockstep.launch.hangs.suspicion.HALTED_S", 0.3)
-    monkeypatch.setattr(
-        "lockstep.launch.hangs.collection.RANKS_STACKS_S", 60.0
-    )  # a rank that can answer does so sooner
+    monkeypatch.setattr(local_ranks, "RANKS_STACKS_S", 60.0)  # a rank that can answer does so sooner
     monkeypatch.setattr("lockstep.launch.agent.RANKS_KILL_S", 0.3)
 
 
@@ -344,9 +343,7 @@ def in_the_meantime(act) -> None:
 
 @pytest.mark.usefixtures("impatient")
 def test_a_stopped_process_that_starts_ranks_is_replaced(run, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(
-        "lockstep.launch.hangs.collection.RANKS_STACKS_S", 0.3
-    )  # the dead rank would not answer in any time
+    monkeypatch.setattr(local_ranks, "RANKS_STACKS_S", 0.3)  # the dead rank would not answer in any time
 
     def hurt() -> None:
         rank = pid_of(tmp_path, 0, 1)

@@ -47,9 +47,8 @@ def test_the_earlier_of_two_errors_is_the_cause(recorded):
 def test_a_rank_that_records_late_is_still_the_cause(recorded):
     """Its peers may notice that it has left the process group, and record that, before it has recorded anything."""
     cause = ValueError("the real cause")
-    rank_record.stamp(cause)
+    rank_record.ended_by(cause, 1)  # before it leaves the process group
     ended = {0: RankExit(1, recorded(0, RuntimeError(RESET)))}
-    rank_record.stamp(cause)  # seen again on its way out: the first time counts
     ended[1] = RankExit(1, recorded(1, cause))
     assert root_failure(ended).rank == 1
 
