@@ -32,11 +32,10 @@ from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import (
     ACTIVE,
+    CAUSE_WAIT_S,
     COMMIT_S,
     FENCE_S,
-    LOST_PEER_WAIT_S,
     NODES_KILL_S,
-    PEER_WAIT_S,
     QUIET_S,
     START_S,
     STRAGGLER_GRACE_S,
@@ -205,13 +204,7 @@ class JobStateMachine:
         if self._state.status is JobStatus.COLLECT_STACKS:
             self._state.enter(JobStatus.RUN)
 
-        if rank_exit.died_by_itself:
-            seconds = 0.0
-        elif rank_exit.may_report_lost_peer:
-            seconds = LOST_PEER_WAIT_S
-        else:
-            seconds = PEER_WAIT_S
-
+        seconds = CAUSE_WAIT_S[rank_exit.consequence]
         self._state.attempt.blame_at = min(self._state.attempt.blame_at, now + seconds)
 
     def _is_time_to_blame(self, now: float) -> bool:
