@@ -111,7 +111,7 @@ class CheckpointManager:
         if settings.every is not None or settings.minutes is not None or settings.at_end:
             check_space(self.storage, self.state.bytes_at_start(), self.runtime.collectives, self.log_event)
 
-        reader = self.folder.start_from.find(self._resumer)
+        reader = self._resumer.find(self.folder.start_from)
         return None if reader is None else self._load(reader)
 
     def _load(self, reader: CheckpointReader) -> Resumed:

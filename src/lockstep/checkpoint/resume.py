@@ -17,6 +17,7 @@ from lockstep.config.changes import Change, config_changes
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import step_in
 from lockstep.launch.folder.run_dir import is_checkpoint, run_of
+from lockstep.launch.folder.start_from import StartFrom
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import reseed_at
 
@@ -46,11 +47,19 @@ class Resumer:
         self.runtime = runtime
         self.log_event = log_event
 
+    def find(self, start: StartFrom) -> CheckpointReader | None:
+        """Find the checkpoint from which the run starts; None if it starts from its beginning. Collective."""
+        newest = self.find_newest() if start.newest else None
+        if newest is None and start.named:
+            return self._find_named(Path(start.named))
+
+        return newest
+
     def find_newest(self) -> CheckpointReader | None:
         """Find this run's newest valid checkpoint; None if it has none. Collective."""
         return self._find(self.storage)
 
-    def find_named(self, path: Path) -> CheckpointReader:
+    def _find_named(self, path: Path) -> CheckpointReader:
         """Find what --resume names: a checkpoint, or a run, whose newest valid checkpoint is used. Collective."""
         if is_checkpoint(path):
             checkpoint = Checkpoint.at(path)

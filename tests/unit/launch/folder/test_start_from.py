@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lockstep.checkpoint.resume import Resumer
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import MANIFEST
 from lockstep.launch.folder.run_dir import GOING_BACK, latest_step, read_checkpoint_facts
 from lockstep.launch.folder.start_from import (
-    ResumeEarlier,
-    ResumeNamed,
-    ResumeNewest,
     StartFrom,
-    StartNew,
     checkpoint_to_go_back_to,
     choose_start,
-    from_json,
     mark_going_back,
-    to_json,
 )
 
 
@@ -33,56 +29,55 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
+# A stand-in for what --resume names.
+NAMED = "what --resume names"
+
+
 @pytest.mark.parametrize(
     ("resume", "first", "restarted"),
     [
-        ("never", StartNew(), ResumeNewest()),
-        ("auto", ResumeNewest(), ResumeNewest()),
-        ("this", ResumeNewest(), ResumeNewest()),
-        ("this/checkpoints/step-00000003", ResumeEarlier(Path("3")), ResumeNewest(Path("3"))),
-        ("other", ResumeNamed(Path("other")), ResumeNewest(Path("other"))),
-        ("other/checkpoints/step-00000003", ResumeNamed(Path("3")), ResumeNewest(Path("3"))),
+        ("never", StartFrom(), StartFrom(newest=True)),
+        ("auto", StartFrom(newest=True), StartFrom(newest=True)),
+        ("this", StartFrom(newest=True), StartFrom(newest=True)),
+        ("this/checkpoints/step-00000003", StartFrom(False, NAMED, goes_back=True), StartFrom(True, NAMED)),
+        ("other", StartFrom(False, NAMED), StartFrom(True, NAMED)),
+        ("other/checkpoints/step-00000003", StartFrom(False, NAMED), StartFrom(True, NAMED)),
     ],
 )
 def test_where_a_run_starts(runs: Path, resume: str, first: StartFrom, restarted: StartFrom) -> None:
     setting = resume if resume in ("never", "auto") else str(runs / resume)
     for attempt, expected in enumerate([first, restarted]):
-        start = choose_start(setting, runs / "this", attempt)
-        named = {name: path and Path(setting) for name, path in vars(expected).items()}
-        assert start == type(expected)(**named)
-        assert from_json(to_json(start)) == start
-    goes_back = isinstance(first, ResumeEarlier)
-    assert checkpoint_to_go_back_to(setting, runs / "this") == ("step-00000003" if goes_back else None)
+        named = setting if expected.named else None
+        assert choose_start(setting, runs / "this", attempt) == replace(expected, named=named)
+    assert checkpoint_to_go_back_to(setting, runs / "this") == ("step-00000003" if first.goes_back else None)
 
 
 @pytest.mark.parametrize("has_checkpoint", [True, False])
 @pytest.mark.parametrize(
     "start",
     [
-        StartNew(),
-        ResumeNewest(),
-        ResumeNewest(Path("otherwise")),
-        ResumeNamed(Path("named")),
-        ResumeEarlier(Path("step-00000003")),
+        StartFrom(),
+        StartFrom(newest=True),
+        StartFrom(newest=True, named="otherwise"),
+        StartFrom(named="named"),
+        StartFrom(named="step-00000003", goes_back=True),
     ],
 )
-def test_what_is_said_before_the_search_is_what_is_found(start: StartFrom, has_checkpoint: bool) -> None:
-    class Finder:
-        def find_newest(self) -> str | None:
-            return "newest" if has_checkpoint else None
-
-        def find_named(self, path: Path) -> str:
-            return path.name
-
-    found = start.find(Finder())
+def test_what_is_said_before_the_search_is_what_is_found(
+    start: StartFrom, has_checkpoint: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resumer = object.__new__(Resumer)
+    monkeypatch.setattr(resumer, "find_newest", lambda: "newest" if has_checkpoint else None, raising=False)
+    monkeypatch.setattr(resumer, "_find_named", lambda path: path.name, raising=False)
+    found = resumer.find(start)
     assert start.will_load(lambda: has_checkpoint) == (found is not None)
-    assert start.earlier == (found if isinstance(start, ResumeEarlier) else None)
+    assert start.earlier == (found if start.goes_back else None)
 
 
 def test_a_restart_goes_back_again_if_the_attempt_before_died_too_early(runs: Path) -> None:
     named = runs / "this" / "checkpoints" / "step-00000003"
     (runs / "this" / GOING_BACK).touch()
-    assert choose_start(str(named), runs / "this", 1) == ResumeEarlier(named)
+    assert choose_start(str(named), runs / "this", 1) == StartFrom(named=str(named), goes_back=True)
 
 
 def test_a_restart_goes_back_even_if_rank_0_never_opened_the_folder(runs: Path) -> None:
@@ -93,7 +88,7 @@ def test_a_restart_goes_back_even_if_rank_0_never_opened_the_folder(runs: Path) 
 
     mark_going_back(runs / "this", checkpoint_to_go_back_to(str(named), runs / "this"))
     assert latest_step(checkpoints) == 3  # so that step 9 does not count as progress
-    assert choose_start(str(named), runs / "this", 1) == ResumeEarlier(named)
+    assert choose_start(str(named), runs / "this", 1) == StartFrom(named=str(named), goes_back=True)
 
     # The next job goes on from the newest one.
     mark_going_back(runs / "this", checkpoint_to_go_back_to("auto", runs / "this"))
@@ -110,7 +105,7 @@ def test_a_restart_goes_back_to_a_checkpoint_that_was_set_aside_even_if_rank_0_n
     (named / MANIFEST).touch()
 
     mark_going_back(runs / "this", checkpoint_to_go_back_to(str(named), runs / "this"))
-    assert choose_start(str(named), runs / "this", 1) == ResumeEarlier(named)
+    assert choose_start(str(named), runs / "this", 1) == StartFrom(named=str(named), goes_back=True)
     assert latest_step(checkpoints) is None  # step 3 is of the other history
 
 
