@@ -43,8 +43,7 @@ from lockstep.launch.decisions.status import (
 )
 from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure, RankExit
 from lockstep.launch.folder.run_dir import CheckpointFacts
-from lockstep.launch.job import COORDINATOR, Job
-from lockstep.launch.settings import Settings
+from lockstep.launch.job import COORDINATOR, Job, Settings
 from lockstep.launch.wire.messages import (
     CoordinatorState,
     JobEnd,

@@ -14,8 +14,7 @@ from lockstep.launch import records
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.folder.election import Term
 from lockstep.launch.hangs.suspicion import RankView
-from lockstep.launch.job import COORDINATOR, Bounds
-from lockstep.launch.settings import Settings
+from lockstep.launch.job import COORDINATOR, Bounds, Settings
 from lockstep.runtime.preemption import PREEMPT_SIGNALS
 
 # The messages, by their names in JSON.

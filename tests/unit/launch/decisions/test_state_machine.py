@@ -17,8 +17,7 @@ from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.failure import ABORTED_UNREAD, Failure, LauncherFailure, RankExit
 from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.hangs.suspicion import RankView
-from lockstep.launch.job import Bounds, Job
-from lockstep.launch.settings import Settings
+from lockstep.launch.job import Bounds, Job, Settings
 from lockstep.launch.wire.messages import (
     Announce,
     CollectStacks,
