@@ -287,7 +287,7 @@ class Coordinator:
         full = state_machine.full and not returns
 
         # A refused node prints the reason and ends, which closes the connection.
-        refused = refusal_of(hello, self._job, full)
+        refused = refusal_of(hello, self._job, full, state_machine.refuses(hello.host, now))
         if refused:
             if returns:
                 state_machine.node_lost(hello.number, "lost its connection and made a new one", now)

@@ -155,6 +155,7 @@ class FailureHandler:
         state, attempt = self._state, self._state.attempt
         if dismiss:
             state.outbox.put(DismissNode(node, JobEnd(ExitCode.FAILED, failure)))
+            state.restarts.count_sent_away(state.members.nodes[node].host, now)
             failure = self._loss_of(node, f"was dropped: {failure.message}")
         else:
             state.outbox.put(DropNode(node))

@@ -114,6 +114,10 @@ class JobStateMachine:
         """Whether no other node may join."""
         return self._state.members.full
 
+    def refuses(self, host: str, now: float) -> bool:
+        """Return whether a node of this host may not join: others of it were sent away."""
+        return self._state.restarts.refuses(host, now)
+
     def is_due(self, now: float) -> bool:
         """Return whether `tick` would act on a deadline."""
         return now >= self._state.deadline or self._is_time_to_blame(now)

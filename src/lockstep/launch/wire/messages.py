@@ -243,6 +243,7 @@ class RestartHistory:
     in_a_row: int = 0  # how many of those that count followed each other without a new checkpoint
     newest: int | None = None  # the step of the newest checkpoint at the last of them
     hang_points: list[HangPoint] = field(default_factory=list)
+    sent_away: dict[str, list[float]] = field(default_factory=dict)  # host -> how many seconds ago
 
 
 @dataclass(frozen=True)
