@@ -35,6 +35,7 @@ from lockstep.launch.decisions.status import (
     CAUSE_WAIT_S,
     COMMIT_S,
     FENCE_S,
+    JOIN_S,
     NODES_KILL_S,
     QUIET_S,
     START_S,
@@ -168,7 +169,7 @@ class JobStateMachine:
     def took_over(self, failure: Failure, now: float) -> None:
         """This node has taken over from a lost coordinator. The usual rules decide whether the job restarts."""
         if self._state.attempt.number is None:
-            self._state.outbox.announce_failure(failure, None, others=0)
+            self._failure_handler.announce(failure)
             return
 
         # The ranks are gone already, so a job that was asked to exit ends as preempted.
@@ -355,7 +356,9 @@ class JobStateMachine:
         state, attempt = self._state, self._state.attempt
         match state.status:
             case JobStatus.JOIN:
-                self._failure_handler.give_up(now)
+                came = f"only {plural(len(state.members.nodes), 'node')} came within {JOIN_S:.0f} s"
+                problem = f"{came}, and {state.members.bounds.least} are needed"
+                self._failure_handler.end_without_attempt(problem, now)
 
             case JobStatus.COLLECT_STACKS:
                 self._hang_check.judge(now)
@@ -366,7 +369,9 @@ class JobStateMachine:
                 self._failure_handler.handle(failure, now)
 
             case JobStatus.KILL if COORDINATOR in state.unanswered:
-                self._failure_handler.end_with_ranks_left(now)
+                # They still hold the run folder.
+                problem = f"killed ranks on this machine did not end within {NODES_KILL_S:.0f} s"
+                self._failure_handler.end_without_attempt(problem, now)
 
             case JobStatus.KILL:
                 # Continue without the other nodes that could not kill their ranks.
