@@ -509,14 +509,15 @@ def running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[Run
     from lockstep.engine.diagnose import explained
     from lockstep.runtime import context
 
-    with context.start(current_world(), resolved.config) as runtime:
+    world = current_world()
+    with rank_record.recording_early(world.rank) as record, context.start(world, resolved.config) as runtime:
         builder = setup.open_run(resolved, runtime, name, unit)
         try:
             with explained(builder):
                 yield builder
         except BaseException as error:
-            # The time is stamped first: the launcher blames the rank that failed first.
-            rank_record.stamp(error)
+            # This comes first: the launcher blames the rank that failed first, and the clean-up may hang.
+            record(error)
             builder.fail(error)
             raise
 
