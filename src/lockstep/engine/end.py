@@ -110,8 +110,9 @@ def _write_weights(run: Run, file: str, weights: dict[str, Tensor], aliases: dic
             run.recorder.event("warning", reason=reason)
         else:
             # A checkpoint may hold float32 masters of weights that the model stores in another format.
-            saved, aliases = read_weights(best.checkpoint, ema)
-            weights = {name: tensor.to(weights[name].dtype) for name, tensor in saved.items()}
+            saved = read_weights(best.checkpoint, ema)
+            weights = {name: tensor.to(weights[name].dtype) for name, tensor in saved.tensors.items()}
+            aliases = saved.aliases
 
     save_weights(run.folder.path / file, weights, aliases)
 

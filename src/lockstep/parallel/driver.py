@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint.state.model_names import frozen_names, is_extra, tied_names
+from lockstep.checkpoint.state.model_state import frozen_names, is_extra, tied_names
 from lockstep.config import RunConfig
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.batchnorm.statistics import running_statistics
+from lockstep.parallel.buffers import broadcast_buffers
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import (
     GradientWatch,
@@ -195,7 +196,7 @@ class PlacedModel:
 
     def _broadcast_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks."""
-        self.runtime.collectives.broadcast_(list(self.model.buffers()))
+        broadcast_buffers(dict(self.model.named_buffers()), self.runtime.collectives)
 
     def use_reducer(self, reducer: Reducer) -> None:
         """Let `reducer` add up the gradients from now on."""

@@ -127,7 +127,7 @@ class RunBuilder:
         # Before the optimizers, which may copy the weights.
         initial = None
         if self.config.init_from:
-            initial = initial_weights(driver, self.config, self.runtime, self.folder)
+            initial = initial_weights(driver, self.config, self.runtime, self.folder, self.recorder.event)
             self.state.add("init_from", initial)
 
         # Make the optimizers after sharding, so that their state matches the shards.

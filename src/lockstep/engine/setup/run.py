@@ -67,10 +67,13 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
 
     log = StepLog(config.log.every, plan, stepper, builder.recorder)
     requests = _make_requests(plan, stepper, checkpoints, resumed)
-    checkpoints.state.add_to_loop(builder.clock)
+    # A rewind takes back neither the time that has passed nor what was requested.
+    state = checkpoints.state
+    state.add_to_loop(builder.clock, rewound=False)
     evaluations = _make_evaluations(builder, plan, stepper, requests)
-    for stateful in (log, requests, evaluations):
-        checkpoints.state.add_to_loop(stateful)
+    state.add_to_loop(log)
+    state.add_to_loop(requests, rewound=False)
+    state.add_to_loop(evaluations)
 
     facts = _describe(builder, setup, plan, source, stepper) | loader_lines
     if resumed:
@@ -224,7 +227,6 @@ def _open_checkpoints(
         registered=builder.state,
         keep_frozen=builder.config.checkpoint.frozen,
         frozen_advice=getattr(builder.task, "frozen_advice", Task.frozen_advice),
-        fixed_settings=getattr(builder.task, "fixed_settings", ()),
         holders=setup.driver.role.holders,
         rank=builder.runtime.world.rank,
         duplicates=setup.driver.role.duplicates,
@@ -238,6 +240,7 @@ def _open_checkpoints(
         runtime=builder.runtime,
         log_event=builder.recorder.event,
         update=stepper.update,
+        fixed_settings=getattr(builder.task, "fixed_settings", ()),
     )
 
     # Let a save in flight finish: it may be the only checkpoint of a run that fails.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import DDPConfig
+from lockstep.errors import UserError
+from lockstep.parallel.buffers import broadcast_buffers
 from lockstep.parallel.ddp.hook_table import HOOKS, HookArguments
 from lockstep.parallel.ddp.hooks import CommHook, WideHook
 from lockstep.parallel.ddp.torch_private import FixedBucketsDDP, leave_out, split_graphs
@@ -113,6 +116,7 @@ class DDPDriver(Driver):
             for parameter in self.parameters:
                 parameter.register_post_accumulate_grad_hook(lambda p: reached.add(id(p)))
 
+        self._counts_gradients = True  # in the first backward that reduces, see `_each_gradient_once`
         self.broadcasts_buffers = config.broadcast_buffers
         self.sync_buffers()
 
@@ -136,8 +140,8 @@ class DDPDriver(Driver):
         self._reached.clear()
 
     def _broadcast_buffers(self) -> None:
-        buffers = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]
-        self.runtime.collectives.broadcast_(buffers)
+        named = {name: buffer for name, buffer in self.model.named_buffers() if name not in self._frozen}
+        broadcast_buffers(named, self.runtime.collectives)
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
         split_graphs(None)
@@ -155,7 +159,8 @@ class DDPDriver(Driver):
 
         # DDP divides by the world size, so the control word is multiplied by it first.
         packed = self.codec.pack(word, factor=self.to_sum)
-        backward((total, self._word_parameter), (grad_output, packed))
+        with self._each_gradient_once() if self._counts_gradients else nullcontext():
+            backward((total, self._word_parameter), (grad_output, packed))
 
     def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
         # DDP has reduced everything in the last backward.
@@ -171,6 +176,29 @@ class DDPDriver(Driver):
 
         # Without a hook, DDP would sum bf16 gradients in bf16.
         return WideHook(parameter, group) if self.parameters[-1].dtype == torch.bfloat16 else None
+
+    @contextmanager
+    def _each_gradient_once(self) -> Iterator[None]:
+        """Raise if the backward inside adds to a gradient twice: DDP would reduce it after the first time.
+
+        DDP itself does not notice it if the first time completes the last bucket. Only done in one step, because hooks
+        take time.
+        """
+        self._counts_gradients = False
+        seen = set[str]()
+
+        def count(name: str) -> None:
+            if name in seen:
+                raise gradient_in_parts(f"the gradient of {name!r}")
+            seen.add(name)
+
+        pairs = zip(self.names, self.parameters, strict=True)
+        hooks = [p.register_post_accumulate_grad_hook(lambda _, name=name: count(name)) for name, p in pairs]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _check_complete(self) -> None:
         """Raise if the last backward did not reach a parameter, so that its bucket was not reduced.
@@ -234,6 +262,17 @@ def bucket_mb_for(parameters: Sequence[nn.Parameter]) -> float:
     """
     size = sum(p.nbytes for p in parameters) / 2**20
     return min(LARGEST_BUCKET, max(SMALLEST_BUCKET, size / 4))
+
+
+def gradient_in_parts(what: str) -> UserError:
+    """Return the error for a backward that computes a gradient in several parts, each in a backward of its own."""
+    return UserError(
+        f"{what} is computed in several parts in one backward, and DDP would reduce only the first",
+        "activation checkpointing with use_reentrant=True runs a backward of its own for each call that it recomputes, "
+        "and several of them use the same parameter",
+        "pass use_reentrant=False to torch.utils.checkpoint (in transformers: gradient_checkpointing_kwargs="
+        "{'use_reentrant': False}); or set ddp.find_unused_parameters=true",
+    )
 
 
 def _frozen_names(model: nn.Module) -> list[str]:

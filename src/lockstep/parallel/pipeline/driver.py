@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
+from lockstep.parallel.buffers import broadcast_buffers
 from lockstep.parallel.driver import (
     Autocast,
     DriverSetup,
@@ -198,9 +199,10 @@ class PipelineDriver(ShardedDriver):
         rank = self.runtime.world.rank
         holders = self.role.holders
         # Placeholders of other stages have no memory to receive into.
-        buffers = [b for name, b in self.model.named_buffers() if name not in holders or rank in holders[name]]
-        self._replicas.broadcast_(buffers)
-        self._tp.broadcast_(buffers)
+        named = self.model.named_buffers()
+        buffers = {name: buffer for name, buffer in named if name not in holders or rank in holders[name]}
+        broadcast_buffers(buffers, self._replicas)
+        broadcast_buffers(buffers, self._tp)
 
     # ---- set-up ----
 
