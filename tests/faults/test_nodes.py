@@ -11,6 +11,7 @@ import pytest
 from launchers import HERE, MODULES, PATIENCE_S, alive, events, pid_of, until
 
 import preloaded
+from faults.conftest import SOON
 from ports import free_port
 
 PUPPET = HERE / "puppet.py"
@@ -45,7 +46,7 @@ def test_a_signal_at_any_node_reaches_all(nodes, tmp_path, monkeypatch, one_log)
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_lost_node_ends_a_job_that_needs_it(nodes, tmp_path, how):
-    first, second = nodes(2)
+    first, second = nodes(2, **SOON)
     ranks = [pid_of(tmp_path, 0, rank) for rank in (0, 1)]
     second.signal(how)
     assert first.wait() == 75

@@ -72,10 +72,10 @@ def test_a_process_without_a_launcher_does_not_wait_for_its_first_step(
     started.wait_until((tmp_path / "waiting").exists)
     loaders = psutil.Process(started.process.pid).children(recursive=True)
     started.send(number)
-    stopped = started.end(seconds=60.0)
+    stopped = started.end()
     assert stopped.code == (130 if number == signal.SIGINT else 75), stopped.output
     assert f"{number.name} came before the first step" in stopped.output
-    assert not psutil.wait_procs(loaders, timeout=30.0)[1]
+    assert not psutil.wait_procs(loaders, timeout=120.0)[1]
 
 
 def test_loader_processes_do_not_outlive_launcher_and_ranks(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_loader_processes_do_not_outlive_launcher_and_ranks(tmp_path: Path) -> N
     try:
         for process in (*starters, launcher):
             process.kill()
-        assert not psutil.wait_procs([rank, *loaders], timeout=30.0)[1]
+        assert not psutil.wait_procs([rank, *loaders], timeout=120.0)[1]
     finally:
         for process in loaders:
             with suppress(psutil.NoSuchProcess):

@@ -40,11 +40,15 @@ def ask_for_size(run: Path, count: int) -> None:
 
 
 def take_request(run: Path) -> str | None:
-    """Return the text of the request and remove it; None if there is none, or if the disk fails for the moment."""
+    """Return the text of the request and remove it; None if there is none yet, or if the disk fails for the moment."""
     request = run / REQUEST
     try:
         text = records.read_bytes(request, most=4096).decode(errors="replace").strip()
     except OSError:
+        return None
+
+    # `echo` in a shell makes the file before it writes the number: the next look finds it.
+    if not text:
         return None
 
     with suppress(OSError):

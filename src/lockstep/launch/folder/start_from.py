@@ -18,34 +18,23 @@ from lockstep.launch.folder.run_dir import GOING_BACK, is_checkpoint, run_of
 
 @dataclass(frozen=True)
 class StartFrom:
-    """Where a run starts: by default from its beginning. `Resumer.find` of lockstep.checkpoint finds the checkpoint."""
+    """Where a run starts: from a checkpoint of its own, else from what --resume names, else from its beginning."""
 
-    # The newest valid checkpoint in this run's folder, if there is one.
-    newest: bool = False
-
-    # What --resume names: a checkpoint, or a run, whose newest valid checkpoint is used. With `newest` only if this run
-    # has no checkpoint.
-    named: str | None = None
-
-    # `named` is a checkpoint of this run: later ones are set aside once it is loaded.
-    goes_back: bool = False
+    newest: bool = False  # from the newest valid checkpoint in this run's folder, if it has one
+    named: str | None = None  # otherwise from this checkpoint, or from the newest valid one of this run
+    goes_back: bool = False  # `named` is a checkpoint of this run: later ones are set aside once it is loaded
 
     @property
-    def earlier(self) -> str | None:
+    def goes_back_to(self) -> str | None:
         """The name of the checkpoint of this run to which it goes back, perhaps step-N.rewound; None if to none."""
         return Path(self.named).resolve().name if self.named and self.goes_back else None
-
-    @property
-    def begins_elsewhere(self) -> bool:
-        """Whether it starts from a checkpoint outside this run's folder, even if this run has one of its own."""
-        return self.named is not None and not self.newest and not self.goes_back
 
     def will_load(self, has_checkpoint: Callable[[], bool]) -> bool:
         """Return whether a checkpoint will be loaded. `has_checkpoint`: whether this run has one."""
         return self.named is not None or (self.newest and has_checkpoint())
 
 
-def choose_start(resume: str, run_dir: Path, attempt: int) -> StartFrom:
+def choose_start(resume: str, run_dir: Path, attempt: int = 0) -> StartFrom:
     """Return where this attempt starts. `resume` is the setting: never, auto, a run or a checkpoint.
 
     Raise a UserError if it names neither a run nor a checkpoint.
@@ -73,14 +62,6 @@ def choose_start(resume: str, run_dir: Path, attempt: int) -> StartFrom:
     return StartFrom(newest=attempt > 0, named=resume)
 
 
-def checkpoint_to_go_back_to(resume: str, run_dir: Path) -> str | None:
-    """Return the name of the checkpoint of this run that --resume names; None if it names none.
-
-    `resume` and `run_dir`: as in `choose_start`.
-    """
-    return choose_start(resume, run_dir, attempt=0).earlier
-
-
 def going_back_mark(run_dir: Path) -> Path:
     """Return the file that exists until the newest checkpoint is the one that --resume named, or follows it."""
     return run_dir / GOING_BACK
@@ -88,10 +69,7 @@ def going_back_mark(run_dir: Path) -> Path:
 
 @contextmanager
 def hold_for_new_job(run: Path, goes_back_to: str | None) -> Iterator[None]:
-    """Hold the folder for a job that begins there: nothing that an earlier job has left counts for it.
-
-    `goes_back_to`: see `mark_going_back`.
-    """
+    """Hold the folder for a job that begins there: nothing that an earlier job has left counts for it."""
     # The lock comes first: it raises if another job holds the folder, whose files must stay.
     with hold(run):
         remove_old_requests(run)
@@ -100,9 +78,9 @@ def hold_for_new_job(run: Path, goes_back_to: str | None) -> Iterator[None]:
 
 
 def mark_going_back(run_dir: Path, checkpoint: str | None) -> None:
-    """Have a new job go back to the checkpoint of this name, even if its first attempt ends before rank 0 can.
+    """Have a job go back to the checkpoint of this name, in each of its attempts, until `RunFolder.end_going_back`.
 
-    None: it goes back to none, whatever an earlier job had in mind.
+    The launcher announces this checkpoint meanwhile. None: the job goes back to none, whatever an earlier one did.
     """
     mark = going_back_mark(run_dir)
     if checkpoint is None:
