@@ -32,6 +32,7 @@ from lockstep.parallel.inner_gradients import backward
 from lockstep.parallel.progress import StepProgress
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec, mean_is_exact
+from lockstep.runtime.layout import in_memory_order_of
 from lockstep.task import MicroBatch
 
 # The option that broadcasts buffers before every forward; torch 2.13 renamed it.
@@ -242,7 +243,7 @@ class FlatReduceDriver(Driver):
             # Half-precision gradients are added in float32 and rounded once.
             flat = self.runtime.collectives.all_reduce_(flat.to(torch.promote_types(dtype, torch.float32))).to(dtype)
             for p, summed in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-                p.grad = summed.view_as(p)
+                p.grad = in_memory_order_of(p, summed.view(p.shape))
 
         return packed, norms_of_gradients(self)
 
