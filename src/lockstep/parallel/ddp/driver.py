@@ -30,7 +30,6 @@ from lockstep.parallel.exact.hook import OrderedHook
 from lockstep.parallel.exact.reducers import OrderedBuckets, OrderedReplicas
 from lockstep.parallel.inner_gradients import backward
 from lockstep.parallel.progress import StepProgress
-from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec, mean_is_exact
 from lockstep.runtime.layout import in_memory_order_of
 from lockstep.task import MicroBatch
@@ -74,13 +73,16 @@ class DDPDriver(Driver):
     often, makes no difference to it.
     """
 
-    def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0, exact: bool = False):
+    def __init__(self, model: nn.Module, setup: DriverSetup):
+        config, runtime = setup.config.ddp, setup.runtime
         super().__init__(model, runtime)
 
         # DDP and its hooks leave the mean over ranks. Exact mode leaves sums: dividing by 3 ranks would round, while
         # dividing by 2 does not.
-        self.reducer = OrderedBuckets(self) if exact else None
-        self.to_sum = 1.0 if exact else float(runtime.world.size)
+        ordered = OrderedBuckets(self) if setup.config.exact else None
+        self.to_sum = 1.0 if ordered else float(runtime.world.size)
+        if ordered:
+            self.use_reducer(ordered)
 
         # The control word is one more parameter. Frozen tensors are not reduced.
         carrier = _WithControlWord(model, torch.zeros(LENGTH, dtype=self.codec.dtype, device=runtime.device))
@@ -99,7 +101,11 @@ class DDPDriver(Driver):
 
         group = self._ddp.process_group
         assert group is not None
-        self.hook = self._make_hook(group, config, seed)
+        if ordered:
+            self.hook: CommHook | None = OrderedHook(self._word_parameter, group, ordered)
+        else:
+            self.hook = self._make_hook(group, config, setup.config.seed)
+
         if self.hook:
             self._ddp.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
             self.stateful = self.hook.stateful
@@ -126,6 +132,7 @@ class DDPDriver(Driver):
     def begin(self) -> None:
         super().begin()
         self._word_parameter.grad = None
+        split_graphs(None)  # the last forward may have failed
 
     def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
         super().before_forward(micro, progress)
@@ -136,10 +143,6 @@ class DDPDriver(Driver):
     def _broadcast_buffers(self) -> None:
         named = {name: buffer for name, buffer in self.model.named_buffers() if name not in self._frozen}
         broadcast_buffers(named, self.runtime.collectives)
-
-    def _end_micro_batch(self) -> None:
-        super()._end_micro_batch()
-        split_graphs(None)
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
         split_graphs(None)
@@ -168,9 +171,6 @@ class DDPDriver(Driver):
 
     def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> CommHook | None:
         parameter = self._word_parameter
-        if isinstance(self.reducer, OrderedBuckets):
-            return OrderedHook(parameter, group, self.reducer)
-
         if config.hook != "none":
             named = dict(zip(self.names, self.parameters, strict=True))
             return HOOKS[config.hook].make(HookArguments(parameter, group, named, config, seed))
@@ -221,10 +221,12 @@ class FlatReduceDriver(Driver):
     parameters may be unused on some ranks, in some micro-batches, or everywhere.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime, broadcast_buffers: bool = False):
-        super().__init__(model, runtime)
-        self.broadcasts_buffers = broadcast_buffers
-        broadcast_model(model, runtime.collectives)
+    def __init__(self, model: nn.Module, setup: DriverSetup):
+        super().__init__(model, setup.runtime)
+        self.broadcasts_buffers = setup.config.ddp.broadcast_buffers
+        broadcast_model(model, setup.runtime.collectives)
+        if setup.config.exact:
+            self.use_reducer(OrderedReplicas(self))
 
     def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
         # The first sum carries the control word and counts the ranks that used each parameter.
@@ -250,15 +252,7 @@ class FlatReduceDriver(Driver):
 
 def make_driver(model: nn.Module, setup: DriverSetup) -> Driver:
     """Return the driver for replicas: torch's DDP, unless some parameters may get no gradient."""
-    config = setup.config
-    if not config.ddp.find_unused_parameters:
-        return DDPDriver(model, config.ddp, setup.runtime, config.seed, config.exact)
-
-    driver = FlatReduceDriver(model, setup.runtime, config.ddp.broadcast_buffers)
-    if config.exact:
-        driver.reducer = OrderedReplicas(driver)
-
-    return driver
+    return (FlatReduceDriver if setup.config.ddp.find_unused_parameters else DDPDriver)(model, setup)
 
 
 def bucket_mb_for(parameters: Sequence[nn.Parameter]) -> float:

@@ -122,8 +122,8 @@ class PipelineDriver(ShardedDriver):
             axes.along("pp"),
             setup.precision.autocast,
             self._foreign,
+            self.parts,
             shard_group=self._replicas if self._sharded else None,
-            before_forward=self.statistics.begin if self.statistics else None,
         )
 
     def begin(self) -> None:
@@ -148,11 +148,12 @@ class PipelineDriver(ShardedDriver):
             progress.find_reference_weight(micros[0], 0.0 if loss is None else loss.weight)
 
         self._pipeline.run(micros, loss_fn, progress)
-        if self.statistics:
-            self.statistics.end_step(batches)
-
         progress.backwards_done = batches.num_micro_batches
-        return self._collect(*self.reduce(progress.control_word()))
+        reduced = self._collect(*self.reduce(progress.control_word()))
+        for part in self.parts:
+            part.end_pass(progress)
+
+        return reduced
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         # Gradients that do not depend on the model are allowed.
