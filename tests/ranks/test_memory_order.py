@@ -21,7 +21,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "ddp": {},
     "zero1": {"strategy": "zero1"},
     "unused": {"ddp.find_unused_parameters": True},
-    "unused, exact": {"ddp.find_unused_parameters": True, "exact": True},
     "masters": {"precision": "bf16-master"},
 }
 

@@ -18,7 +18,6 @@ from lockstep.parallel.driver import Driver, Reducer, check_reached, norms_of_gr
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
 from lockstep.parallel.progress import StepProgress
 from lockstep.runtime.control_word import ControlWord
-from lockstep.runtime.layout import in_memory_order_of
 from lockstep.task import MicroBatch
 
 Gradients = dict[int, Tensor]  # gradient sums over one or more micro-batches, by the id of the parameter
@@ -179,7 +178,7 @@ class OrderedReplicas(OrderedReducer):
         # All ranks get the sums of all slices.
         summed = collectives.gather(local_sum).flatten()[: sum(sizes)]
         for parameter, gradient in zip(parameters, summed.split(sizes), strict=True):
-            parameter.grad = in_memory_order_of(parameter, gradient.view(parameter.shape))
+            parameter.grad = gradient.view_as(parameter)
 
 
 def _add_present(left: Tensor | None, right: Tensor | None) -> Tensor | None:
