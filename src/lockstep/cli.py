@@ -491,10 +491,10 @@ def _allow_store(options: argparse.Namespace) -> None:
 
 
 def _export_hf(options: argparse.Namespace) -> str:
-    from lockstep.checkpoint.export import choose, choose_best
+    from lockstep.checkpoint.export import choose
     from lockstep.hf.export import ExportOptions, export
 
-    checkpoint = choose_best(options.path) if options.best else choose(options.path, options.step)
+    checkpoint = choose(options.path, options.step, options.best)
     asked = {name: getattr(options, name) for name in HF_OPTIONS if getattr(options, name)}
     return export(options.path, checkpoint, ExportOptions(out=options.out, ema=options.ema, **asked))
 

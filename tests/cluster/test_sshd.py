@@ -68,7 +68,7 @@ def test_hosts_over_ssh_leave_nothing_and_resume(ssh, hosts, command, tmp_path, 
     # SIGKILL: the command can say nothing to anybody.
     job.process.send_signal(signal.SIGKILL)
     assert job.wait() == -9
-    assert gone([*pids, *children_of(server)], 10.0) == []
+    assert gone([*pids, *children_of(server)], 60.0) == []
 
     again = command(*words, "--resume", "auto")
     assert again.wait() == 0, again.text()

@@ -331,7 +331,9 @@ def test_on_one_process_wrap_model_is_the_model():
 def rank_that_waits(world: World, store: Any, port: int) -> str:
     """Rank 1 leaves rank 0 alone in a step."""
     os.environ["MASTER_PORT"] = str(port)
-    trainer = DistributedAMPTrainer(net(), FP32, world.rank, world.size, "gloo", timeout_mins=5 / 60)
+    store.set(f"rank {world.rank} is here", "")
+    store.wait(["rank 0 is here", "rank 1 is here"], timedelta(minutes=2))  # the limit is for their start, too
+    trainer = DistributedAMPTrainer(net(), FP32, world.rank, world.size, "gloo", timeout_mins=8 / 60)
     trainer.training_step(numbers(4, seed=world.rank))
     if world.rank == 1:
         store.wait(["rank 0 has given up"], timedelta(minutes=2))

@@ -16,9 +16,7 @@ from rich.filesize import decimal as size_text
 
 from lockstep.checkpoint.export import (
     choose,
-    choose_best,
     export_weights,
-    frozen_digests,
     names_a_checkpoint,
     retention_of,
     run_folder_of,
@@ -29,8 +27,7 @@ from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics, read_metrics
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, steps_to_delete
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, delete_checkpoint
-from lockstep.checkpoint.verify import check_size
-from lockstep.checkpoint.verify import verify as verify_checkpoint
+from lockstep.checkpoint.verify import check_size, verify_checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.launch.folder.checkpoint_names import folder_name, is_half_deleted, is_set_aside, step_in
 from lockstep.observe.formats import columns
@@ -175,11 +172,11 @@ def _delete(storage: CheckpointStorage, name: str) -> None:
 
 def export(path: Path, out: Path | None, step: int | None, best: bool = False, ema: bool = False) -> tuple[str, int]:
     """Write the weights of a checkpoint to a file; with `ema`, the averages of the weights."""
-    checkpoint = choose_best(path) if best else choose(path, step)
+    checkpoint = choose(path, step, best)
     folder = out or run_folder_of(path) / "export" / checkpoint.name
     target = export_weights(checkpoint, folder, ema)
 
-    digests = frozen_digests(checkpoint)
+    digests = read_manifest(checkpoint).frozen_digests
     if not digests:
         return str(target), 0
 

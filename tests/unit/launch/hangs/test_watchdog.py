@@ -21,7 +21,7 @@ from lockstep.launch.hangs.flight_recorder import Findings
 from lockstep.launch.hangs.stacks import _WORKER_END, collect, group, main_thread, worker_pids, workers
 from lockstep.launch.hangs.suspicion import Peers, RankView, limit_of, suspect, view_of
 from lockstep.launch.hangs.watchdog import Watchdog
-from lockstep.launch.settings import Settings
+from lockstep.launch.job import Settings
 from lockstep.runtime.heartbeat import PHASES, Heartbeat
 
 LONGEST = {"data": 0.1, "compute": 0.5, "exchange": 0.2, "update": 0.1, "collective": 0.1}
@@ -451,12 +451,12 @@ heartbeat = Heartbeat(folder / f"heartbeat-{sys.argv[3]}")
 heartbeat.beat("data", 7)
 if kind == "deaf":
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 stacks.register(folder / f"stacks-{sys.argv[3]}")
-threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 def sleeps():
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 def holds_the_gil():
     print("ready", flush=True)
     re.match("(a+)+$", "a" * 60 + "b")
@@ -488,9 +488,9 @@ from pathlib import Path
 from lockstep.launch.hangs import stacks
 stacks.register(Path(sys.argv[1]) / "stacks-0")
 def reads_a_sample():
-    os.write(1, b"ready\\n"); time.sleep(60)
+    os.write(1, b"ready\\n"); time.sleep(600)
 def waits_for_a_batch():
-    os.write(1, b"ready\\n"); time.sleep(60)
+    os.write(1, b"ready\\n"); time.sleep(600)
 if os.fork() == 0:
     reads_a_sample()
 waits_for_a_batch()
@@ -526,7 +526,7 @@ class Deadlocked:
     def __len__(self):
         return 8
     def __getitem__(self, index):
-        os.write(1, b"ready\\n"); time.sleep(60)
+        os.write(1, b"ready\\n"); time.sleep(600)
 stacks.register(Path(sys.argv[1]) / "stacks-0")
 options = SourceOptions(4, 4, "short", DataConfig(workers=1), 0, World(), torch.device("cpu"))
 next(iter(open_source(Deadlocked(), list, options).take().micro_batches))
