@@ -110,7 +110,10 @@ class Compiler:
 
             code = self.code
             if code is None:
-                return function(module, *args)
+                returned = function(module, *args)
+                if self.stage == "watch" and self.is_training():
+                    self.judge.note_call(returned)
+                return returned
 
             # Asked in any case, because it counts: if too few batches fit, the run compiles again.
             fitting = self._fits(code, args)
@@ -142,7 +145,10 @@ class Compiler:
             self._try(targets, lambda *args, **kwargs: link.inner(*args, **kwargs), (args, kwargs))
 
         if self.code is None:
-            return link.inner(*args, **kwargs)
+            returned = link.inner(*args, **kwargs)
+            if self.stage == "watch" and self.function is None:
+                self.judge.note_call(returned)
+            return returned
 
         # Only to count it: torch's guards choose between compiled and eager code.
         if self.function is None:
