@@ -11,7 +11,10 @@ import pytest
 from launchers import MODULES, Launcher, alive, children_of, events, parent_of, pid_of, pids_of, until
 
 from lockstep.errors import ExitCode, UserError
+from lockstep.launch.decisions import status
+from lockstep.launch.failure import Consequence
 from lockstep.launch.job import Bounds, Job
+from lockstep.launch.ranks import local_ranks
 from lockstep.launch.supervisor import JobEnd, supervise
 
 
@@ -150,7 +153,7 @@ def test_a_killed_rank_is_the_culprit_and_all_are_started_again(run, tmp_path, c
 def test_a_rank_that_only_complains_is_not_the_culprit(run, capfd, monkeypatch):
     """The complaint is on record before the other one dies."""
     # A busy machine needs longer than a second.
-    monkeypatch.setattr("lockstep.launch.decisions.state_machine.PEER_WAIT_S", 60.0)
+    monkeypatch.setitem(status.CAUSE_WAIT_S, Consequence.CERTAIN, 60.0)
     code = """
     if me.attempt == 0 and me.rank == 1:
         while not (me.folder / "rank-0.json").exists():
@@ -338,7 +341,7 @@ def impatient(monkeypatch, tmp_path):
     """
     monkeypatch.setattr("lockstep.launch.hangs.suspicion.HALTED_S", 0.3)
     # A rank that can answer does so sooner.
-    monkeypatch.setattr("lockstep.launch.hangs.collection.RANKS_STACKS_S", 60.0)
+    monkeypatch.setattr(local_ranks, "RANKS_STACKS_S", 60.0)
 
     def be_patient() -> None:
         monkeypatch.setattr("lockstep.launch.hangs.suspicion.HALTED_S", 120.0)
@@ -357,7 +360,7 @@ def in_the_meantime(act) -> None:
 
 def test_a_stopped_process_that_starts_ranks_is_replaced(run, tmp_path, capfd, monkeypatch, impatient):
     # The dead rank would not answer in any time, and the stopped process would not say that its ranks have ended.
-    monkeypatch.setattr("lockstep.launch.hangs.collection.RANKS_STACKS_S", 0.3)
+    monkeypatch.setattr(local_ranks, "RANKS_STACKS_S", 0.3)
     monkeypatch.setattr("lockstep.launch.agent.RANKS_KILL_S", 0.3)
 
     def hurt() -> None:

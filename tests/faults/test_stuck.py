@@ -100,3 +100,41 @@ def test_loader_processes_do_not_outlive_launcher_and_ranks(tmp_path: Path) -> N
         for process in loaders:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+FAILS = """
+import os, time
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from lockstep import Loss, Task
+
+class Fails(Task):
+    defaults = {"steps": 20, "global_batch": 4, "device": "cpu", "compile": False, "hang.least": 1.0}
+    losses = 0
+
+    def model(self):
+        return nn.Linear(1, 1)
+
+    def data(self):
+        return TensorDataset(torch.arange(64.0)[:, None])
+
+    def loss(self, model, batch):
+        self.losses += 1
+        if self.losses == 16 and os.environ["RANK"] == "1":
+            # A driver that waits for a peer, say.
+            torch.distributed.destroy_process_group = lambda: time.sleep(3600)
+            raise ValueError("the cause")
+        return Loss(model(batch[0]).square().sum(), len(batch[0]))
+"""
+
+
+def test_a_rank_that_fails_and_hangs_while_it_cleans_up_has_failed(tmp_path: Path) -> None:
+    """It was called a hang, and the job was restarted."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    ended = Started(tmp_path, target="fails.py:Fails").end(seconds=120.0)
+    assert ended.code == 1, ended.output
+    assert "ValueError: the cause" in ended.output
+    assert "not restarted: no checkpoint has been saved since the last start" in ended.output
+    (failure,) = ended.events("failure")
+    assert (failure["rank"], failure["kind"]) == (1, "ValueError")

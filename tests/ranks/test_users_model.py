@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from lockstep.runtime.world import World
 from pool import Pool
-from ranks.support import JOBS, Perceptron, Regression
+from ranks.support import JOBS, Perceptron, Regression, assert_user_errors
 
 VALUES = {"global_batch": 8, "micro_batch": 2, "steps": 3}
 
@@ -89,10 +91,10 @@ CALLS: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
 }
 
 
-def assert_same(pool: Pool, job: str, task: Regression) -> None:
+def assert_same(pool: Pool, job: str, task: Regression, values: Mapping[str, Any] = MappingProxyType({})) -> None:
     """The parameters after every step are those of a single rank."""
     (alone,) = pool.run(JOBS[job], task, VALUES, world=1)
-    for trace in pool.run(JOBS[job], task, VALUES, world=2):
+    for trace in pool.run(JOBS[job], task, VALUES | values, world=2):
         for found, expected in zip(trace.steps, alone.steps, strict=True):
             torch.testing.assert_close(found.weights, expected.weights, rtol=1e-4, atol=1e-6)
 
@@ -128,6 +130,36 @@ def test_a_loss_changes_the_users_model(pool: Pool, change: Callable[[Any], None
 @pytest.mark.parametrize("call", CALLS)
 def test_every_way_through_the_model_is_reduced(pool: Pool, call: str, job: str) -> None:
     assert_same(pool, job, Regression(CALLS[call], network=Perceptron))
+
+
+class Recomputed(nn.Module):
+    """Checkpoints a part with a backward of its own: the first layer, whose gradients come last, or the second."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 1)
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = dict(self.named_children())
+        if self.part == "first":
+            x = x.clone().requires_grad_()  # or torch would not recompute it
+        for name, layer in layers.items():
+            x = checkpoint(layer, x, use_reentrant=True) if name == self.part else layer(x)
+        return x.squeeze(-1)
+
+
+@pytest.mark.parametrize("job", sorted(JOBS))
+@pytest.mark.parametrize("part", ["first", "second"])
+def test_a_gradient_that_comes_in_parts(pool: Pool, part: str, job: str) -> None:
+    """torch's DDP reduces the first part only: silently where that part completes the last bucket."""
+    task = Regression(CALLS["twice"], network=lambda: Recomputed(part))
+    errors = pool.errors(JOBS[job], task, VALUES, world=2)
+    assert_user_errors(errors, f"the gradient of '{part}.", "in several parts", "use_reentrant=False")
+
+    # One call is one part, and the other driver waits for all of them.
+    assert_same(pool, job, Regression(network=lambda: Recomputed(part)))
+    assert_same(pool, job, task, {"ddp.find_unused_parameters": True})
 
 
 def test_the_loss_and_the_custom_loop_get_the_same_object(pool: Pool) -> None:

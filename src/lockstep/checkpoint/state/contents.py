@@ -7,10 +7,9 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.saving.context import Contents
-from lockstep.checkpoint.state.captured import CapturedTensor
 from lockstep.checkpoint.state.reshard import replicated_sizes, shards_to_write
 from lockstep.checkpoint.state.run_state import CapturedState, RunState, merge_json_state
-from lockstep.checkpoint.state.state_tree import pack
+from lockstep.checkpoint.state.state_tree import CapturedTensor, pack
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.layout import LocalShard
 

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.state.captured import CapturedTensor, pack_into
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.model_state import different_model
 from lockstep.checkpoint.state.reshard import read_state_like
-from lockstep.checkpoint.state.state_tree import JsonDict, unpack
+from lockstep.checkpoint.state.state_tree import CapturedTensor, JsonDict, pack_into, unpack
 from lockstep.errors import UserError, plural
 from lockstep.optim.bf16_masters import COMPENSATION
 from lockstep.optim.optimizers import Optimizers

@@ -19,11 +19,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.state.captured import CapturedTensor, pack_into
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.optimizer_state import OptimizerStates, merge_optimizers
-from lockstep.checkpoint.state.state_tree import JsonDict, pack, unpack
+from lockstep.checkpoint.state.state_tree import CapturedTensor, JsonDict, pack, pack_into, unpack
 from lockstep.checkpoint.state.stateful import (
     TENSOR_KINDS,
     RegisteredState,
@@ -69,7 +68,6 @@ class RunState:
         *,
         keep_frozen: bool,
         frozen_advice: str = Task.frozen_advice,
-        fixed_settings: Sequence[str] = (),
         holders: Mapping[str, tuple[int, ...]] | None = None,
         rank: int = 0,
         duplicates: frozenset[str] = frozenset(),
@@ -79,7 +77,7 @@ class RunState:
 
         `registered`: the task, objects that the user's loop registered, and others, but not the data source.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
-        `frozen_advice` and `fixed_settings`: see `Task`.
+        `frozen_advice`: see `Task`.
         `holders`: the ranks that hold a parameter, for parameters that not all ranks hold.
         `duplicates`: see `RankRole.duplicates`.
         `on_any_rank`: returns whether a value is true on any rank, for digests of sharded parameters. Collective.
@@ -89,13 +87,12 @@ class RunState:
         self.stepper = stepper
         self.source = source
         self.registered = registered
-        self.fixed_settings = fixed_settings
         self.duplicates = duplicates
         self.ranks_compared = False  # whether the ranks have compared the state of what is registered
         self._frozen_advice = frozen_advice
 
         # See `add_to_loop`. The second is what the checkpoint has for them from which the run was resumed.
-        self._loop: list[Stateful] = []
+        self._loop: list[tuple[Stateful, bool]] = []  # and whether a rewind restores it
         self._saved_loop: JsonDict | None = None
 
         # Whether all ranks capture the same JSON state and the same replicated tensors. Shards may still differ.
@@ -109,26 +106,26 @@ class RunState:
 
     # ---- the loop ----
 
-    def add_to_loop(self, stateful: Stateful) -> None:
+    def add_to_loop(self, stateful: Stateful, rewound: bool = True) -> None:
         """Save what an object of the loop keeps between two steps, and restore it now if the run was resumed.
 
         For objects that are made when the state of the others is restored, because they need the plan. Their state is
         plain values, under keys that no other of them has; `load_state_dict` gets those of all, and a key that an older
-        version has not saved is missing. A rewind restores it too, unless the object has `rewound = False`.
+        version has not saved is missing. `rewound`: whether a rewind restores it, too.
         """
-        self._loop.append(stateful)
+        self._loop.append((stateful, rewound))
         if self._saved_loop is not None:
             stateful.load_state_dict(self._saved_loop)
 
     def loop_state(self) -> JsonDict:
         """Return the state of all objects of the loop. Collective."""
-        return {key: value for stateful in self._loop for key, value in stateful.state_dict().items()}
+        return {key: value for stateful, _ in self._loop for key, value in stateful.state_dict().items()}
 
     def _restore_loop(self, saved: JsonDict) -> None:
         # At the start there are none yet; in a rewind there are.
         self._saved_loop = saved
-        for stateful in self._loop:
-            if optional_members(stateful).rewound:
+        for stateful, rewound in self._loop:
+            if rewound:
                 stateful.load_state_dict(saved)
 
     # ---- saving ----

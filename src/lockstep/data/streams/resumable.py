@@ -194,9 +194,8 @@ class ResumableStreamSource(EpochSource):
         return [arrived.popleft() for arrived in self._arrived]
 
     def _micro_batch(self, read: _Read, padding: bool = False) -> MicroBatch:
-        data = self._transfer(read.batch)
         first = read.index * self.options.micro_batch_size
-        return MicroBatch(data, read.index, len(read.ids), self.epoch, read.ids, padding, first)
+        return MicroBatch(read.batch, read.index, len(read.ids), self.epoch, read.ids, padding, first)
 
     def _note_start(self, parts: list[_StepRead]) -> None:
         """Note where the stream begins, and how much was read again after a resume."""
@@ -248,7 +247,7 @@ class ResumableStreamSource(EpochSource):
             while samples := cursor.take(self.options.micro_batch_size):
                 batch = collate_samples(self.collate, samples, list(range(len(samples))), where)
                 if not is_empty(batch):
-                    return MicroBatch(self._transfer(batch), 0, len(samples), self.epoch)
+                    return MicroBatch(batch, 0, len(samples), self.epoch)
 
         raise UserError(
             f"the stream has no sample in epoch {self.epoch}",

@@ -91,8 +91,7 @@ class StridedStreamSource(EpochSource):
 
         # Read one item ahead, so that the last batch is known to be the last.
         while self._next is not None and len(micros) < self._micro_batches_per_step:
-            data = self._transfer(self._next.batch)
-            micros.append(MicroBatch(data, index + len(micros), self._next.num_samples, self.epoch))
+            micros.append(MicroBatch(self._next.batch, index + len(micros), self._next.num_samples, self.epoch))
             self._next = next(self._batches, None)
 
         self._ended = self._next is None

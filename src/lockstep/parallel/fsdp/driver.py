@@ -84,7 +84,7 @@ class FSDPDriver(ShardedDriver):
         self.facts = describe_blocks(len(blocks), len(separate_blocks))
 
         if config.exact:
-            self.reducer = OrderedShards(self)
+            self.use_reducer(OrderedShards(self))
             self.role = replace(self.role, in_turn=True)
 
         if is_meta:

@@ -17,8 +17,7 @@ from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.failure import ABORTED_UNREAD, Failure, LauncherFailure, RankExit
 from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.hangs.suspicion import RankView
-from lockstep.launch.job import Bounds, Job
-from lockstep.launch.settings import Settings
+from lockstep.launch.job import Bounds, Job, Settings
 from lockstep.launch.wire.messages import (
     Announce,
     CollectStacks,
@@ -374,6 +373,24 @@ def test_a_node_that_cannot_set_up_its_ranks_is_sent_away_if_the_job_can_spare_i
     assert [command.node for command in stage.of(DismissNode)] == [1]
     assert "node 1 (host-1) was dropped: no space left" in stage.said
     assert stage.sent(Kill) == [0]
+
+
+def test_a_host_that_was_sent_away_twice_may_not_join_for_an_hour():
+    """Its platform starts it again and again: each time the ranks save, and an attempt fails."""
+    stage = nodes(1, 2, 1)
+    for number in (1, 2):
+        assert not stage.state_machine.refuses(f"host-{number}", stage.now)
+        stage.state_machine.node_joined(Node(number, "bad-host", ONE), stage.now)
+        stage.state_machine.zygote_lost(number, ZygoteLost(None, "exited while importing", True), stage.now)
+        assert stage.state_machine.refuses("bad-host", stage.now) is (number == 2)
+        stage.tick(60.0)
+
+    assert not stage.state_machine.refuses("host-0", stage.now)
+
+    # A successor of the coordinator remembers it, too.
+    new = Stage(inherited=decode(encode(stage.state_machine.coordinator_state(stage.now))), now=5.0)
+    assert new.state_machine.refuses("bad-host", 5.0)
+    assert not new.state_machine.refuses("bad-host", 3600.0)
 
 
 def test_a_node_that_the_job_needs_and_that_cannot_set_up_its_ranks_ends_the_job():
