@@ -103,6 +103,7 @@ def test_a_case_that_hangs_is_killed_and_what_it_measured_counts(tmp_path: Path)
     assert [row["failed"] for row in rows.read()[4:]] == ["not begun: the 1 s of this part are over"] * 3
 
 
+@pytest.mark.long
 def test_a_public_model_against_a_loop_by_hand(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

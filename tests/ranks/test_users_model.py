@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from lockstep.runtime.world import World
 from pool import Pool
 from ranks.support import JOBS, Perceptron, Regression, assert_user_errors
 
@@ -30,27 +31,14 @@ class Net(nn.Sequential):
         return super().forward(x).squeeze(-1) * self.gain * getattr(self, "scale", 1.0) + self.offset
 
 
-def set_attribute(model: Any) -> float:
-    model.scale = 0.5
-    return 1.0
-
-
-def delete_attribute(model: Any) -> float:
-    if "gain" in vars(model):
-        del model.gain
-    return 1.0
-
-
 def count_by_apply(model: Any) -> int:
     seen: list[nn.Module] = []
     model.apply(seen.append)
     return len(seen)
 
 
-# What a loss may find out about its model, or change in it: (model) -> a number that the loss is multiplied by.
+# What a loss may find out about its model: (model) -> a number.
 VIEWS: dict[str, Callable[[Any], float]] = {
-    "a new attribute": set_attribute,
-    "a deleted attribute": delete_attribute,
     "an attribute that DDP has, too": lambda model: model.dim,
     "isinstance": lambda model: 1 + isinstance(model, Net),
     "type": lambda model: 1 + (type(model) is Net),
@@ -69,6 +57,15 @@ VIEWS: dict[str, Callable[[Any], float]] = {
     "an index": lambda model: model[0].out_features,
     "iter": lambda model: sum(isinstance(part, nn.Linear) for part in model),
 }
+
+
+def set_attribute(model: Any) -> None:
+    model.scale = 0.5
+
+
+def delete_attribute(model: Any) -> None:
+    if "gain" in vars(model):
+        del model.gain
 
 
 def through_parts(task: Regression, model: Any, x: Tensor) -> Tensor:
@@ -102,9 +99,31 @@ def assert_same(pool: Pool, job: str, task: Regression, values: Mapping[str, Any
             torch.testing.assert_close(found.weights, expected.weights, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_loss_sees_the_users_model(pool: Pool, view: str) -> None:
-    assert_same(pool, "fit", Regression(lambda task, model, x: VIEWS[view](model) * model(x), network=Net))
+def views(world: World, store: Any) -> dict[str, float]:
+    """A job: what the loss sees."""
+    seen: dict[str, float] = {}
+
+    def predict(task: Regression, model: Any, x: Tensor) -> Tensor:
+        seen.update({name: float(view(model)) for name, view in VIEWS.items()})
+        return model(x)
+
+    JOBS["fit"](world, store, Regression(predict, network=Net), VALUES)
+    return seen
+
+
+def test_a_loss_sees_the_users_model(pool: Pool) -> None:
+    (alone,) = pool.run(views, world=1)
+    assert alone.keys() == VIEWS.keys()
+    assert pool.run(views, world=2) == [alone, alone]
+
+
+@pytest.mark.parametrize("change", [set_attribute, delete_attribute])
+def test_a_loss_changes_the_users_model(pool: Pool, change: Callable[[Any], None]) -> None:
+    def predict(task: Regression, model: Any, x: Tensor) -> Tensor:
+        change(model)
+        return model(x)
+
+    assert_same(pool, "fit", Regression(predict, network=Net))
 
 
 @pytest.mark.parametrize("job", sorted(JOBS))

@@ -98,7 +98,7 @@ def test_silence_ends_a_host_before_the_job_and_within_it(tether, tmp_path):
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", ExitCode.RESTART), ("SIGINT", ExitCode.INTERRUPTED)])
 def test_a_signal_before_the_launcher_handles_signals_has_an_answer(tether, tmp_path, name, code):
-    process = tether(60.0, training(tmp_path))
+    process = tether(600.0, training(tmp_path))
     begun(tmp_path, process)
     process.stdin.write(encode(PassSignal(name)) + "\n")
     process.stdin.flush()
@@ -119,7 +119,7 @@ def test_a_signal_before_the_launcher_handles_signals_has_an_answer(tether, tmp_
 def test_a_broken_login_stops_the_job_only_if_too_few_hosts_are_left(tether, tmp_path, least, other, code, said):
     """A host that leaves is killed: the job goes on. A launcher that gets SIGTERM stops all hosts."""
     (tmp_path / ".tether-1").write_text(other)
-    process = tether(60.0, Beat([0, 1]), training(tmp_path, least=least))
+    process = tether(600.0, Beat([0, 1]), training(tmp_path, least=least))
     begun(tmp_path, process)
     process.stdin.close()
     assert process.wait(120) == code
@@ -130,7 +130,7 @@ def test_a_broken_login_stops_the_job_only_if_too_few_hosts_are_left(tether, tmp
 def test_a_host_has_one_launcher_at_a_time(tether, tmp_path, again):
     with (tmp_path / ".tether-0").open("w") as older:
         fcntl.flock(older, fcntl.LOCK_EX)
-        process = tether(60.0, training(tmp_path, again=again))
+        process = tether(600.0, training(tmp_path, again=again))
         out, err = process.communicate(timeout=120)
     assert "a launcher of an earlier command still runs" in err
     assert process.returncode == ExitCode.RESTART

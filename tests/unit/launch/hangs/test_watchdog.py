@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+import preloaded
 from lockstep.config.sections import HangConfig
 from lockstep.launch import records
 from lockstep.launch.decisions.recovery import Restart, Situation, decide
@@ -535,15 +536,18 @@ next(iter(open_source(Deadlocked(), list, options).take().micro_batches))
 
 def test_a_loader_that_deadlocks_at_the_first_batch_shows_its_stack(tmp_path):
     # The first batch is read in the phase build, of which all but the reading of data needs no worker.
-    command = [sys.executable, "-c", FIRST_BATCH, str(tmp_path)]
-    rank = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    reading, writing = os.pipe()
+    words = ("-c", FIRST_BATCH, str(tmp_path))
+    rank = preloaded.start_python(*words, env=os.environ, cwd=tmp_path, stdout=writing, stderr=None, spares=0)
+    os.close(writing)
     try:
-        assert rank.stdout.readline() == b"ready\n"
+        with open(reading, "rb") as said:
+            assert said.readline() == b"ready\n"
         (worker,) = worker_pids(rank.pid)
         text = collect(tmp_path, {0: rank.pid}, timeout=60.0)[0]
     finally:
         os.killpg(rank.pid, signal.SIGKILL)
-        rank.communicate()
+        rank.wait(60)
     building = suspect([view(0, "build", 2000.0)], HangConfig())
     told = explain(building, Evidence({0: text})).traceback
     assert f"worker {worker} is at: <string>:14 __getitem__" in told
