@@ -6,12 +6,11 @@ from importlib.util import find_spec
 from typing import Any
 
 from lockstep.bench.intervals import estimate, ratio
-from lockstep.bench.ranks.turns import take, take_round
 from lockstep.bench.results import cell, figure, table_lines
 from lockstep.hf import CausalLM
 from public.bounded import Rows
 from public.llama import llama, texts
-from public.loops import BLOCK, load_compiler, lockstep_loop, print_decisions, started
+from public.loops import BLOCK, load_compiler, lockstep_loop, print_decisions, printed_rounds, started, warm_up
 
 LENGTH, BATCH = 1024, 8
 SIZES = {"hidden_size": 4096, "intermediate_size": 14_336, "num_attention_heads": 32, "vocab_size": 32_000}
@@ -35,13 +34,12 @@ def measure(rows: Rows, turns: int, tiny: bool) -> None:
             task = CausalLM(llama(num_hidden_layers=2, **sizes), sequences)
             given = {"global_batch": BATCH, "epochs": None, "precision": name, "compile": not tiny}
             loops[name] = lockstep_loop(task, runtime, folder, **given)
-            warm = [take(loops[name]) for _ in range(2)]
-            memory_gb = warm[-1].peak_bytes / 1e9
-            print(f"  {name}: warm-up turns of {', '.join(f'{turn.seconds:.1f}' for turn in warm)} s", flush=True)
+            last = warm_up(name, loops[name], 2, 2)[-1]
             print_decisions(folder, most=4)
-            rows.add(case="fp8", precision=name, warm_up_tokens_per_s=rate(warm[-1].seconds, length), peak_gb=memory_gb)
+            memory_gb = last.peak_bytes / 1e9
+            rows.add(case="fp8", precision=name, warm_up_tokens_per_s=rate(last.seconds, length), peak_gb=memory_gb)
 
-        rounds = [take_round(loops, number) for number in range(turns)]
+        rounds = printed_rounds(loops, turns)
         base = [each["bf16"].seconds for each in rounds]
         for name in loops:
             seconds = [each[name].seconds for each in rounds]

@@ -6,7 +6,7 @@ import gc
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.bench.ranks.turns import by_lockstep, take
+from lockstep.bench.ranks.turns import Turn, by_lockstep, take, take_round
 from lockstep.bench.ranks.workload import settings_of
 from lockstep.config import resolve_for
 from lockstep.observe.sinks import read_jsonl
@@ -25,6 +25,7 @@ from lockstep.runtime.world import World
 from lockstep.task import Task
 
 BLOCK = 20  # steps of a turn
+STEADY = 0.95  # a loop is warm when its last turn took no less than this part of each of the two before it
 
 Batches = Iterator[list[Any]]  # the micro-batches of each step, on the CPU
 
@@ -109,6 +110,32 @@ def load_compiler(device: torch.device) -> None:
     """Import the compiler and start its workers, which no loop should pay for."""
     if device.type == "cuda":
         torch.compile(torch.sin)(torch.ones(8, device=device))
+
+
+def printed_rounds(loops: Mapping[str, Iterator[Any]], turns: int) -> list[dict[str, Turn]]:
+    """Let the loops take turns. Each round is printed at once, in case that the process is killed before the last."""
+    rounds = []
+    for number in range(turns):
+        rounds.append(take_round(loops, number))
+        print(f"  round {number + 1}: {', '.join(f'{n} {t.seconds:.3f} s' for n, t in rounds[-1].items())}", flush=True)
+
+    return rounds
+
+
+def warm_up(name: str, loop: Iterator[Any], least: int, most: int, most_s: float = 60.0) -> list[Turn]:
+    """Take turns that do not count until they get no faster: code is compiled and calls are captured meanwhile.
+
+    least, most: the number of turns
+    """
+    turns: list[Turn] = []
+    while len(turns) < most and sum(turn.seconds for turn in turns) < most_s:
+        turns.append(take(loop))
+        seconds = [turn.seconds for turn in turns]
+        print(f"  {name}: warm-up turn {len(turns)}, {seconds[-1]:.3f} s", flush=True)
+        if len(turns) >= least and seconds[-1] >= STEADY * max(seconds[-3:]):
+            break
+
+    return turns
 
 
 def seconds_of(loop: Iterator[Any], steps: int) -> list[float]:

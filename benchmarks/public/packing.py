@@ -8,17 +8,16 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.bench.intervals import estimate, ratio
-from lockstep.bench.ranks.turns import take, take_round
 from lockstep.bench.results import cell, table_lines
 from lockstep.data.packing import packed_batch
 from lockstep.hf import CausalLM, packed_inputs
 from lockstep.runtime.context import Runtime
 from public.bounded import Rows
 from public.llama import Ragged, long_texts, short_texts
-from public.loops import BLOCK, empty_cache, lockstep_loop, print_decisions, started
+from public.loops import BLOCK, empty_cache, lockstep_loop, print_decisions, printed_rounds, started, warm_up
 
 WARM_UP = 2  # turns that do not count
-WARM_UP_AUTO = 6  # and by default: calls of the frequent lengths are captured meanwhile
+WARM_UP_AUTO = 6, 16  # and by default, at least and at most: calls of the frequent lengths are captured meanwhile
 
 # With compile=false nothing but packing differs.
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -29,15 +28,15 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 def measure(name: str, rows: Rows, turns: int, tiny: bool) -> None:
-    """Write a row for padding, one for packing, and those of the gradient."""
+    """Write rows of the gradient, one for padding, and one for packing."""
     kind, values, title = CASES[name]
     ragged = short_texts(2048, tiny) if kind == "short" else long_texts(512, tiny)
     with started() as (runtime, folder), empty_cache(folder):
-        eager = "compile" in values
-        warm_up = WARM_UP if eager or tiny else WARM_UP_AUTO
-        speed(name, title, ragged, values, runtime, folder, rows, turns, warm_up)
-        if eager:
-            gradients(name, ragged, runtime.device, rows)
+        # First: it takes seconds, and the rest may take more than there are.
+        gradients(name, ragged, runtime.device, rows)
+
+        least, most = (WARM_UP, WARM_UP) if "compile" in values or tiny else WARM_UP_AUTO
+        speed(name, title, ragged, values, runtime, folder, rows, turns, least, most)
 
 
 def speed(
@@ -49,9 +48,10 @@ def speed(
     folder: str,
     rows: Rows,
     turns: int,
-    warm_up: int,
+    least: int,
+    most: int,
 ) -> None:
-    """Let padding and packing take turns."""
+    """Let padding and packing take turns, after at least and at most so many that do not count."""
     labels = sum(len(row["input_ids"]) - 1 for row in ragged.rows)
     packed = CausalLM(ragged.config, ragged.rows, row_length=ragged.longest)
     per_row = labels / len(packed.data())
@@ -68,11 +68,11 @@ def speed(
 
     loops = {name: lockstep_loop(task, runtime, folder, **given) for name, (task, given, _) in ways.items()}
     for way, loop in loops.items():
-        warm = [f"{take(loop).seconds:.1f}" for _ in range(warm_up)]
-        print(f"  {title}, {way}: warm-up turns of {', '.join(warm)} s", flush=True)
+        last = warm_up(f"{title}, {way}", loop, least, most)[-1]
+        rows.add(case=name, warm=way, warm_up_tokens_per_s=BLOCK * ways[way][2] / last.seconds)
         print_decisions(folder, most=6)
 
-    rounds = [take_round(loops, number) for number in range(turns)]
+    rounds = printed_rounds(loops, turns)
     for loop in loops.values():
         loop.close()
     rates = {way: [BLOCK * ways[way][2] / each[way].seconds for each in rounds] for way in loops}

@@ -19,7 +19,6 @@ from torch import nn
 from torch.profiler import ProfilerActivity
 
 from lockstep.bench.intervals import estimate, ratio
-from lockstep.bench.ranks.turns import take_round
 from lockstep.bench.results import figure, table_lines
 from lockstep.hf import CausalLM
 from lockstep.parallel.blocks import find_blocks
@@ -36,6 +35,7 @@ from public.loops import (
     load_compiler,
     lockstep_loop,
     print_decisions,
+    printed_rounds,
     started,
 )
 
@@ -118,7 +118,7 @@ def totals(rows: Rows, turns: int, tiny: bool) -> None:
             rows.add(case="ragged", events=dict(captured), block_ms=[1e3 * s for s in blocks_of(long_s)])
 
             loops = {"eager by hand": in_blocks(eager), "lockstep": in_blocks(long)}
-            rounds = [take_round(loops, number) for number in range(turns)]
+            rounds = printed_rounds(loops, turns)
 
         plain_s, our_s = ([each[name].seconds / BLOCK for each in rounds] for name in loops)
         add(rows, "eager by hand", LONG, sum(eager_s), len(eager_s), estimate(plain_s))

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lockstep.bench.intervals import estimate, ratio
-from lockstep.bench.ranks.turns import take, take_round
 from lockstep.bench.results import cell, table_lines
 from lockstep.recipes.char_lm.data import SYMBOLS, encode, library_text
 from lockstep.task import Loss, Task
@@ -32,8 +31,10 @@ from public.loops import (
     load_compiler,
     lockstep_loop,
     print_decisions,
+    printed_rounds,
     started,
     tensor_batches,
+    warm_up,
 )
 
 # ---- GPT-2 of transformers ----
@@ -44,6 +45,7 @@ class GPT2(Task):
 
     unit = "token"
     steps = 5000
+    block = BLOCK  # steps of a turn
     workers = 0
     ways = ("compiled",)  # an eager step takes as long as three compiled ones
 
@@ -146,6 +148,7 @@ class NanoGPT(Task):
 
     unit = "token"
     steps = 5000
+    block = BLOCK
     workers = 0
     ways = ("eager", "compiled")
 
@@ -212,11 +215,14 @@ class ResNet(Task):
 
     unit = "picture"
     steps = 5000
-    ways = ("eager", "compiled")
+    block = 2 * BLOCK  # its workers have read the first 16 batches of a turn before it begins
+    ways = ("compiled",)
 
     def __init__(self, tiny: bool = False):
         self.tiny = tiny
         self.batch, self.side, self.workers = (4, 32, 1) if tiny else (256, 224, 8)
+        if tiny:
+            self.block = BLOCK
 
     @property
     def units(self) -> int:
@@ -259,43 +265,51 @@ def measure(name: str, rows: Rows, turns: int, tiny: bool) -> None:
         load_compiler(runtime.device)
         # Memory is enough for all of them, and each gets warm before any is timed.
         loops: dict[str, Iterator[Any]] = {}
+        own_gb: dict[str, float] = {}
         settings = {"global_batch": task.batch, "steps": task.steps, "data.workers": task.workers}
         with empty_cache(folder):
-            loops["lockstep"] = lockstep_loop(task, runtime, folder, **settings)
-            warm("lockstep", loops["lockstep"], task.units, rows, name, turns=1 if tiny else 5)
+            loops["lockstep"] = lockstep_loop(task, runtime, folder, task.block, **settings)
+            own_gb["lockstep"] = warm("lockstep", loops["lockstep"], task, rows, name, turns=1 if tiny else 5)
             print_decisions(folder)
 
         for way in task.ways:
             compile_model = nn.Module.compile if way == "compiled" and not tiny else None
             with empty_cache(folder):
-                loops[way] = by_hand(task, task.batches(runtime.device), runtime.device, compile_model)
-                warm(way, loops[way], task.units, rows, name, turns=1 if tiny else 2)
+                batches = task.batches(runtime.device)
+                loops[way] = by_hand(task, batches, runtime.device, compile_model, task.block)
+                own_gb[way] = warm(way, loops[way], task, rows, name, turns=1 if tiny else 2)
 
-        rounds = [take_round(loops, number) for number in range(turns)]
+        rounds = printed_rounds(loops, turns)
         base = [each["compiled"].seconds for each in rounds]
         for way in loops:
             seconds = [each[way].seconds for each in rounds]
             rows.add(
                 case=name,
                 way=way,
-                per_s=estimate([BLOCK * task.units / second for second in seconds]),
+                per_s=estimate([task.block * task.units / second for second in seconds]),
                 unit=task.unit,
                 against_compiled=ratio(base, seconds),
+                own_gb=own_gb[way],
+                memory_against_compiled=own_gb[way] / own_gb["compiled"] if own_gb["compiled"] else None,
                 peak_gb=max(each[way].peak_bytes for each in rounds) / 1e9,
             )
 
 
-def warm(way: str, loop: Iterator[Any], units: int, rows: Rows, name: str, turns: int) -> None:
-    """Take turns that do not count. The last one is written down, in case that no others follow."""
-    taken = [take(loop) for _ in range(turns)]
-    print(f"  {name}, {way}: warm-up turns of {', '.join(f'{turn.seconds:.2f}' for turn in taken)} s", flush=True)
-    last = taken[-1]
-    rows.add(case=name, way=way, warm_up_per_s=BLOCK * units / last.seconds, peak_gb=last.peak_bytes / 1e9)
+def warm(way: str, loop: Iterator[Any], task: Any, rows: Rows, name: str, turns: int) -> float:
+    """Take turns that do not count, and return the GB at the peak of the last one, without what others hold.
+
+    It is written down, in case that no others follow.
+    """
+    held = torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    last = warm_up(f"{name}, {way}", loop, turns, turns)[-1]
+    own_gb = max(0, last.peak_bytes - held) / 1e9
+    rows.add(case=name, way=way, warm_up_per_s=task.block * task.units / last.seconds, own_gb=own_gb)
+    return own_gb
 
 
 def lines(rows: list[dict[str, Any]]) -> list[str]:
-    """Return the table. The memory of a loop includes the models of the others."""
-    keys = ("case", "way", "per_s", "unit", "against_compiled", "peak_gb")
+    """Return the table."""
+    keys = ("case", "way", "per_s", "unit", "against_compiled", "own_gb", "memory_against_compiled")
     body = [[cell(row[key]) for key in keys] for row in rows if "per_s" in row]
-    heads = ("program", "loop", "per second", "unit", "against compiled by hand", "peak GB with all models")
+    heads = ("program", "loop", "per second", "unit", "against compiled by hand", "own peak GB", "of compiled by hand")
     return table_lines(heads, body) if body else []

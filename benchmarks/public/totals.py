@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from lockstep.bench.intervals import estimate, ratio
-from lockstep.bench.ranks.turns import take_round
 from lockstep.bench.results import figure, table_lines
 from lockstep.runtime.context import Runtime
 from public.bounded import Rows
@@ -22,6 +21,7 @@ from public.loops import (
     load_compiler,
     lockstep_loop,
     print_decisions,
+    printed_rounds,
     seconds_of,
     started,
     tensor_batches,
@@ -90,7 +90,7 @@ class Totals:
             self.add("by hand", self.first, theirs)
 
             loops = {"by hand": plain, "lockstep": long}
-            rounds = [take_round(loops, number) for number in range(self.turns)]
+            rounds = printed_rounds(loops, self.turns)
         for loop in loops.values():
             loop.close()
 
