@@ -223,9 +223,9 @@ def test_a_sink_of_the_platform_is_refused_where_it_is_not_offered(monkeypatch):
 
 
 def test_an_unknown_sink_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"log\.sinks=cvs(.|\n)*set log\.sinks=csv"):
+    with pytest.raises(UserError, match=r"log\.sinks=\[cvs\](.|\n)*set log\.sinks=\[csv\]"):
         SinkList(["cvs"], tmp_path, print)
-    with pytest.raises(UserError, match=r"log\.sinks=cvs"):
+    with pytest.raises(UserError, match=r"log\.sinks=\[cvs\]"):
         SinkList(["cvs"], None, print)  # a rank that writes nothing
     SinkList(["csv"], None, print).write(RECORD)
     assert not list(tmp_path.iterdir())
