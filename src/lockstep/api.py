@@ -38,9 +38,10 @@ from lockstep.observe.notebook.follower import following
 from lockstep.observe.notebook.result import result_html, result_text
 from lockstep.observe.report import write_report
 from lockstep.runtime import environments
+from lockstep.runtime.environments import current_world
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 from lockstep.runtime.host.threads import wait_asleep
-from lockstep.runtime.world import World, current_world
+from lockstep.runtime.world import World
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -219,7 +220,7 @@ def _is_rank_already(nnodes: str | None) -> bool:
     if nnodes is not None and "LOCAL_RANK" not in os.environ:
         return False
 
-    return World.launched()
+    return environments.launched()
 
 
 def run_target(target: str, layers: list[Layer], arguments: Sequence[str] = ()) -> None:
@@ -314,7 +315,7 @@ def fit(
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
 
     # A script that calls fit(nproc=4) may itself be started by torchrun or srun: then its ranks exist already.
-    is_rank = nproc is None or World.launched() or not current_world().alone
+    is_rank = nproc is None or environments.launched() or not current_world().alone
     count = Bounds(1, 1) if is_rank else parse_nproc(nproc)
     resolved = resolve_for(task.defaults, task.presets, layers)
     check_names([("task default", task.defaults), *layers])

@@ -231,11 +231,13 @@ def trained(
     backend: Any = "aot_eager",
     judged: bool = False,
     lag: float = 0.0,
+    operation_s: float = 0.0,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train, and return the weights, the events about compiling, and how often something was compiled.
 
-    judged: as with compile=auto on a GPU, with an estimate that it costs nothing. lag: seconds that rank 1 takes longer
+    judged: as with compile=auto on a GPU, with an estimate that it costs nothing, but `operation_s` for each operation.
+    lag: seconds that rank 1 takes longer
     """
     values = {**QUIET, "compile": True, "steps": 4, "global_batch": 16, "micro_batch": 4, "run_dir": folder, **settings}
     if judged:
@@ -250,9 +252,8 @@ def trained(
         stack.enter_context(patch.object(judge, "history_path", lambda: Path(folder).parent / "compile.json"))
         if judged:
             stack.enter_context(patch.object(apply, "wants_compile", lambda *_: True))
-            stack.enter_context(
-                patch.multiple(payoff, START_S=0.0, COLD_S=0.0, LAYER_S=0.0, BLOCK_S=0.0, MOST_LOST=1e6)
-            )
+            estimates = {"START_S": 0.0, "COLD_S": 0.0, "LAYER_S": 0.0, "BLOCK_S": 0.0, "OPERATION_S": operation_s}
+            stack.enter_context(patch.multiple(payoff, **estimates, MOST_LOST=1e6))
 
         runtime = stack.enter_context(context.start(world, resolved.config, store))
         builder = open_run(resolved, runtime, "test")
@@ -431,6 +432,12 @@ def test_ranks_with_different_speeds_decide_alike(pool: Any, tmp_path: Any) -> N
     assert len(begun) == 1
     assert [text.split(" in ")[0] for text in first["events"]] == [text.split(" in ")[0] for text in second["events"]]
     assert first["events"][0] == second["events"][0]
+
+
+def test_a_loss_of_many_operations_is_not_tried(pool: Any, tmp_path: Any) -> None:
+    """A few layers in a long loop, by what they really take to compile."""
+    (found,) = start(pool, tmp_path / "run", judged=True, operation_s=1e9, steps=14)
+    assert found["events"][-1].startswith("nothing: it would not pay")
 
 
 @pytest.mark.long

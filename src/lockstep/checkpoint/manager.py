@@ -12,7 +12,7 @@
     pending.settle                       at the end
     best, last_location, close           after that
 
-`state/contents.py` collects what a rank writes, `saving` writes it, and `resume.py` loads a checkpoint. All ranks call
+`RunState.contents` collects what a rank writes, `saving` writes it, and `resume.py` loads a checkpoint. All ranks call
 these methods at the same step.
 """
 
@@ -34,7 +34,6 @@ from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkp
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.saving.save import Saver
-from lockstep.checkpoint.state.contents import collect, shards_of
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim, delete_leftovers, update_latest
 from lockstep.checkpoint.storage.together import run_on_rank0
@@ -298,7 +297,7 @@ class CheckpointManager:
 
     def prepare(self) -> None:
         """Allocate the buffer for snapshots early, so that the first save is as short as the others. Collective."""
-        self._saver.prepare(shards_of(self.state.capture_tensors().tensors, self.state, self.runtime))
+        self._saver.prepare(self.state.shards_of(self.state.capture_tensors().tensors, self.runtime))
 
     def save(self, steps_done: int, plan: Plan, metrics: dict[str, float]) -> None:
         """Copy the state after `steps_done` steps, and write it in the background while training continues. Collective.
@@ -308,7 +307,7 @@ class CheckpointManager:
         """
         self.pending.settle()
         with self.runtime.heartbeat.visit("snapshot", steps_done):
-            contents = collect(self.state, self.runtime, self.log_event, self._run_values(plan, metrics))
+            contents = self.state.contents(self.runtime, self.log_event, self._run_values(plan, metrics))
             save = self.pending.start(steps_done, contents)
 
         # The next update changes the optimizers' state, which may still be copied.

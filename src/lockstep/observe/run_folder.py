@@ -137,13 +137,19 @@ def _seen_mark(folder: RunFolder) -> Path:
 def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
     """Write what is known before the first step."""
     # Each in one piece: after a kill, --resume reads what was typed for the run from these files.
-    records.write(run_dir / "config.yaml", to_yaml(resolved.config))
-    records.write(run_dir / "config.sources.json", json.dumps(resolved.sources, indent=2))
-    records.write(run_dir / "plan.json", json.dumps(plan, indent=2))
+    _replace(run_dir / "config.yaml", to_yaml(resolved.config))
+    _replace(run_dir / "config.sources.json", json.dumps(resolved.sources, indent=2))
+    _replace(run_dir / "plan.json", json.dumps(plan, indent=2))
 
     # A summary from before a resume is out of date.
     (run_dir / "summary.json").unlink(missing_ok=True)
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    records.write(run_dir / "summary.json", json.dumps(finite(summary), indent=2))
+    _replace(run_dir / "summary.json", json.dumps(finite(summary), indent=2))
+
+
+def _replace(path: Path, text: str) -> None:
+    # Only rank 0 writes here, so the next run replaces the draft that a killed one has left.
+    with records.replacing(path) as draft:
+        draft.write_text(text)

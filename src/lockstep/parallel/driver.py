@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from lockstep.checkpoint.state.model_state import frozen_names, is_extra, tied_names
 from lockstep.config import RunConfig
 from lockstep.errors import UserError, some_names
+from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.batchnorm.statistics import running_statistics
-from lockstep.parallel.buffers import broadcast_buffers
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import (
     GradientWatch,

@@ -406,7 +406,7 @@ def test_a_save_that_failed_is_tried_again_after_a_pause_that_grows(
     """The run lost all steps up to the next save that was due: here it never is."""
     write = CheckpointStorage.write
     clock = SimpleNamespace(now=0.0)
-    failing = range(20)
+    failing = range(30)
 
     class Away(Dropped):
         def after_step(self, run: Any, result: Any) -> None:
@@ -419,18 +419,17 @@ def test_a_save_that_failed_is_tried_again_after_a_pause_that_grows(
     rules = {"minutes": None, "at_end": False, "asynchronous": False, "keep": 9}
     lockstep.fit(Away(), run_dir=tmp_path, steps=60, checkpoint=rules)
 
-    # Each try is seen to have failed one step later, and its successor is requested one step before it is made.
+    # A step of this clock takes as long as the first pause. Three more pass from a try until its failure is known to
+    # all ranks, and from the request for the next one until it is made.
     events = read_jsonl(tmp_path / "events.jsonl")
     reasons = [event["reason"] for event in events if event["event"] == "warning"]
     failed = [int(reason.split("STEP ")[1].split()[0]) for reason in reasons]
     pauses = [later - earlier for earlier, later in pairwise(failed)]
-    assert all(later >= 2 * earlier - 3 for earlier, later in pairwise(pauses)), failed
-    assert "; the next try is within 30 s of training" in reasons[0]
-    assert "; the next try is within 60 s of training" in reasons[1]
+    assert [pause - 3 for pause in pauses] == [1, 2, 4, 8]
 
     # One of them succeeds, and is the last: nothing else was asked for.
     [step] = [found.step for found in committed(CheckpointStorage(tmp_path / "checkpoints"))]
-    assert failed[-1] < 20 <= step < 60
+    assert failed[-1] < 30 <= step < 60
 
 
 def test_a_registered_object_never_replaces_one_of_the_run(tmp_path: Path) -> None:

@@ -156,14 +156,12 @@ class PendingSave:
         assert self.save is not None
         self.save.abort(reason)
 
-        pause = RETRY_S * 2**self._failures
+        self._retry_at = time.monotonic() + RETRY_S * 2**self._failures
         self._failures += 1
-        self._retry_at = time.monotonic() + pause
 
         # The failure is logged here, once, with the reasons of all ranks.
         what = f"THE CHECKPOINT OF STEP {self.save.steps_done} WAS NOT WRITTEN"
-        goes_on = f"Training continues; {self._last_good()}; the next try is within {pause:g} s of training"
-        self._log_event("warning", reason=f"{what}: {reason}. {goes_on}")
+        self._log_event("warning", reason=f"{what}: {reason}. Training continues; {self._last_good()}")
         self.save = None
         return True
 

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.saving.context import Contents
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.optimizer_state import OptimizerStates, merge_optimizers
+from lockstep.checkpoint.state.reshard import replicated_sizes, shards_to_write
 from lockstep.checkpoint.state.state_tree import CapturedTensor, JsonDict, pack, pack_into, unpack
 from lockstep.checkpoint.state.stateful import (
     TENSOR_KINDS,
@@ -34,6 +36,8 @@ from lockstep.checkpoint.state.stateful import (
 from lockstep.config.changes import Change
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
+from lockstep.runtime.context import EventLogger, Runtime
+from lockstep.runtime.layout import LocalShard
 from lockstep.task import BatchSource, Task
 
 # Settings that determine the order of the samples. Those that end in a dot are prefixes.
@@ -87,8 +91,8 @@ class RunState:
         self.stepper = stepper
         self.source = source
         self.registered = registered
-        self.duplicates = duplicates
-        self.ranks_compared = False  # whether the ranks have compared the state of what is registered
+        self._duplicates = duplicates
+        self._ranks_compared = False  # whether the ranks have compared the state of what is registered
         self._frozen_advice = frozen_advice
 
         # See `add_to_loop`. The second is what the checkpoint has for them from which the run was resumed.
@@ -96,7 +100,7 @@ class RunState:
         self._saved_loop: JsonDict | None = None
 
         # Whether all ranks capture the same JSON state and the same replicated tensors. Shards may still differ.
-        self.same_on_all_ranks = not (optimizers.sharded or holders)
+        self._same_on_all_ranks = not (optimizers.sharded or holders)
 
         # In a pipeline, the model of a rank has the names of all parameters, but only the tensors of its stage.
         held_elsewhere = {name for name, ranks in (holders or {}).items() if rank not in ranks}
@@ -129,6 +133,46 @@ class RunState:
                 stateful.load_state_dict(saved)
 
     # ---- saving ----
+
+    def contents(self, runtime: Runtime, log_event: EventLogger, run_values: dict[str, Any]) -> Contents:
+        """Return what this rank writes: its shards and, on rank 0, the values of the manifest. Collective.
+
+        `run_values`: these values, except the state of the run and of its loop.
+        """
+        # Rank 0 writes the JSON state of all ranks, which may hold different parameters.
+        captured = self.capture()
+        json_state = captured.json_state
+        if not self._same_on_all_ranks:
+            json_state = merge_json_state(runtime.collectives.gather_json(json_state))
+
+        # Only the first save compares stateful objects between ranks, because the digests take time.
+        if not self._ranks_compared:
+            self._warn_of_differences(captured, runtime, log_event)
+            self._ranks_compared = True
+
+        no_tensors: dict[str, Tensor] = {}
+        values = {"state": json_state, **pack({**run_values, "loop": self.loop_state()}, "values", no_tensors)}
+        assert not no_tensors, f"not in the state: {list(no_tensors)}"
+
+        later = {name for name, tensor in captured.tensors.items() if tensor.copy_later}
+        return Contents(self.shards_of(captured.tensors, runtime), captured.aliases, values, later)
+
+    def shards_of(self, tensors: dict[str, CapturedTensor], runtime: Runtime) -> dict[str, LocalShard]:
+        """Return what this rank writes of the tensors that all ranks have captured. Collective."""
+        sizes = replicated_sizes(tensors)
+
+        # If all ranks hold the same tensors, no exchange is needed.
+        same = self._same_on_all_ranks
+        all_sizes = [sizes] * runtime.world.size if same else runtime.collectives.gather_json(sizes)
+        return shards_to_write(tensors, runtime.world.rank, all_sizes, self._duplicates)
+
+    def _warn_of_differences(self, captured: CapturedState, runtime: Runtime, log_event: EventLogger) -> None:
+        """Warn if the state of an object differs between ranks, because only rank 0's is saved."""
+        replicated = [name for name, stateful in self.registered.items() if not optional_members(stateful).read_shard]
+        digests = runtime.collectives.gather_json({name: digest(captured.states[name]) for name in replicated})
+        for name in digests[0]:
+            if len({by_name[name] for by_name in digests}) > 1:
+                log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
     def capture(self) -> CapturedState:
         """Return the state of the run, except that of the loop.
@@ -178,11 +222,6 @@ class RunState:
             sizes += [master.nbytes // 2 for master in self.optimizers.masters.persistent_tensors()]
 
         return sum(sizes), self._optimizer_states.estimated_bytes()
-
-    def digest_replicated(self, captured: CapturedState) -> dict[str, str]:
-        """Return a digest of the state of each registered object that is replicated on every rank."""
-        replicated = [name for name, stateful in self.registered.items() if not optional_members(stateful).read_shard]
-        return {name: digest(captured.states[name]) for name in replicated}
 
     # ---- restoring ----
 

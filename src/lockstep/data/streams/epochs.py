@@ -14,7 +14,6 @@ from typing import Any
 from lockstep.data.dataset_source import DatasetSource, SourceOptions
 from lockstep.data.loader import is_empty
 from lockstep.data.sample_errors import check_sendable
-from lockstep.data.transfer import Transfer
 from lockstep.errors import UserError
 from lockstep.task import MicroBatch, StepBatches, StepResult
 
@@ -28,9 +27,7 @@ class EpochSource(DatasetSource):
 
     def __init__(self, collate: Callable[[list[Any]], Any], options: SourceOptions, micro_batches_per_step: int):
         """`micro_batches_per_step`: of this rank. If forwards are collective, missing ones are run as padding."""
-        self.collate = collate
-        self.options = options
-        self._transfer = Transfer(options.device, options.pins_here)
+        super().__init__(collate, options)
         self.epoch = 0
         self._micro_batches_per_step = micro_batches_per_step
         self._last: MicroBatch | None = None  # the newest of this epoch, which is repeated as padding

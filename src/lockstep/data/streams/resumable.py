@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from lockstep.data.dataset_source import SourceOptions
-from lockstep.data.loader import collate_samples, is_empty, start_loader
+from lockstep.data.loader import already_collated, collate_samples, is_empty, start_loader
 from lockstep.data.sample_errors import WorkerError, batch_to_send
 from lockstep.data.samplers import make_sampler
 from lockstep.data.streams.cursor import Cursor, Reread, ShardEpoch, has_state
@@ -225,7 +225,7 @@ class ResumableStreamSource(EpochSource):
             options.config.prefetch,
             options.pins_memory,
             batch_size=None,
-            collate_fn=_identity,
+            collate_fn=already_collated,
         )
         return self._reading
 
@@ -314,10 +314,6 @@ def open_cursor(shards: Shards, options: SourceOptions, epoch: int, shard: int, 
     files = [shards.files[index] for index in order[shard :: shards.shards]]
     source = ShardEpoch(shards, files, options.seed, epoch, shard)
     return Cursor(source, state, reread=options.config.resume == "reread")
-
-
-def _identity(item: Any) -> Any:
-    return item
 
 
 @dataclass(eq=False)

@@ -114,7 +114,10 @@ class Compiler(StepPart):
 
             code = self.code
             if code is None:
-                return function(module, *args)
+                returned = function(module, *args)
+                if self.stage == "watch" and self.is_training():
+                    self.judge.note_call(returned)
+                return returned
 
             # Asked in any case, because it counts: if too few batches fit, the run compiles again.
             fitting = self._fits(code, args)
@@ -146,7 +149,10 @@ class Compiler(StepPart):
             self._try(targets, lambda *args, **kwargs: link.inner(*args, **kwargs), (args, kwargs))
 
         if self.code is None:
-            return link.inner(*args, **kwargs)
+            returned = link.inner(*args, **kwargs)
+            if self.stage == "watch" and self.function is None:
+                self.judge.note_call(returned)
+            return returned
 
         # Only to count it: torch's guards choose between compiled and eager code.
         if self.function is None:

@@ -23,13 +23,14 @@ from torch import nn
 
 from lockstep.config import RunConfig
 from lockstep.parallel.blocks import class_name, find_blocks
-from lockstep.parallel.compiled.batch_sizes import BatchWatch, Dims
+from lockstep.parallel.compiled.batch_sizes import BatchWatch, Dims, tensors_in
 from lockstep.parallel.compiled.kernel_times import saving_s
 from lockstep.parallel.compiled.payoff import SPEEDUPS, Facts, Payoff, preferred
 from lockstep.parallel.compiled.side_effects import Function
 from lockstep.parallel.compiled.targets import BLOCKS, LOSS, MODEL, compiles_itself
 from lockstep.parallel.driver import Driver
 from lockstep.runtime.context import Runtime
+from lockstep.task import Loss
 
 MOST_MODELS = 200  # the oldest records are dropped beyond this
 
@@ -80,6 +81,7 @@ class Judge:
         self._records: dict[str, Payoff] = {}  # of earlier runs, by target
         self.eager_s = 0.0  # seconds of a step without compiled code, on the slowest rank
         self._saving_s: float | None = None  # seconds that kernels of a step would save, on all ranks
+        self._operations: int | None = None  # of the first call of the loss or the model
 
     def possible(self, function: Function | None) -> tuple[str, ...]:
         """Return the targets that can be compiled at all. `function`: the loss, if there is one around the model."""
@@ -93,6 +95,11 @@ class Judge:
         """Return what to compile, whether it pays or not."""
         return preferred(self.possible(function), len(find_blocks(self._model, self._named_blocks)), bool(varying))
 
+    def note_call(self, result: Any) -> None:
+        """Note how much there is to compile, by what the first training call has returned."""
+        if self._operations is None:
+            self._operations = count_operations(result)
+
     def facts(self, steps_left: int, spent_s: float, function: Function | None, watch: BatchWatch) -> Facts:
         """Return what is known now, also from earlier runs with batches of these sizes. Collective.
 
@@ -104,6 +111,7 @@ class Judge:
         self._records = {target: Payoff(**values) for target, values in records.items()}
 
         blocks = find_blocks(self._model, self._named_blocks)
+        operations = self._runtime.collectives.gather_json(self._operations or 0)
         one_of_each_class = {class_name(block): block for block in blocks}.values()
         return Facts(
             steps_left=steps_left,
@@ -113,6 +121,7 @@ class Judge:
             layers=_count_layers(self._model),
             blocks=len(blocks),
             block_layers=_count_layers(*one_of_each_class),
+            operations=max(operations),
             cold=self._cold,
             possible=self.possible(function),
             records=self._records,
@@ -151,6 +160,19 @@ def _count_layers(*roots: nn.Module) -> int:
     modules = {module for root in roots for module in root.modules()}
     own_parameters = [list(module.parameters(recurse=False)) for module in modules]
     return sum(bool(parameters) for parameters in own_parameters)
+
+
+def count_operations(result: Any) -> int:
+    """Return how many operations of autograd have led to a loss, or to the outputs of a model."""
+    tensors = [result.total] if isinstance(result, Loss) else tensors_in(result)
+    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    found = set(waiting)
+    while waiting:
+        before = {node for node, _ in waiting.pop().next_functions if node is not None} - found
+        found |= before
+        waiting += before
+
+    return len(found)
 
 
 # ---- what earlier runs have measured ----

@@ -19,6 +19,9 @@ START_S = 3.0  # seconds to load the compiler and start its workers
 COLD_S = 3.0  # seconds more if nothing has been compiled on this machine before
 LAYER_S = 0.3  # seconds for one layer, forward and backward; the blocks of a model as a whole share nothing
 BLOCK_S = 0.5  # seconds to trace one more block by itself
+# Seconds for one operation, at least: a layer that is called in a loop is compiled once for each call. The models above
+# take about twice as long for each of theirs, so that it decides for none of them.
+OPERATION_S = 0.015
 DYNAMIC = 2.0  # with dynamic sizes it takes this many times as long
 
 # Steps that are not timed, and steps that are. With dynamic sizes kernels are tuned for each size, and steps differ.
@@ -65,6 +68,7 @@ class Facts:
     layers: int  # modules with parameters of their own, in the whole model
     blocks: int = 0  # repeated blocks
     block_layers: int = 0  # those modules, in one block of each class
+    operations: int = 0  # differentiable operations of one call
 
     # The kernels of a step: the seconds that compiled code would save of them. None: they were not measured.
     saving_s: float | None = None
@@ -185,9 +189,10 @@ def expected(facts: Facts, target: str) -> Payoff:
 
     # Blocks that are compiled by themselves share the code of the first one of their class.
     if target == BLOCKS:
-        own_s = LAYER_S * facts.block_layers + BLOCK_S * facts.blocks
+        of_one = facts.operations / max(1, facts.blocks)
+        own_s = max(LAYER_S * facts.block_layers, OPERATION_S * of_one) + BLOCK_S * facts.blocks
     else:
-        own_s = LAYER_S * facts.layers
+        own_s = max(LAYER_S * facts.layers, OPERATION_S * facts.operations)
 
     # Without a record of an earlier run, the estimate is all that there is.
     cost_s = START_S + COLD_S * facts.cold + own_s * (DYNAMIC if facts.sizes_vary else 1.0)

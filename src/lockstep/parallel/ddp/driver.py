@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import DDPConfig
 from lockstep.errors import UserError
-from lockstep.parallel.buffers import broadcast_buffers
+from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.ddp.hook_table import HOOKS, HookArguments
 from lockstep.parallel.ddp.hooks import CommHook, WideHook
 from lockstep.parallel.ddp.torch_private import FixedBucketsDDP, leave_out, split_graphs
@@ -31,6 +31,7 @@ from lockstep.parallel.exact.reducers import OrderedBuckets, OrderedReplicas
 from lockstep.parallel.inner_gradients import backward
 from lockstep.parallel.progress import StepProgress
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec, mean_is_exact
+from lockstep.runtime.layout import in_memory_order_of
 from lockstep.task import MicroBatch
 
 # The option that broadcasts buffers before every forward; torch 2.13 renamed it.
@@ -244,7 +245,7 @@ class FlatReduceDriver(Driver):
             # Half-precision gradients are added in float32 and rounded once.
             flat = self.runtime.collectives.all_reduce_(flat.to(torch.promote_types(dtype, torch.float32))).to(dtype)
             for p, summed in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-                p.grad = summed.view_as(p)
+                p.grad = in_memory_order_of(p, summed.view(p.shape))
 
         return packed, norms_of_gradients(self)
 

@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
-from lockstep.parallel.buffers import broadcast_buffers
+from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.driver import (
     Autocast,
     DriverSetup,

@@ -488,6 +488,20 @@ def test_a_stop_request_whose_save_fails_does_not_claim_to_have_saved():
     assert stage.of(JobEnd)[0].code == 75
 
 
+def test_a_checkpoint_from_before_a_stop_request_is_not_what_it_has_saved(stage):
+    """Step 300 was saved when it was due. What was trained since then is lost."""
+    stage.saved = 300
+    stage.tick()
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
+    stage.exit(0, 1, message="No space left on device")
+    stage.tick(1.1)
+    said = stage.said
+    stage.ranks_gone()
+    stage.tick()
+    assert "saved at step" not in said + stage.said
+    assert "ended without another save; the newest checkpoint is of step 300; to resume: type it again" in stage.said
+
+
 def exit_unsaved(stage: Stage, step: int) -> None:
     """Both ranks exit as they were asked to, but their save of this step failed."""
     for rank in range(2):

@@ -11,9 +11,10 @@ from torch import nn
 from lockstep.config import RunConfig, resolve
 from lockstep.parallel.compiled import judge
 from lockstep.parallel.compiled.batch_sizes import BatchWatch
-from lockstep.parallel.compiled.judge import Judge, StepTimer, _count_layers
+from lockstep.parallel.compiled.judge import Judge, StepTimer, _count_layers, count_operations
 from lockstep.parallel.compiled.payoff import Payoff
 from lockstep.parallel.compiled.targets import BLOCKS, MODEL
+from lockstep.task import Loss
 
 
 class OneRank:
@@ -37,9 +38,8 @@ def test_the_step_in_which_a_timer_is_made_does_not_count() -> None:
 def test_a_run_that_finds_code_on_disk_keeps_the_cost_without_it(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(judge, "history_path", lambda: tmp_path / "compile.json")
     model = nn.Linear(2, 2)
-    runtime = SimpleNamespace(
-        device=torch.device("cpu"), is_main=True, collectives=SimpleNamespace(run_on_rank0=lambda function: function())
-    )
+    alone = SimpleNamespace(gather_json=lambda mine: [mine], run_on_rank0=lambda function: function())
+    runtime = SimpleNamespace(device=torch.device("cpu"), is_main=True, collectives=alone)
     for cold, cost_s in ((True, 30.0), (False, 4.0)):
         monkeypatch.setattr(judge, "is_cold", lambda cold=cold: cold)
         of_run = Judge(SimpleNamespace(model=model, runtime=runtime), RunConfig())  # type: ignore[arg-type]
@@ -65,3 +65,34 @@ def test_blocks_that_the_user_names_are_the_blocks():
     for blocks, target in ((None, MODEL), (["Linear"], BLOCKS)):
         of_run = Judge(driver, resolve([("test", {"compile": True, "blocks": blocks})]).config)
         assert of_run.preferred(None, dims)[0] == target
+
+
+def test_operations_are_those_of_every_call_and_count_once():
+    layer = nn.Linear(2, 2)
+    x = torch.ones(3, 2)
+    once = count_operations(layer(x))
+
+    def looped(times: int) -> torch.Tensor:
+        y = x
+        for _ in range(times):
+            y = layer(y)
+        return y
+
+    # Each call is a product with a transposed weight; the two parameters are shared.
+    assert count_operations(looped(100)) - count_operations(looped(99)) == once - 2
+    assert count_operations(Loss(looped(5).sum(), 3)) == count_operations([looped(5).sum(), {"other": None}])
+    y = layer(x)
+    assert count_operations((y, y)) == once
+    assert count_operations(x) == 0
+
+
+def test_the_first_call_is_counted_and_the_largest_of_all_ranks_decides() -> None:
+    others = SimpleNamespace(gather_json=lambda mine: [mine, 7], run_on_rank0=lambda function: function())
+    runtime = SimpleNamespace(device=torch.device("cpu"), is_main=False, collectives=others)
+    layer = nn.Linear(2, 2)
+    of_run = Judge(SimpleNamespace(model=layer, runtime=runtime), RunConfig())  # type: ignore[arg-type]
+    assert of_run.facts(100, 0.0, None, BatchWatch()).operations == 7
+    y = layer(torch.ones(1, 2))
+    for result in (y.sin().cos().exp().tan().tanh(), y):
+        of_run.note_call(result)
+    assert of_run.facts(100, 0.0, None, BatchWatch()).operations == 9

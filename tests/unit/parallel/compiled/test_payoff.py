@@ -46,6 +46,25 @@ def test_the_first_compilation_of_a_machine_takes_longer():
     assert expected(replace(GPT2, cold=True), LOSS).cost_s == warm + payoff.COLD_S
 
 
+def test_a_layer_that_is_called_in_a_loop_is_compiled_once_for_each_call():
+    """Two layers in a loop of 1,000 calls: by its layers alone it would be expected to compile in 4 s, and be tried."""
+    loop = Facts(2000, step_s=0.1, sizes_vary=False, layers=3)
+    assert decide(loop).targets[0] == LOSS
+    unrolled = replace(loop, operations=9000)
+    assert expected(unrolled, LOSS).cost_s > 30 * loop.step_s
+    assert decide(unrolled).targets == ()
+    assert decide(replace(unrolled, steps_left=100_000)).targets[0] == LOSS
+
+    # One block is a part of them.
+    blocks = replace(GPT2, operations=12_000)
+    assert payoff.OPERATION_S * 1000 < expected(blocks, BLOCKS).cost_s < expected(blocks, MODEL).cost_s / 5
+
+
+def test_operations_of_known_models_change_nothing():
+    """transformers' GPT-2 124M has about 11 for each layer with autocast; ResNet-50 has 3."""
+    assert expected(replace(GPT2, operations=11 * GPT2.layers), LOSS) == expected(GPT2, LOSS)
+
+
 def test_a_short_run_stays_eager_and_says_why():
     decision = decide(replace(GPT2, steps_left=200))
     assert decision.targets == ()
@@ -181,6 +200,7 @@ all_facts = st.builds(
     cold=st.booleans(),
     possible=st.sampled_from([(LOSS, MODEL, BLOCKS), (MODEL, BLOCKS), (MODEL,)]),
     spent_s=st.floats(0.0, 50.0),
+    operations=st.integers(0, 10**5),
 )
 
 
