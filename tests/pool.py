@@ -34,8 +34,8 @@ import preloaded
 from lockstep.runtime.parent_death import die_with_parent
 
 ZYGOTES = preloaded.SERVERS  # so that ranks differ in what differs between processes: the order of a set, say
-LIMIT = timedelta(seconds=120)  # for one job, on a busy machine
-START_LIMIT = timedelta(seconds=120)  # for importing, on a busy machine
+LIMIT = timedelta(seconds=240)  # for one job, on a busy machine
+START_LIMIT = timedelta(seconds=240)  # for importing, on a busy machine
 DUMP = signal.SIGUSR2  # makes a rank write the stacks of all its threads
 DUMP_TIME = timedelta(seconds=10)  # at most, for writing them
 IMPORTED = (  # once, for all jobs, on top of what the process has that it is forked from

@@ -254,6 +254,19 @@ def test_a_script_is_told_once_how_to_resume(monkeypatch, tmp_path, capsys, by_l
     assert capsys.readouterr().err == said
 
 
+def test_a_run_that_could_not_save_says_so(monkeypatch, capsys):
+    """Its exit code is that of a preemption, like that of a run which has saved."""
+
+    def preempted(*arguments):
+        raise Preempted(3, "SIGTERM", None, save_failed=True)
+
+    monkeypatch.setattr(api, "_fit_here", preempted)
+    with pytest.raises(Preempted):
+        fit(WithPreset(), steps=4, global_batch=1)
+
+    assert capsys.readouterr().err.startswith("lockstep: the save of step 3 failed: what was trained since")
+
+
 def test_options_of_a_default_preset_are_not_recorded(monkeypatch):
     seen = []
     monkeypatch.setattr(api, "_fit_here", lambda task, resolved, name, _: seen.append((task.width, resolved)))

@@ -37,7 +37,7 @@ ROWS = [
 ]
 # The same inside `launch/`, for its modules and folders.
 LAUNCH_ROWS = [
-    {"frames", "job", "records", "settings", "terminal", "times"},
+    {"frames", "job", "records", "terminal", "times"},
     {"failure", "folder", "jsonl"},
     {"hangs"},
     {"wire"},

@@ -8,10 +8,13 @@ import runpy
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 import pytest
+
+from faults.launchers import until
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 FOLDERS = (FOLDER, FOLDER.parent / "tools")
@@ -55,6 +58,15 @@ def test_a_checkpoint_of_many_files_is_written_checked_and_listed(
     assert "checked: lockstep ckpt verify" in capsys.readouterr().out
 
 
+def commands_that_name(path: Path) -> list[str]:
+    """Return the commands of this machine in which this path occurs. A killed process may take a moment to end."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has just ended
+            found.append(file.read_text(errors="replace"))
+    return [command for command in found if str(path) in command]
+
+
 def test_a_case_that_hangs_is_killed_and_what_it_measured_counts(tmp_path: Path) -> None:
     from public.bounded import Bounded, Rows, run_all
 
@@ -62,36 +74,36 @@ def test_a_case_that_hangs_is_killed_and_what_it_measured_counts(tmp_path: Path)
 
     def hang() -> None:
         rows.add(case="hangs", seconds=1.0)
-        subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(60)  # {tmp_path}"])
-        time.sleep(60)
+        subprocess.Popen([sys.executable, "-c", f"import time; time.sleep(600)  # {tmp_path}"])
+        time.sleep(600)
 
     def fail() -> None:
         raise RuntimeError("on purpose")
 
     cases = [
-        Bounded("hangs", hang, limit_s=2),
-        Bounded("fails", fail, limit_s=30),
-        Bounded("works", partial(rows.add, case="works", seconds=2.0), limit_s=30),
+        Bounded("hangs", hang, limit_s=5),
+        Bounded("fails", fail, limit_s=120),
+        Bounded("works", partial(rows.add, case="works", seconds=2.0), limit_s=120),
     ]
     began = time.monotonic()
-    run_all(cases, rows, total_s=50)
-    assert time.monotonic() - began < 40
+    run_all(cases, rows, total_s=300)
+    assert time.monotonic() - began < 290
     assert rows.read() == [
         {"case": "hangs", "seconds": 1.0},
-        {"case": "hangs", "failed": "killed after 2 s"},
+        {"case": "hangs", "failed": "killed after 5 s"},
         {"case": "fails", "failed": "ended with exit code 1"},
         {"case": "works", "seconds": 2.0},
     ]
 
     # What the case itself has started ends with it.
-    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert not any(str(tmp_path).encode() in command and b"sleep" in command for command in commands)
+    until(lambda: not any("sleep" in command for command in commands_that_name(tmp_path)))
 
     # No time, no case.
     run_all(cases, rows, total_s=1)
     assert [row["failed"] for row in rows.read()[4:]] == ["not begun: the 1 s of this part are over"] * 3
 
 
+@pytest.mark.long
 def test_a_public_model_against_a_loop_by_hand(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -116,7 +128,7 @@ def test_rows_for_a_gpu_end_in_time_and_continue_where_they_stopped(
     from on_gpu import Row, results, run_rows
 
     hanging = tmp_path / "hanging.py"
-    hanging.write_text("import os, time\nprint('one row', flush=True)\nos.fork() or os.setpgrp()\ntime.sleep(60)\n")
+    hanging.write_text("import os, time\nprint('one row', flush=True)\nos.fork() or os.setpgrp()\ntime.sleep(600)\n")
     rows = [
         Row("works", "{python} -c \"print('x', 1); print('{out}')\"", usual_s=0.5, limit_s=30),
         Row("fails", '{python} -c "import sys; sys.exit(3)"', usual_s=0.5, limit_s=30),
@@ -131,8 +143,7 @@ def test_rows_for_a_gpu_end_in_time_and_continue_where_they_stopped(
     assert "long: not begun, it takes about 1000 s" in capsys.readouterr().out
 
     # What the row itself has started ended with it, though it had a process group of its own.
-    commands = [path.read_bytes() for path in Path("/proc").glob("[0-9]*/cmdline") if path.exists()]
-    assert not any(str(hanging).encode() in command for command in commands)
+    until(lambda: not commands_that_name(hanging))
 
     # A row that the budget cut short is no result; the next call runs it again.
     run_rows(rows[2:3], tmp_path, set(), budget_s=2)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from classic_net import among, net, numbers, weights
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage import Checkpoint
-from lockstep.checkpoint.verify import verify
+from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.classic import AMPConfig, AMPTrainer, DistributedAMPTrainer, checkpoints
 from lockstep.errors import UserError
 from lockstep.runtime.world import World
@@ -30,7 +30,7 @@ def trainer_of(world: World, store: Any) -> DistributedAMPTrainer:
     """Return a trainer after one step, whose ranks wait for no more than a test may take."""
     among(world, store)
     trainer = DistributedAMPTrainer(net(), FP32)
-    trainer.time_limit = timedelta(seconds=30)
+    trainer.time_limit = timedelta(seconds=120)
     trainer.training_step(batch_of(world))
     return trainer
 
@@ -44,14 +44,14 @@ def tell(what: str) -> None:
 
 
 def wait(what: str) -> None:
-    dist.distributed_c10d._get_default_store().wait([what], timedelta(seconds=30))
+    dist.distributed_c10d._get_default_store().wait([what], timedelta(seconds=120))
 
 
 def test_a_machine_verifies_the_bytes_on_its_own_disk(tmp_path: Path) -> None:
     trainer = AMPTrainer(net(), FP32)
     trainer.training_step(numbers(8))
     checkpoint = Checkpoint.at(Path(trainer.save_checkpoint(tmp_path)))
-    manifest, _ = verify(checkpoint)
+    manifest, _ = verify_checkpoint(checkpoint)
     choice = {"checkpoint": checkpoint.name, "digest": manifest.digest, "folder": str(tmp_path)}
     alone_there = World(rank=1, size=2, local_rank=0, local_size=1)
     checkpoints._same_checkpoint(tmp_path, choice, alone_there)

@@ -110,7 +110,7 @@ def run(folder: Path, *commands: tuple[tuple[str, ...], Mapping[str, str]]) -> s
             return output.read().decode()
 
         started = [start(words, env, folder, output) for words, env in commands]
-        codes = [preloaded.wait(process, 120, said) for process in started]
+        codes = [preloaded.wait(process, 240, said) for process in started]
         text = said()
     assert not any(codes), text
     return text
@@ -165,7 +165,7 @@ def test_announced_machines_do_not_train_alone(folder: Path) -> None:
     env = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_MASTER_ADDR": "127.0.0.1"}
     with tempfile.TemporaryFile() as output:
         process = start(("train.py", "announced"), env, folder, output)
-        assert process.wait(60) == 1
+        assert process.wait(240) == 1
         output.seek(0)
         assert b"Kubeflow Trainer runs this command on 2 machines, and this process is not a rank" in output.read()
     assert not (folder / "announced").exists()

@@ -62,6 +62,7 @@ ALONE = [
 
 # As people also write them. Not for verify, which finds the same by the same check.
 MORE = {
+    broken.MeanBesideSentences: "loss-weight",
     broken.HardestKept: "batch-coupled",
     broken.BalancedExperts: "batch-coupled",
     broken.SeedsInLoss: "randomness",
@@ -602,6 +603,9 @@ def judged(whole: tuple[float, float], halves: list[tuple[float, float]], double
         ((11.2, 4), [(4.0, 2), (6.0, 2)], [8.0, 16.0], "loss-weight"),
         ((11.2, 4), [(4.0, 2), (6.0, 2)], [8.0, 16.5], "batch-coupled"),
         ((14.0, 4), [(4.0, 2), (6.0, 2)], [9.0, 20.0], "batch-coupled"),
+        # The same means, not multiplied by the weight.
+        ((2.8, 4), [(2.0, 2), (3.0, 2)], [2.0, 8 / 3], "loss-weight"),
+        ((2.8, 4), [(2.0, 2), (3.0, 2)], [2.0, 2.75], "batch-coupled"),
     ],
 )
 def test_totals_and_weights_alone(

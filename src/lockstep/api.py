@@ -26,7 +26,7 @@ from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printab
 from lockstep.launch import frames
 from lockstep.launch.folder.resize import ask_for_size
 from lockstep.launch.folder.run_dir import choose_run_dir, latest, latest_step, refuse_another_run, run_of, stored
-from lockstep.launch.folder.start_from import checkpoint_to_go_back_to
+from lockstep.launch.folder.start_from import choose_start
 from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.ranks import rank_record
@@ -38,9 +38,10 @@ from lockstep.observe.notebook.follower import following
 from lockstep.observe.notebook.result import result_html, result_text
 from lockstep.observe.report import write_report
 from lockstep.runtime import environments
+from lockstep.runtime.environments import current_world
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 from lockstep.runtime.host.threads import wait_asleep
-from lockstep.runtime.world import World, current_world
+from lockstep.runtime.world import World
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -112,7 +113,7 @@ class RunResult:
         """The trained model, on the CPU."""
         from safetensors.torch import load_model
 
-        from lockstep.checkpoint.state.model_names import frozen_names
+        from lockstep.checkpoint.state.model_state import frozen_names
 
         model = self.task.model()
         missing, extra = load_model(model, str(self.run_dir / "model.safetensors"), strict=False)
@@ -193,7 +194,7 @@ def train(
     processes, nodes = parse_nproc(placement.nproc), parse_nnodes(placement.nnodes)
     program = {} if placement.join is None else {PROGRAM: targets.program_of(target)}
     spec = {**spec, **program}
-    back = checkpoint_to_go_back_to(resume, run_dir)
+    back = choose_start(resume, run_dir).goes_back_to
     ending, ended_here = _launch(spec, run_dir, processes, nodes, placement.join, placement.node, back)
     if ending.code and (ended_here or not shares_log()):
         print(printable(f"lockstep: {_describe_exit(ending)}"), file=sys.stderr)
@@ -219,7 +220,7 @@ def _is_rank_already(nnodes: str | None) -> bool:
     if nnodes is not None and "LOCAL_RANK" not in os.environ:
         return False
 
-    return World.launched()
+    return environments.launched()
 
 
 def run_target(target: str, layers: list[Layer], arguments: Sequence[str] = ()) -> None:
@@ -314,7 +315,7 @@ def fit(
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
 
     # A script that calls fit(nproc=4) may itself be started by torchrun or srun: then its ranks exist already.
-    is_rank = nproc is None or World.launched() or not current_world().alone
+    is_rank = nproc is None or environments.launched() or not current_world().alone
     count = Bounds(1, 1) if is_rank else parse_nproc(nproc)
     resolved = resolve_for(task.defaults, task.presets, layers)
     check_names([("task default", task.defaults), *layers])
@@ -342,7 +343,7 @@ def fit(
     pickled = _pickled(task, resolved.config.task, callbacks)
     with pickled as path, following(run_dir) if in_notebook else nullcontext():
         spec = {"task": path, "name": name, "layers": layers, "resume_command": command}
-        ending, _ = _launch(spec, run_dir, count, goes_back_to=checkpoint_to_go_back_to(resume, run_dir))
+        ending, _ = _launch(spec, run_dir, count, goes_back_to=choose_start(resume, run_dir).goes_back_to)
         _raise_unless_done(ending, run_dir, count, Path(path).parent)
 
     return RunResult(run_dir, json.loads((run_dir / "summary.json").read_text()), task)
@@ -509,14 +510,15 @@ def running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[Run
     from lockstep.engine.diagnose import explained
     from lockstep.runtime import context
 
-    with context.start(current_world(), resolved.config) as runtime:
+    world = current_world()
+    with rank_record.recording_early(world.rank) as record, context.start(world, resolved.config) as runtime:
         builder = setup.open_run(resolved, runtime, name, unit)
         try:
             with explained(builder):
                 yield builder
         except BaseException as error:
-            # The time is stamped first: the launcher blames the rank that failed first.
-            rank_record.stamp(error)
+            # This comes first: the launcher blames the rank that failed first, and the clean-up may hang.
+            record(error)
             builder.fail(error)
             raise
 
@@ -632,6 +634,10 @@ def _resume_hint(resume_command: ResumeCommand | None) -> Iterator[None]:
     try:
         yield
     except Preempted as error:
+        if error.save_failed and resume_command and _speaks_for_all():
+            problem = f"the save of step {error.step} failed: what was trained since the newest checkpoint is lost"
+            print(f"lockstep: {problem}", file=sys.stderr)
+
         # A checkpoint in a storage elsewhere has no folder that could be named here.
         with suppress(UserError):
             if error.checkpoint and resume_command and _speaks_for_all():

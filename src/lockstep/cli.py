@@ -90,9 +90,22 @@ def _run(arguments: Sequence[str] | None) -> int:
 
         point_at_null(sys.stdout)
         return 0
+    except OSError as error:
+        # Elsewhere it may come from the user's code, and needs its traceback.
+        if options.verb not in ("ckpt", "report", "rm", "runs"):
+            raise
+
+        print(printable(f"lockstep: {_about_files(options.verb, error)}"), file=sys.stderr)
+        return ExitCode.FAILED
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)
         return Preempted.INTERRUPTED
+
+
+def _about_files(verb: str, error: OSError) -> UserError:
+    """Return the error of a verb that only reads and writes the files of runs."""
+    found = ": ".join(str(part) for part in (error.strerror, error.filename) if part) or str(error)
+    return UserError(f"lockstep {verb} could not read or write a file", found, "let this user do that, and try again")
 
 
 def _end_at_once(code: int) -> NoReturn:
@@ -478,10 +491,10 @@ def _allow_store(options: argparse.Namespace) -> None:
 
 
 def _export_hf(options: argparse.Namespace) -> str:
-    from lockstep.checkpoint.export import choose, choose_best
+    from lockstep.checkpoint.export import choose
     from lockstep.hf.export import ExportOptions, export
 
-    checkpoint = choose_best(options.path) if options.best else choose(options.path, options.step)
+    checkpoint = choose(options.path, options.step, options.best)
     asked = {name: getattr(options, name) for name in HF_OPTIONS if getattr(options, name)}
     return export(options.path, checkpoint, ExportOptions(out=options.out, ema=options.ema, **asked))
 

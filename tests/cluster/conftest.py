@@ -56,7 +56,7 @@ def command(hosts: Hosts, tmp_path: Path) -> Iterator[Callable[..., Running]]:
     yield start
     for one in started:
         one.process.kill()
-    assert gone(hosts.processes(), 20.0) == []
+    assert gone(hosts.processes(), 60.0) == []
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ import preloaded
 from cluster.hosts import Lab
 from faults.runs import TINY
 
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 
 
 class Hosts:
@@ -65,12 +65,14 @@ class Running:
 
     def until(self, condition: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + PATIENCE_S
-        while not (value := condition()):
+        while True:
+            ended = self.process.poll() is not None  # asked first: it may come to that, and end
+            if value := condition():
+                return value
+            assert not ended, f"it ended too early:\n{self.text()}"
             if time.monotonic() > deadline:
                 preloaded.give_up(self.process, "it never came to that", self.text())
-            assert self.process.poll() is None, f"it ended too early:\n{self.text()}"
             time.sleep(0.02)
-        return value
 
     def wait(self) -> int:
         return preloaded.wait(self.process, PATIENCE_S, self.text)

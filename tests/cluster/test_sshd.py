@@ -14,7 +14,7 @@ import pytest
 
 from cluster.hosts import gone
 from cluster.jobs import exact
-from cluster.test_two_hosts import SLOW, rank_pids
+from cluster.test_two_hosts import SLOW, SOON_S, rank_pids
 from faults.torture import digests
 from lockstep.launch.folder.run_dir import latest_step
 from ports import free_port
@@ -68,7 +68,7 @@ def test_hosts_over_ssh_leave_nothing_and_resume(ssh, hosts, command, tmp_path, 
     # SIGKILL: the command can say nothing to anybody.
     job.process.send_signal(signal.SIGKILL)
     assert job.wait() == -9
-    assert gone([*pids, *children_of(server)], 10.0) == []
+    assert gone([*pids, *children_of(server)], SOON_S) == []
 
     again = command(*words, "--resume", "auto")
     assert again.wait() == 0, again.text()

@@ -17,9 +17,13 @@ from cluster.hosts import HERE, gone
 from cluster.jobs import exact
 from faults.runs import read_events
 from faults.torture import digests
+from lockstep.clusters.tether import SILENCE_S
 from lockstep.faults import Fault
 from lockstep.launch.folder.run_dir import latest_step
 from ports import free_port
+
+# Hosts end at once when their login is lost. By themselves they would do so as well, but later.
+SOON_S = 0.9 * SILENCE_S
 
 # Every micro-batch takes a while, so that there is time to disturb the run.
 SLOW = Fault("slow", rank=0, phase="data", seconds=0.05, times=None)
@@ -92,13 +96,11 @@ def test_when_the_link_is_cut_both_sides_say_so_and_end(lab, hosts, command, tmp
     second = command(*words, host=2, faults=(SLOW,))
     first.until(lambda: latest_step(run / "checkpoints"))
     lab.cut(2)
-    cut = time.monotonic()
     try:
         assert [first.wait(), second.wait()] == [75, 75], first.text() + second.text()
     finally:
         lab.heal(2)
 
-    assert time.monotonic() - cut < 30.0
     assert "node 1 (host2) vanished: no heartbeat for 5 s" in first.text()
     assert "not restarted: 1 node left, and 2 needed. To resume: " in first.text()
     assert "the coordinating node host1 (10.77.0.1:" in second.text()
@@ -150,7 +152,7 @@ def test_a_login_that_breaks_takes_its_host_and_not_the_job(lab, hosts, command,
     there = lab.processes(2)
     (login,) = [pid for pid, line in command_lines().items() if str(relay) in line and "\0host2\0" in line]
     os.kill(login, signal.SIGKILL)
-    assert gone(there, 10.0) == []
+    assert gone(there, SOON_S) == []
     job.until(lambda: "host2 is back" in job.text())
     assert job.wait() == 0, job.text()
     assert digests(run) == whole
@@ -176,8 +178,8 @@ def test_nothing_is_left_when_the_command_that_logged_in_ends(hosts, command, tm
     assert len(processes) >= 2
     job.process.send_signal(number)
     assert job.wait() == code, job.text()
-    assert gone(processes, 10.0) == []
-    assert hosts.processes() == []
+    assert gone(processes, SOON_S) == []
+    assert gone(hosts.processes(), SOON_S) == []
 
     # In each case the ranks have saved where they were, and said so. The killed command could not print it.
     saved = latest_step(run / "checkpoints") or 0

@@ -9,7 +9,11 @@ from launchers import Launcher, until
 
 from faults.runs import TINY, train
 from faults.torture import digests
+from lockstep.launch import times
 from ports import free_port
+
+# For tests in which a node that stays silent is to be lost soon: as in a real job.
+SOON = {"lost_after_s": times.LOST_AFTER_S}
 
 # A rank that notes where it runs and trains until it is told to stop.
 STAY = "me.note(os.environ['GROUP_RANK'] + os.environ['LOCAL_RANK']); me.train(600)"

@@ -98,10 +98,14 @@ def slow_readers(port: int, amount: int) -> list[socket.socket]:
     return waiting
 
 
+# For a connection and the first line of the other side, which may have to wait for a core.
+PATIENCE_S = 60.0
+
+
 def _say(port: int, data: bytes) -> bool:
     """Connect, say it and hang up. Returns whether all of it was taken."""
     try:
-        with socket.create_connection(("127.0.0.1", port), 5.0) as line:
+        with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as line:
             line.recv(65)
             line.sendall(data)
             line.settimeout(1.0)

@@ -18,7 +18,7 @@ import preloaded
 HERE = Path(__file__).parent
 # For what must happen: moments on an idle machine, longer on a busy one. Ranks that only wait do so for longer still,
 # so that none of them ends by itself before a test has given up.
-PATIENCE_S = 120.0
+PATIENCE_S = 240.0
 MODULES = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])  # where `puppet` is found
 
 
@@ -74,6 +74,14 @@ def pid_of(run_dir: Path, attempt: int, rank: int) -> int:
     path = run_dir / f"{attempt}-{rank}"
     until(path.exists)
     return int(path.read_text().split()[0])
+
+
+def pids_of(run_dir: Path, attempt: int, world: int) -> list[int]:
+    """Of all ranks of an attempt, once all have noted that they are there.
+
+    A rank that has not begun when another one ends, or when all are asked to save, may end without a note.
+    """
+    return [pid_of(run_dir, attempt, rank) for rank in range(world)]
 
 
 def alive(pid: int) -> bool:

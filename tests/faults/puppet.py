@@ -9,6 +9,9 @@ from pathlib import Path
 from lockstep.errors import Preempted, UserError
 from lockstep.runtime.heartbeat import Heartbeat
 
+# Unless a test says otherwise, a node that has to wait for a core is not lost.
+LOST_AFTER_S = 60.0
+
 if "PUPPET_CANNOT_IMPORT" in os.environ and __name__ != "__main__":  # the launcher itself does not import it
     raise ImportError("a library is missing on this machine")
 
@@ -34,6 +37,11 @@ class Puppet:
         staged = self.run_dir / f".{self.rank}.tmp"
         staged.write_text(f"{os.getpid()} {text}")
         staged.rename(self.run_dir / f"{self.attempt}-{self.rank}")
+
+    def meet(self) -> None:
+        """Wait until all ranks of this attempt have noted that they are there."""
+        while not all((self.run_dir / f"{self.attempt}-{rank}").exists() for rank in range(self.world)):
+            time.sleep(0.01)
 
     def commit(self, step: int) -> None:
         (self.run_dir / "checkpoints" / f"step-{step:08}").mkdir(parents=True, exist_ok=True)
@@ -63,12 +71,17 @@ def play(spec):
 if __name__ == "__main__":  # a launcher of such ranks: its argument describes the job
     import json
 
+    from lockstep.launch.folder import watch
     from lockstep.launch.job import Bounds, Job
     from lockstep.launch.nodes import search
     from lockstep.launch.supervisor import supervise
+    from lockstep.launch.wire import connections
 
     described = json.loads(sys.argv[1])
     search.TAKEN_S = described.pop("taken_s", search.TAKEN_S)
+    lost_after_s = described.pop("lost_after_s", LOST_AFTER_S)
+    for module in (connections, search, watch):
+        module.LOST_AFTER_S = lost_after_s
     nproc, nnodes = Bounds(*described.pop("nproc")), Bounds(*described.pop("nnodes", (1, 1)))
     try:
         ending, _ = supervise(

@@ -54,10 +54,13 @@ class Started:
 
     def wait_until(self, condition: Callable[[], Any], seconds: float = 240.0) -> None:
         deadline = time.monotonic() + seconds
-        while not condition():
+        while True:
+            ended = self.process.poll() is not None  # asked first: it may come to that, and end
+            if condition():
+                return
+            assert not ended, f"it ended too early:\n{self.text()}"
             if time.monotonic() > deadline:
                 preloaded.give_up(self.process, "it never came to that", self.text())
-            assert self.process.poll() is None, f"it ended too early:\n{self.text()}"
             time.sleep(0.02)
 
     def send(self, number: signal.Signals) -> None:

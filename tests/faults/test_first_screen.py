@@ -16,7 +16,7 @@ from faults.runs import TINY, masked, train
 from lockstep.faults import Fault
 
 GOLDEN = Path(__file__).parent / "first_screens"
-ONCE = (*TINY, "restart.per_hour=0", "hang.least=4", "hang.first=30")
+ONCE = (*TINY, "restart.per_hour=0", "hang.least=4")
 PLACE = {"rank": 1, "step": 12}
 
 CASES = {

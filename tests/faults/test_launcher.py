@@ -3,14 +3,18 @@
 import os
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from launchers import MODULES, Launcher, alive, children_of, events, parent_of, pid_of, until
+from launchers import MODULES, Launcher, alive, children_of, events, parent_of, pid_of, pids_of, until
 
 from lockstep.errors import ExitCode, UserError
+from lockstep.launch.decisions import status
+from lockstep.launch.failure import Consequence
 from lockstep.launch.job import Bounds, Job
+from lockstep.launch.ranks import local_ranks
 from lockstep.launch.supervisor import JobEnd, supervise
 
 
@@ -69,7 +73,7 @@ def test_a_script_may_open_a_store_of_its_own(run):
 
 
 def test_the_first_failure_is_printed_and_the_others_are_stopped(run, tmp_path, capfd):
-    ending = run("me.note()\nif me.rank == 1: raise ValueError('the real cause')\ntime.sleep(600)", 3)
+    ending = run("me.note(); me.meet()\nif me.rank == 1: raise ValueError('the real cause')\ntime.sleep(600)", 3)
     assert (ending.code, ending.failure.rank, ending.restarts) == (1, 1, 0)
     text = capfd.readouterr().err
     assert text.startswith("lockstep: rank 1 on ")
@@ -112,7 +116,7 @@ def test_a_program_may_clean_up_after_a_preemption(launch, tmp_path):
         sys.exit(stop.code)
     """
     launcher = launch(dedent(code))
-    pid_of(tmp_path, 0, 1)
+    pids_of(tmp_path, 0, 2)
     launcher.signal(signal.SIGTERM)
     assert launcher.wait() == 75
 
@@ -149,7 +153,7 @@ def test_a_killed_rank_is_the_culprit_and_all_are_started_again(run, tmp_path, c
 def test_a_rank_that_only_complains_is_not_the_culprit(run, capfd, monkeypatch):
     """The complaint is on record before the other one dies."""
     # A busy machine needs longer than a second.
-    monkeypatch.setattr("lockstep.launch.decisions.state_machine.PEER_WAIT_S", 60.0)
+    monkeypatch.setitem(status.CAUSE_WAIT_S, Consequence.CERTAIN, 60.0)
     code = """
     if me.attempt == 0 and me.rank == 1:
         while not (me.folder / "rank-0.json").exists():
@@ -198,7 +202,7 @@ def test_an_exit_code_is_a_failure(run, capfd):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGINT, 130)])
 def test_on_a_stop_request_every_rank_saves_first(launch, tmp_path, number, code):
     launcher = launch("me.note(); me.train()")
-    ranks = [pid_of(tmp_path, 0, rank) for rank in (0, 1)]
+    ranks = pids_of(tmp_path, 0, 2)
     launcher.signal(number)
     assert launcher.wait() == code
     assert launcher.said.rstrip().endswith("lockstep: saved at step 7; to resume: type it again")
@@ -208,8 +212,9 @@ def test_on_a_stop_request_every_rank_saves_first(launch, tmp_path, number, code
 
 def test_ranks_that_are_signalled_one_by_one_stop_too(run, tmp_path):
     def signal_each() -> None:
-        for pid in [pid_of(tmp_path, 0, rank) for rank in (0, 1)]:  # both are there before one of them stops
-            os.kill(pid, signal.SIGTERM)
+        for pid in pids_of(tmp_path, 0, 2):  # both are there before one of them stops
+            with suppress(ProcessLookupError):  # this thread was late, and the launcher has stopped it
+                os.kill(pid, signal.SIGTERM)
 
     in_the_meantime(signal_each)
     assert run("me.note(); me.train()").code == 75
@@ -226,8 +231,7 @@ def test_loader_processes_live_until_their_rank_has_stopped_and_no_longer(launch
         (me.run_dir / f"loader-{me.rank}").write_text(str(loader.poll()))
     """
     launcher = launch(dedent(code))
-    for rank in (0, 1):
-        pid_of(tmp_path, 0, rank)
+    pids_of(tmp_path, 0, 2)
     loaders = [int((tmp_path / f"0-{rank}").read_text().split()[1]) for rank in (0, 1)]
     launcher.signal(signal.SIGTERM)
     assert launcher.wait() == 75
@@ -237,7 +241,7 @@ def test_loader_processes_live_until_their_rank_has_stopped_and_no_longer(launch
 
 def test_a_second_interrupt_does_not_wait(launch, tmp_path):
     launcher = launch("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); me.note(); time.sleep(600)")
-    pid_of(tmp_path, 0, 0)
+    pids_of(tmp_path, 0, 2)  # one that does not ignore SIGTERM yet would end, and the job with it
     launcher.signal(signal.SIGINT)
     until(lambda: "asking 2 ranks to save" in launcher.said)
     assert launcher.process.poll() is None
@@ -266,7 +270,7 @@ def test_a_second_kill_during_recovery(run, tmp_path):
 @pytest.mark.parametrize("stopped", [False, True])
 def test_no_rank_outlives_its_launcher(launch, tmp_path, stopped):
     launcher = launch("me.note(str(me.folder)); time.sleep(600)")
-    pids = [*(pid_of(tmp_path, 0, rank) for rank in (0, 1)), launcher.zygote()]
+    pids = [*pids_of(tmp_path, 0, 2), launcher.zygote()]
     if stopped:
         os.kill(pids[0], signal.SIGSTOP)
         os.kill(pids[2], signal.SIGKILL)  # and no process is left that could stop it
@@ -289,7 +293,7 @@ def test_a_newborn_rank_that_is_stopped_does_not_outlive_its_launcher(launch, mo
 def test_a_suspended_zygote_does_not_outlive_its_launcher(launch, tmp_path):
     """It could not notice that the launcher is gone, nor end its suspended ranks."""
     launcher = launch("me.note(); me.kill(19)")
-    ranks = [pid_of(tmp_path, 0, rank) for rank in (0, 1)]
+    ranks = pids_of(tmp_path, 0, 2)
     zygote = launcher.zygote()
     os.kill(zygote, signal.SIGSTOP)
     launcher.signal(signal.SIGKILL)
@@ -307,7 +311,7 @@ def test_files_in_the_working_folder_do_not_take_the_place_of_modules(run, tmp_p
 
 def test_a_run_folder_that_is_removed_is_noticed(launch, tmp_path):
     launcher = launch("me.note(); me.train()")
-    pid_of(tmp_path, 0, 1)
+    pids_of(tmp_path, 0, 2)
     moved = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
     until(lambda: f"run_dir={tmp_path} was removed or replaced" in (moved / "node-0.txt").read_text())
     moved.rename(tmp_path)
@@ -318,7 +322,7 @@ def test_the_process_that_starts_ranks_is_replaced(run, tmp_path, capfd):
     first = []
 
     def kill_zygote() -> None:
-        first.extend(pid_of(tmp_path, 0, rank) for rank in (0, 1))
+        first.extend(pids_of(tmp_path, 0, 2))
         os.kill(parent_of(first[0]), signal.SIGKILL)
 
     in_the_meantime(kill_zygote)
@@ -330,31 +334,45 @@ def test_the_process_that_starts_ranks_is_replaced(run, tmp_path, capfd):
 
 
 @pytest.fixture
-def impatient(monkeypatch):
+def impatient(monkeypatch, tmp_path):
+    """Suspect halted ranks soon, until the function is called that this returns.
+
+    A rank that has ended looks halted until it is reaped, and on a busy machine that takes longer than a moment.
+    """
     monkeypatch.setattr("lockstep.launch.hangs.suspicion.HALTED_S", 0.3)
-    monkeypatch.setattr(
-        "lockstep.launch.hangs.collection.RANKS_STACKS_S", 60.0
-    )  # a rank that can answer does so sooner
-    monkeypatch.setattr("lockstep.launch.agent.RANKS_KILL_S", 0.3)
+    # A rank that can answer does so sooner.
+    monkeypatch.setattr(local_ranks, "RANKS_STACKS_S", 60.0)
+
+    def be_patient() -> None:
+        monkeypatch.setattr("lockstep.launch.hangs.suspicion.HALTED_S", 120.0)
+        (tmp_path / "patient").touch()
+
+    return be_patient
+
+
+# Later attempts end when the launcher is patient again.
+UNTIL_PATIENT = "while not (me.run_dir / 'patient').exists(): time.sleep(0.01)"
 
 
 def in_the_meantime(act) -> None:
     threading.Thread(target=act, daemon=True).start()
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_stopped_process_that_starts_ranks_is_replaced(run, tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(
-        "lockstep.launch.hangs.collection.RANKS_STACKS_S", 0.3
-    )  # the dead rank would not answer in any time
+def test_a_stopped_process_that_starts_ranks_is_replaced(run, tmp_path, capfd, monkeypatch, impatient):
+    # The dead rank would not answer in any time, and the stopped process would not say that its ranks have ended.
+    monkeypatch.setattr(local_ranks, "RANKS_STACKS_S", 0.3)
+    monkeypatch.setattr("lockstep.launch.agent.RANKS_KILL_S", 0.3)
 
     def hurt() -> None:
-        rank = pid_of(tmp_path, 0, 1)
-        os.kill(parent_of(rank), signal.SIGSTOP)
+        rank = pids_of(tmp_path, 0, 2)[1]
+        zygote = parent_of(rank)
+        os.kill(zygote, signal.SIGSTOP)
         os.kill(rank, signal.SIGKILL)
+        until(lambda: not alive(zygote))
+        impatient()
 
     in_the_meantime(hurt)
-    ending = run("me.note()\nif me.attempt == 0: me.train()")
+    ending = run(f"me.note()\nif me.attempt == 0: me.train()\n{UNTIL_PATIENT}")
     assert (ending.code, ending.restarts) == (0, 1)  # seen as a rank that is dead, but not reaped
     assert "rank 1 on " in capfd.readouterr().err
 
@@ -374,11 +392,11 @@ def test_what_cannot_be_imported_is_not_tried_again(run, capfd):
 
 def test_resize(run, tmp_path, capfd):
     def ask() -> None:
-        pid_of(tmp_path, 0, 1)
+        pids_of(tmp_path, 0, 2)
         for asked in ("many", "3"):
             (tmp_path / "resize").write_text(asked)
             until(lambda: not (tmp_path / "resize").exists())
-        pid_of(tmp_path, 1, 2)
+        pids_of(tmp_path, 1, 3)
         (tmp_path / "resize").write_text("1")
 
     in_the_meantime(ask)
@@ -397,10 +415,15 @@ def test_a_rank_that_keeps_dying_before_anything_is_saved_ends_the_job(run, capf
     assert "not restarted: 5 restarts in a row without a new checkpoint" in capfd.readouterr().err
 
 
-@pytest.mark.usefixtures("impatient")
-def test_a_stopped_rank_is_named(run, tmp_path, capfd):
-    in_the_meantime(lambda: os.kill(pid_of(tmp_path, 0, 1), signal.SIGSTOP))
-    assert run("me.note()\nif me.attempt == 0: me.train()").restarts == 1
+def test_a_stopped_rank_is_named(run, tmp_path, capfd, impatient):
+    def stop() -> None:
+        rank = pids_of(tmp_path, 0, 2)[1]
+        os.kill(rank, signal.SIGSTOP)
+        until(lambda: not alive(rank))
+        impatient()
+
+    in_the_meantime(stop)
+    assert run(f"me.note()\nif me.attempt == 0: me.train()\n{UNTIL_PATIENT}").restarts == 1
     head, *detail = capfd.readouterr().err.splitlines()
     assert "rank 1 on " in head
     assert "suspended by a signal" in head
@@ -412,7 +435,9 @@ def test_a_program_that_goes_on_after_its_run_does_not_hang(run):
     """Rank 0 exports the model, while rank 1 has ended; `hang.first` would be over."""
     code = """
     me.heartbeat.beat("after run", 41)
+    me.note()
     if me.rank == 0:
+        me.meet()
         (me.folder / "settings.json").write_text('{"hang": {"first": 1.0}}')
         time.sleep(6)
     """
@@ -420,13 +445,18 @@ def test_a_program_that_goes_on_after_its_run_does_not_hang(run):
 
 
 def test_a_run_that_never_closes_hangs(run, capfd):
+    # No restart: the ranks of another attempt might not begin within such a limit.
     code = """
     me.heartbeat.beat("end" if me.rank == 0 else "collective", 41)
-    if me.attempt == 0:
-        (me.folder / "settings.json").write_text('{"hang": {"first": 1.0, "least": 0.5}}')
-        time.sleep(600)
+    me.note()
+    if me.rank == 0:
+        me.meet()
+        settings = '{"hang": {"first": 1.0, "least": 0.5}, "restart": {"per_hour": 0}}'
+        (me.folder / "settings.json").write_text(settings)
+    time.sleep(600)
     """
-    assert run(dedent(code)) == JobEnd(0, restarts=1)
+    ending = run(dedent(code))
+    assert (ending.code, ending.failure.rank, ending.restarts) == (1, 0, 0)
     assert "rank 0 on " in (head := capfd.readouterr().err.splitlines()[0])
     assert "phase end" in head
     assert "hang" in head

@@ -18,8 +18,8 @@ from ports import free_port
 MEET = """
 import torch, torch.distributed as dist
 from lockstep.runtime import context
-from lockstep.runtime.world import World
-context.join(World.from_env(), torch.device("cpu"))
+from lockstep.runtime import environments
+context.join(environments.detect(), torch.device("cpu"))
 store = dist.distributed_c10d._get_default_store()
 store.set(f"address of {me.rank}", f"here is {me.rank}")
 store.wait(["address of 0", "address of 1"])
@@ -36,7 +36,7 @@ assert one.item() == 2.0
 
 # A script may train twice: nobody takes the addresses of the first process group for those of the second.
 dist.destroy_process_group()
-context.join(World.from_env(), torch.device("cpu"))
+context.join(environments.detect(), torch.device("cpu"))
 dist.all_reduce(one)
 assert one.item() == 4.0
 

@@ -10,6 +10,10 @@ import psutil
 import pytest
 
 from faults.runs import Started
+from lockstep.data.worker_process import WORKER_GRACE_S
+
+# After that, worker processes would end by themselves.
+PATIENCE_S = 0.75 * WORKER_GRACE_S
 
 STUCK = """
 import pathlib, time
@@ -72,10 +76,10 @@ def test_a_process_without_a_launcher_does_not_wait_for_its_first_step(
     started.wait_until((tmp_path / "waiting").exists)
     loaders = psutil.Process(started.process.pid).children(recursive=True)
     started.send(number)
-    stopped = started.end(seconds=60.0)
+    stopped = started.end(PATIENCE_S)
     assert stopped.code == (130 if number == signal.SIGINT else 75), stopped.output
     assert f"{number.name} came before the first step" in stopped.output
-    assert not psutil.wait_procs(loaders, timeout=30.0)[1]
+    assert not psutil.wait_procs(loaders, timeout=PATIENCE_S)[1]
 
 
 def test_loader_processes_do_not_outlive_launcher_and_ranks(tmp_path: Path) -> None:
@@ -95,8 +99,46 @@ def test_loader_processes_do_not_outlive_launcher_and_ranks(tmp_path: Path) -> N
     try:
         for process in (*starters, launcher):
             process.kill()
-        assert not psutil.wait_procs([rank, *loaders], timeout=30.0)[1]
+        assert not psutil.wait_procs([rank, *loaders], timeout=PATIENCE_S)[1]
     finally:
         for process in loaders:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+
+
+FAILS = """
+import os, time
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from lockstep import Loss, Task
+
+class Fails(Task):
+    defaults = {"steps": 20, "global_batch": 4, "device": "cpu", "compile": False}
+    losses = 0
+
+    def model(self):
+        return nn.Linear(1, 1)
+
+    def data(self):
+        return TensorDataset(torch.arange(64.0)[:, None])
+
+    def loss(self, model, batch):
+        self.losses += 1
+        if self.losses == 16 and os.environ["RANK"] == "1":
+            # A driver that waits for a peer, say.
+            torch.distributed.destroy_process_group = lambda: time.sleep(3600)
+            raise ValueError("the cause")
+        return Loss(model(batch[0]).square().sum(), len(batch[0]))
+"""
+
+
+def test_a_rank_that_fails_and_hangs_while_it_cleans_up_has_failed(tmp_path: Path) -> None:
+    """It was called a hang, and the job was restarted."""
+    (tmp_path / "fails.py").write_text(FAILS)
+    ended = Started(tmp_path, target="fails.py:Fails").end(seconds=120.0)
+    assert ended.code == 1, ended.output
+    assert "ValueError: the cause" in ended.output
+    assert "not restarted: no checkpoint has been saved since the last start" in ended.output
+    (failure,) = ended.events("failure")
+    assert (failure["rank"], failure["kind"]) == (1, "ValueError")

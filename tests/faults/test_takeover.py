@@ -11,6 +11,7 @@ import pytest
 from launchers import alive, events, pid_of, until
 
 from faults import intruder
+from faults.conftest import SOON
 from faults.runs import TINY, Started, read_events, train
 from faults.torture import digests
 from lockstep.faults import Fault
@@ -36,7 +37,7 @@ def whole_attempt(run_dir: Path, world: int) -> int:
 
 @pytest.mark.long
 def test_a_survivor_takes_over_and_the_others_join_it(nodes, tmp_path):
-    first, second, third = nodes(3, ENOUGH, (1, 3))
+    first, second, third = nodes(3, ENOUGH, (1, 3), **SOON)
     attempt = whole_attempt(tmp_path, 3)
     ranks = [pid_of(tmp_path, attempt, rank) for rank in range(3)]
     first.signal(signal.SIGKILL)
@@ -60,20 +61,20 @@ def test_a_survivor_takes_over_and_the_others_join_it(nodes, tmp_path):
 
 @pytest.mark.long
 def test_too_few_survivors_wait_for_the_lost_machine(nodes, tmp_path):
-    first, second = nodes(2, ENOUGH)
+    first, second = nodes(2, ENOUGH, **SOON)
     whole_attempt(tmp_path, 2)
     first.signal(signal.SIGKILL)
     until(lambda: "waiting for 1 more node at 127.0.0.2:" in second.said)
 
     # The same command as at first: its own address is where the job began, and not where it is now.
     (tmp_path / "enough").touch()
-    (again,) = nodes(1, ENOUGH, host="127.0.0.1")
+    (again,) = nodes(1, ENOUGH, host="127.0.0.1", **SOON)
     assert [second.wait(), again.wait()] == [0, 0]
     assert (tmp_path / "1-1").read_text().endswith(" 2")
 
 
 def test_a_suspended_coordinator_finds_that_it_was_superseded(nodes, tmp_path):
-    first, second = nodes(2, ENOUGH, (1, 2))
+    first, second = nodes(2, ENOUGH, (1, 2), **SOON)
     rank = pid_of(tmp_path, whole_attempt(tmp_path, 2), 0)
     first.signal(signal.SIGSTOP)
     whole_attempt(tmp_path, 1)
@@ -94,7 +95,7 @@ def test_a_suspended_coordinator_finds_that_it_was_superseded(nodes, tmp_path):
 @pytest.mark.long
 def test_a_node_that_only_lost_its_connection_returns(nodes, tmp_path):
     """The coordinator lives, as the run folder shows: it is not replaced, and the node comes back."""
-    (first,) = nodes(1, ENOUGH, (1, 2))
+    (first,) = nodes(1, ENOUGH, (1, 2), **SOON)
     record = until(lambda: election.newest(tmp_path))
     broken = threading.Event()
 
@@ -104,7 +105,7 @@ def test_a_node_that_only_lost_its_connection_returns(nodes, tmp_path):
         return data
 
     with closing(intruder.Tap(int(record.address.rpartition(":")[2]), relay)) as tap:
-        (second,) = nodes(1, ENOUGH, (1, 2), join=f"127.0.0.1:{tap.port}")
+        (second,) = nodes(1, ENOUGH, (1, 2), join=f"127.0.0.1:{tap.port}", **SOON)
         attempt = whole_attempt(tmp_path, 2)
         broken.set()
         until(lambda: " is lost: the connection was closed" in second.said)

@@ -81,7 +81,7 @@ def test_help_of_every_solution_names_the_larger_sizes(tmp_path):
 
 
 def first_failure(number: str, path: Path) -> Finding:
-    return next(finding for finding in grade(number, path, limit=timedelta(seconds=60)) if not finding.passed)
+    return next(finding for finding in grade(number, path, limit=timedelta(seconds=240)) if not finding.passed)
 
 
 @pytest.mark.parametrize("number", SOLUTIONS)
@@ -376,10 +376,10 @@ def test_a_hang_names_the_rank_and_the_line(tmp_path):
     wait = "__import__('time').sleep(0.05)"
     hang = f"        while dist.get_rank() == 1:\n            {wait}\n        return self.module(*inputs)"
     path = starter_with("        return self.module(*inputs)", hang, tmp_path)
-    found = list(grade("1", path, limit=timedelta(seconds=8)))[-1]
+    found = list(grade("1", path, limit=timedelta(seconds=15)))[-1]
     line = 1 + path.read_text().split("while dist")[0].count("\n")
     # The other ranks may have returned, or wait for rank 1.
-    assert re.search(rf"rank 1 in mine.py:({line}|{line + 1})\b.* did not end within 8 s", found.found), found
+    assert re.search(rf"rank 1 in mine.py:({line}|{line + 1})\b.* did not end within 15 s", found.found), found
 
 
 def test_a_script_that_only_prints(tmp_path):

@@ -25,7 +25,7 @@ from lockstep.config import resolve_for
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.parallel.ddp.driver import bucket_mb_for
-from lockstep.runtime import context
+from lockstep.runtime import context, environments
 from lockstep.runtime.world import World
 from pool import Pool
 
@@ -189,7 +189,7 @@ def test_what_is_measured_are_the_steps_of_fit_with_the_hooks_of_the_task(tmp_pa
     kind: Any = load(f"{file}:Hooked")
     given = {"local_batch": 4, "run_dir": str(tmp_path / "run"), "threads": 1, "device": "cpu"}
     resolved = settings_of(kind, [], given)
-    with context.start(World.from_env(), resolved.config) as runtime:
+    with context.start(environments.detect(), resolved.config) as runtime:
         steps = by_lockstep(kind(), resolved, runtime, 3)
         next(steps)
         next(steps)
@@ -251,7 +251,7 @@ def test_a_profile_that_no_step_reaches_is_a_warning(tmp_path: Path) -> None:
     values = {"steps": 2, "global_batch": 8, "device": "cpu", "log.progress": "off", "run_dir": str(tmp_path / "run")}
     values |= {"threads": 1, "profile.count": 1, "profile.after": 5, "checks.loss": "off"}
     resolved = resolve_for({}, {}, [("test", values)])
-    with context.start(World.from_env(), resolved.config) as runtime:
+    with context.start(environments.detect(), resolved.config) as runtime:
         loop.fit(GPTTask(width=32, layers=1, context=8, samples=16), open_run(resolved, runtime, "late"))
     events = (tmp_path / "run" / "events.jsonl").read_text()
     assert "no step is profiled: the run ends at step 2, and profile.after=5" in events

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
-from ranks.support import Trace, fit, weighted_regression
+from ranks.support import Trace, assert_user_errors, fit, weighted_regression
 from ranks.test_exchange_count import MEASURED, collectives
 
 RANKS, STEPS = 2, 4
@@ -107,6 +107,55 @@ def test_all_buffers_travel_in_one_message(pool: Pool) -> None:
         assert found["c10d::broadcast_"] == MEASURED
     for found in pool.run(counted, {}, world=2):
         assert "c10d::broadcast_" not in found
+
+
+class Caching(Centred):
+    """Its forward registers a buffer, for samples that only some ranks see: rank 0's micro-batches have other ids."""
+
+    def __init__(self, shape: tuple[int, ...] | None) -> None:
+        super().__init__()
+        self.shape = shape
+        if shape:
+            self.register_buffer("cache", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.distributed.is_initialized() and torch.distributed.get_rank() == 1:
+            self.register_buffer("cache", torch.zeros(self.shape or 3), persistent=False)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp", "unused", "every step"])
+@pytest.mark.parametrize("shape", [None, (2, 3)], ids=["registered", "replaced"])
+def test_buffers_that_a_forward_changes_on_one_rank(pool: Pool, way: str, shape: tuple[int, ...] | None) -> None:
+    """The ranks would send messages of different sizes, and wait for ever."""
+    task = Following()
+    task.model = lambda: Caching(shape)  # type: ignore[method-assign]
+    ways = WAYS | {"fsdp": {"strategy": "fsdp"}, "every step": {"ddp.broadcast_buffers": True}}
+    assert_user_errors(pool.errors(fit, task, VALUES | ways[way], world=RANKS), "'cache'", "on rank 1 than on rank 0")
+
+
+class TwoCaches(Centred):
+    """Its forward registers two buffers of the same shape, in an order that depends on the rank."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        names = ["one", "two"] if torch.distributed.get_rank() == 0 else ["two", "one"]
+        for name in names:
+            if not hasattr(self, name):
+                self.register_buffer(name, torch.full((3,), float(len(name) + (name == "two"))))
+        return super().forward(x)
+
+
+def both_caches(world: World, store: Any, task: Task) -> list[float]:
+    """A job: the first numbers of both, at the end."""
+    fit(world, store, task, VALUES)
+    return [float(task.net.one[0]), float(task.net.two[0])]
+
+
+def test_buffers_are_sent_by_name(pool: Pool) -> None:
+    task: Any = Following()
+    task.net = TwoCaches()
+    task.model = lambda: task.net
+    assert pool.run(both_caches, task, world=RANKS) == [[3.0, 4.0]] * RANKS
 
 
 class Counting(Following):

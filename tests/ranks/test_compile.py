@@ -93,7 +93,7 @@ def trained(
     world: World, store: Any, folder: str, compiled: bool, task: type[Task] = Plain
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
     values = {**QUIET, "compile": compiled, "steps": 6, "global_batch": 16, "micro_batch": 4, "run_dir": folder}
-    values["hang.first"] = 20
+    values["hang.first"] = 200
     phases: list[str] = []
 
     def backend(graph: Any, inputs: Any) -> Any:

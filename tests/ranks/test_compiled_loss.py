@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -27,13 +29,12 @@ from lockstep.config import resolve
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import open_run
-from lockstep.parallel import apply, driver
+from lockstep.parallel import apply
 from lockstep.parallel.compiled import compilation, judge, kernel_times, payoff, targets
 from lockstep.parallel.compiled.compilation import Deadline
 from lockstep.parallel.compiled.compiler import Compiler
 from lockstep.parallel.compiled.kernel_times import KernelTimer
 from lockstep.runtime import context
-from lockstep.runtime.attention import CudnnPause
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import COMPILER, Pool
@@ -197,6 +198,31 @@ def slow_compiler(seconds: float) -> Any:
     return backend
 
 
+KERNEL = "ab/kernel.so"  # in torch's cache
+
+
+def cached_compiler(graph: Any, inputs: Any) -> Any:
+    """Loads its kernel from torch's cache if there is one, and otherwise needs none."""
+    kernel = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / KERNEL
+    if kernel.exists():
+        spec = importlib.util.spec_from_file_location("kernel", kernel)
+        assert spec is not None
+        importlib.util.module_from_spec(spec)
+
+    return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+
+def broken_compiler(graph: Any, inputs: Any) -> Any:
+    """Writes a kernel that cannot be loaded."""
+    (Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / KERNEL).write_bytes(b"\x7fELF")
+    return cached_compiler(graph, inputs)
+
+
+def trained_with_cache(world: World, store: Any, folder: str, cache: str, **options: Any) -> dict[str, Any]:
+    with patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": cache}):
+        return trained(world, store, folder, **options)
+
+
 def trained(
     world: World,
     store: Any,
@@ -268,6 +294,23 @@ def test_the_loss_is_compiled_with_the_model(ranks: int, pool: Any, tmp_path: An
         assert rank["graphs"] == 1
         assert expected["graphs"] == 0
         assert_close(rank, expected)
+
+
+@pytest.mark.parametrize("backend", [cached_compiler, broken_compiler])
+def test_a_file_that_a_killed_compiler_left_is_compiled_anew(backend: Any, pool: Any, tmp_path: Path) -> None:
+    kernel = tmp_path / "cache" / KERNEL
+    kernel.parent.mkdir(parents=True)
+    kernel.write_bytes(b"\x7fELF")
+    job = partial(trained_with_cache, cache=str(tmp_path / "cache"), backend=backend)
+    (reason,) = pool.run(job, str(tmp_path / "run"), world=1)[0]["events"]
+    if backend is cached_compiler:
+        assert reason.startswith("compiled the loss with the model in")
+        assert "not " not in reason
+        assert not kernel.exists()
+    else:
+        # It is not tried for ever.
+        assert reason.startswith("nothing: not the loss with the model: ImportError: ")
+        assert str(kernel) in reason
 
 
 @pytest.mark.parametrize("option", ["ddp.static_graph", "ddp.find_unused_parameters"])
@@ -570,14 +613,6 @@ def test_runs_that_take_turns_leave_the_choice_of_kernels_alone(
     assert tasks[0].seen == tasks[1].seen == [False] * 5 + [True] * 3
 
 
-class Looking(CudnnPause):
-    """As on a GPU, if nothing is compiled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.needed = None
-
-
 class NoticingRagged(Noticing):
     lengths = (5, 5, 9, 9, 3, 5)
 
@@ -591,7 +626,7 @@ class NoticingRagged(Noticing):
 def test_without_compiled_code_cudnn_is_off_from_the_third_size_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(driver, "CudnnPause", Looking)
+    monkeypatch.setattr(apply, "may_change_kernels", lambda *_: True)  # as on a GPU
     task = NoticingRagged()
     values = {
         "compile": False,

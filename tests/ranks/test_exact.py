@@ -358,6 +358,31 @@ def test_parameters_that_some_micro_batches_leave_out(pool: Pool) -> None:
         assert several["logged"] == single["logged"]
 
 
+class Laid(nn.Module):
+    """Its parameters do not lie in memory in the order of their indices: channels last, transposed, with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, 6), nn.Linear(6, WORDS)
+        self.conv = nn.Conv2d(6, 6, (3, 2), padding="same").to(memory_format=torch.channels_last)
+        self.mix = nn.Parameter(torch.randn(5, 6).t() / 3)
+        self.gaps = nn.Parameter(torch.randn(6, 10)[:, ::2] / 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens).transpose(1, 2)[..., None]
+        return self.head(self.conv(x)[..., 0].transpose(1, 2) @ self.mix @ self.gaps.t())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_parameters_in_any_layout(pool: Pool, world: int) -> None:
+    """DDP passes its hook views of a bucket that would read such gradients in a wrong order."""
+    task = Tokens("laid", "sgd", network=Laid)
+    values = EXACT | {"global_batch": 12, "micro_batch": 2, "steps": 4}
+    single, several = (pool.run(bits, task, values, world=ranks)[0] for ranks in (1, world))
+    assert several["weights"] == single["weights"], _first_difference(several, single)
+    assert several["logged"] == single["logged"]
+
+
 def test_a_block_that_is_called_twice(pool: Pool) -> None:
     """Under ddp it is one more graph; under fsdp it must be exact, or be refused."""
     task = Tokens("twice", network=Twice)

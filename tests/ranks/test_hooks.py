@@ -19,7 +19,9 @@ from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel.ddp import hook_table
 from lockstep.parallel.ddp.driver import DDPDriver
 from lockstep.parallel.ddp.hooks import fp16_scale
+from lockstep.parallel.driver import DriverSetup
 from lockstep.plan.plan import make_plan
+from lockstep.precision import PRECISIONS
 from lockstep.recipes.char_lm import CharLM
 from lockstep.runtime import context, control_word
 from lockstep.runtime.control_word import ControlWord
@@ -104,7 +106,8 @@ def exchange(world: World, store: Any, values: dict[str, Any], steps: list[Step]
     config = configured(values).config
     found: dict[str, Any] = {"sums": [], "words": [], "sent": [], "bytes": [], "states": []}
     with context.start(world, config, store=store) as runtime:
-        driver = DDPDriver(Linear(steps[0][0][0]).to(DEVICE), config.ddp, runtime, config.seed)
+        setup = DriverSetup(config, runtime, PRECISIONS["fp32"])
+        driver = DDPDriver(Linear(steps[0][0][0]).to(DEVICE), setup)
         for gradients, words, scale in steps:
             driver.begin()
             driver.before_forward(MicroBatch(None, 0, 1), Progress(scale, words[world.rank]))
@@ -456,7 +459,7 @@ def gradient_bytes(world: World, store: Any, views: bool) -> int:
     """A job: what buckets and gradients take together, after an exchange."""
     config = configured({"ddp.hook": "bf16", "ddp.gradient_as_bucket_view": views}).config
     with context.start(world, config, store=store) as runtime:
-        driver = DDPDriver(nn.Linear(30, 20), config.ddp, runtime)
+        driver = DDPDriver(nn.Linear(30, 20), DriverSetup(config, runtime, PRECISIONS["fp32"]))
         held: dict[int, int] = {}
 
         def note(tensor: Tensor) -> None:

@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 from lockstep import faults
 from lockstep.api import Best, RunResult
 from lockstep.checkpoint import command
+from lockstep.checkpoint.saving import pending
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted
@@ -210,6 +211,23 @@ def test_a_full_disk_does_not_stop_training(pool: Pool, tmp_path: Path, rank: in
     assert f"rank {rank}: no space left" in warning
     assert "step-00000003" in warning
     assert not list((tmp_path / "checkpoints").glob("*.tmp-*"))
+
+
+def retrying_at_once(world: World, store: Any, values: dict[str, Any], plan: list[dict[str, Any]]) -> Trace:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pending, "RETRY_S", 0.0)
+        return faulty(world, store, Regression(), values, plan)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_try_a_save_again_that_failed_on_one(pool: Pool, tmp_path: Path, rank: int) -> None:
+    """The pause is over at once here. It ends by the clock of rank 0, whichever rank has failed."""
+    values = BASE | {"run_dir": str(tmp_path), "checkpoint.every": 6, "checkpoint.at_end": False}
+    plan = [{"how": "disk full", "rank": rank, "step": 6}]
+    pool.run(retrying_at_once, values | {"checkpoint.asynchronous": False}, plan, world=2)
+    assert len(events(tmp_path, "warning")) == 1
+    first, last = steps_kept(tmp_path)
+    assert 6 < first < 12 == last
 
 
 def test_a_full_disk_in_the_last_save_is_logged_too(pool: Pool, tmp_path: Path) -> None:

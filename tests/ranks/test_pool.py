@@ -6,12 +6,14 @@ import os
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import pool as pool_module
 from faults.launchers import alive, until
 from lockstep.config import RunConfig
 from lockstep.errors import ConfigError, UserError
@@ -81,7 +83,7 @@ def test_a_zygote_that_dies_takes_one_job_along(pool: Pool, monkeypatch: pytest.
 
 
 def sleep_long(world: World, store: Any) -> None:
-    time.sleep(60)
+    time.sleep(600)
 
 
 def leave_the_group(world: World, store: Any) -> None:
@@ -95,8 +97,8 @@ def test_what_a_job_leaves_behind_does_not_reach_the_next(pool: Pool) -> None:
 
 
 def wait_for_ever(world: World, store: Any, folder: Path) -> None:
-    (folder / str(world.rank)).write_text(str(os.getpid()))
     with context.start(world, RunConfig(), store=store) as runtime:
+        (folder / str(world.rank)).write_text(str(os.getpid()))
         if world.rank == 1:
             time.sleep(1000)
         runtime.collectives.gather_json(None)
@@ -106,9 +108,20 @@ def die(world: World, store: Any) -> None:
     os._exit(7)
 
 
-def test_a_hang_is_killed_with_its_stacks_and_the_pool_recovers(pool: Pool, tmp_path: Path) -> None:
-    with pytest.raises(WorkerLost, match=r"ranks \[0, 1\] of 2 still running") as caught:
-        pool.run(wait_for_ever, tmp_path, world=2, limit=timedelta(seconds=5))
+def test_a_hang_is_killed_with_its_stacks_and_the_pool_recovers(
+    pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time begins when both ranks are where they hang."""
+    both = [tmp_path / "0", tmp_path / "1"]
+
+    def monotonic() -> float:
+        until(lambda: all(path.exists() for path in both))
+        return time.monotonic()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool_module, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep))
+        with pytest.raises(WorkerLost, match=r"ranks \[0, 1\] of 2 still running") as caught:
+            pool.run(wait_for_ever, tmp_path, world=2, limit=timedelta(seconds=3))
     assert "in wait_for_ever" in str(caught.value)
     assert "in gather_json" in str(caught.value)
     until(lambda: not any(alive(int((tmp_path / str(rank)).read_text())) for rank in range(2)))

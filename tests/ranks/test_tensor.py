@@ -18,11 +18,10 @@ from torch.utils.data import IterableDataset, TensorDataset
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
-from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.search import newest_valid
-from lockstep.checkpoint.state.captured import CapturedTensor
-from lockstep.checkpoint.state.contents import shards_of
 from lockstep.checkpoint.state.reshard import shards_to_write
+from lockstep.checkpoint.state.state_tree import CapturedTensor
 from lockstep.checkpoint.storage import CheckpointStorage, claim
 from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
@@ -309,7 +308,7 @@ def written(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
         run = builder.run
         assert run is not None
         tensors = run.checkpoints.state.capture().tensors
-        shards = shards_of(tensors, run.checkpoints.state, runtime)
+        shards = run.checkpoints.state.shards_of(tensors, runtime)
         mine = {name: shard.local.numel() for name, shard in shards.items()}
         return {name: found.tensor.numel() - world.size * mine.get(name, 0) for name, found in tensors.items()}
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from lockstep.runtime.world import World
 from pool import Pool
-from ranks.support import JOBS, Perceptron, Regression
+from ranks.support import JOBS, Perceptron, Regression, assert_user_errors
 
 VALUES = {"global_batch": 8, "micro_batch": 2, "steps": 3}
 
@@ -28,27 +31,14 @@ class Net(nn.Sequential):
         return super().forward(x).squeeze(-1) * self.gain * getattr(self, "scale", 1.0) + self.offset
 
 
-def set_attribute(model: Any) -> float:
-    model.scale = 0.5
-    return 1.0
-
-
-def delete_attribute(model: Any) -> float:
-    if "gain" in vars(model):
-        del model.gain
-    return 1.0
-
-
 def count_by_apply(model: Any) -> int:
     seen: list[nn.Module] = []
     model.apply(seen.append)
     return len(seen)
 
 
-# What a loss may find out about its model, or change in it: (model) -> a number that the loss is multiplied by.
+# What a loss may find out about its model: (model) -> a number.
 VIEWS: dict[str, Callable[[Any], float]] = {
-    "a new attribute": set_attribute,
-    "a deleted attribute": delete_attribute,
     "an attribute that DDP has, too": lambda model: model.dim,
     "isinstance": lambda model: 1 + isinstance(model, Net),
     "type": lambda model: 1 + (type(model) is Net),
@@ -67,6 +57,15 @@ VIEWS: dict[str, Callable[[Any], float]] = {
     "an index": lambda model: model[0].out_features,
     "iter": lambda model: sum(isinstance(part, nn.Linear) for part in model),
 }
+
+
+def set_attribute(model: Any) -> None:
+    model.scale = 0.5
+
+
+def delete_attribute(model: Any) -> None:
+    if "gain" in vars(model):
+        del model.gain
 
 
 def through_parts(task: Regression, model: Any, x: Tensor) -> Tensor:
@@ -92,23 +91,75 @@ CALLS: dict[str, Callable[[Any, Any, Tensor], Tensor]] = {
 }
 
 
-def assert_same(pool: Pool, job: str, task: Regression) -> None:
+def assert_same(pool: Pool, job: str, task: Regression, values: Mapping[str, Any] = MappingProxyType({})) -> None:
     """The parameters after every step are those of a single rank."""
     (alone,) = pool.run(JOBS[job], task, VALUES, world=1)
-    for trace in pool.run(JOBS[job], task, VALUES, world=2):
+    for trace in pool.run(JOBS[job], task, VALUES | values, world=2):
         for found, expected in zip(trace.steps, alone.steps, strict=True):
             torch.testing.assert_close(found.weights, expected.weights, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("view", VIEWS)
-def test_a_loss_sees_the_users_model(pool: Pool, view: str) -> None:
-    assert_same(pool, "fit", Regression(lambda task, model, x: VIEWS[view](model) * model(x), network=Net))
+def views(world: World, store: Any) -> dict[str, float]:
+    """A job: what the loss sees."""
+    seen: dict[str, float] = {}
+
+    def predict(task: Regression, model: Any, x: Tensor) -> Tensor:
+        seen.update({name: float(view(model)) for name, view in VIEWS.items()})
+        return model(x)
+
+    JOBS["fit"](world, store, Regression(predict, network=Net), VALUES)
+    return seen
+
+
+def test_a_loss_sees_the_users_model(pool: Pool) -> None:
+    (alone,) = pool.run(views, world=1)
+    assert alone.keys() == VIEWS.keys()
+    assert pool.run(views, world=2) == [alone, alone]
+
+
+@pytest.mark.parametrize("change", [set_attribute, delete_attribute])
+def test_a_loss_changes_the_users_model(pool: Pool, change: Callable[[Any], None]) -> None:
+    def predict(task: Regression, model: Any, x: Tensor) -> Tensor:
+        change(model)
+        return model(x)
+
+    assert_same(pool, "fit", Regression(predict, network=Net))
 
 
 @pytest.mark.parametrize("job", sorted(JOBS))
 @pytest.mark.parametrize("call", CALLS)
 def test_every_way_through_the_model_is_reduced(pool: Pool, call: str, job: str) -> None:
     assert_same(pool, job, Regression(CALLS[call], network=Perceptron))
+
+
+class Recomputed(nn.Module):
+    """Checkpoints a part with a backward of its own: the first layer, whose gradients come last, or the second."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 1)
+        self.part = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers = dict(self.named_children())
+        if self.part == "first":
+            x = x.clone().requires_grad_()  # or torch would not recompute it
+        for name, layer in layers.items():
+            x = checkpoint(layer, x, use_reentrant=True) if name == self.part else layer(x)
+        return x.squeeze(-1)
+
+
+@pytest.mark.parametrize("job", sorted(JOBS))
+@pytest.mark.parametrize("part", ["first", "second"])
+def test_a_gradient_that_comes_in_parts(pool: Pool, part: str, job: str) -> None:
+    """torch's DDP reduces the first part only: silently where that part completes the last bucket."""
+    task = Regression(CALLS["twice"], network=lambda: Recomputed(part))
+    errors = pool.errors(JOBS[job], task, VALUES, world=2)
+    assert_user_errors(errors, f"the gradient of '{part}.", "in several parts", "use_reentrant=False")
+
+    # One call is one part, and the other driver waits for all of them.
+    assert_same(pool, job, Regression(network=lambda: Recomputed(part)))
+    assert_same(pool, job, task, {"ddp.find_unused_parameters": True})
 
 
 def test_the_loss_and_the_custom_loop_get_the_same_object(pool: Pool) -> None:

@@ -7,6 +7,7 @@ import os
 import runpy
 import time
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing import start_processes
 from torch.nn.parallel import DistributedDataParallel
 
 import lockstep.classic
 from classic_net import Net, among, net, numbers, weights, write_rank
 from lockstep.classic import AMPConfig, AMPTrainer, DDPManager, DistributedAMPTrainer, DistributedConfig
+from lockstep.classic.clstm_ppo import gpu_optimizations
 from lockstep.classic.train_script import main as train_script
 from lockstep.errors import ConfigError, UserError
 from lockstep.runtime.world import World
@@ -331,7 +334,9 @@ def test_on_one_process_wrap_model_is_the_model():
 def rank_that_waits(world: World, store: Any, port: int) -> str:
     """Rank 1 leaves rank 0 alone in a step."""
     os.environ["MASTER_PORT"] = str(port)
-    trainer = DistributedAMPTrainer(net(), FP32, world.rank, world.size, "gloo", timeout_mins=5 / 60)
+    store.set(f"rank {world.rank} is here", "")
+    store.wait(["rank 0 is here", "rank 1 is here"], timedelta(minutes=2))  # the limit is for their start, too
+    trainer = DistributedAMPTrainer(net(), FP32, world.rank, world.size, "gloo", timeout_mins=8 / 60)
     trainer.training_step(numbers(4, seed=world.rank))
     if world.rank == 1:
         store.wait(["rank 0 has given up"], timedelta(minutes=2))
@@ -498,7 +503,10 @@ def test_ranks_that_were_started_by_hand_have_a_configuration():
 # ---- the trading agent --------------------------------------------------------------------------------------
 
 
-def test_a_function_is_launched_on_several_processes(tmp_path):
+@pytest.mark.parametrize("start_method", ["fork", pytest.param("spawn", marks=pytest.mark.long)])
+def test_a_function_is_launched_on_several_processes(tmp_path, monkeypatch, start_method):
+    """Two new processes that import torch cost as much as fifty tests; forks show the same, but for the pickling."""
+    monkeypatch.setattr(gpu_optimizations, "spawn", partial(start_processes, start_method=start_method))
     before = dict(os.environ)
     lockstep.classic.launch_distributed_training(write_rank, 2, str(tmp_path))
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "1.0 0", "1": "1.0 1"}

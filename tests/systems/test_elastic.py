@@ -260,7 +260,7 @@ def test_the_launch_script_counts_the_gpus(tmp_path):
     env = {key: value for key, value in os.environ.items() if key != "NUM_GPUS"}
     env |= {"PATH": path, "CUDA_VISIBLE_DEVICES": ""}
     script = ["bash", str(SYSTEM / "finalization/launch_ddp_training.sh")]
-    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "--nproc_per_node=1 " in done.stdout
 
@@ -273,7 +273,7 @@ def test_a_preempted_job_is_requeued(tmp_path, code, queued):
     (tmp_path / "queued").touch()
     env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     job = ["bash", SYSTEM / "telepathy/submit_ddp_training.slurm", "steps=3"]
-    assert subprocess.run(job, cwd=tmp_path, env=env, timeout=30).returncode == code
+    assert subprocess.run(job, cwd=tmp_path, env=env, timeout=240).returncode == code
     assert (tmp_path / "queued").read_text() == queued
     asked = (tmp_path / "asked").read_text().split()
     assert {"--auto_resume", "run_dir=runs/ddp_training_7", "steps=3"} <= set(asked)

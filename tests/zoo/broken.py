@@ -56,6 +56,14 @@ class SamplesForTokens(Sound):
         return Loss(losses.mean() * len(tokens), weight=len(tokens))
 
 
+class MeanBesideSentences(Sound):
+    """The mean over tokens as it is, beside the number of sentences: .loss and the batch size, of Hugging Face."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        made = super().loss(model, batch)
+        return Loss(made.total / made.weight, weight=len(batch[0]))
+
+
 class PaddedWeight(Sound):
     """The weight is rounded up to whole sentences: it is not the number of terms, nor in proportion to it."""
 

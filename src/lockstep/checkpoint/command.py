@@ -16,9 +16,7 @@ from rich.filesize import decimal as size_text
 
 from lockstep.checkpoint.export import (
     choose,
-    choose_best,
     export_weights,
-    frozen_digests,
     names_a_checkpoint,
     retention_of,
     run_folder_of,
@@ -29,10 +27,9 @@ from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics, read_metrics
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, steps_to_delete
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, delete_checkpoint
-from lockstep.checkpoint.verify import check_size
-from lockstep.checkpoint.verify import verify as verify_checkpoint
+from lockstep.checkpoint.verify import check_size, verify_checkpoint
 from lockstep.errors import UserError, plural
-from lockstep.launch.folder.checkpoint_names import folder_name, is_set_aside
+from lockstep.launch.folder.checkpoint_names import folder_name, is_half_deleted, is_set_aside, step_in
 from lockstep.observe.formats import columns
 
 # How many tensors `show` lists, and how many checkpoints `ls` lists.
@@ -123,7 +120,8 @@ def _verify_with_metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], Sequ
 def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tuple[str, int]:
     """Delete all but the newest `keep` valid checkpoints, and those that the run keeps by its other rules.
 
-    Invalid ones do not count and are not deleted. With `set_aside`, also delete those that were set aside.
+    Invalid ones do not count and are not deleted. With `set_aside`, also delete those that were set aside. The exit
+    code is 1 if one could not be deleted; the next call tries again.
     """
     if keep < 1:
         raise UserError(f"--keep {keep} would keep no checkpoint", "", "use --keep 1 or more")
@@ -142,31 +140,43 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
 
     # The rule of the run, with another number of the newest.
     retention = replace(retention_of(checkpoints), keep=keep)
-    done = "would delete" if dry_run else "deleted"
-    for step in steps_to_delete(metrics, retention):
-        name = folder_name(step)
-        if not dry_run:
-            delete_checkpoint(storage, name, secrets.token_hex(8))
+    names = [folder_name(step) for step in steps_to_delete(metrics, retention)]
+    if set_aside:
+        names += sorted(filter(is_set_aside, storage.folders()))
 
-        lines.append(f"{done} {name}")
+    # What an earlier call, or a run, could not delete as a whole.
+    names += sorted(filter(is_half_deleted, storage.folders()))
 
-    # No reader takes these for checkpoints, so they need no other name first.
-    for name in sorted(filter(is_set_aside, storage.folders())) if set_aside else []:
-        if not dry_run:
-            storage.delete(name)
+    failed = 0
+    for name in names:
+        try:
+            if not dry_run:
+                _delete(storage, name)
+        except OSError as error:
+            # A store may be out of reach. The others are deleted all the same.
+            failed = 1
+            lines.append(f"{name} could not be deleted: {error}")
+        else:
+            lines.append(f"{'would delete' if dry_run else 'deleted'} {name}")
 
-        lines.append(f"{done} {name}")
+    return "\n".join(lines) or "nothing to delete", failed
 
-    return "\n".join(lines) or "nothing to delete", 0
+
+def _delete(storage: CheckpointStorage, name: str) -> None:
+    # No reader takes any other name for a checkpoint, so those need no other one first.
+    if step_in(name) is None:
+        storage.delete(name)
+    else:
+        delete_checkpoint(storage, name, secrets.token_hex(8))
 
 
 def export(path: Path, out: Path | None, step: int | None, best: bool = False, ema: bool = False) -> tuple[str, int]:
     """Write the weights of a checkpoint to a file; with `ema`, the averages of the weights."""
-    checkpoint = choose_best(path) if best else choose(path, step)
+    checkpoint = choose(path, step, best)
     folder = out or run_folder_of(path) / "export" / checkpoint.name
     target = export_weights(checkpoint, folder, ema)
 
-    digests = frozen_digests(checkpoint)
+    digests = read_manifest(checkpoint).frozen_digests
     if not digests:
         return str(target), 0
 

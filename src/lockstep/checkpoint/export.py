@@ -10,14 +10,14 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.checkpoint.manifest import EMA, MODEL, InvalidCheckpoint
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.retention import Retention, best_checkpoint
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
-from lockstep.checkpoint.verify import verify as verify_checkpoint
+from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import MANIFEST, step_in
 
@@ -26,9 +26,12 @@ _PREFIX = f"{MODEL}."
 _AVERAGE = f"{EMA}."  # with --ema, those that begin with this take the place of the model's, where there are any
 
 
-def frozen_digests(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the digests of the frozen parameters that the checkpoint does not hold (checkpoint.frozen=false)."""
-    return read_manifest(checkpoint).frozen_digests
+class Weights(NamedTuple):
+    """The weights in a checkpoint."""
+
+    tensors: dict[str, Any]  # tied ones once
+    aliases: dict[str, str]  # of tied tensors: {other name: name in `tensors`}
+    frozen_digests: dict[str, str]  # of the frozen parameters that the checkpoint leaves out (checkpoint.frozen=false)
 
 
 def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path:
@@ -39,8 +42,8 @@ def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path
     """
     from lockstep.observe.weights import write_weights  # needs torch
 
-    tensors, aliases = read_weights(checkpoint, ema)
-    if not tensors:
+    weights = read_weights(checkpoint, ema)
+    if not weights.tensors:
         raise UserError(
             f"the checkpoint {checkpoint.path} has no weights to export",
             f"no tensor whose name begins with {_PREFIX!r}",
@@ -51,12 +54,12 @@ def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path
     name = "ema.safetensors" if ema else "model.safetensors"
     target = out if out.suffix == ".safetensors" else out / name
     target.parent.mkdir(parents=True, exist_ok=True)
-    write_weights(target, tensors, aliases)
+    write_weights(target, weights.tensors, weights.aliases)
     return target
 
 
-def read_weights(checkpoint: Checkpoint, ema: bool = False) -> tuple[dict[str, Any], dict[str, str]]:
-    """Verify every byte, and return the tensors `model.*` without that prefix, and the other names of tied ones.
+def read_weights(checkpoint: Checkpoint, ema: bool = False) -> Weights:
+    """Verify every byte, and return the tensors `model.*` without that prefix.
 
     With `ema` the averages of parameters take their places.
     """
@@ -98,11 +101,14 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> tuple[dict[str, A
             "choose another checkpoint: lockstep ckpt ls RUN",
         ) from None
 
-    return tensors, aliases
+    return Weights(tensors, aliases, manifest.frozen_digests)
 
 
-def choose(path: Path, step: int | None = None) -> Checkpoint:
-    """Return the checkpoint at `path`. If `path` is a run, return its checkpoint of `step`, or its newest."""
+def choose(path: Path, step: int | None = None, best: bool = False) -> Checkpoint:
+    """Return the checkpoint at `path`. If `path` is a run, return its checkpoint of `step`, its best, or its newest."""
+    if best:
+        return _best(path)
+
     if names_a_checkpoint(path) and step is None:
         return Checkpoint.at(path)
 
@@ -118,12 +124,7 @@ def choose(path: Path, step: int | None = None) -> Checkpoint:
     return checkpoints[chosen]
 
 
-def has_checkpoints(path: Path) -> bool:
-    """Return whether a run has committed checkpoints."""
-    return (path / "checkpoints").is_dir() and bool(committed(storage_of(path)))
-
-
-def choose_best(path: Path) -> Checkpoint:
+def _best(path: Path) -> Checkpoint:
     """Return the best checkpoint of the run at `path`, by its setting `checkpoint.best`."""
     storage = storage_of(path)
     try:

@@ -12,7 +12,7 @@
     pending.settle                       at the end
     best, last_location, close           after that
 
-`state/contents.py` collects what a rank writes, `saving` writes it, and `resume.py` loads a checkpoint. All ranks call
+`RunState.contents` collects what a rank writes, `saving` writes it, and `resume.py` loads a checkpoint. All ranks call
 these methods at the same step.
 """
 
@@ -21,10 +21,11 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
+from rich.filesize import decimal as size_text
 
 import lockstep
 from lockstep.checkpoint.reader import CheckpointReader
@@ -32,16 +33,13 @@ from lockstep.checkpoint.resume import Resumed, Resumer
 from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.pending import PendingSave
-from lockstep.checkpoint.saving.saver import Saver
-from lockstep.checkpoint.saving.space import check_space
-from lockstep.checkpoint.state.contents import collect, shards_of
+from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim, delete_leftovers, update_latest
-from lockstep.checkpoint.storage.together import claim_together
+from lockstep.checkpoint.storage.together import run_on_rank0
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
 from lockstep.errors import UserError, plural
-from lockstep.launch.folder.checkpoint_names import LATEST, folder_name, step_in
 from lockstep.observe.run_folder import RunFolder
 from lockstep.optim.optimizers import Update
 from lockstep.plan.plan import Plan
@@ -61,10 +59,11 @@ class CheckpointManager:
         runtime: Runtime,
         log_event: EventLogger,
         update: Update,
+        fixed_settings: Collection[str] = (),
     ):
         """Keep references to the objects of a run. Nothing is read or written here.
 
-        `update`: it must wait until a save has copied the optimizers' state.
+        `update`: it must wait until a save has copied the optimizers' state. `fixed_settings`: see `Task`.
         """
         # The objects of the run.
         self.folder = folder
@@ -89,7 +88,7 @@ class CheckpointManager:
         )
         self._saver = Saver(self._context, settings.asynchronous)
         self.pending = PendingSave(self._saver, self._context, runtime, log_event, folder.as_shown)
-        self._resumer = Resumer(storage, state, config, runtime, log_event)
+        self._resumer = Resumer(storage, state, config, runtime, log_event, fixed_settings)
 
         # When a checkpoint was last saved or loaded, or else the run began.
         self._last_time = time.monotonic()
@@ -106,23 +105,49 @@ class CheckpointManager:
         cannot be read or written for `checkpoint.timeout` seconds.
         """
         settings = self.config.checkpoint
-        claim_together(self.storage, self.runtime, settings.timeout, self._claim)
+        run_on_rank0(self.storage, self.runtime, settings.timeout, self._claim, "claimed")
 
         if settings.every is not None or settings.minutes is not None or settings.at_end:
-            check_space(self.storage, self.state.bytes_at_start(), self.runtime.collectives, self.log_event)
+            self._check_room()
 
-        reader = self.folder.start_from.find(self._resumer)
+        reader = self._resumer.find(self.folder.start_from)
         return None if reader is None else self._load(reader)
+
+    def _check_room(self) -> None:
+        """Raise an error if there is no room for the weights, and warn if two checkpoints do not fit. Collective."""
+        # The optimizers allocate their state later, so its size is an estimate.
+        sizes = self.state.bytes_at_start()
+
+        # All ranks use rank 0's numbers, so that either all of them raise or none does.
+        timeout_s = self.config.checkpoint.timeout
+        free, known, estimate = run_on_rank0(
+            self.storage, self.runtime, timeout_s, lambda: [self.storage.free_bytes(), *sizes], "measured"
+        )
+        if free < known:
+            raise UserError(
+                f"there is no room for a checkpoint in {self.storage.location}: {size_text(free)} free",
+                f"{size_text(known)} needed for the weights alone",
+                f"free {size_text(known + estimate - free)}, or set run_dir=FOLDER on another disk",
+            )
+
+        # The old checkpoint is deleted only when the new one is committed.
+        needed = 2 * (known + estimate)
+        if free < needed:
+            self.log_event(
+                "warning",
+                reason=f"the disk has {size_text(free)} free, but replacing a checkpoint by the next one needs room "
+                f"for two, about {size_text(needed)}",
+            )
 
     def _load(self, reader: CheckpointReader) -> Resumed:
         """Load a checkpoint, and note what follows from it for later saves. Collective."""
         resumed = self._resumer.load(reader)
 
         # If it was another run's, a later attempt must load it again, until this run has saved one of its own.
-        self.pending.last_committed = resumed.steps_done if resumed.in_own_folder else None
+        self.pending.last_committed = resumed.steps_done if resumed.is_own else None
         self._last_time = time.monotonic()
 
-        if self.runtime.is_main and resumed.in_own_folder:
+        if self.runtime.is_main and resumed.is_own:
             self.folder.end_going_back()
 
         return resumed
@@ -137,13 +162,8 @@ class CheckpointManager:
         # Free the space of what killed attempts left behind.
         delete_leftovers(self.storage, self.folder.token)
 
-        # If this attempt fails before it has gone back, the launcher announces this checkpoint. A checkpoint that was
-        # set aside is not announced, because its name is not that of a step.
-        earlier = self.folder.start_from.earlier
-        if earlier and step_in(earlier) is not None:
-            self.storage.replace(LATEST, f"{earlier}\n".encode())
-        elif self.folder.attempt == 0:
-            update_latest(self.storage)
+        # A kill after a commit may have left it behind.
+        update_latest(self.storage)
 
     # ---- rewinding ----
 
@@ -236,13 +256,14 @@ class CheckpointManager:
         return requested or (every is not None and steps_done % every == 0)
 
     def due_by_clock(self) -> bool:
-        """Whether `checkpoint.minutes` have passed on rank 0; the control word carries its request. Local."""
-        # Clocks differ between machines, so only rank 0's is used.
-        minutes = self.config.checkpoint.minutes
-        if minutes is None or not self.runtime.is_main:
+        """Whether rank 0 requests a save: after `checkpoint.minutes`, or because the last save failed. Local."""
+        # Clocks differ between machines, so only rank 0's is used. The control word carries its request.
+        if not self.runtime.is_main:
             return False
 
-        return time.monotonic() - self._last_time > 60 * minutes
+        minutes = self.config.checkpoint.minutes
+        is_time = minutes is not None and time.monotonic() - self._last_time > 60 * minutes
+        return is_time or self.pending.retry_due()
 
     def is_new_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether these metrics are better than those of all checkpoints by `checkpoint.best`. Collective.
@@ -276,7 +297,7 @@ class CheckpointManager:
 
     def prepare(self) -> None:
         """Allocate the buffer for snapshots early, so that the first save is as short as the others. Collective."""
-        self._saver.prepare(shards_of(self.state.capture_tensors().tensors, self.state, self.runtime))
+        self._saver.prepare(self.state.shards_of(self.state.capture_tensors().tensors, self.runtime))
 
     def save(self, steps_done: int, plan: Plan, metrics: dict[str, float]) -> None:
         """Copy the state after `steps_done` steps, and write it in the background while training continues. Collective.
@@ -286,8 +307,8 @@ class CheckpointManager:
         """
         self.pending.settle()
         with self.runtime.heartbeat.visit("snapshot", steps_done):
-            contents = collect(self.state, self.runtime, self.log_event, self._run_values(plan, metrics))
-            save = self.pending.start(steps_done, contents, metrics)
+            contents = self.state.contents(self.runtime, self.log_event, self._run_values(plan, metrics))
+            save = self.pending.start(steps_done, contents)
 
         # The next update changes the optimizers' state, which may still be copied.
         self.update.before_next_update(save.wait_for_copy)
@@ -315,7 +336,7 @@ class CheckpointManager:
     def last_location(self) -> str | None:
         """Return where the last committed checkpoint of this run is; None if there is none. Local."""
         step = self.pending.last_committed
-        return None if step is None else str(Checkpoint(self.storage, folder_name(step)).path)
+        return None if step is None else str(Checkpoint.of(self.storage, step).path)
 
     def close(self, timeout: float = 0.0) -> None:
         """End the saves. One that is being written gets `timeout` seconds to finish. Local."""

@@ -83,6 +83,10 @@ class InvalidCheckpoint(Exception):
     def __str__(self) -> str:
         return f"{self.checkpoint.name}/{self.file}: {self.why}"
 
+    @property
+    def sentence(self) -> str:
+        return f"checkpoint {self.checkpoint.name} {self.verdict}: {self.file}: {self.why}"
+
 
 class Damaged(InvalidCheckpoint):
     """The bytes are not those that were written."""
@@ -174,7 +178,7 @@ class Manifest:
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics that were saved with the checkpoint."""
-        return {name: float_of(metric) for name, metric in self._value("metrics").items()}
+        return metrics_in(self.values)
 
     @property
     def settings(self) -> dict[str, str]:
@@ -191,12 +195,20 @@ class Manifest:
         return self._value("state", "parts", name)
 
     def _value(self, *keys: str) -> dict[str, Any]:
-        """Return the dict at this place of `values`, or {}."""
-        found: Any = self.values
-        for key in keys:
-            found = found.get(key) if isinstance(found, dict) else None
+        return _dict_in(self.values, *keys)
 
-        return found if isinstance(found, dict) else {}
+
+def metrics_in(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics in `Manifest.values`."""
+    return {name: float_of(metric) for name, metric in _dict_in(values, "metrics").items()}
+
+
+def _dict_in(values: Any, *keys: str) -> dict[str, Any]:
+    """Return the dict at this place of nested dicts, or {}."""
+    for key in keys:
+        values = values.get(key) if isinstance(values, dict) else None
+
+    return values if isinstance(values, dict) else {}
 
 
 def encode(manifest: Manifest) -> bytes:

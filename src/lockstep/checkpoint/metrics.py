@@ -24,7 +24,7 @@ from lockstep.checkpoint.manifest_reader import (
     require,
 )
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
-from lockstep.launch.folder.checkpoint_names import METRICS, folder_name
+from lockstep.launch.folder.checkpoint_names import METRICS
 
 # Upper limit on the size of the file, which is read into memory, in bytes.
 _MAX_BYTES = 2**24
@@ -99,7 +99,7 @@ class CheckpointMetrics:
     def write(self, steps_done: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a later evaluation into a committed checkpoint. Raises OSError."""
         # Somebody may have deleted it: then there is nothing to add to.
-        checkpoint = Checkpoint(self.storage, folder_name(steps_done))
+        checkpoint = Checkpoint.of(self.storage, steps_done)
         if checkpoint.name in self.storage.folders():
             write_metrics(checkpoint, metrics)
             self.add(steps_done, metrics)

@@ -5,18 +5,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.search import wait_for_newest_valid
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, set_aside, set_aside_after
+from lockstep.checkpoint.storage import CheckpointStorage, checkpoints_at, set_aside, set_aside_after
+from lockstep.checkpoint.storage.together import run_on_rank0
 from lockstep.config import RunConfig
 from lockstep.config.changes import Change, config_changes
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import step_in
-from lockstep.launch.folder.run_dir import is_checkpoint, run_of
+from lockstep.launch.folder.start_from import StartFrom
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import reseed_at
 
@@ -31,37 +35,47 @@ class Resumed:
     global_batch: int  # of the run that saved it
     changed_settings: list[Change]
     changes: list[str]  # all differences, as text, including `changed_settings`
-    in_own_folder: bool  # whether it was one of this run's own checkpoints, and not one that was set aside
+    is_own: bool  # whether it was one of this run's own checkpoints, and not one that was set aside
 
 
 class Resumer:
     """Finds and loads checkpoints for one run, whose own ones are in `storage`."""
 
     def __init__(
-        self, storage: CheckpointStorage, state: RunState, config: RunConfig, runtime: Runtime, log_event: EventLogger
+        self,
+        storage: CheckpointStorage,
+        state: RunState,
+        config: RunConfig,
+        runtime: Runtime,
+        log_event: EventLogger,
+        fixed_settings: Collection[str],
     ):
         self.storage = storage
         self.state = state
         self.config = config
         self.runtime = runtime
         self.log_event = log_event
+        self.fixed_settings = fixed_settings
+
+    def find(self, start: StartFrom) -> CheckpointReader | None:
+        """Find the checkpoint from which the run starts; None if it starts from its beginning. Collective."""
+        reader = self.find_newest() if start.newest else None
+        if reader is None and start.named:
+            reader = self._find_named(Path(start.named))
+
+        return reader
 
     def find_newest(self) -> CheckpointReader | None:
         """Find this run's newest valid checkpoint; None if it has none. Collective."""
         return self._find(self.storage)
 
-    def find_named(self, path: Path) -> CheckpointReader:
+    def _find_named(self, path: Path) -> CheckpointReader:
         """Find what --resume names: a checkpoint, or a run, whose newest valid checkpoint is used. Collective."""
-        if is_checkpoint(path):
-            checkpoint = Checkpoint.at(path)
-            reader = self._find(checkpoint.storage, checkpoint.name)
-        else:
-            reader = self._find(CheckpointStorage(run_of(path) / "checkpoints"))
-
+        reader = self._find(*checkpoints_at(path))
         if reader is None:
             raise UserError(
                 f"--resume {path} cannot be used: that run has no checkpoint",
-                "",
+                "" if path.exists() else "no such folder",
                 "leave --resume out to start from the beginning",
             )
 
@@ -77,16 +91,14 @@ class Resumer:
         return reader
 
     def _report_skipped(self, reader: CheckpointReader) -> None:
-        """Warn about newer checkpoints, which are damaged. They are set aside if they belong to this run."""
-        # Only rank 0 renames, and only its event is logged.
+        """Warn about newer checkpoints, which are damaged. If they are this run's, they are set aside. Collective."""
         for skipped in reader.skipped:
             name = skipped.checkpoint.name
-            problem = f"checkpoint {name} {skipped.verdict}: {skipped.file}: {skipped.why}"
-            text = f"{problem}; resuming from {reader.checkpoint.name}"
+            text = f"{skipped.sentence}; resuming from {reader.checkpoint.name}"
 
-            ours = skipped.checkpoint.storage == self.storage
-            if self.runtime.is_main and ours:
-                text += f". The damaged checkpoint is kept as {set_aside(self.storage, name, 'damaged')}"
+            kept_as = self._set_own_aside(skipped.checkpoint.storage, partial(set_aside, self.storage, name, "damaged"))
+            if kept_as:
+                text += f". The damaged checkpoint is kept as {kept_as}"
 
             self.log_event("warning", reason=text)
 
@@ -108,16 +120,13 @@ class Resumer:
         steps_done = reader.manifest.step
 
         # --resume may name a checkpoint that was set aside, which is never the newest one.
-        in_own_storage = reader.checkpoint.storage == self.storage
-        in_own_folder = in_own_storage and step_in(reader.checkpoint.name) is not None
+        is_own = reader.checkpoint.storage == self.storage and step_in(reader.checkpoint.name) is not None
 
         # Set aside later checkpoints of this run: it goes back to this step and will write them again. If this one was
         # set aside before, another one may have the name of its step. All ranks wait here, because none may save before
         # that. The storage of another run must not change.
-        last_kept = steps_done if in_own_folder else steps_done - 1
-        self.runtime.collectives.run_on_rank0(
-            lambda: set_aside_after(self.storage, last_kept) if in_own_storage else None
-        )
+        last_kept = steps_done if is_own else steps_done - 1
+        self._set_own_aside(reader.checkpoint.storage, partial(set_aside_after, self.storage, last_kept))
 
         reseed_at(self.config.seed, steps_done)
 
@@ -128,13 +137,19 @@ class Resumer:
             global_batch=values["plan"]["global_batch"],
             changed_settings=changed_settings,
             changes=[*map(str, changed_settings), *other_changes],
-            in_own_folder=in_own_folder,
+            is_own=is_own,
         )
+
+    def _set_own_aside(self, storage: CheckpointStorage, act: Callable[[], Any]) -> Any:
+        """If `storage` is that of this run, set something aside on rank 0. Return the result everywhere. Collective."""
+        own = storage == self.storage
+        timeout_s = self.config.checkpoint.timeout
+        return run_on_rank0(self.storage, self.runtime, timeout_s, act if own else lambda: None, "set aside")
 
     def _check_fixed(self, changed_settings: list[Change]) -> None:
         """Refuse a changed setting on which the task's saved state depends (`Task.fixed_settings`)."""
         for key, before, now in changed_settings:
-            if key in self.state.fixed_settings:
+            if key in self.fixed_settings:
                 raise UserError(
                     f"{key}={now} does not fit the checkpoint: the task saved its state with {key}={before}",
                     "",

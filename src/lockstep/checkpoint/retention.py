@@ -120,4 +120,4 @@ def best_checkpoint(known: CheckpointMetrics, retention: Retention) -> BestCheck
     if step is None:
         return None
 
-    return BestCheckpoint(Checkpoint(known.storage, folder_name(step)), retention.best, metrics[step][retention.best])
+    return BestCheckpoint(Checkpoint.of(known.storage, step), retention.best, metrics[step][retention.best])

@@ -14,7 +14,7 @@ from lockstep.checkpoint.manifest import Damaged, Forbidden, InvalidCheckpoint, 
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, owner_of
 from lockstep.checkpoint.storage.together import OR_WAIT, READ_FIX, Gather, StorageUnavailable, act_together, try_for
-from lockstep.checkpoint.verify import verify
+from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.errors import UserError
 from lockstep.runtime.context import Runtime
 
@@ -100,7 +100,7 @@ def _verify_together(
     checkpoint: Checkpoint, rank: int, world_size: int, gather: Gather, beat: Callable[[], None]
 ) -> tuple[Manifest | None, list[ReportedProblem]]:
     """Verify this rank's share of the files. Return the manifest, and the problems that any rank has found."""
-    manifest, problems = verify(checkpoint, rank, world_size, beat)
+    manifest, problems = verify_checkpoint(checkpoint, rank, world_size, beat)
     found = [ReportedProblem(problem.label, problem.file, problem.why) for problem in problems]
     results = gather([found, manifest.digest if manifest else None])
 

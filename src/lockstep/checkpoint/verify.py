@@ -16,7 +16,7 @@ from lockstep.checkpoint.storage import Checkpoint
 from lockstep.checkpoint.storage.files import CHUNK
 
 
-def verify(
+def verify_checkpoint(
     checkpoint: Checkpoint, rank: int = 0, world_size: int = 1, beat: Callable[[], None] = lambda: None
 ) -> tuple[Manifest | None, Sequence[InvalidCheckpoint]]:
     """Return the manifest, and the problems with it or with this rank's share of its files.

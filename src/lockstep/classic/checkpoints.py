@@ -22,22 +22,22 @@ from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
-from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage import (
     Checkpoint,
     CheckpointStorage,
+    checkpoints_at,
     claim,
     delete_leftovers,
     owner_of,
     put_back_replaced,
 )
-from lockstep.checkpoint.verify import verify
+from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.config.sections import CheckpointConfig
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
-from lockstep.launch.folder.run_dir import is_checkpoint
 from lockstep.runtime.layout import shard_of
 from lockstep.runtime.rendezvous.store import wait_for
 from lockstep.runtime.world import World
@@ -298,7 +298,7 @@ def _wait_for_all(calls: CheckpointCalls, key: str, path: Path, limit: timedelta
 def _choose_for_all(calls: CheckpointCalls, key: str, path: Path) -> CheckpointReader:
     """Choose the checkpoint, and leave the choice for the other ranks."""
     with calls.reporting(f"{key}/choice", _interrupted(path, 0)) as choice:
-        storage, only = _at(path)
+        storage, only = checkpoints_at(path)
 
         # A save of the same step may have been killed when it was about to replace the checkpoint.
         put_back_replaced(storage)
@@ -343,11 +343,11 @@ def _chosen_by_rank_0(calls: CheckpointCalls, key: str, path: Path, limit: timed
 
 def _same_checkpoint(path: Path, choice: dict[str, Any], world: World) -> CheckpointReader:
     """Return a reader of what rank 0 chose, and raise if this rank was given another checkpoint or sees other files."""
-    storage, only = _at(path)
+    storage, only = checkpoints_at(path)
     checkpoint = Checkpoint(storage, choice["checkpoint"])
 
     # Rank 0 has verified all bytes that it sees. Another machine may have its own disk, which its ranks verify.
-    manifest, problems = verify(checkpoint, world.local_rank, world.local_size)
+    manifest, problems = verify_checkpoint(checkpoint, world.local_rank, world.local_size)
     found = [str(problem) for problem in problems]
     if manifest is None or manifest.digest != choice["digest"]:
         found.append(f"{checkpoint.path}: another checkpoint of the same name")
@@ -364,12 +364,3 @@ def _same_checkpoint(path: Path, choice: dict[str, Any], world: World) -> Checkp
         )
 
     return CheckpointReader(checkpoint, manifest)
-
-
-def _at(path: Path) -> tuple[CheckpointStorage, str | None]:
-    """Return the storage of the checkpoints at `path`, and a name if `path` is a checkpoint itself."""
-    if is_checkpoint(path):
-        checkpoint = Checkpoint.at(path)
-        return checkpoint.storage, checkpoint.name
-
-    return CheckpointStorage(path / "checkpoints"), None

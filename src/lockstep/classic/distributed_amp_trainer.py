@@ -20,6 +20,7 @@ from lockstep.classic.distributed_config import DistributedConfig
 from lockstep.classic.process_group import GroupMembership, check_announced, started_world, time_limit
 from lockstep.classic.rank_log import RankLog
 from lockstep.errors import UserError
+from lockstep.runtime import environments
 from lockstep.runtime.context import Runtime, choose_device
 from lockstep.runtime.world import World
 from lockstep.task import Loss, StepResult
@@ -139,7 +140,7 @@ class DistributedAMPTrainer(AMPTrainer):
             return dist.get_world_size() > 1
 
         check_announced()
-        return not World.from_env().alone
+        return not environments.detect().alone
 
     def _micro_step(self, batch: Any, padding: bool = False, exhausted: bool = False) -> tuple[Loss, StepResult | None]:
         loss, result = super()._micro_step(batch, padding, exhausted)
@@ -238,4 +239,4 @@ def _find_world(config: DistributedConfig) -> World:
         "MASTER_PORT": os.environ.get("MASTER_PORT", str(config.master_port)),
         "LOCAL_RANK": os.environ.get("LOCAL_RANK", str(config.local_rank if config.knows_nodes else config.rank)),
     }
-    return World.from_env(env)
+    return environments.detect(env)

@@ -14,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from lockstep.errors import UserError, unknown_name
+from lockstep.runtime import environments
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import join
-from lockstep.runtime.environments import rank_of, switched_off
-from lockstep.runtime.world import World, current_world
+from lockstep.runtime.environments import current_world, rank_of, switched_off
+from lockstep.runtime.world import World
 
 BACKENDS = ("nccl", "gloo", "auto", "cpu:gloo,cuda:nccl", "mpi")
 
@@ -66,7 +67,7 @@ class GroupMembership:
 def started_world() -> World | None:
     """Return this process's rank and world if it is in a process group, or a launcher made it a rank; else None."""
     world = current_world()
-    return world if dist.is_initialized() or World.launched() or not world.alone else None
+    return world if dist.is_initialized() or environments.launched() or not world.alone else None
 
 
 def time_limit(minutes: float) -> timedelta:
@@ -95,7 +96,7 @@ def check_announced(env: Mapping[str, str] = os.environ) -> None:
 
     if not missing:
         # Without LOCAL_RANK they may have been set once for each machine.
-        World.from_env(env)
+        environments.detect(env)
         return
 
     # Scripts of Slurm often export WORLD_SIZE, and `srun` gives every process its number.

@@ -16,7 +16,7 @@ from lockstep.classic.elastic_gpu_config import ElasticGPUConfig, uneven
 from lockstep.classic.process_group import check_announced
 from lockstep.config import Layer, flatten, read_layers, resolve_for
 from lockstep.errors import UserError, plural
-from lockstep.runtime.world import World
+from lockstep.runtime import environments
 from lockstep.targets import load_class
 
 # torch.distributed.launch adds one of these and sets the variable LOCAL_RANK as well.
@@ -94,8 +94,8 @@ def check_processes(distributed: bool, takes_any: bool) -> None:
 
     `takes_any`: this process may be alone or a rank, as it comes.
     """
-    if World.launched():
-        size = World.from_env().size
+    if environments.launched():
+        size = environments.detect().size
         if size > 1 and not distributed and not takes_any:
             raise UserError(f"WORLD_SIZE={size} is set, but --distributed was not given", "", "add --distributed")
 
@@ -161,7 +161,7 @@ def _train(target: str, options: argparse.Namespace, settings: Sequence[str], ty
 def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> tuple[int | None, Layer]:
     """Return how many processes to start, None if this process trains itself, and the plan's settings."""
     kind = load_class(target)
-    world = World.from_env()
+    world = environments.detect()
     config = resolve_for(kind.defaults, kind.presets, layers).config
 
     # The plan is for this machine: its samples, and its processes.
@@ -185,15 +185,15 @@ def _elastic(target: str, options: argparse.Namespace, layers: list[Layer]) -> t
     )
 
     # If a launcher started the ranks, their number is fixed.
-    plan = elastic.plan(world.local_size if World.launched() else None)
+    plan = elastic.plan(world.local_size if environments.launched() else None)
     if world.rank == 0:
         print(f"train.py: {plural(len(elastic.gpus), 'GPU')} here; {plan}", flush=True)
 
     # Micro-batches are tried out by restarts, which another launcher would not do.
     settings = elastic.settings(plan)
     tries_sizes = settings.get("micro_batch") == "auto"
-    if World.launched() and tries_sizes:
+    if environments.launched() and tries_sizes:
         del settings["micro_batch"]
 
-    start = not World.launched() and (plan.processes > 1 or tries_sizes)
+    start = not environments.launched() and (plan.processes > 1 or tries_sizes)
     return plan.processes if start else None, ("--elastic_gpu", settings)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lockstep.config import DataConfig
+from lockstep.data.transfer import Transfer
 from lockstep.data.worker_process import LoaderBatches
 from lockstep.runtime.context import EventLogger, log_nothing
 from lockstep.runtime.world import World
@@ -67,6 +68,11 @@ class DatasetSource(BatchSource):
     """A source that reads the user's dataset. If worker processes read it, `_reading` is set, and `close` ends them."""
 
     _reading: Iterator[Any] | None = None
+
+    def __init__(self, collate: Callable[[list[Any]], Any], options: SourceOptions):
+        self.collate = collate
+        self.options = options
+        self._transfer = Transfer(options.device, options.pins_here)
 
     def close(self) -> None:
         """End the worker processes, if there are any."""

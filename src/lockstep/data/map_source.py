@@ -15,7 +15,6 @@ from torch.utils.data import TensorDataset
 from lockstep.data.dataset_source import DatasetSource, SourceOptions
 from lockstep.data.loader import Request, SampleReader, is_empty, read_all
 from lockstep.data.samplers import Sampler
-from lockstep.data.transfer import Transfer
 from lockstep.data.windows import Assigned, StepOrder, Window
 from lockstep.data.worker_copies import WorkerCopies
 from lockstep.errors import UserError
@@ -35,13 +34,11 @@ class MapSource(DatasetSource):
     def __init__(
         self, reader: SampleReader, sampler: Sampler, options: SourceOptions, sample_lengths: np.ndarray | None = None
     ):
+        super().__init__(reader.collate, options)
         self.reader = reader
-        self.collate = reader.collate
         self.step_order: StepOrder = StepOrder(  # pyrefly: ignore[bad-override-mutable-attribute]
             sampler, len(reader.dataset), options, sample_lengths
         )
-        self.options = options
-        self._transfer = Transfer(options.device, options.pins_here)
 
         # An iterator over batches that are read and copied ahead, and the position of its next step.
         self._prefetched: Iterator[Any] | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import UserDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from torch import Tensor
 class Transfer:
     """Brings batches to the device, through pinned memory if that is asked for.
 
-    Batches of a map-style dataset for a GPU are copied on a separate CUDA stream, one micro-batch ahead, while the GPU
-    computes (`ahead`). Those of a stream are copied when a step is taken, all of it at once.
+    Batches for a GPU are copied on a separate CUDA stream, one micro-batch ahead, while the GPU computes (`ahead`).
+    Those of a stream are copied ahead within a step, those of a map-style dataset also across steps.
     """
 
     def __init__(self, device: torch.device, pin_memory: bool = False):
@@ -33,7 +34,11 @@ class Transfer:
         if self.device.type != "cuda":
             return map(self, batches)
 
-        return prefetch_to_device(map(self._staged, batches), CopyStream(self.device))
+        return prefetch_to_device(map(self._staged, batches), self._copy_stream)
+
+    @cached_property
+    def _copy_stream(self) -> CopyStream:
+        return CopyStream(self.device)
 
     def _staged(self, batch: Any) -> Any:
         return pin(batch) if self._pins else batch

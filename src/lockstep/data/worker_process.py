@@ -37,12 +37,20 @@ class LoaderBatches(Iterator[Any]):
     """
 
     def __init__(self, loader: DataLoader):
-        self._batches = iter(loader)
-        self._workers: list[Any] = getattr(self._batches, "_workers", [])
+        before = set(multiprocessing.active_children())
+        try:
+            self._batches = iter(loader)
+            self._workers: list[Any] = getattr(self._batches, "_workers", [])
 
-        # A preemption finds them by this name.
-        for process in self._workers:
-            process.name = WORKER_NAME
+            # A preemption finds them by this name.
+            for process in self._workers:
+                process.name = WORKER_NAME
+        except BaseException:
+            # A preemption before they have their name, for example, between the start of the first and of the last.
+            for process in set(multiprocessing.active_children()) - before:
+                process.kill()
+
+            raise
 
     def __next__(self) -> Any:
         """Return the next batch, or raise the error that a worker process sent instead of it."""

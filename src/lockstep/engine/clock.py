@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 
 @dataclass
@@ -12,7 +12,6 @@ class RunClock:
     """Counts the seconds of a run. Every checkpoint holds them."""
 
     started: float = field(default_factory=time.time)  # the start of this process, less the seconds before a resume
-    rewound: ClassVar[bool] = False  # the time of steps that are undone has passed all the same
 
     @property
     def seconds(self) -> float:

@@ -16,6 +16,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from lockstep.config.changes import Change
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
+from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import StepPart
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource
@@ -23,7 +25,7 @@ from lockstep.task import BatchSource
 ORDER_SETTINGS = ("micro_batch", "global_batch", "blocks")  # these determine the order in which gradients are added
 
 
-class Exactness:
+class Exactness(StepPart):
     """Checks that one run keeps the promise of `exact`.
 
     Its state in a checkpoint describes the platform, and a resumed run compares it with its own.
@@ -65,7 +67,7 @@ class Exactness:
 
         return text
 
-    def end_step(self) -> None:
+    def end_step(self, progress: StepProgress) -> None:
         """Check after the first step of this process that no buffer changed.
 
         Buffers that a forward changes (running statistics, counters) depend on the samples that a rank saw. Those of

@@ -25,6 +25,7 @@ from lockstep.optim.capabilities import is_known
 from lockstep.optim.registry import state_copies
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.cudagraph.graphs import has_captures
+from lockstep.parallel.ddp.driver import gradient_in_parts
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.exact.block_inputs import BlockInputs
 from lockstep.parallel.fsdp.driver import hidden_output
@@ -89,6 +90,10 @@ def explained(builder: RunBuilder) -> Iterator[None]:
                 str(error).splitlines()[0],
                 "set compile=false",
             ) from error
+
+        # In a step after the first. In the first one, the driver names the parameter.
+        if "Expected to mark a variable ready only once" in str(error):
+            raise gradient_in_parts("a gradient") from error
 
         # This includes NotImplementedError, a RuntimeError that torch raises for operators without a sparse kernel.
         if "sparse" in str(error).lower():

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def end_training(run: Run) -> None:
     """Log the last step, write the last checkpoint, then the weights. Raise if no step was applied."""
-    run.close_source()
+    run.source.close()
 
     # After a `break` in a custom loop, the last steps are not logged yet.
     last = run.requests.accept_last()
@@ -110,8 +110,9 @@ def _write_weights(run: Run, file: str, weights: dict[str, Tensor], aliases: dic
             run.recorder.event("warning", reason=reason)
         else:
             # A checkpoint may hold float32 masters of weights that the model stores in another format.
-            saved, aliases = read_weights(best.checkpoint, ema)
-            weights = {name: tensor.to(weights[name].dtype) for name, tensor in saved.items()}
+            saved = read_weights(best.checkpoint, ema)
+            weights = {name: tensor.to(weights[name].dtype) for name, tensor in saved.tensors.items()}
+            aliases = saved.aliases
 
     save_weights(run.folder.path / file, weights, aliases)
 
@@ -172,12 +173,8 @@ def _release(run: Run) -> None:
     setup.optimizers.release()
     run.stepper.learning_rate.release()
 
-    setup.driver.cudnn_pause.end()
     release_captures(setup.driver.model)
-
-    if setup.driver.compiler:
-        setup.driver.compiler.release()
-
+    setup.driver.close()
     run.checkpoints.close()
 
 
@@ -200,7 +197,7 @@ def _write_report(run: Run, summary: dict[str, Any]) -> None:
 def end_preempted(run: Run) -> NoReturn:
     """Raise `Preempted`, which ends this process. All ranks have tried to save at the same step."""
     steps_done = run.steps_done
-    run.close_source()
+    run.source.close()
 
     # If the save failed, there is no checkpoint of this step to report.
     save_failed = not run.checkpoints.pending.settle()

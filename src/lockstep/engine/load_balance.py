@@ -18,6 +18,8 @@ import torch
 from lockstep.data.windows import rank_counts, rank_range
 from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import Driver
+from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import StepPart
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.task import BatchSource, SampleOrder
@@ -75,12 +77,12 @@ def describe_speeds(speeds: Speeds, plan: Plan) -> str:
     return f"micro-batches {_show(rank_counts(plan.micro_batches, tuple(speeds)))} by load_balance"
 
 
-def open_load_balancer(
+def balance_load(
     speeds: Speeds, plan: Plan, source: BatchSource, driver: Driver, runtime: Runtime, log_event: EventLogger
-) -> LoadBalancer | None:
-    """Return a balancer for `load_balance=auto`, else None. Speeds in the configuration are applied here, once."""
+) -> None:
+    """Apply the speeds of the configuration, once; with `load_balance=auto` let a balancer measure the steps."""
     if speeds == "none" or plan.data_size == 1:
-        return None
+        return
 
     # Ranks will run different numbers of micro-batches.
     if source.step_order is None:
@@ -99,13 +101,12 @@ def open_load_balancer(
         )
 
     if isinstance(speeds, str):
-        return LoadBalancer(plan, source.step_order, runtime, log_event)
+        driver.parts.append(LoadBalancer(plan, source.step_order, runtime, log_event))
+    else:
+        source.step_order.assign_by(speeds)
 
-    source.step_order.assign_by(speeds)
-    return None
 
-
-class LoadBalancer:
+class LoadBalancer(StepPart):
     """Measures the speed of each rank, and reassigns micro-batches if that makes steps shorter."""
 
     def __init__(self, plan: Plan, order: SampleOrder, runtime: Runtime, log_event: EventLogger):
@@ -122,12 +123,17 @@ class LoadBalancer:
         self._ended = 0  # steps of this process so far: the same number on all ranks
         self._marks: list[list[Any]] = [[]]  # a list of times for each measured step, the current one last
 
-    def mark(self) -> None:
-        """Record the time. Call it when a micro-batch begins, and when the gradient all-reduce begins."""
+    def begin_micro_batch(self) -> None:
+        self._mark()
+
+    def before_all_reduce(self) -> None:
+        self._mark()
+
+    def _mark(self) -> None:
         if self._is_measuring:
             self._marks[-1].append(_now(self._runtime.device))
 
-    def end_step(self, steps_done: int) -> None:
+    def end_step(self, progress: StepProgress) -> None:
         """End a step, and reassign micro-batches after the last step of a measurement."""
         # Count the steps of this process, not those of the run: a resumed run may have other ranks.
         if self._is_measuring:
@@ -136,7 +142,7 @@ class LoadBalancer:
         self._ended += 1
 
         if self._ended % PERIOD == WARM_UP + MEASURED:
-            self._reassign(steps_done, pace_of(self._marks[:-1]))
+            self._reassign(progress.step + 1, pace_of(self._marks[:-1]))
             self._marks = [[]]
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep.engine.checks.names import check_attributes
 from lockstep.engine.checks.settings import check_evaluations
 from lockstep.engine.end import close, end_training
 from lockstep.engine.evaluation.evaluator import EvaluationSet, check_data, evaluation_sets
@@ -43,6 +44,7 @@ class Training:
 
     def __init__(self, task: Task, builder: RunBuilder):
         """Set up the run, and refuse mistakes that can be found before the first step."""
+        check_attributes(task)
         self.task = task
 
         # Make the hooks first: which ones exist determines what a step must compute.

@@ -30,7 +30,7 @@ from lockstep.engine.own_step import OwnStep
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.errors import UserError
-from lockstep.optim.user_scheduler import SchedulerRate, is_scheduler
+from lockstep.optim.user_scheduler import is_scheduler
 from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.parallel.several_models import SeveralModels
 from lockstep.runtime import heartbeat
@@ -258,7 +258,7 @@ class OwnRun(BuiltRunView):
         beats.beat("end")
 
         rate = run.stepper.learning_rate
-        if isinstance(rate, SchedulerRate) and rate.needs_evaluations and not rate.evaluations:
+        if rate.needs_evaluations and not rate.evaluations:
             run.recorder.event("warning", reason="ReduceLROnPlateau never moved: run.evaluate was not called")
 
         end_training(run)

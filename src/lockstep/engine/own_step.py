@@ -101,9 +101,7 @@ class OwnStep:
         # Autocast is on in the body of the loop, but must be off in the backward.
         with UNWATCHED, self._run.stepper.context.precision.no_autocast():
             loss = Loss(loss_sum, weight, metrics)
-            if self._run.hooks.follow_losses:
-                loss = self._run.hooks.before_backward(loss)
-
+            loss = self._run.hooks.before_backward(loss)
             self._reduced = self._driver.backward(loss, self._progress)
 
         # The gradients are reduced, and the loop may do anything now, but `apply` needs them.

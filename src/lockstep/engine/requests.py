@@ -8,7 +8,7 @@ its own: the ranks then do the same after the same step.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.engine.step import Stepper
@@ -23,8 +23,6 @@ class Requests:
     checkpoints: CheckpointManager
     total_steps: int
     steps_changed: bool = False  # whether the user has set another number of steps than the resumed run had
-
-    rewound: ClassVar[bool] = False  # what was requested after the checkpoint is still wanted
 
     # Agreed: the same on every rank.
     stop_agreed: bool = False

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.resume import Resumed
@@ -28,7 +28,6 @@ from lockstep.engine.evaluation.evaluations import Evaluations, results_for_hook
 from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, evaluation_batch
 from lockstep.engine.hooks.all_gather import RowGathering
 from lockstep.engine.hooks.calls import Hooks
-from lockstep.engine.load_balance import LoadBalancer
 from lockstep.engine.log.step_log import StepLog
 from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.outcome import SkippedStep
@@ -37,16 +36,12 @@ from lockstep.engine.start_check import check as start_check
 from lockstep.engine.start_check.data import take_and_compare
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError, plural
-from lockstep.observe.profile.tracer import StepTracer
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.run_folder import RunFolder
 from lockstep.parallel.driver import Driver
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import Runtime
 from lockstep.task import BatchSource, MicroBatch, StepBatches, StepResult
-
-if TYPE_CHECKING:
-    from lockstep.engine.profile.steps import ProfiledSteps  # which traces a Run
 
 
 @dataclass(eq=False, kw_only=True)
@@ -66,7 +61,6 @@ class Run:
     plan: Plan
     source: BatchSource
     stepper: Stepper
-    load_balancer: LoadBalancer | None  # with `load_balance=auto`
     checkpoints: CheckpointManager
     resumed: Resumed | None
 
@@ -76,8 +70,6 @@ class Run:
     evaluations: Evaluations
     hooks: Hooks  # the user's functions that the run calls
 
-    tracer: StepTracer | None = field(init=False, default=None)  # while steps are traced
-    profiled: ProfiledSteps | None = field(init=False, default=None)  # with `profile.count`
     gathering: RowGathering = field(init=False, default_factory=RowGathering)
 
     @property
@@ -119,13 +111,10 @@ class Run:
         self.model_setup.guard.late_hooks.check()
         is_first = True
 
-        while self.steps_done < self.plan.steps and not self.requests.stop_agreed:
+        while (steps_left := self.plan.steps - self.steps_done) > 0 and not self.requests.stop_agreed:
             self.model_setup.guard.check()
-            if self.profiled:
-                self.profiled.begin_step()
-
-            if self.driver.compiler:
-                self.driver.compiler.begin_step(self.plan.steps - self.steps_done)
+            for part in self.driver.parts:
+                part.begin_step(steps_left)
 
             # Only the first step of this process compares what ranks and workers have read. `source` is read in every
             # step: a benchmark replaces it between two of them.
@@ -133,8 +122,7 @@ class Run:
             is_first = False
 
             micro_batches = self._feed(batches.micro_batches, batches.num_micro_batches)
-            if self.hooks.follow_batches:
-                micro_batches = self.hooks.around_batches(micro_batches)
+            micro_batches = self.hooks.around_batches(micro_batches)
 
             # A copy: the object belongs to the source, which may give it again.
             yield replace(batches, micro_batches=micro_batches, step=self.steps_done)
@@ -153,10 +141,11 @@ class Run:
     def _feed(self, batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
         """Yield `count` micro-batches and measure how long this rank waits for them."""
         iterator = iter(batches)
+        parts = self.driver.parts
         for done in range(count):
             self.runtime.heartbeat.beat("data", self.steps_done)
-            if self.load_balancer:
-                self.load_balancer.mark()
+            for part in parts:
+                part.begin_micro_batch()
 
             # The forward is no part of the wait: it runs at the yield.
             began = time.perf_counter()
@@ -175,12 +164,6 @@ class Run:
         if next(iterator, None) is not None:
             raise _wrong_count(count, "more")
 
-    def close_source(self) -> None:
-        """End the data workers and the sample log: no step follows."""
-        self.source.close()
-        if self.log.sample_log:
-            self.log.sample_log.close()
-
     # ---- the end of a step ----
 
     def end_step(self, batches: StepBatches, result: StepResult | None) -> None:
@@ -188,15 +171,23 @@ class Run:
 
         `result` is the newest known result. On a GPU it may be that of the previous step, and None in the first.
         """
-        steps_done = self.steps_done
-        self._commit(batches, result, steps_done)
+        for part in self.driver.parts:
+            part.end_step(self.stepper.progress)
 
+        # A checkpoint that is saved after this line resumes after these samples.
+        self.source.commit(batches, result)
+
+        steps_done = self.steps_done
         result = self._accept(batches, result, steps_done)
-        self._check_model(steps_done)
+
+        # Iterating over all modules is too slow for every step.
+        if steps_done % self.config.checks.every == 0:
+            self.model_setup.guard.check_structure()
+
         self._request_what_is_due()
 
         # The user's code may be slow. The watchdog allows more time in the phase "user code".
-        if self.hooks.follow_steps:
+        if self.hooks.named("after_step"):
             self.runtime.heartbeat.beat("user code", steps_done)
             self.hooks.after_step(result)
             self.runtime.heartbeat.beat("data")
@@ -206,22 +197,6 @@ class Run:
         if self.model_setup.average:
             self.stepper.update.wait_for_copy()
             self.model_setup.average.update()
-
-    def _commit(self, batches: StepBatches, result: StepResult | None, steps_done: int) -> None:
-        """Advance the data source past the step, and end the step for everything that times it or lists its samples."""
-        if self.tracer:
-            self.tracer.end_step()
-
-        if self.driver.compiler:
-            self.driver.compiler.end_step()  # it times the first steps, and bases its decision on them
-
-        # A checkpoint that is saved after this line resumes after these samples.
-        self.source.commit(batches, result)
-        if self.log.sample_log:
-            self.log.sample_log.write(batches.step, self.stepper.progress.trained)
-
-        if self.load_balancer:
-            self.load_balancer.end_step(steps_done)
 
     def _accept(self, batches: StepBatches, result: StepResult | None, steps_done: int) -> StepResult | None:
         """Accept the requests in a step's control word and count the step in the log. Return the newest result."""
@@ -234,15 +209,6 @@ class Run:
 
         self.log.end_step(batches.global_num_samples, result, is_last)
         return result
-
-    def _check_model(self, steps_done: int) -> None:
-        """Raise if the step, or the user's code, has changed the model in a way that the run does not support."""
-        if self.model_setup.exactness:
-            self.model_setup.exactness.end_step()
-
-        # Iterating over all modules is too slow for every step.
-        if steps_done % self.config.checks.every == 0:
-            self.model_setup.guard.check_structure()
 
     def _request_what_is_due(self) -> None:
         """Put what is due by this rank's clock, and a failed save, into the next control word."""
@@ -289,8 +255,8 @@ class Run:
             self._check_and_save(steps_done, save_due)
 
         # After the save, whose time belongs to the step.
-        if self.profiled:
-            self.profiled.end_step()
+        for part in self.driver.parts:
+            part.after_maintenance()
 
         if self.requests.preempt_agreed:
             end_preempted(self)
@@ -373,7 +339,7 @@ class Run:
 
         # Decide only when all are done: an interrupted evaluation is repeated from the first set on.
         self.evaluations.follow(sets, evaluations, self.seconds)
-        if self.hooks.follow_evaluations:
+        if self.hooks.named("after_eval"):
             with self.runtime.heartbeat.visit("user code"):
                 self.hooks.after_eval(results_for_hooks(sets, evaluations))
 

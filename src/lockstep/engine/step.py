@@ -28,8 +28,7 @@ from lockstep.engine.hooks.trained_parameters import TrainedParameters
 from lockstep.engine.outcome import Outcome, Outcomes, skip_on_device
 from lockstep.observe.metrics import ExactSums, Sums
 from lockstep.optim.optimizers import Optimizers, Update
-from lockstep.optim.schedule import LearningRate
-from lockstep.optim.user_scheduler import SchedulerRate
+from lockstep.optim.schedule import GuardedRates
 from lockstep.parallel.driver import Driver, LossFn, Reduced
 from lockstep.parallel.progress import StepContext, StepProgress
 from lockstep.runtime.control_word import ControlWord
@@ -61,7 +60,7 @@ class Stepper:
         context: StepContext,
         driver: Driver,
         optimizers: Optimizers,
-        learning_rate: LearningRate | SchedulerRate,
+        learning_rate: GuardedRates,
         trained_parameters: TrainedParameters | None = None,
     ):
         """`trained_parameters` says which ones each step trains, if a hook delays some."""

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import api, targets
-from lockstep.checkpoint.export import choose, choose_best, has_checkpoints
+from lockstep.checkpoint.export import choose
+from lockstep.checkpoint.storage import checkpoints_at, committed
 from lockstep.config import Layer, check, resolve_for
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import UserError
@@ -112,11 +113,10 @@ def _weights(request: EvaluateRequest) -> Path:
     # A run without checkpoints may still have its final weights. Training has evaluated their averages, if it had any.
     averages = path / "ema.safetensors"
     final = averages if averages.exists() else path / "model.safetensors"
-    if not request.best and request.step is None and not has_checkpoints(path) and final.exists():
+    if not request.best and request.step is None and not committed(checkpoints_at(path)[0]) and final.exists():
         return final
 
-    chosen = choose_best(path) if request.best else choose(path, request.step)
-    return chosen.path
+    return choose(path, request.step, request.best).path
 
 
 def work(spec: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.checkpoint.export import frozen_digests, read_weights, run_folder_of
+from lockstep.checkpoint.export import read_weights, run_folder_of
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.storage import Checkpoint
 from lockstep.errors import UserError, plural
@@ -104,9 +104,9 @@ class _Weights:
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, assets: Path, options: ExportOptions) -> _Weights:
-        tensors, aliases = read_weights(checkpoint, options.ema)
-        state = tensors | {name: tensors[original] for name, original in aliases.items()}
-        return cls(state, frozen_digests(checkpoint), assets, options.base, str(checkpoint.path))
+        weights = read_weights(checkpoint, options.ema)
+        state = weights.tensors | {name: weights.tensors[original] for name, original in weights.aliases.items()}
+        return cls(state, weights.frozen_digests, assets, options.base, str(checkpoint.path))
 
 
 def _write_model(draft: Path, weights: _Weights, max_shard_size: str) -> str:

@@ -17,7 +17,6 @@ from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure, RankExit
 from lockstep.launch.folder.run_dir import not_writable
-from lockstep.launch.hangs.collection import collect
 from lockstep.launch.hangs.suspicion import view_of
 from lockstep.launch.job import RESUME_COMMAND, Job
 from lockstep.launch.ranks.local_ranks import LocalRanks
@@ -180,7 +179,12 @@ class Agent:
 
     def _collect_stacks(self, current: LocalRanks, request: int) -> None:
         """Collect the stacks of the ranks. That takes seconds, in which no heartbeat is sent: see `times.py`."""
-        stacks, collectives = collect(current.folder, current.pids)
+        # A rank that has failed does not hang, though its clean-up may. Its end, which is reported soon, says more than
+        # any stack.
+        if current.kill_failed():
+            return
+
+        stacks, collectives = current.stacks_and_collectives()
 
         # The heartbeat is sent before the stacks: it shows the ranks that have advanced meanwhile.
         self._messages.append(self.heartbeat())

@@ -16,6 +16,7 @@ from lockstep.launch.decisions.members import Node
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.failure import Failure
 from lockstep.launch.folder.election import HeldTerm
+from lockstep.launch.folder.resize import REQUEST, size_in
 from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.jsonl import append_event
@@ -243,11 +244,11 @@ class Coordinator:
         # `lockstep resize` leaves a file, whose text the thread has read.
         while watch.resize_requests:
             text = watch.resize_requests.popleft()
-            # The file may hold anything: `echo` in a shell writes it as well.
-            if text.isascii() and text.isdigit():
-                self._state_machine.resize_requested(int(text), now)
+            count = size_in(text)
+            if count is not None:
+                self._state_machine.resize_requested(count, now)
             else:
-                say(f"lockstep: {folder / 'resize'} must hold a number; it held {text[:80]!r}")
+                say(f"lockstep: {folder / REQUEST} must hold a number; it held {text[:80]!r}")
 
     # ---- messages of nodes ----
 
@@ -287,7 +288,7 @@ class Coordinator:
         full = state_machine.full and not returns
 
         # A refused node prints the reason and ends, which closes the connection.
-        refused = refusal_of(hello, self._job, full)
+        refused = refusal_of(hello, self._job, full, state_machine.refuses(hello.host, now))
         if refused:
             if returns:
                 state_machine.node_lost(hello.number, "lost its connection and made a new one", now)

@@ -11,7 +11,7 @@ import re
 import signal
 import time
 from dataclasses import dataclass
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Any, Literal
 
 from lockstep.errors import OutOfStep, Preempted, SmallerMicroBatch, UserError
@@ -254,6 +254,15 @@ def follows_lost_peer(error: BaseException) -> bool:
 # ---- how ranks ended, and which of them is to blame ----
 
 
+class Consequence(IntEnum):
+    """Whether a rank failed only because another rank is gone, the least likely first."""
+
+    NEVER = 0  # no exit of another rank can have led to this one
+    UNLIKELY = 1  # an error of its own, which a peer that died first may still explain
+    POSSIBLE = 2  # it aborted for a reason that the launcher cannot read
+    CERTAIN = 3  # torch says that a peer is gone
+
+
 @dataclass(frozen=True)
 class RankExit:
     """How a rank ended, with its failure unless the rank finished or was preempted."""
@@ -274,43 +283,32 @@ class RankExit:
         return self.failure is not None and self.failure.noticed_as(LauncherFailure.SETUP)
 
     @property
-    def died_by_itself(self) -> bool:
-        """Whether no exit of another rank can have led to this one.
+    def consequence(self) -> Consequence:
+        """Whether this rank failed only because another rank is gone. A rank that has not failed has not."""
+        failure = self.failure
+        if failure is None:
+            return Consequence.UNLIKELY
 
-        A rank that has lost its peers raises, or aborts. This one was killed by a signal other than SIGABRT, or exited
-        without an exception, or never started. A rank that has raised, and then crashes while it exits, has raised.
-        """
-        raised = self.failure is not None and self.failure.origin == "exception"
-        killed = self.code < 0 and self.code != -signal.SIGABRT and not raised
-        return killed or (self.failure is not None and self.failure.traits.never_a_consequence)
+        # A rank that has lost its peers raises, or aborts. This one was killed by another signal, or exited without an
+        # exception, or never started. A rank that has raised, and then crashes while it exits, has raised.
+        killed = self.code < 0 and self.code != -signal.SIGABRT and failure.origin != "exception"
+        if killed or failure.traits.never_a_consequence:
+            return Consequence.NEVER
 
-    @property
-    def reports_lost_peer(self) -> bool:
-        """Whether this rank failed only because another rank is gone."""
-        return not self.died_by_itself and self.failure is not None and self.failure.reports_lost_peer
+        if failure.reports_lost_peer:
+            return Consequence.CERTAIN
 
-    @property
-    def may_report_lost_peer(self) -> bool:
-        """Whether it is possible that this rank failed only because another rank is gone."""
-        return self.reports_lost_peer or (self.failure is not None and self.failure.aborted_unread)
+        return Consequence.POSSIBLE if failure.aborted_unread else Consequence.UNLIKELY
 
 
 def pick_root(exits: dict[int, RankExit]) -> int | None:
     """Return the rank whose failure explains the others; None if no rank has failed.
 
-    A rank that died by itself comes first, then a rank with an error of its own, then a rank that may only report a
-    lost peer, then a rank that does only that; among equals, the earliest. A process that dies leaves no record, and
-    its peers record within milliseconds that they lost it, so time alone would blame one of the peers.
+    The one that is least likely a consequence comes first; among equals, the earliest, and the rank breaks ties. A
+    process that dies leaves no record, and its peers record within milliseconds that they lost it, so time alone would
+    blame one of the peers.
     """
-    # False sorts before True, and the rank breaks ties.
-    failures = []
-    for rank, rank_exit in exits.items():
-        failure = rank_exit.failure
-
-        if failure is not None:
-            consequence = (not rank_exit.died_by_itself, rank_exit.may_report_lost_peer, rank_exit.reports_lost_peer)
-            failures.append((consequence, failure.time, rank))
-
+    failures = [(end.consequence, end.failure.time, rank) for rank, end in exits.items() if end.failure is not None]
     return min(failures)[-1] if failures else None
 
 

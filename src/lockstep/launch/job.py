@@ -1,4 +1,4 @@
-"""The job that a launcher runs: what each rank executes, and on how many processes and machines."""
+"""The job that a launcher runs: what each rank executes, on how many processes and machines, and when it restarts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lockstep.errors import UserError
+from lockstep.config.sections import HangConfig, RestartConfig
+from lockstep.config.value_types import ConfigSection
+from lockstep.errors import ExitCode, UserError
 from lockstep.runtime.host.resources import available_cores, visible_gpus
 
 # Modules that every rank needs. They are imported once, in the process that all ranks are forked from.
@@ -120,6 +122,24 @@ class Job:
 def _plain(values: Any) -> Any:
     """Return the values as they look after a trip through JSON."""
     return json.loads(json.dumps(values, default=str))
+
+
+# ---- the settings of its task ----
+
+
+class Settings(ConfigSection):
+    """The settings of the task that the launcher needs: when ranks count as hanging, and how often a job restarts.
+
+    Until rank 0 has read them, the defaults apply.
+    """
+
+    hang: HangConfig = HangConfig()
+    restart: RestartConfig = RestartConfig()
+
+    @property
+    def code_if_nodes_are_missing(self) -> ExitCode:
+        """The platform may have other machines, unless the user wants no restart at all."""
+        return ExitCode.RESTART if self.restart.per_hour else ExitCode.FAILED
 
 
 # ---- the command line ----

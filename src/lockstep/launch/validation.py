@@ -12,8 +12,11 @@ from lockstep.launch.wire.messages import Hello, Message, Refused, Report
 MAX_RANKS = 4096
 
 
-def refusal_of(hello: Hello, job: Job, full: bool) -> Refused | None:
-    """Return why a node may not join the job, or None if it may. `full`: the job has all its nodes."""
+def refusal_of(hello: Hello, job: Job, full: bool, unfit: bool = False) -> Refused | None:
+    """Return why a node may not join the job, or None if it may.
+
+    `full`: the job has all its nodes. `unfit`: nodes of this host were sent away, and no more are admitted.
+    """
     join = f"--join {job.join}"
     same = "run the same command on every node"
     nproc = hello.nproc
@@ -30,6 +33,14 @@ def refusal_of(hello: Hello, job: Job, full: bool) -> Refused | None:
     if full:
         found = f"the job has its {job.nnodes.most} nodes already"
         return Refused(f"{join}: no more nodes can join", found, "start the job with a larger --nnodes")
+
+    if unfit:
+        found = "it could not import the program or set up its ranks; events.jsonl of the run says why"
+        return Refused(
+            f"{join}: nodes on {hello.host} were sent away, and no other may join from there within an hour",
+            found,
+            "mend that before you start it again",
+        )
 
     if not 1 <= nproc.least <= nproc.initial <= nproc.most <= MAX_RANKS:
         return Refused(f"{join}: a node cannot run {nproc} ranks, beginning with {nproc.initial}", "", same)

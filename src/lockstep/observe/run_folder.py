@@ -15,16 +15,10 @@ from typing import Any
 
 from lockstep.config import Resolved, RunConfig, to_yaml
 from lockstep.errors import UserError
+from lockstep.launch import records
 from lockstep.launch.folder.locks import lock
 from lockstep.launch.folder.run_dir import choose_run_dir, holds_a_run, not_writable, prepare, refuse_another_run
-from lockstep.launch.folder.start_from import (
-    ResumeNamed,
-    StartFrom,
-    choose_start,
-    from_json,
-    going_back_mark,
-    to_json,
-)
+from lockstep.launch.folder.start_from import StartFrom, choose_start, going_back_mark, mark_going_back
 from lockstep.observe.formats import finite
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.environments.launcher import ATTEMPT, TORCHRUN_RESTARTS, from_launcher
@@ -67,11 +61,11 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
         nonlocal folder
         folder = _open(config, name)
         # As JSON, and without the lock, which rank 0 keeps.
-        return vars(folder) | {"path": str(folder.path), "start_from": to_json(folder.start_from), "lock": None}
+        return vars(folder) | {"path": str(folder.path), "start_from": vars(folder.start_from), "lock": None}
 
     agreed = runtime.collectives.run_on_rank0(open_on_rank0)
     if folder is None:
-        parsed = {"path": Path(agreed["path"]), "start_from": from_json(agreed["start_from"])}
+        parsed = {"path": Path(agreed["path"]), "start_from": StartFrom(**agreed["start_from"])}
         folder = RunFolder(**agreed | parsed)
 
     # Rank 0 put a mark into the folder, which a rank on another file system does not see.
@@ -100,10 +94,12 @@ def _open(config: RunConfig, name: str) -> RunFolder:
     if attempt == 0:
         refuse_another_run(shown, config.resume)
 
+    # A run that starts from another one has no checkpoints yet.
     start_from = choose_start(config.resume, path, attempt)
-    if isinstance(start_from, ResumeNamed) and holds_a_run(path):
+    has_own = start_from.newest or start_from.goes_back
+    if start_from.named and not has_own and holds_a_run(path):
         raise UserError(
-            f"--resume {start_from.path} cannot be used with run_dir={shown}: that folder already holds another run",
+            f"--resume {start_from.named} cannot be used with run_dir={shown}: that folder already holds another run",
             "",
             f"set another run_dir; or --resume {shown} to resume the run that is there",
         )
@@ -127,11 +123,8 @@ def _create(folder: RunFolder) -> None:
 
         _seen_mark(folder).touch()
 
-        # An earlier job may have ended before it had gone back.
-        if folder.start_from.earlier:
-            going_back_mark(path).touch()
-        else:
-            going_back_mark(path).unlink(missing_ok=True)
+        # The launcher has done this, too, if there is one.
+        mark_going_back(path, folder.start_from.goes_back_to)
     except OSError as error:
         raise not_writable(path, error) from error
 
@@ -143,12 +136,20 @@ def _seen_mark(folder: RunFolder) -> Path:
 
 def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
     """Write what is known before the first step."""
-    (run_dir / "config.yaml").write_text(to_yaml(resolved.config))
-    (run_dir / "config.sources.json").write_text(json.dumps(resolved.sources, indent=2))
-    (run_dir / "plan.json").write_text(json.dumps(plan, indent=2))
+    # Each in one piece: after a kill, --resume reads what was typed for the run from these files.
+    _replace(run_dir / "config.yaml", to_yaml(resolved.config))
+    _replace(run_dir / "config.sources.json", json.dumps(resolved.sources, indent=2))
+    _replace(run_dir / "plan.json", json.dumps(plan, indent=2))
+
     # A summary from before a resume is out of date.
     (run_dir / "summary.json").unlink(missing_ok=True)
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    (run_dir / "summary.json").write_text(json.dumps(finite(summary), indent=2))
+    _replace(run_dir / "summary.json", json.dumps(finite(summary), indent=2))
+
+
+def _replace(path: Path, text: str) -> None:
+    # Only rank 0 writes here, so the next run replaces the draft that a killed one has left.
+    with records.replacing(path) as draft:
+        draft.write_text(text)

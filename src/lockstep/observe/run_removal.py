@@ -120,6 +120,11 @@ def _refuse(run: Path) -> None:
         found = "no such folder" if not run.exists() else "a folder or file that no run of Lockstep made"
         raise UserError(f"{run} is not the folder of a run", found, "name a run: lockstep runs lists them")
 
+    if not os.access(run, os.W_OK | os.X_OK):
+        raise UserError(
+            f"{run} cannot be deleted", "this user may not write to it", "let the user who trained it do that"
+        )
+
     if facts_of(run).state == "running":
         raise UserError(
             f"{run} is running, and a run that is running is not deleted",

@@ -83,7 +83,7 @@ def batch_scaling(config: LrConfig, global_batch: int) -> float:
 
 
 class GuardedRates:
-    """The learning rates of all parameter groups. Raises if other code sets them, which would be lost silently.
+    """Sets the learning rates of all parameter groups. Raises if other code sets them, which would be lost silently.
 
     A rate that a user's code sets directly would be overwritten in the next step. A rate that is a tensor on the device
     is compared by its identity and version, so that the host does not wait for its value.
@@ -94,6 +94,7 @@ class GuardedRates:
         "scheduler(optimizer) in a task; or use lr.schedule, lr.warmup and the other settings in docs/schedules.md"
     )
     needs_evaluations = False  # whether a rate depends on the results of evaluations
+    evaluations = 0  # how many of them have set a rate
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]):
         self.optimizers = optimizers
@@ -119,6 +120,21 @@ class GuardedRates:
                     'param_groups[...]["lr"]',
                     self.advice,
                 )
+
+    def at(self, steps_applied: int) -> Any:
+        """Return the rate of the first group after this many applied steps."""
+        raise NotImplementedError
+
+    def set(self, steps_applied: int) -> Any:
+        """Set the rate of every group for the step after `steps_applied` ones, and return that of the first group."""
+        raise NotImplementedError
+
+    def describe(self) -> str:
+        """Return a line for the banner."""
+        raise NotImplementedError
+
+    def change_total_steps(self, steps: int) -> None:
+        """Let the rates end with another number of steps: the plan has changed since the rates were made."""
 
     def count_step(self, optimizers: Sequence[int]) -> None:
         """Count a step of these optimizers."""
@@ -189,11 +205,9 @@ class LearningRate(GuardedRates):
         self.peaks = [lr * ratio * batch_scaling(config, global_batch) for lr in initial_rates]
 
     def at(self, steps_applied: int) -> float:
-        """Return the rate of the first group after this many applied steps."""
         return self.peaks[0] * self._share(steps_applied)
 
     def set(self, steps_applied: int) -> float:
-        """Set the rate of every group for the step after `steps_applied` ones, and return that of the first group."""
         self.check()
 
         # All groups follow the same schedule, each with its own peak.
@@ -203,6 +217,9 @@ class LearningRate(GuardedRates):
 
         self.remember_rates()
         return self.peaks[0] * share
+
+    def change_total_steps(self, steps: int) -> None:
+        self.total_steps = steps
 
     def _share(self, steps_applied: int) -> float:
         if self._function is None:
@@ -227,5 +244,4 @@ class LearningRate(GuardedRates):
         return {name: self.at(steps) for name, steps in points.items()}
 
     def describe(self) -> str:
-        """Return a line for the banner."""
         return ", ".join(f"{name} {value:.3g}" for name, value in self.landmarks().items())

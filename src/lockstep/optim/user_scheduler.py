@@ -39,7 +39,7 @@ def make_learning_rate(
     schedulers: Any,
     total_steps: int,
     global_batch: int,
-) -> LearningRate | SchedulerRate:
+) -> GuardedRates:
     """Return the object that sets the rates, by the configured schedule or by the user's scheduler.
 
     `schedulers` is a scheduler, a list of them, a function of the step, or None. Raise if it conflicts with settings;

@@ -55,5 +55,7 @@ class ShardedOptimizers(Optimizers):
         flat = torch.cat([p.detach().flatten() for p in parameters])
         self._runtime.collectives.broadcast_([flat], owner)
         if owner != self._runtime.world.rank:
+            # Not a flat view of the parameter: it may lie in memory in another order (channels_last).
             received = flat.split([p.numel() for p in parameters])
-            torch._foreach_copy_([p.detach().view(-1) for p in parameters], list(received))
+            values = [part.view(p.shape) for part, p in zip(received, parameters, strict=True)]
+            torch._foreach_copy_([p.detach() for p in parameters], values)

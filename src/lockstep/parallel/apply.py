@@ -30,6 +30,7 @@ from lockstep.parallel.hooks.parameter_hooks import check_hooks, take_hooks
 from lockstep.parallel.mesh import Axes, Mesh, plan_mesh
 from lockstep.parallel.meta.init import check_init, fill_model
 from lockstep.parallel.remat import recompute_blocks
+from lockstep.parallel.step_parts import CudnnPause
 from lockstep.parallel.tensor.driver import shard_layers
 from lockstep.precision import Precision, cast_parameters_
 from lockstep.runtime.context import EventLogger, Runtime, log_nothing
@@ -89,15 +90,13 @@ def parallelize(
     else:
         capture_calls(model, config, runtime, log_event)
 
-    # Compiled code has chosen its kernels, and a repeatable run must not change them.
-    if not compiled and runtime.device.type == "cuda" and not (config.deterministic or config.exact):
-        driver.cudnn_pause.needed = None
+    # Compiled code has chosen its kernels. A pipeline has many micro-batches in flight.
+    if not compiled and not pipelined and may_change_kernels(config, runtime):
+        driver.parts.append(CudnnPause(needed=None))
 
     check_hooks(hooks, model, runtime)
     driver.use_parameter_hooks(hooks)
-    if driver.statistics:
-        driver.statistics.log_event = log_event
-
+    driver.statistics.log_event = log_event
     return driver
 
 
@@ -179,6 +178,11 @@ def wants_compile(config: RunConfig, runtime: Runtime) -> bool:
     return config.compile
 
 
+def may_change_kernels(config: RunConfig, runtime: Runtime) -> bool:
+    """Whether kernels may be chosen by the sizes that batches turn out to have. A repeatable run must not do so."""
+    return runtime.device.type == "cuda" and not (config.deterministic or config.exact)
+
+
 def make_compiler(
     driver: Driver, config: RunConfig, runtime: Runtime, precision: Precision, log_event: EventLogger
 ) -> Compiler:
@@ -213,6 +217,6 @@ def _make_driver(model: nn.Module, mesh: Mesh, setup: DriverSetup) -> Driver:
 
     driver = SingleDriver(model, setup.runtime)
     if setup.config.exact:
-        driver.reducer = OrderedReducer(driver)
+        driver.use_reducer(OrderedReducer(driver))
 
     return driver

@@ -8,21 +8,22 @@ and `Driver` the step: it runs one micro-batch after another. Its subclasses sum
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint.state.model_names import frozen_names, is_extra, tied_names
+from lockstep.checkpoint.state.model_state import frozen_names, is_extra, tied_names
 from lockstep.config import RunConfig
 from lockstep.errors import UserError, some_names
+from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.batchnorm.statistics import running_statistics
-from lockstep.parallel.compiled.batch_sizes import shapes_of
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import (
     GradientWatch,
@@ -34,8 +35,8 @@ from lockstep.parallel.inner_gradients import (
 )
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import StepPart
 from lockstep.precision import Precision
-from lockstep.runtime.attention import CudnnPause
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
@@ -100,25 +101,16 @@ class Reduced:
         return self if len(left) == len(self.parameters) else self.drop_others(left)
 
 
-class Reducer(Protocol):
+class Reducer(StepPart, ABC):
     """Adds up the gradients of a step in a driver's place. Exact mode has some, which add in one fixed order."""
 
-    def begin(self) -> None:
-        """Begin a step. The last one may have been abandoned."""
-
-    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
-        """Prepare for a micro-batch."""
-
-    def after_backward(self, is_last: bool) -> None:
-        """Take the gradients of a micro-batch. `is_last`: it is this rank's last one of the step."""
-
+    @abstractmethod
     def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
         """Do what `Driver.reduce` does."""
-        ...
 
+    @abstractmethod
     def norms(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the L2 norm of each full tensor. `tensors` are sharded like the parameters."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -128,10 +120,10 @@ class DriverSetup:
     config: RunConfig
     runtime: Runtime
     precision: Precision
-    axes: Axes | None  # None: dp is the only axis
-    task: Any  # which may say how the model is split
-    compiled: bool  # whether the model will be compiled; a driver that splits it compiles the parts
-    data: Callable[[], Any] | None  # returns samples, to run the model with
+    axes: Axes | None = None  # None: dp is the only axis
+    task: Any = None  # which may say how the model is split
+    compiled: bool = False  # whether the model will be compiled; a driver that splits it compiles the parts
+    data: Callable[[], Any] | None = None  # returns samples, to run the model with
 
 
 class PlacedModel:
@@ -141,7 +133,7 @@ class PlacedModel:
     stateful: Mapping[str, Any] = {}  # further objects for the checkpoint, by name: see `Stateful`
     facts: Mapping[str, str] = {}  # lines for the banner
     compiler: Compiler | None = None  # if a part of the step may be compiled
-    reducer: Reducer | None = None  # adds up gradients in this driver's place
+    reducer: Reducer | None = None  # adds up gradients in this driver's place: see `use_reducer`
     broadcasts_buffers = False  # whether every step begins with rank 0's buffers on all ranks
 
     def __init__(
@@ -160,7 +152,9 @@ class PlacedModel:
         self.runtime = runtime
         self.statistics = running_statistics(model, replicas or runtime.collectives, held)
         self.names, self.parameters = trainable(model)
-        self.cudnn_pause = CudnnPause()  # who decides what is compiled decides whether it is needed
+
+        # What takes part in the steps; features of the run are added when it is set up.
+        self.parts: list[StepPart] = [self.statistics] if self.statistics.layers else []
 
     def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
         """Return the loss of one batch, without gradients; None on ranks that do not compute it."""
@@ -196,16 +190,23 @@ class PlacedModel:
 
         BatchNorm's running statistics are combined over the ranks; all other buffers are copied from rank 0.
         """
-        if self.statistics:
-            self.statistics.combine()
-
+        self.statistics.combine()
         self._broadcast_buffers()
-        if self.statistics:
-            self.statistics.forget()
+        self.statistics.forget()
 
     def _broadcast_buffers(self) -> None:
         """Copy rank 0's buffers to all ranks."""
-        self.runtime.collectives.broadcast_(list(self.model.buffers()))
+        broadcast_buffers(dict(self.model.named_buffers()), self.runtime.collectives)
+
+    def use_reducer(self, reducer: Reducer) -> None:
+        """Let `reducer` add up the gradients from now on."""
+        self.reducer = reducer
+        self.parts.append(reducer)
+
+    def close(self) -> None:
+        """End everything that takes part in the steps: the run has ended or failed."""
+        for part in self.parts:
+            part.close()
 
     def use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
         """Call the user's parameter hooks, given by parameter name, from now on. They get full gradients."""
@@ -267,54 +268,42 @@ class Driver(WatchedModel):
         for parameter in self.parameters:
             parameter.grad = None
 
-        if self.reducer:
-            self.reducer.begin()
-
         # A custom loop may have caught an exception of the last backward.
-        self._end_micro_batch()
+        for part in self.parts:
+            part.begin_pass()
 
         if self.broadcasts_buffers:
             self.sync_buffers()
 
     def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
         progress.before_forward(micro)
-        if self.compiler:
-            self.compiler.in_micro_batch = True
-
-        # cuDNN would make a plan for each new size.
-        if self.cudnn_pause.looks:
-            self.cudnn_pause.note(tuple(shapes_of(micro.data)))
-        self.cudnn_pause.begin()
-
-        if self.statistics:
-            self.statistics.begin(micro)
-        if self.reducer:
-            self.reducer.before_forward(micro, progress)
+        for part in self.parts:
+            part.before_forward(micro, progress)
 
     def backward(self, loss: Loss, progress: StepProgress) -> Reduced | None:
         """Backpropagate the loss sum. The last backward of a step reduces and returns its gradients; others None."""
         grad_output = progress.record(loss)
 
         # After `record`, because the control word carries the weights of all micro-batches.
-        word = progress.control_word() if progress.is_last_micro_batch else None
+        word = None
+        if progress.is_last_micro_batch:
+            for part in self.parts:
+                part.before_all_reduce()
+
+            word = progress.control_word()
+
         self._backward(loss.total, progress.constant(grad_output, loss.total.dtype), word)
-        if self.reducer:
-            self.reducer.after_backward(is_last=word is not None)
+        for part in self.parts:
+            part.after_backward(progress)
 
         reduced = None
         if word is not None:
             reduced = self._collect(*(self.reducer or self).reduce(word))
-            if self.statistics:
-                self.statistics.end_step(progress.batches)
+            for part in self.parts:
+                part.end_pass(progress)
 
-        self._end_micro_batch()
         progress.backwards_done += 1
         return reduced
-
-    def _end_micro_batch(self) -> None:
-        self.cudnn_pause.end()
-        if self.compiler:
-            self.compiler.in_micro_batch = False
 
     def _collect(self, packed: Tensor, norms: Tensor) -> Reduced:
         """Return the gradients of the step with the summed control word and the norms, both from `reduce`."""

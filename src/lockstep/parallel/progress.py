@@ -7,7 +7,7 @@ A driver executes the model on each micro-batch. Everything else about the step 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
@@ -52,7 +52,6 @@ class StepContext:
     reports_loss: bool = True  # False if another rank of the same tp or pp group reports the same losses
     reads_loss: bool = False  # the user's code reads `StepResult.loss`
     log_event: EventLogger = log_nothing  # logs skipped steps, and the samples to blame for them
-    before_all_reduce: Callable[[], None] | None = None  # called before this rank waits for the others
 
     # Derived from these.
     scaler: DynamicScaler | None = field(init=False)  # with fp16
@@ -182,11 +181,6 @@ class StepProgress:
         """
         context = self._context
         context.runtime.heartbeat.beat("exchange")
-
-        # The last moment of this rank's own work. From here on it waits for the others.
-        if context.before_all_reduce is not None:
-            context.before_all_reduce()
-
         return ControlWord(
             weight=self._weight,
             exhausted=int(self.batches.exhausted),

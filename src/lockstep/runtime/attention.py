@@ -7,8 +7,8 @@ at the time of its compilation.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -17,9 +17,6 @@ from lockstep.errors import UserError
 
 # The order on Hopper, which has compute capability 9.0. A call that one kernel cannot handle goes to the next.
 BEST = ("cudnn", "flash", "efficient", "math")
-
-# Data of one size have two sizes of batches, since the last one may be short. How many micro-batches are looked at.
-MOST_SIZES, LOOKS = 2, 256
 
 
 def order(asked: str, capability: tuple[int, int] | None, repeatable: bool) -> tuple[str, ...] | None:
@@ -83,39 +80,6 @@ def _forget_compiled(by_name: bool) -> None:
     # Before torch._dynamo is imported nothing is compiled, and importing it takes seconds.
     if by_name and "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-
-
-class CudnnPause:
-    """Keeps cuDNN attention off in the micro-batches of a run as long as their sizes vary, or may vary.
-
-    The setting belongs to the process, so it is restored after each micro-batch: runs may take turns in one process.
-    """
-
-    def __init__(self) -> None:
-        self.needed: bool | None = False  # None: once more than MOST_SIZES have come
-        self._sizes: set[Hashable] = set()
-        self._looks = 0
-        self._paused = ExitStack()
-
-    @property
-    def looks(self) -> bool:
-        """Whether to `note` the sizes of the next micro-batch."""
-        return self.needed is None and self._looks < LOOKS
-
-    def note(self, sizes: Hashable) -> None:
-        self._looks += 1
-        self._sizes.add(sizes)
-        if len(self._sizes) > MOST_SIZES:
-            self.needed = True
-
-    def begin(self) -> None:
-        """Begin a micro-batch. The last one may have failed."""
-        self._paused.close()
-        if self.needed:
-            self._paused.enter_context(without_cudnn())
-
-    def end(self) -> None:
-        self._paused.close()
 
 
 @contextmanager

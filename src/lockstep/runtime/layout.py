@@ -196,6 +196,21 @@ def is_sharded_by_rows(tensor: DTensor) -> bool:
     return all(placement in (Replicate(), Shard(0)) for placement in tensor.placements)
 
 
+def in_memory_order_of(parameter: Tensor, values: Tensor) -> Tensor:
+    """Return `values`, of the same shape, with its elements in memory in the same order as those of `parameter`.
+
+    That is how autograd and optimizers make gradients and moments (channels_last, transposed). Fused optimizers go
+    through memory without a look at strides: other orders are silently wrong on a CPU, and an error on a GPU.
+    """
+    # FSDP shards no parameter of another order than that of its indices.
+    if isinstance(parameter, DTensor) or values.stride() == parameter.stride():
+        return values
+
+    # The strides of a parameter that leaves gaps are not those of its gradient.
+    ordered = torch.empty_like(parameter, dtype=values.dtype, device=values.device)
+    return values if values.stride() == ordered.stride() else ordered.copy_(values)
+
+
 def squared_norms(tensors: list[Tensor], ranks: int | None = None) -> Tensor:
     """Return this rank's terms of the tensors' squared norms, [len(tensors)] in float64.
 

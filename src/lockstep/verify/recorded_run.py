@@ -267,8 +267,7 @@ class RecordedRun(Run):
         self._put(f"parameters-{step}", parameters)
         # BatchNorm's running statistics are combined when a run needs them. Other buffers are compared as each rank has
         # them, since a difference between ranks is a mistake to find.
-        if self.driver.statistics:
-            self.driver.statistics.combine()
+        self.driver.statistics.combine()
 
         self._put(f"buffers-{step}", dict(self.driver.model.named_buffers()))
         self._put(f"extra-{step}", {name: full_tensor(t) for name, t in self._extra().items()})

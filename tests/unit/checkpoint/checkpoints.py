@@ -16,8 +16,7 @@ from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
-from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.saving.save import Save, Saver
 from lockstep.checkpoint.search import Gather, newest_valid
 from lockstep.checkpoint.state.state_tree import pack, unpack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim
@@ -61,8 +60,8 @@ class WatchedSaver(Saver):
         super().__init__(context, asynchronous)
         self._running: list[Save] = []
 
-    def start(self, steps_done: int, contents: Contents, metrics: Mapping[str, float] = {}) -> Save:
-        save = super().start(steps_done, contents, metrics)
+    def start(self, steps_done: int, contents: Contents) -> Save:
+        save = super().start(steps_done, contents)
         self._running.append(save)
         return save
 

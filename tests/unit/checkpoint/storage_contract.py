@@ -19,6 +19,7 @@ from lockstep.checkpoint.storage import (
     owner_of,
     set_aside,
     set_aside_after,
+    update_latest,
 )
 from lockstep.checkpoint.storage.stores import allow_store_of, open_store
 from lockstep.launch.folder.checkpoint_names import file_name, folder_name
@@ -190,6 +191,7 @@ class StorageContract:
             commit(storage, step)
         assert latest(storage) == "step-00000004"
         assert set_aside(storage, "step-00000004", "damaged") == "step-00000004.damaged"
+        update_latest(storage)
         assert latest(storage) == "step-00000003"
         commit(storage, 4)
         assert set_aside(storage, "step-00000004", "damaged") == "step-00000004.damaged1"
@@ -198,6 +200,7 @@ class StorageContract:
         assert latest(storage) == "step-00000001"
         assert Checkpoint(storage, "step-00000003.rewound").open(file_name(0)).read()
         set_aside(storage, "step-00000001", "damaged")
+        set_aside_after(storage, 1)
         with pytest.raises(FileNotFoundError):
             latest(storage)
 

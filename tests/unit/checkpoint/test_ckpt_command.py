@@ -204,6 +204,41 @@ def test_prune_deletes_what_was_set_aside_only_if_it_is_told_to(run, capsys):
     assert sorted(storage.folders()) == ["step-00000007.mine", "step-00000015"]
 
 
+def test_what_prune_could_not_delete_is_said_and_the_next_call_deletes_it(run, capsys, monkeypatch):
+    storage = CheckpointStorage(run / "checkpoints")
+    delete = CheckpointStorage.delete
+
+    def fail_once(self: CheckpointStorage, key: str) -> None:
+        monkeypatch.setattr(CheckpointStorage, "delete", delete)
+        raise OSError(errno.EIO, "the store is down", key)
+
+    monkeypatch.setattr(CheckpointStorage, "delete", fail_once)
+    code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "1")
+    assert code == 1
+    failed, other = text.splitlines()
+    assert failed.startswith("step-00000005 could not be deleted: [Errno 5] the store is down")
+    assert other == "deleted step-00000010"
+
+    # A save that another process is writing is not touched.
+    (storage.root / "step-00000020.tmp-abc-1").mkdir()
+    code, text = lockstep(capsys, "ckpt", "prune", run, "--keep", "1")
+    assert code == 0
+    assert text.startswith("deleted step-00000005.tmp-")
+    assert sorted(storage.folders()) == ["step-00000015", "step-00000020.tmp-abc-1"]
+
+
+@pytest.mark.parametrize("action", ["ls", "show", "verify", "prune", "export"])
+def test_a_folder_that_cannot_be_listed_is_an_error_in_words(run, capsys, monkeypatch, action):
+    def denied(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "scandir", denied)
+    code, text = lockstep(capsys, "ckpt", action, run)
+    assert code == 1
+    assert text.startswith("lockstep: lockstep ckpt could not read or write a file\n")
+    assert f"Permission denied: {run}/checkpoints" in text
+
+
 def test_a_run_in_a_folder_named_checkpoints_is_a_run(tmp_path, capsys):
     run = tmp_path / "checkpoints" / "run1"
     commit(run / "checkpoints", 5)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import xxhash
 
 from lockstep.checkpoint import command, manifest_reader
@@ -14,13 +15,13 @@ from lockstep.checkpoint.format import FileLayout, arrange
 from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, encode
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
-from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.saving.snapshot import BackgroundCopy
+from lockstep.checkpoint.saving.save import Save, Saver
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim
-from lockstep.launch.folder.checkpoint_names import file_name
+from lockstep.launch.folder.checkpoint_names import draft_name, file_name
+from lockstep.runtime.layout import LocalShard
 
 
 class CountingStorage(CheckpointStorage):
@@ -45,17 +46,16 @@ def saved(root: Path, ranks: int) -> tuple[CountingStorage, Save]:
     """Have rank 0 commit a checkpoint for which the other ranks have written their files."""
     storage = CountingStorage(root)
     claim(storage, "token")
-    own = layout_of(0, ranks)
-    save = Save(SaveContext(storage, 0, ranks, "token", Retention(), 600.0), 1, 1, own.file_size)
-    (root / save.draft.name).mkdir(parents=True)
+    draft = root / draft_name(1, "token", 1)
+    draft.mkdir(parents=True)
     for rank in range(1, ranks):
         layout = layout_of(rank, ranks)
         data = layout.header + bytes(layout.size)
         file = File(file_name(rank), len(data), xxhash.xxh3_128(data).hexdigest())
-        (root / save.draft.name / file.name).write_bytes(data)
-        (root / save.draft.name / f"rank-{rank:05d}.json").write_bytes(Confirmation(file, layout.tensors).encode())
-    save.start(own, memoryview(bytes(own.size)), BackgroundCopy([]), {}, {}, asynchronous=False)
-    return storage, save
+        (draft / file.name).write_bytes(data)
+        (draft / f"rank-{rank:05d}.json").write_bytes(Confirmation(file, layout.tensors).encode())
+    saver = Saver(SaveContext(storage, 0, ranks, "token", Retention(), 600.0), asynchronous=False)
+    return storage, saver.start(1, Contents({"weight": LocalShard(torch.zeros(1, 4), (ranks, 4), (0, 0))}))
 
 
 def test_a_commit_opens_each_file_twice_and_deletes_each_confirmation_once(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ import lockstep
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.manifest import encode
 from lockstep.checkpoint.manifest_reader import read_manifest
+from lockstep.checkpoint.saving import pending as pending_module
 from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy
 from lockstep.checkpoint.state.model_state import ModelState
@@ -230,6 +232,18 @@ def test_resuming_from_another_run_leaves_its_damaged_checkpoint_where_it_is(tmp
     assert warning.endswith("resuming from step-00000006")
 
 
+def test_a_damaged_checkpoint_that_init_from_passes_over_is_named(tmp_path: Path) -> None:
+    """The run began with older weights than the newest ones, and nothing said so."""
+    lockstep.fit(Dropped(), run_dir=tmp_path / "other", checkpoint={"every": 6})
+    (tmp_path / "other" / "summary.json").unlink()  # it has not ended: its newest checkpoint is meant
+    (tmp_path / "other" / "checkpoints" / "step-00000012" / "rank-00000.safetensors").write_bytes(b"")
+
+    lockstep.fit(Dropped(), run_dir=tmp_path / "new", init_from=str(tmp_path / "other"), steps=1)
+    [warning] = [e["reason"] for e in read_jsonl(tmp_path / "new" / "events.jsonl") if e["event"] == "warning"]
+    assert warning.startswith("checkpoint step-00000012 is damaged: rank-00000.safetensors: has 0 bytes")
+    assert warning.endswith("; init_from reads step-00000006")
+
+
 def test_a_checkpoint_of_another_version_is_passed_over_only_on_demand_and_kept(tmp_path: Path) -> None:
     lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"every": 6})
     folder = tmp_path / "checkpoints"
@@ -384,6 +398,38 @@ def test_training_continues_if_not_even_the_checkpoints_can_be_listed(
     reasons = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
     assert len(reasons) == 2
     assert all("Training continues; the checkpoints cannot be listed: " in reason for reason in reasons)
+
+
+def test_a_save_that_failed_is_tried_again_after_a_pause_that_grows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run lost all steps up to the next save that was due: here it never is."""
+    write = CheckpointStorage.write
+    clock = SimpleNamespace(now=0.0)
+    failing = range(30)
+
+    class Away(Dropped):
+        def after_step(self, run: Any, result: Any) -> None:
+            clock.now += pending_module.RETRY_S
+            monkeypatch.setattr(CheckpointStorage, "write", stale if run.steps_done in failing else write)
+            if run.steps_done == 1:
+                run.save()
+
+    monkeypatch.setattr(pending_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    rules = {"minutes": None, "at_end": False, "asynchronous": False, "keep": 9}
+    lockstep.fit(Away(), run_dir=tmp_path, steps=60, checkpoint=rules)
+
+    # A step of this clock takes as long as the first pause. Three more pass from a try until its failure is known to
+    # all ranks, and from the request for the next one until it is made.
+    events = read_jsonl(tmp_path / "events.jsonl")
+    reasons = [event["reason"] for event in events if event["event"] == "warning"]
+    failed = [int(reason.split("STEP ")[1].split()[0]) for reason in reasons]
+    pauses = [later - earlier for earlier, later in pairwise(failed)]
+    assert [pause - 3 for pause in pauses] == [1, 2, 4, 8]
+
+    # One of them succeeds, and is the last: nothing else was asked for.
+    [step] = [found.step for found in committed(CheckpointStorage(tmp_path / "checkpoints"))]
+    assert failed[-1] < 30 <= step < 60
 
 
 def test_a_registered_object_never_replaces_one_of_the_run(tmp_path: Path) -> None:
@@ -719,13 +765,48 @@ def test_a_storage_that_stays_closed_is_not_waited_for(
     assert tried == 1
 
 
+@pytest.mark.parametrize("damaged", [False, True])
+@pytest.mark.parametrize("method", ["rename", "replace", "folders", "free_bytes"])
+def test_checkpoints_that_cannot_be_set_aside_for_a_moment_are_set_aside_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, damaged: bool
+) -> None:
+    """The first error of rank 0 ended the run, and the other ranks waited for it."""
+    lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"every": 6})
+    folder = tmp_path / "checkpoints"
+    if damaged:
+        (folder / "step-00000012" / "rank-00000.safetensors").write_bytes(b"")
+
+    call = getattr(CheckpointStorage, method)
+    claim = CheckpointManager._claim
+    errors: list[OSError] = []
+
+    def claim_first(self: CheckpointManager) -> None:
+        claim(self)
+        errors.extend([OSError(errno.ESTALE, "Stale file handle")] * 2)
+
+    def fail_twice(self: CheckpointStorage, *arguments: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return call(self, *arguments)
+
+    monkeypatch.setattr(together_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(CheckpointManager, "_claim", claim_first)
+    monkeypatch.setattr(CheckpointStorage, method, fail_twice)
+    resume = "auto" if damaged else str(folder / "step-00000006")
+    lockstep.fit(Dropped(), run_dir=tmp_path, resume=resume, steps=7)
+    assert not errors
+    aside = "step-00000012.damaged" if damaged else "step-00000012.rewound"
+    assert {path.name for path in folder.glob("step-*")} == {"step-00000006", "step-00000007", aside}
+    assert (folder / "latest").read_text() == "step-00000007\n"
+
+
 def test_a_storage_that_cannot_be_claimed_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     storage = CheckpointStorage(tmp_path)
 
     def on_rank(rank: int, gather: Any) -> Any:
         collectives = SimpleNamespace(gather_json=gather, run_on_rank0=lambda act: 0.0)
         runtime: Any = SimpleNamespace(is_main=rank == 0, collectives=collectives)
-        together_module.claim_together(storage, runtime, 0.0, stale)
+        together_module.run_on_rank0(storage, runtime, 0.0, stale, "claimed")
 
     for answer in together(2, on_rank):
         assert isinstance(answer, together_module.StorageUnavailable)

@@ -20,7 +20,7 @@ from lockstep.checkpoint import metrics as metrics_module
 from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.retention import Retention, best_checkpoint, steps_to_delete
 from lockstep.checkpoint.saving.context import Contents
-from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.state.state_tree import pack
 from lockstep.checkpoint.storage import (
     Checkpoint,

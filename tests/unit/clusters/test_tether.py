@@ -39,7 +39,7 @@ from lockstep.clusters import tether
 tether.SILENCE_S, tether.OTHERS_S, tether.PREDECESSOR_S = float(sys.argv[1]), 0.3, 0.3
 def train(*words):
     Path("begun").touch()
-    time.sleep(60)
+    time.sleep(600)
 api.train = train
 sys.exit(tether.Tether().serve())
 """
@@ -92,17 +92,17 @@ def test_silence_ends_a_host_before_the_job_and_within_it(tether, tmp_path):
     """The other end is open: no machine says any more that it is there."""
     before = tether(0.5)
     within = tether(2.0, Beat([0, 1]), training(tmp_path, least=2))
-    assert before.wait(20) == ExitCode.RESTART
-    assert within.wait(20) == ExitCode.RESTART
+    assert before.wait(120) == ExitCode.RESTART
+    assert within.wait(120) == ExitCode.RESTART
 
 
 @pytest.mark.parametrize(("name", "code"), [("SIGTERM", ExitCode.RESTART), ("SIGINT", ExitCode.INTERRUPTED)])
 def test_a_signal_before_the_launcher_handles_signals_has_an_answer(tether, tmp_path, name, code):
-    process = tether(60.0, training(tmp_path))
+    process = tether(600.0, training(tmp_path))
     begun(tmp_path, process)
     process.stdin.write(encode(PassSignal(name)) + "\n")
     process.stdin.flush()
-    assert process.wait(20) == code
+    assert process.wait(120) == code
     assert f"{MARK}{encode(Ended(code))}" in process.stdout.read()
     assert f"{name}: ended before the job had begun" in process.stderr.read()
 
@@ -119,10 +119,10 @@ def test_a_signal_before_the_launcher_handles_signals_has_an_answer(tether, tmp_
 def test_a_broken_login_stops_the_job_only_if_too_few_hosts_are_left(tether, tmp_path, least, other, code, said):
     """A host that leaves is killed: the job goes on. A launcher that gets SIGTERM stops all hosts."""
     (tmp_path / ".tether-1").write_text(other)
-    process = tether(60.0, Beat([0, 1]), training(tmp_path, least=least))
+    process = tether(600.0, Beat([0, 1]), training(tmp_path, least=least))
     begun(tmp_path, process)
     process.stdin.close()
-    assert process.wait(20) == code
+    assert process.wait(120) == code
     assert (tmp_path / ".tether-0").read_text() == said
 
 
@@ -130,8 +130,8 @@ def test_a_broken_login_stops_the_job_only_if_too_few_hosts_are_left(tether, tmp
 def test_a_host_has_one_launcher_at_a_time(tether, tmp_path, again):
     with (tmp_path / ".tether-0").open("w") as older:
         fcntl.flock(older, fcntl.LOCK_EX)
-        process = tether(60.0, training(tmp_path, again=again))
-        out, err = process.communicate(timeout=20)
+        process = tether(600.0, training(tmp_path, again=again))
+        out, err = process.communicate(timeout=120)
     assert "a launcher of an earlier command still runs" in err
     assert process.returncode == ExitCode.RESTART
     assert not (tmp_path / "begun").exists()
@@ -254,7 +254,7 @@ def test_a_login_can_be_hung_up_and_written_to():
     login = Login(Host("a"), 0, 1, ["cat"], Queue())
     login.hang_up()
     login.send(PassSignal("SIGTERM"))
-    assert login.process.wait(20) == 0
+    assert login.process.wait(120) == 0
 
 
 def test_a_host_that_cannot_read_its_files_is_named():

@@ -117,5 +117,5 @@ def test_a_stream_is_locked_alike(device, count, locked):
     config = DataConfig(pin_memory=True)
     options = SourceOptions(4, 2, "keep", config, 0, World(), torch.device("meta"))
     source = open_source(Stream(device), torch.stack, options)
-    source.take()
+    list(source.take())
     assert len(locked) == count

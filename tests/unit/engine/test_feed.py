@@ -21,7 +21,7 @@ def test_a_source_that_gives_another_number_of_micro_batches_than_it_announced_i
         runtime=SimpleNamespace(heartbeat=SimpleNamespace(beat=lambda *_: None), notice=SimpleNamespace()),
         steps_done=0,
         recorder=SimpleNamespace(data_wait_s=0.0, micro_batches=0),
-        load_balancer=None,
+        driver=SimpleNamespace(parts=[]),
     )
     batches: Any = ["first", "second"]
     assert list(Run._feed(run, batches, 2)) == batches

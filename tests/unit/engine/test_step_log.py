@@ -40,7 +40,7 @@ def logged(late: bool) -> tuple[StepLog, Lines, Any]:
     )
     lines: Any = Lines()
     plan: Any = SimpleNamespace(epochs_after=lambda steps: None)
-    return StepLog(3, plan, stepper, lines, None), lines, stepper
+    return StepLog(3, plan, stepper, lines), lines, stepper
 
 
 def run_steps(log: StepLog, stepper: Any, last: int) -> None:

@@ -25,7 +25,7 @@ def recorded(tmp_path: Path) -> Callable[[int, Exception], Failure | None]:
         try:
             raise error
         except Exception as caught:
-            rank_record.record_exception(tmp_path, rank, caught)
+            rank_record.write(tmp_path, rank, rank_record.ended_by(caught, rank))
         return examine(LocalRank(rank, "node-a", tmp_path, None), 1, time.time()).failure
 
     return raise_and_examine

@@ -16,7 +16,8 @@ from lockstep.launch import agent as module
 from lockstep.launch.agent import Agent
 from lockstep.launch.failure import LauncherFailure
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.ranks import local_ranks, zygote_client
+from lockstep.launch.ranks import local_ranks, rank_record, zygote_client
+from lockstep.launch.ranks.post_mortem import examine
 from lockstep.launch.wire.messages import (
     CollectStacks,
     Kill,
@@ -27,7 +28,7 @@ from lockstep.launch.wire.messages import (
     Start,
     ZygoteLost,
 )
-from lockstep.runtime.environments.launcher import OF_ONE_JOB
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, OF_ONE_JOB
 from lockstep.runtime.heartbeat import Heartbeat
 
 
@@ -231,12 +232,35 @@ def test_a_rank_that_advances_while_stacks_are_collected_is_seen_before_they_are
     rank.beat("data", 1)
     (before,) = agent.heartbeat().views
 
-    def collect(folder, pids):
+    def collect():
         rank.beat("compute", 1)
         return {0: "stack"}, {}
 
-    monkeypatch.setattr(module, "collect", collect)
+    monkeypatch.setattr(agent._current, "stacks_and_collectives", collect)
     agent.carry_out(CollectStacks(0, 7))
     beat, stacks = agent.poll()
     assert [view.beats for view in beat.views] == [before.beats + 1]
     assert stacks == Stacks.of(0, 7, {0: "stack"}, {})
+
+
+def test_a_rank_that_has_failed_and_cleans_up_is_ended_and_not_asked_for_its_stack(slow_rank, monkeypatch):
+    """Its clean-up would be called a hang, and the error would never be shown."""
+    agent, process = slow_rank
+    killed = []
+    monkeypatch.setattr(local_ranks, "kill_process_group", killed.append)
+    with rank_record.recording_early(0) as record:
+        record(ValueError("without a launcher nothing is recorded"))
+
+    monkeypatch.setenv(ATTEMPT_FOLDER, str(agent._current.folder))
+    with rank_record.recording_early(0) as record:
+        record(ValueError("the cause"))
+        agent.carry_out(CollectStacks(0, 7))
+        assert killed == [process.pid]
+        assert agent.poll() == []
+        found = examine(agent._current.ranks[0], -signal.SIGKILL, time.time())
+    assert (found.failure.kind, found.failure.message) == ("ValueError", "the cause")
+
+    # The program has caught the error, and goes on.
+    agent.carry_out(CollectStacks(0, 8))
+    assert killed == [process.pid]
+    assert isinstance(agent.poll()[-1], Stacks)

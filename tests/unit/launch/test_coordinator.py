@@ -233,6 +233,15 @@ def test_what_lockstep_resize_left_is_read_once(tmp_path):
     assert not (tmp_path / "resize").exists()
 
 
+def test_a_request_that_a_shell_has_only_begun_to_write_is_not_lost(tmp_path):
+    watch = FolderWatch(tmp_path, None)
+    with (tmp_path / "resize").open("w") as shell:
+        watch.look_at_folder()
+        shell.write("3\n")
+    watch.look_at_folder()
+    assert list(watch.resize_requests) == ["3"]
+
+
 def test_an_error_in_the_thread_ends_the_job(started, monkeypatch):
     coordinator, _ = started([])
 

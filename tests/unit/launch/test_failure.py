@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import OutOfStep, SmallerMicroBatch, UserError
 from lockstep.launch import failure
-from lockstep.launch.failure import Failure, LauncherFailure, RankExit, left_early, pick_root
+from lockstep.launch.failure import Consequence, Failure, LauncherFailure, RankExit, left_early, pick_root
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.ranks.post_mortem import examine
 from lockstep.runtime.heartbeat import Heartbeat
@@ -47,9 +47,8 @@ def test_the_earlier_of_two_errors_is_the_cause(recorded):
 def test_a_rank_that_records_late_is_still_the_cause(recorded):
     """Its peers may notice that it has left the process group, and record that, before it has recorded anything."""
     cause = ValueError("the real cause")
-    rank_record.stamp(cause)
+    rank_record.ended_by(cause, 1)  # before it leaves the process group
     ended = {0: RankExit(1, recorded(0, RuntimeError(RESET)))}
-    rank_record.stamp(cause)  # seen again on its way out: the first time counts
     ended[1] = RankExit(1, recorded(1, cause))
     assert root_failure(ended).rank == 1
 
@@ -119,7 +118,8 @@ def test_a_timeout_of_nccl_is_a_complaint(message, lost_peer, local_rank):
     local_rank.log.write_text(
         f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {what}\n"
     )
-    assert examine(local_rank, -signal.SIGABRT, WHEN).reports_lost_peer is lost_peer
+    certain = examine(local_rank, -signal.SIGABRT, WHEN).consequence is Consequence.CERTAIN
+    assert certain is lost_peer
 
 
 def test_an_abort_of_rank_0_may_be_a_complaint_and_may_be_the_cause(local_rank, recorded):
@@ -131,9 +131,9 @@ def test_an_abort_of_rank_0_may_be_a_complaint_and_may_be_the_cause(local_rank, 
     assert root_failure({0: aborted, 1: RankExit(1, recorded(1, RuntimeError(RESET)))}).kind == "SIGABRT"
 
     # A rank that has done its work waits for no peer.
-    assert aborted.may_report_lost_peer
+    assert aborted.consequence is Consequence.POSSIBLE
     Heartbeat(rank_0.folder / "heartbeat-0").beat("end", 41)
-    assert not examine(rank_0, -signal.SIGABRT, time.time()).may_report_lost_peer
+    assert examine(rank_0, -signal.SIGABRT, time.time()).consequence is Consequence.UNLIKELY
 
 
 def test_a_rank_that_exits_with_0_in_the_middle_is_the_cause(local_rank, recorded):
@@ -214,7 +214,7 @@ def test_an_exception_is_an_exception_whatever_its_name(name, recorded):
     mine = recorded(0, type(name, (Exception,), {})("Connection closed by peer"))
     assert mine.origin == "exception"
     assert mine.likely_to_repeat
-    assert not RankExit(1, mine).died_by_itself
+    assert RankExit(1, mine).consequence is Consequence.UNLIKELY
     assert not mine.reports_lost_peer
     assert mine.headline.startswith("lockstep: rank 0 on node-a failed")
 
@@ -277,6 +277,6 @@ def test_what_torch_says_of_a_lost_peer(kind, message):
 def test_a_rank_that_was_never_forked_is_the_cause():
     refused = RankExit(1, Failure.by_launcher(LauncherFailure.FORK, "refused", 1, "h", when=9e9))
     lost = RankExit(1, Failure(0, "h", 0.0, "DistStoreError", "timed out waiting for clients"))
-    assert refused.died_by_itself
+    assert refused.consequence is Consequence.NEVER
     assert root_failure({0: lost, 1: refused}).kind == "fork"
     assert not refused.failure.likely_to_repeat  # other processes of the machine may end

@@ -79,8 +79,8 @@ def test_nodes_agree_on_everything_but_paths_and_the_run_folder():
 def test_the_checkpoint_to_go_back_to_is_read_from_a_text_file(tmp_path, text, step):
     checkpoints = tmp_path / "checkpoints"
     (checkpoints / "step-00000050").mkdir(parents=True)
-    (checkpoints / "latest").write_text(text)
-    (tmp_path / ".going-back").touch()
+    (checkpoints / "latest").write_text("step-00000050")
+    (tmp_path / ".going-back").write_text(text)
     assert latest_step(checkpoints) == step
     (tmp_path / ".going-back").unlink()
     assert latest_step(checkpoints) == 50

@@ -27,7 +27,6 @@ def counts_of_a_job(folder: Path, nodes: int, monkeypatch: pytest.MonkeyPatch) -
     Return how many messages of each kind all nodes got, and how many bytes.
     """
     monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
-    monkeypatch.setattr(members, "SETTLE_S", 0.3)
     import simulated_nodes  # pyrefly: ignore[missing-import]
 
     folder.mkdir()
@@ -37,6 +36,7 @@ def counts_of_a_job(folder: Path, nodes: int, monkeypatch: pytest.MonkeyPatch) -
     others = simulated_nodes.Nodes(address, folder, nodes - 1, RANKS)
     others.join(range(1, nodes))
     others.until(lambda: others.all_started(0))
+    monkeypatch.setattr(members, "SETTLE_S", 0.3)  # not before: a pause between two nodes would start the job
     others.lose()
     others.until(lambda: others.all_started(1))
     (folder / "resize").write_text(str(nodes))
@@ -45,6 +45,7 @@ def counts_of_a_job(folder: Path, nodes: int, monkeypatch: pytest.MonkeyPatch) -
     others.finish()
     others.until(lambda: not others.nodes)
     thread.join()
+    monkeypatch.undo()
     return others.messages, others.bytes
 
 

@@ -2,6 +2,7 @@
 
 from lockstep.launch import agent, coordinator, times
 from lockstep.launch.decisions import status
+from lockstep.launch.failure import Consequence
 from lockstep.launch.hangs import flight_recorder, watchdog
 from lockstep.launch.nodes import search
 from lockstep.launch.ranks import rank_process
@@ -10,6 +11,7 @@ from lockstep.launch.ranks import rank_process
 def test_a_short_limit_stays_below_the_one_that_relies_on_it():
     beat, lost = times.HEARTBEAT_S, times.LOST_AFTER_S
     stacks = times.RANKS_STACKS_S + times.COLLECTIVES_S
+    waits = status.CAUSE_WAIT_S
     pairs = {
         "a heartbeat is sent on time": (coordinator.WAIT_S, beat),
         "a node is quiet only if a heartbeat is missing": (beat, status.QUIET_S),
@@ -27,7 +29,7 @@ def test_a_short_limit_stays_below_the_one_that_relies_on_it():
             status.NODES_KILL_S,
         ),
         "a lost node is called lost, and not slow to start": (lost, status.START_S),
-        "a large process has longer to die": (status.PEER_WAIT_S, status.LOST_PEER_WAIT_S),
+        "a large process has longer to die": (waits[Consequence.UNLIKELY], waits[Consequence.CERTAIN]),
         "rank 0 of a lost coordinator ends before the next attempt": (rank_process.TERM_LOOK_S, status.FENCE_S),
         "a watchdog that looks on time keeps its watch": (beat, watchdog.UNWATCHED_S),
         "a coordinator that lives is not taken for a dead job": (lost, search.STALE_S),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,14 @@ def test_a_run_that_begins_while_the_question_is_answered_is_not_deleted(tmp_pat
         rm([run], False, False, begin, delete_objects)
     begun.__exit__(None, None, None)
     assert (run / "metrics.jsonl").exists()
+
+
+def test_a_run_of_another_user_is_refused(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "run")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(UserError, match="this user may not write to it"):
+        rm([run], False, False, yes, delete_objects)
+    assert (run / "checkpoints").exists()
 
 
 def test_other_folders_and_links_are_refused(tmp_path):

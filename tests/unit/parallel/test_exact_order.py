@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.checkpoint.state.model_names import identity
+from lockstep.checkpoint.state.model_state import identity
 from lockstep.config import resolve
 from lockstep.data.windows import rank_range
 from lockstep.errors import UserError

@@ -228,8 +228,7 @@ def test_one_size_down(size: int, samples: int | None, smaller: int) -> None:
 
 
 def test_such_an_end_is_restarted_without_any_checkpoint_as_often_as_needed(tmp_path: Path) -> None:
-    rank_record.record_exception(tmp_path, 1, SmallerMicroBatch("step 0 does not fit"))
-    failure = rank_record.read(tmp_path, 1)
+    failure = rank_record.ended_by(SmallerMicroBatch("step 0 does not fit"), 1).failure
     assert failure.traits.asks_for_smaller_micro_batch
     assert "\n" not in failure.text()
 

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from lockstep.errors import UserError
+from lockstep.runtime import environments
 from lockstep.runtime.environments import NODES, RANKS, detect
 from lockstep.runtime.environments.launcher import ATTEMPT, ATTEMPT_FOLDER, TERM_FILE, from_launcher
 from lockstep.runtime.environments.nodes import FIRST_PORT, PORTS
@@ -70,7 +71,7 @@ JSRUN = {
 
 
 def test_without_variables_there_is_one_process() -> None:
-    assert detect({}) == World.from_env({}) == World()
+    assert detect({}) == World()
 
 
 def test_every_reader_ignores_an_empty_environment() -> None:
@@ -78,14 +79,14 @@ def test_every_reader_ignores_an_empty_environment() -> None:
 
 
 def test_torchrun() -> None:
-    world = World.from_env(TORCHRUN)
+    world = detect(TORCHRUN)
     assert world == World(3, 4, 1, 2, "10.0.0.1", 1234)
-    assert World.launched(TORCHRUN)
+    assert environments.launched(TORCHRUN)
 
 
 def test_a_hand_written_launcher_may_leave_out_the_rest() -> None:
     env = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-    assert World.from_env(env) == World(1, 2, 1, 2, "127.0.0.1", 29500)
+    assert detect(env) == World(1, 2, 1, 2, "127.0.0.1", 29500)
 
 
 @pytest.mark.parametrize(
@@ -99,34 +100,34 @@ def test_a_hand_written_launcher_may_leave_out_the_rest() -> None:
     ],
 )
 def test_half_a_set_makes_no_rank_and_no_process_that_trains_alone(half: dict[str, str]) -> None:
-    for question in (World.from_env, World.launched):
+    for question in (detect, environments.launched):
         with pytest.raises(UserError, match="does not say which rank this process is"):
             question(half)
-    assert World.from_env(half | {"LOCKSTEP_ENVIRONMENT": "none"}) == World()
-    assert not World.launched(half | {"LOCKSTEP_ENVIRONMENT": "none"})
+    assert detect(half | {"LOCKSTEP_ENVIRONMENT": "none"}) == World()
+    assert not environments.launched(half | {"LOCKSTEP_ENVIRONMENT": "none"})
 
 
 @pytest.mark.parametrize("one", [{"WORLD_SIZE": "1"}, {"WORLD_SIZE": "1", "RANK": "0"}, {"LOCAL_RANK": "0"}])
 def test_one_machine_of_one_is_no_riddle(one: dict[str, str]) -> None:
-    assert World.from_env(one) == World()
-    assert not World.launched(one)
+    assert detect(one) == World()
+    assert not environments.launched(one)
 
 
 def test_a_slurm_step_answers_what_half_a_set_leaves_open() -> None:
-    assert World.from_env(SLURM | {"WORLD_SIZE": "5"}) == World.from_env(SLURM)
-    assert not World.launched(SLURM | {"WORLD_SIZE": "5"})
+    assert detect(SLURM | {"WORLD_SIZE": "5"}) == detect(SLURM)
+    assert not environments.launched(SLURM | {"WORLD_SIZE": "5"})
 
 
 def test_our_launcher_says_where_its_ranks_meet() -> None:
-    assert World.from_env(TORCHRUN | {"LOCKSTEP_STORE_FILE": "/a/store"}).store_file == "/a/store"
-    guarded = World.from_env(TORCHRUN | {"LOCKSTEP_STORE_KEY_FILE": "/a/key", "LOCKSTEP_STORE_PORT": "5001"})
+    assert detect(TORCHRUN | {"LOCKSTEP_STORE_FILE": "/a/store"}).store_file == "/a/store"
+    guarded = detect(TORCHRUN | {"LOCKSTEP_STORE_KEY_FILE": "/a/key", "LOCKSTEP_STORE_PORT": "5001"})
     assert (guarded.key_file, guarded.store_port) == ("/a/key", 5001)
-    assert World.from_env(TORCHRUN).store_file is World.from_env(TORCHRUN).key_file is None
+    assert detect(TORCHRUN).store_file is detect(TORCHRUN).key_file is None
 
 
 def test_ranks_of_torchrun_do_not_use_the_store_of_the_rank_that_started_it():
     outer = {"LOCKSTEP_STORE_FILE": "/a/store", "LOCKSTEP_STORE_KEY_FILE": "/a/key", "LOCKSTEP_STORE_PORT": "5001"}
-    inner = World.from_env(TORCHRUN | outer | {"TORCHELASTIC_RUN_ID": "none"})
+    inner = detect(TORCHRUN | outer | {"TORCHELASTIC_RUN_ID": "none"})
     assert (inner.store_file, inner.key_file, inner.store_port) == (None, None, 0)
 
 
@@ -149,19 +150,19 @@ def test_only_a_rank_of_our_launcher_leaves_its_heartbeat_there(inside_torchrun,
 @pytest.mark.parametrize("wrong", [{"RANK": "4"}, {"RANK": "-1"}, {"RANK": "one"}, {"MASTER_PORT": "x"}])
 def test_torchrun_variables_that_make_no_sense(wrong: dict[str, str]) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))):
-        World.from_env(TORCHRUN | wrong)
+        detect(TORCHRUN | wrong)
 
 
 def test_slurm() -> None:
-    world = World.from_env(SLURM)
+    world = detect(SLURM)
     assert (world.rank, world.size, world.local_rank, world.local_size) == (3, 5, 0, 2)
     assert world.master_addr == "gpu07"
-    assert not World.launched(SLURM)  # `srun lockstep train --nproc 8 ...` starts launchers, not ranks
+    assert not environments.launched(SLURM)  # `srun lockstep train --nproc 8 ...` starts launchers, not ranks
 
 
 def test_all_tasks_of_a_slurm_step_meet_at_one_address() -> None:
     tasks = [SLURM | {"SLURM_PROCID": str(rank), "SLURM_NODEID": str(rank // 3)} for rank in range(5)]
-    worlds = [World.from_env(task) for task in tasks]
+    worlds = [detect(task) for task in tasks]
     assert len({(world.master_addr, world.master_port) for world in worlds}) == 1
     assert [world.rank for world in worlds] == list(range(5))
     assert [world.local_size for world in worlds] == [3, 3, 3, 2, 2]
@@ -169,7 +170,7 @@ def test_all_tasks_of_a_slurm_step_meet_at_one_address() -> None:
 
 def test_ports_of_slurm_steps_differ_and_stay_in_range() -> None:
     ports = {
-        World.from_env(SLURM | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port
+        detect(SLURM | {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).master_port
         for job in (1, 2, 99_999_999)
         for step in (0, 1)
     }
@@ -178,7 +179,7 @@ def test_ports_of_slurm_steps_differ_and_stay_in_range() -> None:
 
 
 def test_the_user_decides_where_slurm_tasks_meet() -> None:
-    world = World.from_env(SLURM | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "29400"})
+    world = detect(SLURM | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "29400"})
     assert (world.master_addr, world.master_port) == ("10.0.0.9", 29400)
 
 
@@ -191,23 +192,23 @@ def test_the_user_decides_where_slurm_tasks_meet() -> None:
     ],
 )
 def test_a_slurm_job_of_one_process_stays_one_process(env: dict[str, str]) -> None:
-    assert World.from_env(env) == World()
+    assert detect(env) == World()
 
 
 def test_a_launcher_inside_a_slurm_step_decides() -> None:
-    assert World.from_env(SLURM | TORCHRUN) == World.from_env(TORCHRUN)
+    assert detect(SLURM | TORCHRUN) == detect(TORCHRUN)
 
 
 @pytest.mark.parametrize("wrong", [{"SLURM_PROCID": "5"}, {"SLURM_PROCID": "x"}, {"SLURM_LOCALID": ""}])
 def test_slurm_variables_that_make_no_sense(wrong: dict[str, str]) -> None:
     with pytest.raises(UserError, match=next(iter(wrong))):
-        World.from_env(SLURM | wrong)
+        detect(SLURM | wrong)
 
 
 def test_a_slurm_step_without_an_address() -> None:
     env = {key: value for key, value in SLURM.items() if key != "SLURM_STEP_NODELIST"}
     with pytest.raises(UserError, match="export MASTER_ADDR=HOST"):
-        World.from_env(env)
+        detect(env)
 
 
 @pytest.mark.parametrize(
@@ -246,18 +247,18 @@ def test_tasks_per_node(text: str, counts: list[int]) -> None:
     ],
 )
 def test_a_rank_knows_what_made_it_one(env: dict[str, str], launcher: str, host: str) -> None:
-    world = World.from_env(env)
+    world = detect(env)
     size = 5 if launcher == "srun" else 4
     local = (0, 2) if launcher == "srun" else (1, 2)
     assert (world.rank, world.size, world.local_rank, world.local_size) == (3, size, *local)
     assert (world.launcher, world.master_addr) == (launcher, host)
-    assert World.launched(env) == ("RANK" in env)
+    assert environments.launched(env) == ("RANK" in env)
 
 
 def test_ranks_of_mpi_on_one_machine_meet_there_and_two_jobs_do_not() -> None:
     one = OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
     del one["MASTER_ADDR"]
-    worlds = [World.from_env(one | {"PMIX_NAMESPACE": f"prterun-host-{pid}@1"}) for pid in (4711, 4711, 4712)]
+    worlds = [detect(one | {"PMIX_NAMESPACE": f"prterun-host-{pid}@1"}) for pid in (4711, 4711, 4712)]
     assert {world.master_addr for world in worlds} == {"127.0.0.1"}
     assert worlds[0].master_port == worlds[1].master_port != worlds[2].master_port
 
@@ -275,7 +276,7 @@ def test_ranks_of_mpi_on_one_machine_meet_there_and_two_jobs_do_not() -> None:
 )
 def test_half_sets_of_mpi_and_lsf(env: dict[str, str], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        World.from_env(env)
+        detect(env)
 
 
 @pytest.mark.parametrize(
@@ -287,14 +288,14 @@ def test_half_sets_of_mpi_and_lsf(env: dict[str, str], said: str) -> None:
     ],
 )
 def test_one_process_of_mpi_or_lsf_stays_one_process(env: dict[str, str]) -> None:
-    assert World.from_env(env) == World()
+    assert detect(env) == World()
 
 
 TASK = """
 import torch, torch.distributed as dist
 from lockstep.runtime.context import join
-from lockstep.runtime.world import World
-world = World.from_env()
+from lockstep.runtime.environments import detect
+world = detect()
 join(world, torch.device("cpu"))
 ranks = torch.tensor([world.rank + 1])
 dist.all_reduce(ranks)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UserError
+from lockstep.runtime import environments
 from lockstep.runtime.environments import NODES, Placement, detect, place
 from lockstep.runtime.environments.nodes import FIRST_PORT, PORTS, Nodes
 from lockstep.runtime.world import World
@@ -159,7 +160,7 @@ def test_without_nproc_no_machine_trains_alone(name: str) -> None:
     env, *_, nproc, _ = PLATFORMS[name]
     if name in ("Slurm", "LSF, jsrun"):  # a task of srun or jsrun is a rank
         assert place(None, None, None, env).here
-        assert World.from_env(env | {"MASTER_ADDR": "a"}).size == 2
+        assert environments.detect(env | {"MASTER_ADDR": "a"}).size == 2
         return
 
     if nproc is None:
@@ -171,7 +172,7 @@ def test_without_nproc_no_machine_trains_alone(name: str) -> None:
     # A script without a launcher: `lockstep.fit` in `python script.py`.
     with pytest.raises(UserError, match="runs this command on 2 machines, and this process is not a rank"):
         detect(env)
-    assert not World.launched(env)
+    assert not environments.launched(env)
     assert detect(env | {"LOCKSTEP_ENVIRONMENT": "none"}) == World()
 
 
@@ -182,7 +183,7 @@ RANK = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}
 def test_a_rank_on_such_a_machine_is_a_rank(name: str) -> None:
     env, *_ = PLATFORMS[name]
     assert (detect(env | RANK).rank, detect(env | RANK).size) == (5, 8)
-    assert World.launched(env | RANK)
+    assert environments.launched(env | RANK)
     assert place(None, None, None, env | RANK).here
 
 

@@ -24,15 +24,14 @@ from lockstep.bench.ranks.turns import in_turn
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import SaveFailed
-from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.storage import CheckpointStorage, claim
 from lockstep.config import resolve
 from lockstep.config.sections import CheckpointConfig
-from lockstep.runtime import context
+from lockstep.runtime import context, environments
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.layout import LocalShard, shard_of
-from lockstep.runtime.world import World
 
 TOKEN = "be7c4"  # stands for the run to which the checkpoints belong
 STEPS = 20  # of something to compute, between two saves
@@ -240,7 +239,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
 
     # On the CPU: what is measured is the disk, and the copies that training waits for.
     config = resolve([("bench", {"device": "cpu", "threads": arguments["threads"]})]).config
-    with context.start(World.from_env(), config) as runtime:
+    with context.start(environments.detect(), config) as runtime:
         ways = Ways(Path(arguments["root"]), runtime, arguments["megabytes"])
         try:
             size = sum(tensor.nbytes for tensor in ways.state.values())

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from lockstep.config import resolve
-from lockstep.runtime import context
+from lockstep.runtime import context, environments
 from lockstep.runtime.world import World
 
 SECONDS = 0.02  # about how long one size of one operation is repeated in a round
@@ -22,7 +22,7 @@ Call = Callable[[], Any]
 def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
     """Yield the operations that this backend has, then for each "turn" the seconds of every operation and size."""
     values: dict[str, Any] = {"backend": arguments["backend"], "device": arguments["device"]}
-    with context.start(World.from_env(), resolve([("bench", values)]).config) as runtime:
+    with context.start(environments.detect(), resolve([("bench", values)]).config) as runtime:
         device = runtime.device
         calls, missing = _prepare(arguments["sizes"], runtime.world, device)
 

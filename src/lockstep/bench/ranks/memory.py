@@ -16,14 +16,14 @@ from lockstep.bench.ranks.turns import opened, take
 from lockstep.bench.ranks.workload import batch_of
 from lockstep.engine.run import Run
 from lockstep.plan.memory import bytes_of
-from lockstep.runtime.world import World
+from lockstep.runtime import environments
 
 
 def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
     """Yield the categories of a rank, then a turn for each "turn", or a row of the leak check for each "leak"."""
     micro_batch = batch_of(arguments)
     values = {
-        "global_batch": micro_batch * arguments["accumulation"] * World.from_env().size,
+        "global_batch": micro_batch * arguments["accumulation"] * environments.detect().size,
         "micro_batch": micro_batch,
         "run_dir": str(Path(arguments["folder"]) / "run"),
     }

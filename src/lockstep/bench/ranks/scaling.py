@@ -12,7 +12,7 @@ import torch
 
 from lockstep.bench.ranks.turns import opened, take
 from lockstep.bench.ranks.workload import batch_of
-from lockstep.engine.profile.steps import start_tracer, stop_tracer
+from lockstep.engine.profile.steps import Trace
 from lockstep.engine.run import Run
 
 
@@ -75,9 +75,11 @@ def _timed_steps(loop: Iterator[Run], block: int) -> Iterator[list[float]]:
 def trace(run: Run, loop: Iterator[Run], file: Path) -> dict[str, Any]:
     """Trace one block and return its breakdown."""
     # The traced steps are slower than others, so they are no turn.
-    start_tracer(run)
+    traced = Trace(run)
+    run.driver.parts.append(traced)
     next(loop)
-    return stop_tracer(run, file)
+    run.driver.parts.remove(traced)
+    return traced.stop(file)
 
 
 def _facts(run: Run, unit: str) -> dict[str, Any]:

@@ -21,9 +21,8 @@ from lockstep.engine.loop import Training
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
 from lockstep.engine.setup import open_run
-from lockstep.runtime import context
+from lockstep.runtime import context, environments
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.world import World
 from lockstep.task import Task
 
 WARM_UP = 2  # turns, for imports, compiling and allocations
@@ -66,7 +65,7 @@ def opened(arguments: Mapping[str, Any], values: Mapping[str, Any]) -> Iterator[
     layers = [("bench", {"log.every": max(LOG_EVERY, arguments["block"])}), *arguments["layers"]]
     settings = settings_of(kind, layers, {"threads": arguments["threads"], **values})
 
-    with context.start(World.from_env(), settings.config) as runtime:
+    with context.start(environments.detect(), settings.config) as runtime:
         yield Opened(targets.make_task(kind, settings.config.task), settings, runtime)
 
 
@@ -132,7 +131,7 @@ def by_lockstep(task: Task, resolved: Resolved, runtime: Runtime, block: int) ->
                 yield run
     finally:
         # Not as in engine/end.py: a benchmark needs neither a last checkpoint nor a report.
-        run.close_source()
+        run.source.close()
         run.checkpoints.close()
         run.recorder.close()
         run.folder.release_lock()

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor
 
 from lockstep.checkpoint.init_from.sources import WeightSource
-from lockstep.checkpoint.state.model_names import is_extra, tied_names
+from lockstep.checkpoint.state.model_state import is_extra, tied_names
 from lockstep.config.sections import WeightsConfig
 from lockstep.errors import UserError, plural
 

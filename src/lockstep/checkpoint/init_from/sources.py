@@ -22,10 +22,10 @@ from torch import Tensor
 from lockstep.checkpoint.manifest import DTYPES, MODEL
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.search import wait_for_newest_valid
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage
+from lockstep.checkpoint.storage import checkpoints_at
 from lockstep.errors import UserError
 from lockstep.launch.folder.run_dir import holds_a_run, is_checkpoint
-from lockstep.runtime.context import Runtime
+from lockstep.runtime.context import EventLogger, Runtime
 
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
 
@@ -68,11 +68,11 @@ class WeightSource(Protocol):
         ...
 
 
-def open_source(path: Path, runtime: Runtime, timeout_s: float) -> WeightSource:
+def open_source(path: Path, runtime: Runtime, timeout_s: float, log_event: EventLogger) -> WeightSource:
     """Open the weights at `path`. Collective; if a rank cannot open them, all ranks raise its error."""
     # A checkpoint of ours is verified by all ranks together, like one that is resumed.
     if is_checkpoint(path) or _newest_is_meant(path):
-        return _open_checkpoint(path, runtime, timeout_s)
+        return _open_checkpoint(path, runtime, timeout_s, log_event)
 
     source, error = None, None
     try:
@@ -97,18 +97,17 @@ def _newest_is_meant(path: Path) -> bool:
     return holds_a_run(path) and not ended
 
 
-def _open_checkpoint(path: Path, runtime: Runtime, timeout_s: float) -> CheckpointSource:
+def _open_checkpoint(path: Path, runtime: Runtime, timeout_s: float, log_event: EventLogger) -> CheckpointSource:
     """Open one checkpoint, or the newest valid one of a run. Collective."""
-    checkpoint = Checkpoint.at(path) if is_checkpoint(path) else None
-
-    storage = checkpoint.storage if checkpoint else CheckpointStorage(path / "checkpoints")
-
-    only = checkpoint.name if checkpoint else None
+    storage, only = checkpoints_at(path)
     reader = wait_for_newest_valid(storage, runtime, timeout_s, only)
     if reader is None:
         raise UserError(
             f"init_from={path} has no weights: the run has no checkpoint, and has not ended", "", "name another run"
         )
+
+    for skipped in reader.skipped:
+        log_event("warning", reason=f"{skipped.sentence}; init_from reads {reader.checkpoint.name}")
 
     return CheckpointSource(reader)
 

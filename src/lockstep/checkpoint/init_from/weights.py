@@ -17,7 +17,7 @@ from lockstep.checkpoint.init_from.match import Match, match
 from lockstep.checkpoint.init_from.sources import WeightSource, open_source
 from lockstep.config import RunConfig
 from lockstep.errors import UserError, plural
-from lockstep.runtime.context import Runtime
+from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.layout import shard_of
 
 
@@ -55,6 +55,7 @@ def load_initial_weights(
     state: Mapping[str, Tensor],
     config: RunConfig,
     runtime: Runtime,
+    log_event: EventLogger,
     held_elsewhere: Collection[str] = (),
     only: Collection[str] | None = None,
 ) -> InitialWeights:
@@ -66,7 +67,7 @@ def load_initial_weights(
     assert path is not None
     runtime.heartbeat.beat("load")
 
-    source = open_source(Path(path), runtime, config.checkpoint.timeout)
+    source = open_source(Path(path), runtime, config.checkpoint.timeout, log_event)
     matched = match(state, source, config.weights)
 
     # Other files on another machine would give the ranks different weights.

@@ -14,12 +14,13 @@
 A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the manifest
 before the rename, and the rename before `latest` changes and before an old checkpoint is deleted. A run saves no step
 twice; the classic trainers may. If such a process dies between the two renames, the next start gives step-N.replaced
-its name back. This module does not import torch.
+its name back.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -45,7 +46,7 @@ class Commit:
         self.context = draft.context
         self.storage = draft.storage
 
-    def run(self, aliases: dict[str, str], values: dict[str, Any]) -> Committed:
+    def run(self, aliases: Mapping[str, str], values: Mapping[str, Any]) -> Committed:
         """Commit the checkpoint, or raise SaveError, InvalidCheckpoint or OSError."""
         confirmations = self._wait_for_confirmations()
         manifest = self._manifest(confirmations, aliases, values)
@@ -67,7 +68,7 @@ class Commit:
         self.context.check_owner()
         warning = self._rename()
         self.context.metrics.add(self.steps_done, manifest.metrics)
-        checkpoint = Checkpoint(self.storage, folder_name(self.steps_done))
+        checkpoint = Checkpoint.of(self.storage, self.steps_done)
         return Committed(checkpoint, len(encoded) + manifest.bytes, warning)
 
     def _rename(self) -> str:
@@ -117,7 +118,9 @@ class Commit:
             self.abort.sleep(pause)
             pause = min(pause * 1.5, 0.25)
 
-    def _manifest(self, confirmations: list[Confirmation], aliases: dict[str, str], values: dict[str, Any]) -> Manifest:
+    def _manifest(
+        self, confirmations: list[Confirmation], aliases: Mapping[str, str], values: Mapping[str, Any]
+    ) -> Manifest:
         """Put together what the ranks say about their files."""
         # The dtype and shape of each tensor, as the first rank has them, and the pieces of all ranks.
         tensors: dict[str, TensorEntry] = {}
@@ -137,8 +140,8 @@ class Commit:
             lockstep=lockstep.__version__,
             files=tuple(confirmation.file for confirmation in confirmations if confirmation.file),
             tensors={name: replace(entry, pieces=tuple(pieces[name])) for name, entry in tensors.items()},
-            aliases=aliases,
-            values=values,
+            aliases=dict(aliases),
+            values=dict(values),
         )
 
     def _check_files(self, manifest: Manifest) -> None:

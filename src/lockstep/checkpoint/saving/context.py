@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.outcome import SaveError
 from lockstep.checkpoint.storage import CheckpointStorage, owner_of
-
-if TYPE_CHECKING:
-    from lockstep.runtime.layout import LocalShard  # needs torch, which a commit does without
+from lockstep.runtime.layout import LocalShard
 
 
 @dataclass

@@ -10,17 +10,22 @@ A save fails on one rank, in its writing thread (`save.py`). The others learn of
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveError, SaveFailed
-from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.saving.saver import Saver
+from lockstep.checkpoint.saving.save import Save, Saver
 from lockstep.checkpoint.storage import committed
 from lockstep.runtime.context import EventLogger, Runtime
 
 MIB = 2**20
+
+# How long training goes on after a save that failed, before the next try, in seconds. The pause doubles with each
+# failure in a row: a file server is back soon, and a full disk must not cost training its time.
+RETRY_S = 30.0
 
 
 class PendingSave:
@@ -49,15 +54,24 @@ class PendingSave:
         self._logged = False  # whether its commit is logged
         self._has_new_metrics = False  # whether its `metrics` came too late for the manifest
 
+        # How many saves have failed since the last commit, and when to try again, by this rank's clock.
+        self._failures = 0
+        self._retry_at = math.inf
+
         # The step of the last checkpoint that is committed in this run's folder; None: there is none.
         self.last_committed: int | None = None
 
-    def start(self, steps_done: int, contents: Contents, metrics: Mapping[str, float]) -> Save:
+    def start(self, steps_done: int, contents: Contents) -> Save:
         """Copy this rank's contents, and begin to write them. Call `settle` first."""
         assert self.save is None, f"the save of step {self.save.steps_done} is not settled"
-        self.save = self._saver.start(steps_done, contents, metrics)
+        self.save = self._saver.start(steps_done, contents)
         self._logged = self._has_new_metrics = False
+        self._retry_at = math.inf
         return self.save
+
+    def retry_due(self) -> bool:
+        """Whether to save again because the last save failed. The clocks of the ranks differ, so one must decide."""
+        return time.monotonic() >= self._retry_at
 
     def has_step(self, steps_done: int) -> bool:
         """Whether the state after so many steps is committed in this run's folder, or about to be."""
@@ -118,12 +132,13 @@ class PendingSave:
 
         self.last_committed = self.save.steps_done
         self.save = None
+        self._failures = 0
         return True
 
     def abort_if_failed(self) -> bool:
         """Abort the save on all ranks if it failed on any of them. Return whether it was aborted.
 
-        Training continues: a full disk costs a checkpoint, but not the run.
+        Training continues, and tries again after a while: a full disk costs a checkpoint, but not the run.
         """
         # What this rank knows: why the save failed here, and whether another rank was the cause.
         outcome = self.save.outcome if self.save else None
@@ -140,6 +155,9 @@ class PendingSave:
         reason = "; ".join(causes) or failures[0][1]
         assert self.save is not None
         self.save.abort(reason)
+
+        self._retry_at = time.monotonic() + RETRY_S * 2**self._failures
+        self._failures += 1
 
         # The failure is logged here, once, with the reasons of all ranks.
         what = f"THE CHECKPOINT OF STEP {self.save.steps_done} WAS NOT WRITTEN"

@@ -1,7 +1,12 @@
-"""One save on one rank, from the snapshot to its outcome: write the file, confirm it, and on rank 0 commit.
+"""The saves of one rank, while training continues: take a snapshot, write the file, confirm it, and on rank 0 commit.
 
-`draft.py` has the folder to which all ranks write, `commit.py` what follows on rank 0. This module does not import
-torch.
+`Saver.start` copies the tensors that the next forward may change, and returns a `Save`, which runs in its own thread.
+Before the next update, `Save.wait_for_copy` waits until the optimizers' state and the averages have been copied. Each
+save ends with an outcome (`outcome.py`): `Committed` on rank 0 or `Written` on another rank, or `SaveFailed`. A save
+that fails while it is written raises nothing, and does not affect the next one; `pending.py` says how the other ranks
+learn of it. Only `prepare` and `start` raise: if a checkpoint cannot hold a tensor, or if a copy fails.
+
+`draft.py` has the folder to which all ranks write, `commit.py` what follows on rank 0.
 """
 
 from __future__ import annotations
@@ -12,24 +17,73 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 from rich.filesize import decimal as size_text
 
 from lockstep import faults
 from lockstep.checkpoint.format import FileLayout
-from lockstep.checkpoint.manifest import File, InvalidCheckpoint
+from lockstep.checkpoint.manifest import File, InvalidCheckpoint, metrics_in
 from lockstep.checkpoint.metrics import CannotCompare
 from lockstep.checkpoint.saving.commit import Commit
-from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError, SaveFailed, SaveOutcome, Written
+from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Snapshot
 from lockstep.checkpoint.storage.files import split
 from lockstep.launch.folder.checkpoint_names import file_name, folder_name
+from lockstep.runtime.layout import LocalShard
 
-if TYPE_CHECKING:
-    from lockstep.checkpoint.saving.snapshot import BackgroundCopy  # needs torch, which a commit does without
+# How long the end of a run waits for the thread of an aborted save, in seconds: a disk may not answer.
+ABORT_S = 1.0
+
+
+class Saver:
+    """Starts the saves of one rank.
+
+    All ranks call `start` for the same steps. There is one buffer, so a save waits until the previous one has ended.
+    """
+
+    def __init__(self, context: SaveContext, asynchronous: bool = True):
+        self._context = context
+        self._asynchronous = asynchronous
+        self._snapshot = Snapshot(file_name(context.rank))
+
+        self._last: Save | None = None  # it uses the buffer until it has ended
+        self._saves = 0  # numbers the drafts: the same step may be saved again after a failure
+
+    def prepare(self, shards: Mapping[str, LocalShard]) -> None:
+        """Allocate the buffer early, so that the first save of `shards` is as fast as later ones."""
+        self._wait_for_last()
+        self._snapshot.reserve(shards)
+
+    def start(self, steps_done: int, contents: Contents) -> Save:
+        """Copy the contents, except those to be copied later, and start writing them."""
+        began = time.perf_counter()
+        self._wait_for_last()
+
+        layout = self._snapshot.reserve(contents.shards)
+        self._saves += 1
+        self._last = save = Save(self._context, steps_done, self._saves, layout.file_size, metrics_in(contents.values))
+
+        # Only this rank's own file counts: the others may be on other disks, and may write much less or much more.
+        if save.check_room():
+            save.start(self._snapshot, contents, self._asynchronous)
+
+        save.stall_s = time.perf_counter() - began
+        return save
+
+    def close(self) -> None:
+        """Abort a save that has not ended (call `Save.wait` first to keep it), and free the buffer."""
+        if self._last is not None and not self._last.wait(0):
+            self._last.abort("the run ended before this checkpoint was written", ABORT_S)
+
+        self._snapshot = Snapshot(file_name(self._context.rank))
+
+    def _wait_for_last(self) -> None:
+        if self._last is not None:
+            self._last.wait()
 
 
 class Save:
@@ -71,21 +125,12 @@ class Save:
 
     # ---- what the training thread calls ----
 
-    def start(
-        self,
-        layout: FileLayout,
-        data: memoryview,
-        copying: BackgroundCopy,
-        aliases: dict[str, str],
-        values: dict[str, Any],
-        asynchronous: bool,
-    ) -> None:
-        """Write this rank's file in a thread, or at once.
+    def start(self, snapshot: Snapshot, contents: Contents, asynchronous: bool) -> None:
+        """Copy the contents to the snapshot, and write them in a thread, or at once."""
+        self._copying = snapshot.take(contents.shards, contents.copy_later if asynchronous else ())
 
-        `data` is the data section of the file; `copying` completes it. Only rank 0's `aliases` and `values` are used.
-        """
-        self._copying = copying
-        arguments = (layout, data, copying, aliases, values)
+        # Not the shards: training changes them while the thread writes.
+        arguments = (snapshot.layout, snapshot.data(), self._copying, contents.aliases, contents.values)
         if asynchronous:
             # A daemon thread, which does not keep the process alive at its end.
             self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True)
@@ -134,10 +179,13 @@ class Save:
         layout: FileLayout,
         data: memoryview,
         copying: BackgroundCopy,
-        aliases: dict[str, str],
-        values: dict[str, Any],
+        aliases: Mapping[str, str],
+        values: Mapping[str, Any],
     ) -> None:
-        """Write, confirm and (on rank 0) commit. No Exception leaves it: `outcome` says how it ended."""
+        """Write, confirm and (on rank 0) commit. No Exception leaves it: `outcome` says how it ended.
+
+        `data` is the data section of the file; `copying` completes it. Only rank 0's `aliases` and `values` are used.
+        """
         self._began = time.perf_counter()
         try:
             # The copy of the optimizers' state may still be under way.

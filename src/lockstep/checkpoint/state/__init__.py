@@ -1,7 +1,6 @@
 """The state of a run, as a checkpoint holds it.
 
-`run_state` captures and restores it, with `model_state` for the model (`model_names` for its names), `optimizer_state`
-for the optimizers and `stateful` for all other objects with state. `captured` says of each tensor to whom it belongs;
-`contents` collects what one rank writes, and `reshard` chooses which rank writes and reads which tensors. `state_tree`
+`run_state` captures and restores it, with `model_state` for the model, `optimizer_state` for the optimizers and
+`stateful` for all other objects with state. `reshard` chooses which rank writes and reads which tensors. `state_tree`
 encodes nested state as named tensors and JSON, and `digests` compares state without its values.
 """

@@ -1,22 +1,23 @@
-"""The state of a run's model, as a checkpoint holds it: parameters, buffers, and the extra state of modules."""
+"""The state of a run's model, as a checkpoint holds it: parameters, buffers, and the extra state of modules.
+
+The names in a state dict are asked about here, too: which are extra state, frozen, or other names of tied tensors.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from lockstep.checkpoint.manifest import MODEL
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.state.captured import CapturedTensor, pack_into
 from lockstep.checkpoint.state.digests import FrozenDigests, digest
-from lockstep.checkpoint.state.model_names import aliases_of, frozen_names, identity, is_extra, tied_names
 from lockstep.checkpoint.state.reshard import read_into
-from lockstep.checkpoint.state.state_tree import JsonDict, unpack
+from lockstep.checkpoint.state.state_tree import CapturedTensor, JsonDict, pack_into, unpack
 from lockstep.errors import UserError, plural
 from lockstep.optim.optimizers import Optimizers
-from lockstep.runtime.layout import full_tensor
+from lockstep.runtime.layout import full_tensor, local
 
 _PREFIX = f"{MODEL}."
 
@@ -160,6 +161,42 @@ class ModelState:
 def _saved_name(name: str) -> str:
     """Return the name that a tensor of the model has in a checkpoint."""
     return f"{_PREFIX}{name}"
+
+
+# ---- names in a model's state dict ----
+
+
+def is_extra(name: str) -> bool:
+    """Whether a key of a state dict holds the result of a module's `get_extra_state`, which may be any object."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def frozen_names(model: nn.Module) -> set[str]:
+    """Return all names of the frozen parameters; tied ones have several."""
+    return {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+
+
+def tied_names(state: Mapping[str, Any]) -> dict[str, str]:
+    """Return the aliases of the tied tensors in a state dict: {other name: first name}."""
+    return aliases_of({name: identity(value) for name, value in state.items() if not is_extra(name)})
+
+
+def aliases_of(identities: Mapping[str, Any]) -> dict[str, str]:
+    """Return {name: first name with the same identity}, without the first names themselves."""
+    first_names: dict[Any, str] = {}
+    first_of = {name: first_names.setdefault(identity, name) for name, identity in identities.items()}
+    return {name: first for name, first in first_of.items() if first != name}
+
+
+def identity(tensor: Tensor) -> Any:
+    """Return a key that is equal for two tensors that share all their memory."""
+    tensor = local(tensor)
+
+    # An empty shard has no data pointer, but it has a storage object.
+    if tensor.numel() == 0:
+        return tensor.untyped_storage()._cdata
+
+    return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
 # ---- the same model? ----

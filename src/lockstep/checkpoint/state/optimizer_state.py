@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.state.captured import CapturedTensor, pack_into
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.model_state import different_model
 from lockstep.checkpoint.state.reshard import read_state_like
-from lockstep.checkpoint.state.state_tree import JsonDict, unpack
+from lockstep.checkpoint.state.state_tree import CapturedTensor, JsonDict, pack_into, unpack
 from lockstep.errors import UserError, plural
 from lockstep.optim.bf16_masters import COMPENSATION
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.registry import state_copies
+from lockstep.runtime.layout import in_memory_order_of
 
 
 class OptimizerStates:
@@ -110,7 +110,7 @@ class OptimizerStates:
         needed = {
             name: state for name, state in saved["state"].items() if name in held and name not in self._held_elsewhere
         }
-        states = self._read(needed, reader)
+        states = {name: _in_memory_order(state, held[name][0]) for name, state in self._read(needed, reader).items()}
 
         # torch numbers the parameters consecutively, over all groups.
         numbers = itertools.count()
@@ -233,6 +233,16 @@ def _copied(value: Any) -> Any:
 def _as_text(value: Any) -> str:
     """Return the value of an option for a message: all digits of a small tensor, which its repr rounds."""
     return str(value.tolist() if isinstance(value, Tensor) and value.numel() <= 8 else value)
+
+
+def _in_memory_order(state: JsonDict, parameter: Tensor) -> JsonDict:
+    """Return the state of `parameter` as its optimizer would have made it: a checkpoint has tensors in index order."""
+    return {
+        key: in_memory_order_of(parameter, value)
+        if isinstance(value, Tensor) and value.shape == parameter.shape
+        else value
+        for key, value in state.items()
+    }
 
 
 def _on_device_of(parameter: Tensor, key: str, value: Any, group: JsonDict) -> Any:

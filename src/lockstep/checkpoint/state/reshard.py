@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.state.captured import CapturedTensor
+from lockstep.checkpoint.state.state_tree import CapturedTensor
 from lockstep.runtime.layout import (
     LocalShard,
     balance,

@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.state.captured import CapturedTensor, pack_into
+from lockstep.checkpoint.saving.context import Contents
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.optimizer_state import OptimizerStates, merge_optimizers
-from lockstep.checkpoint.state.state_tree import JsonDict, pack, unpack
+from lockstep.checkpoint.state.reshard import replicated_sizes, shards_to_write
+from lockstep.checkpoint.state.state_tree import CapturedTensor, JsonDict, pack, pack_into, unpack
 from lockstep.checkpoint.state.stateful import (
     TENSOR_KINDS,
     RegisteredState,
@@ -35,6 +36,8 @@ from lockstep.checkpoint.state.stateful import (
 from lockstep.config.changes import Change
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
+from lockstep.runtime.context import EventLogger, Runtime
+from lockstep.runtime.layout import LocalShard
 from lockstep.task import BatchSource, Task
 
 # Settings that determine the order of the samples. Those that end in a dot are prefixes.
@@ -69,7 +72,6 @@ class RunState:
         *,
         keep_frozen: bool,
         frozen_advice: str = Task.frozen_advice,
-        fixed_settings: Sequence[str] = (),
         holders: Mapping[str, tuple[int, ...]] | None = None,
         rank: int = 0,
         duplicates: frozenset[str] = frozenset(),
@@ -79,7 +81,7 @@ class RunState:
 
         `registered`: the task, objects that the user's loop registered, and others, but not the data source.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
-        `frozen_advice` and `fixed_settings`: see `Task`.
+        `frozen_advice`: see `Task`.
         `holders`: the ranks that hold a parameter, for parameters that not all ranks hold.
         `duplicates`: see `RankRole.duplicates`.
         `on_any_rank`: returns whether a value is true on any rank, for digests of sharded parameters. Collective.
@@ -89,17 +91,16 @@ class RunState:
         self.stepper = stepper
         self.source = source
         self.registered = registered
-        self.fixed_settings = fixed_settings
-        self.duplicates = duplicates
-        self.ranks_compared = False  # whether the ranks have compared the state of what is registered
+        self._duplicates = duplicates
+        self._ranks_compared = False  # whether the ranks have compared the state of what is registered
         self._frozen_advice = frozen_advice
 
         # See `add_to_loop`. The second is what the checkpoint has for them from which the run was resumed.
-        self._loop: list[Stateful] = []
+        self._loop: list[tuple[Stateful, bool]] = []  # and whether a rewind restores it
         self._saved_loop: JsonDict | None = None
 
         # Whether all ranks capture the same JSON state and the same replicated tensors. Shards may still differ.
-        self.same_on_all_ranks = not (optimizers.sharded or holders)
+        self._same_on_all_ranks = not (optimizers.sharded or holders)
 
         # In a pipeline, the model of a rank has the names of all parameters, but only the tensors of its stage.
         held_elsewhere = {name for name, ranks in (holders or {}).items() if rank not in ranks}
@@ -109,29 +110,69 @@ class RunState:
 
     # ---- the loop ----
 
-    def add_to_loop(self, stateful: Stateful) -> None:
+    def add_to_loop(self, stateful: Stateful, rewound: bool = True) -> None:
         """Save what an object of the loop keeps between two steps, and restore it now if the run was resumed.
 
         For objects that are made when the state of the others is restored, because they need the plan. Their state is
         plain values, under keys that no other of them has; `load_state_dict` gets those of all, and a key that an older
-        version has not saved is missing. A rewind restores it too, unless the object has `rewound = False`.
+        version has not saved is missing. `rewound`: whether a rewind restores it, too.
         """
-        self._loop.append(stateful)
+        self._loop.append((stateful, rewound))
         if self._saved_loop is not None:
             stateful.load_state_dict(self._saved_loop)
 
     def loop_state(self) -> JsonDict:
         """Return the state of all objects of the loop. Collective."""
-        return {key: value for stateful in self._loop for key, value in stateful.state_dict().items()}
+        return {key: value for stateful, _ in self._loop for key, value in stateful.state_dict().items()}
 
     def _restore_loop(self, saved: JsonDict) -> None:
         # At the start there are none yet; in a rewind there are.
         self._saved_loop = saved
-        for stateful in self._loop:
-            if optional_members(stateful).rewound:
+        for stateful, rewound in self._loop:
+            if rewound:
                 stateful.load_state_dict(saved)
 
     # ---- saving ----
+
+    def contents(self, runtime: Runtime, log_event: EventLogger, run_values: dict[str, Any]) -> Contents:
+        """Return what this rank writes: its shards and, on rank 0, the values of the manifest. Collective.
+
+        `run_values`: these values, except the state of the run and of its loop.
+        """
+        # Rank 0 writes the JSON state of all ranks, which may hold different parameters.
+        captured = self.capture()
+        json_state = captured.json_state
+        if not self._same_on_all_ranks:
+            json_state = merge_json_state(runtime.collectives.gather_json(json_state))
+
+        # Only the first save compares stateful objects between ranks, because the digests take time.
+        if not self._ranks_compared:
+            self._warn_of_differences(captured, runtime, log_event)
+            self._ranks_compared = True
+
+        no_tensors: dict[str, Tensor] = {}
+        values = {"state": json_state, **pack({**run_values, "loop": self.loop_state()}, "values", no_tensors)}
+        assert not no_tensors, f"not in the state: {list(no_tensors)}"
+
+        later = {name for name, tensor in captured.tensors.items() if tensor.copy_later}
+        return Contents(self.shards_of(captured.tensors, runtime), captured.aliases, values, later)
+
+    def shards_of(self, tensors: dict[str, CapturedTensor], runtime: Runtime) -> dict[str, LocalShard]:
+        """Return what this rank writes of the tensors that all ranks have captured. Collective."""
+        sizes = replicated_sizes(tensors)
+
+        # If all ranks hold the same tensors, no exchange is needed.
+        same = self._same_on_all_ranks
+        all_sizes = [sizes] * runtime.world.size if same else runtime.collectives.gather_json(sizes)
+        return shards_to_write(tensors, runtime.world.rank, all_sizes, self._duplicates)
+
+    def _warn_of_differences(self, captured: CapturedState, runtime: Runtime, log_event: EventLogger) -> None:
+        """Warn if the state of an object differs between ranks, because only rank 0's is saved."""
+        replicated = [name for name, stateful in self.registered.items() if not optional_members(stateful).read_shard]
+        digests = runtime.collectives.gather_json({name: digest(captured.states[name]) for name in replicated})
+        for name in digests[0]:
+            if len({by_name[name] for by_name in digests}) > 1:
+                log_event("warning", reason=f"the state of {name!r} differs between the ranks: rank 0's is saved")
 
     def capture(self) -> CapturedState:
         """Return the state of the run, except that of the loop.
@@ -181,11 +222,6 @@ class RunState:
             sizes += [master.nbytes // 2 for master in self.optimizers.masters.persistent_tensors()]
 
         return sum(sizes), self._optimizer_states.estimated_bytes()
-
-    def digest_replicated(self, captured: CapturedState) -> dict[str, str]:
-        """Return a digest of the state of each registered object that is replicated on every rank."""
-        replicated = [name for name, stateful in self.registered.items() if not optional_members(stateful).read_shard]
-        return {name: digest(captured.states[name]) for name in replicated}
 
     # ---- restoring ----
 

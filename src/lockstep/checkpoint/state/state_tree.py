@@ -1,10 +1,14 @@
-"""Encode state (nested dicts and lists of tensors and numbers) as named tensors and plain JSON, and back. No pickle."""
+"""Encode state (nested dicts and lists of tensors and numbers) as named tensors and plain JSON, and back. No pickle.
+
+`CapturedTensor` is such a tensor, with what decides when it is copied and which rank writes it.
+"""
 
 from __future__ import annotations
 
 import math
+from collections import ChainMap
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -105,6 +109,47 @@ def unpack(value: Any, read: Callable[[str], Tensor], device: torch.device) -> A
             return [unpack(item, read, device) for item in value]
         case _:
             return value
+
+
+# ---- tensors of a run's state ----
+
+
+class CapturedTensor(NamedTuple):
+    """A tensor of the state. It is neither copied nor gathered."""
+
+    tensor: Tensor
+
+    # The parameter or buffer to which it belongs: it is that, its average, or in the state that an optimizer keeps for
+    # it. None: it belongs to none.
+    parameter: str | None = None
+
+    # The stateful object in whose state it is. It may differ between ranks: unless it is a DTensor, rank 0's is saved.
+    owner: str | None = None
+
+    # Whether it may be copied while training continues, because it changes only after `Update.wait_for_copy`. The model
+    # is copied at once: a forward may change its buffers, and the user's code its parameters.
+    copy_later: bool = False
+
+
+def pack_into(
+    tensors: dict[str, CapturedTensor],
+    value: Any,
+    name: str,
+    *,
+    parameter: str | None = None,
+    owner: str | None = None,
+    copy_later: bool = False,
+) -> Any:
+    """Encode `value` as `pack` does, and add the tensors in it to `tensors`."""
+    # `pack` adds to the first of the two, and avoids the names in both.
+    added: dict[str, Any] = {}
+    names: ChainMap[str, Any] = ChainMap(added, tensors)
+    packed = pack(value, name, names)
+    tensors.update({key: CapturedTensor(tensor, parameter, owner, copy_later) for key, tensor in added.items()})
+    return packed
+
+
+# ---- between ranks ----
 
 
 def gather_state(collectives: Collectives, state: Any) -> list[Any]:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lockstep.checkpoint.manifest import MODEL
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.state.captured import CapturedTensor
 from lockstep.checkpoint.state.reshard import read_into
+from lockstep.checkpoint.state.state_tree import CapturedTensor
 from lockstep.errors import UserError, plural
 
 # The first words of the names of all tensors, except those of a `PerParameter`.
@@ -60,9 +60,6 @@ class OptionalMembers(NamedTuple):
     parameter_tensors: Mapping[str, Tensor]
     copy_later: bool
 
-    # Whether a rewind restores it: only asked of objects of the loop (`RunState.add_to_loop`).
-    rewound: bool
-
 
 def optional_members(stateful: object) -> OptionalMembers:
     """Return the optional members of a stateful object. This is the only place that looks for them."""
@@ -71,7 +68,6 @@ def optional_members(stateful: object) -> OptionalMembers:
         changes_since=getattr(stateful, "changes_since", None) or (lambda state: []),
         parameter_tensors=getattr(stateful, "parameter_tensors", {}),
         copy_later=getattr(stateful, "copy_later", False),
-        rewound=getattr(stateful, "rewound", True),
     )
 
 

@@ -1,9 +1,8 @@
 """Where checkpoints are kept: the folder RUN/checkpoints, the stores for their tensors, and the rules of a commit.
 
 `folder.CheckpointStorage` is that folder: the rest of the package reads, writes, lists, renames and deletes checkpoints
-only through it. Their tensors may be elsewhere: `stores` says what a store must do, and how it is found; `files` and
-`fsspec_store` are two of them. `together` lets all ranks act alike if the folder is away. Nothing here imports torch,
-so that `lockstep ckpt ls` starts fast.
+only through it. Their tensors may be elsewhere: `stores` says what a store must do, and how it is found. `together`
+lets all ranks act alike if the folder is away. Nothing here imports torch, so that `lockstep ckpt ls` starts fast.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
 from lockstep.launch.folder.checkpoint_names import (
     LATEST,
     OWNER,
+    folder_name,
     name_aside,
     name_before_replaced,
     name_replaced,
@@ -25,11 +25,13 @@ from lockstep.launch.folder.checkpoint_names import (
     step_in,
     token_in,
 )
+from lockstep.launch.folder.run_dir import is_checkpoint
 
 __all__ = [
     "Checkpoint",
     "CheckpointStorage",
     "NotDurable",
+    "checkpoints_at",
     "claim",
     "commit_draft",
     "committed",
@@ -58,6 +60,11 @@ class Checkpoint:
         path = path.resolve() if path.name in ("", "..") else path
         return cls(CheckpointStorage(path.parent), path.name)
 
+    @classmethod
+    def of(cls, storage: CheckpointStorage, step: int) -> Checkpoint:
+        """Return the committed checkpoint of a step."""
+        return cls(storage, folder_name(step))
+
     @property
     def path(self) -> Path:
         """The folder of this checkpoint. Its tensors may be elsewhere: `open` finds them."""
@@ -72,6 +79,15 @@ class Checkpoint:
 
     def open(self, file: str) -> io.BufferedIOBase:
         return self.storage.open(f"{self.name}/{file}")
+
+
+def checkpoints_at(path: Path) -> tuple[CheckpointStorage, str | None]:
+    """Return where the checkpoints of the run at `path` are. If `path` is a checkpoint itself, return its name, too."""
+    if is_checkpoint(path):
+        checkpoint = Checkpoint.at(path)
+        return checkpoint.storage, checkpoint.name
+
+    return CheckpointStorage(path / "checkpoints"), None
 
 
 # ---- the rules of a commit ----
@@ -132,11 +148,10 @@ def update_latest(storage: CheckpointStorage) -> None:
 def set_aside(storage: CheckpointStorage, name: str, suffix: Literal["damaged", "rewound"]) -> str:
     """Rename a checkpoint to `step-N.damaged` or `step-N.rewound`, so that it is ignored, but not lost.
 
-    Return its new name.
+    Return its new name. Call `update_latest` after it.
     """
     target = name_aside(name, suffix, storage.folders())
     _rename(storage, name, target)
-    update_latest(storage)
     return target
 
 
@@ -194,7 +209,7 @@ def _rename(storage: CheckpointStorage, name: str, to: str) -> None:
 
 
 def set_aside_after(storage: CheckpointStorage, step: int) -> None:
-    """Set aside all checkpoints after `step`, to which the run goes back."""
+    """Set aside all checkpoints after `step`, to which the run goes back. After an OSError, call it again."""
     # List the folder only once, however many checkpoints there are.
     taken = set(storage.folders())
     rewound = [checkpoint.name for checkpoint in committed(storage) if checkpoint.step > step]
@@ -202,8 +217,8 @@ def set_aside_after(storage: CheckpointStorage, step: int) -> None:
     for name in rewound:
         _rename(storage, name, name_aside(name, "rewound", taken))
 
-    if rewound:
-        update_latest(storage)
+    # Even if nothing is renamed: an earlier call may have failed here.
+    update_latest(storage)
 
 
 def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None:

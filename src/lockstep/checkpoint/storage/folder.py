@@ -31,6 +31,7 @@ from lockstep.launch.folder.checkpoint_names import (
     is_object_url,
     object_url,
 )
+from lockstep.launch.folder.run_dir import folders_in
 from lockstep.launch.records import open_regular, read_bytes, replacing
 
 
@@ -67,12 +68,7 @@ class CheckpointStorage:
 
     def folders(self) -> list[str]:
         """Return the names of all folders, in any order."""
-        # Before the first save there is no such folder. Any other error must not look as if there were no checkpoints.
-        # One scandir, because a stat call for each of 200,000 entries would take a second.
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(self.root) as entries:
-            return [entry.name for entry in entries if entry.is_dir()]
-
-        return []
+        return folders_in(self.root)
 
     def open(self, key: str) -> io.BufferedIOBase:
         """Open a file as a readable binary stream that can seek."""

@@ -10,10 +10,9 @@ import errno
 import io
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from lockstep.checkpoint.storage.files import LocalFiles
-from lockstep.checkpoint.storage.fsspec_store import FsspecStore, check_scheme
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import file_name, folder_name, is_object_url, object_url
 from lockstep.user_classes import import_class, is_class_name
@@ -42,6 +41,37 @@ class TensorStore(Protocol):
 
 
 METHODS = ("write", "open", "delete")
+
+
+class FsspecStore:
+    """Keeps each file of tensors as one object, such as in S3: any URL whose scheme fsspec knows."""
+
+    def write(self, url: str, chunks: Iterable[memoryview]) -> None:
+        file_system, path = _locate(url)
+        with suppress(PermissionError):
+            file_system.makedirs(file_system._parent(path), exist_ok=True)
+
+        # Closing completes the object, even after an error: then it is deleted with its folder.
+        with file_system.open(path, "wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+
+    def open(self, url: str) -> io.BufferedIOBase:
+        file_system, path = _locate(url)
+        # No read-ahead: tensors are read one by one, each in full.
+        return cast(io.BufferedIOBase, file_system.open(path, "rb", cache_type="none"))
+
+    def delete(self, url: str) -> None:
+        file_system, path = _locate(url)
+        file_system.rm_file(path)
+
+
+def _locate(url: str) -> tuple[Any, str]:
+    """Return the file system of fsspec for this URL, and the path in it."""
+    import fsspec.core
+
+    return fsspec.core.url_to_fs(url)
+
 
 # The stores by the scheme of their URLs. `allow_store` adds those of the user. fsspec knows all other schemes.
 STORES: dict[str, TensorStore] = {"file": LocalFiles(), "local": LocalFiles()}
@@ -93,7 +123,21 @@ def check_url(url: str) -> None:
         raise UserError(f"checkpoint.storage={url} is not the full path of a folder", "", fix)
 
     if scheme not in STORES and not is_class_name(scheme):
-        check_scheme(url, example)
+        _check_scheme(url, example)
+
+
+def _check_scheme(url: str, example: str) -> None:
+    """Raise a UserError if fsspec does not know the scheme of this URL, or a package for it is missing."""
+    import fsspec
+
+    scheme = _scheme_of(url)
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ValueError:
+        raise UserError(f"checkpoint.storage={url}: there is no kind of store {scheme}://", "", example) from None
+    except ImportError as error:
+        fix = f"pip install the package, such as 'lockstep-train[s3]' or 'lockstep-train[gcs]'; or {example}"
+        raise UserError(f"checkpoint.storage={url} needs a package that is not installed", str(error), fix) from None
 
 
 def _scheme_of(url: str) -> str:

@@ -41,21 +41,22 @@ class StorageUnavailable(UserError):
     """
 
 
-def claim_together(storage: CheckpointStorage, runtime: Runtime, timeout_s: float, claim: Callable[[], None]) -> None:
-    """Have rank 0 call `claim` until no OSError stops it, for `timeout_s` seconds; then all raise StorageUnavailable.
+def run_on_rank0(
+    storage: CheckpointStorage, runtime: Runtime, timeout_s: float, act: Callable[[], Any], done: str
+) -> Any:
+    """Run `act` on rank 0 until no OSError stops it, and return its result, plain JSON, on every rank. Collective.
 
-    An error against which waiting does not help is raised at once, as a UserError. Collective. `claim` may be called
-    again after it has done a part of its work.
+    After `timeout_s` seconds all ranks raise StorageUnavailable; if waiting does not help, a UserError at once. `act`
+    may be called again after it has done a part of its work. In the message, the checkpoints "cannot be `done`".
     """
-
-    def claim_on_rank0() -> list[Any]:
-        if runtime.is_main:
-            claim()
-
-        return []
-
     gather = runtime.collectives.gather_json
-    try_for(lambda: act_together(storage, gather, claim_on_rank0, "claimed", WRITE_FIX), runtime, timeout_s)
+    act_here = act if runtime.is_main else _nothing
+    _, answers = try_for(lambda: act_together(storage, gather, act_here, done, WRITE_FIX), runtime, timeout_s)
+    return answers[0]
+
+
+def _nothing() -> None:
+    """Do what the other ranks do meanwhile."""
 
 
 def try_for(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> Answer:
@@ -86,14 +87,14 @@ def try_for(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> An
 
 
 def act_together(
-    storage: CheckpointStorage, gather: Gather, act: Callable[[], list[Any]], done: str = "listed", fix: str = READ_FIX
-) -> tuple[list[Any], list[Any]]:
+    storage: CheckpointStorage, gather: Gather, act: Callable[[], Any], done: str = "listed", fix: str = READ_FIX
+) -> tuple[Any, list[Any]]:
     """Return what `act` returns on this rank, and on all ranks. Collective.
 
     All ranks raise StorageUnavailable if one of them has an OSError, or a UserError if waiting does not help. For the
     message, `done` is what cannot be done to the checkpoints then, and `fix` is what to do about it.
     """
-    found: list[Any] = []
+    found = None
     failed = None
     number = None
     try:

@@ -24,7 +24,7 @@ from torch.multiprocessing import spawn
 import lockstep
 from lockstep.classic.process_group import check_announced, current_world
 from lockstep.errors import UserError
-from lockstep.runtime.world import World
+from lockstep.runtime import environments
 
 # A rule of thumb, not a measurement: how much of the efficiency every doubling of the GPUs loses.
 LOST_PER_DOUBLING = 0.05
@@ -141,7 +141,7 @@ def processes_to_start(count: int) -> int | None:
 
 def launched() -> bool:
     """Return whether a launcher has started this process, and others beside it."""
-    return World.launched() or not current_world().alone
+    return environments.launched() or not current_world().alone
 
 
 # ---- GPUs ------------------------------------------------------------------------------------------------

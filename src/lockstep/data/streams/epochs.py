@@ -1,16 +1,19 @@
-"""What all stream sources share. A step is read whole, and an epoch ends when the stream has ended on all ranks."""
+"""What all stream sources share. A step is read whole, and an epoch ends when the stream has ended on all ranks.
+
+A step waits in host memory. Its micro-batches are moved to the device when they are needed.
+"""
 
 from __future__ import annotations
 
 import copy
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lockstep.data.dataset_source import DatasetSource, SourceOptions
 from lockstep.data.loader import is_empty
 from lockstep.data.sample_errors import check_sendable
-from lockstep.data.transfer import Transfer
 from lockstep.errors import UserError
 from lockstep.task import MicroBatch, StepBatches, StepResult
 
@@ -24,15 +27,13 @@ class EpochSource(DatasetSource):
 
     def __init__(self, collate: Callable[[list[Any]], Any], options: SourceOptions, micro_batches_per_step: int):
         """`micro_batches_per_step`: of this rank. If forwards are collective, missing ones are run as padding."""
-        self.collate = collate
-        self.options = options
-        self._transfer = Transfer(options.device, options.pins_here)
+        super().__init__(collate, options)
         self.epoch = 0
         self._micro_batches_per_step = micro_batches_per_step
         self._last: MicroBatch | None = None  # the newest of this epoch, which is repeated as padding
         self._ended = False  # whether this rank has read everything of the epoch
         self._first_step = 0  # the first step of this epoch
-        self._peeked: StepBatches | None = None  # read by `first_micro_batch`, for the next `take`
+        self._peeked: StepBatches | None = None  # read by `first_micro_batch` for the next `take`, in host memory
         self._peek_error: Exception | None = None
 
     @abstractmethod
@@ -44,9 +45,9 @@ class EpochSource(DatasetSource):
         """Return a micro-batch to run with weight 0 if this rank has read none in this epoch."""
 
     def first_micro_batch(self) -> MicroBatch:
-        """Return the first micro-batch of the next step. `take` will return it again."""
+        """Return the first micro-batch of the next step, in host memory. `take` will return it again."""
         try:
-            self._peeked = self._peeked or self.take()
+            self._peeked = self._peeked or self._read_step()
             return next(iter(self._peeked))
         except Exception as error:  # of any kind: `take` raises it again
             self._peek_error = error
@@ -58,11 +59,14 @@ class EpochSource(DatasetSource):
         if self._peek_error is not None:
             raise self._peek_error
 
-        if self._peeked is not None:
-            peeked = self._peeked
-            self._peeked = None
-            return peeked
+        batches, self._peeked = self._peeked or self._read_step(), None
 
+        # `map`, because a generator would keep the last one on the device until it has the next.
+        moved = self._transfer.ahead(micro.data for micro in batches)
+        return replace(batches, micro_batches=map(_with_data, batches, moved))
+
+    def _read_step(self) -> StepBatches:
+        """Read the next global step, and return it with its micro-batches in host memory."""
         micros = [] if self._ended else self._pull()
         self._make_padding(micros)
         samples = self._samples_on_all_ranks(micros)
@@ -113,6 +117,10 @@ class EpochSource(DatasetSource):
         for micro in empty:
             micro.data = nonempty[0].data
             micro.padding = True
+
+
+def _with_data(micro: MicroBatch, data: Any) -> MicroBatch:
+    return replace(micro, data=data)
 
 
 def comparable_copy(sample: Any) -> Any:

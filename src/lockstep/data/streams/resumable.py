@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
 from lockstep.data.dataset_source import SourceOptions
-from lockstep.data.loader import collate_samples, is_empty, start_loader
+from lockstep.data.loader import already_collated, collate_samples, is_empty, start_loader
 from lockstep.data.sample_errors import WorkerError, batch_to_send
 from lockstep.data.samplers import make_sampler
 from lockstep.data.streams.cursor import Cursor, Reread, ShardEpoch, has_state
@@ -194,9 +194,8 @@ class ResumableStreamSource(EpochSource):
         return [arrived.popleft() for arrived in self._arrived]
 
     def _micro_batch(self, read: _Read, padding: bool = False) -> MicroBatch:
-        data = self._transfer(read.batch)
         first = read.index * self.options.micro_batch_size
-        return MicroBatch(data, read.index, len(read.ids), self.epoch, read.ids, padding, first)
+        return MicroBatch(read.batch, read.index, len(read.ids), self.epoch, read.ids, padding, first)
 
     def _note_start(self, parts: list[_StepRead]) -> None:
         """Note where the stream begins, and how much was read again after a resume."""
@@ -226,7 +225,7 @@ class ResumableStreamSource(EpochSource):
             options.config.prefetch,
             options.pins_memory,
             batch_size=None,
-            collate_fn=_identity,
+            collate_fn=already_collated,
         )
         return self._reading
 
@@ -248,7 +247,7 @@ class ResumableStreamSource(EpochSource):
             while samples := cursor.take(self.options.micro_batch_size):
                 batch = collate_samples(self.collate, samples, list(range(len(samples))), where)
                 if not is_empty(batch):
-                    return MicroBatch(self._transfer(batch), 0, len(samples), self.epoch)
+                    return MicroBatch(batch, 0, len(samples), self.epoch)
 
         raise UserError(
             f"the stream has no sample in epoch {self.epoch}",
@@ -315,10 +314,6 @@ def open_cursor(shards: Shards, options: SourceOptions, epoch: int, shard: int, 
     files = [shards.files[index] for index in order[shard :: shards.shards]]
     source = ShardEpoch(shards, files, options.seed, epoch, shard)
     return Cursor(source, state, reread=options.config.resume == "reread")
-
-
-def _identity(item: Any) -> Any:
-    return item
 
 
 @dataclass(eq=False)

@@ -16,7 +16,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from lockstep.data.dataset_source import SourceOptions
-from lockstep.data.loader import collate_samples, start_loader
+from lockstep.data.loader import already_collated, collate_samples, start_loader
 from lockstep.data.sample_errors import WorkerError, batch_to_send, name_samples
 from lockstep.data.streams.epochs import EpochSource, comparable_copy
 from lockstep.data.worker_process import LoaderBatches
@@ -91,8 +91,7 @@ class StridedStreamSource(EpochSource):
 
         # Read one item ahead, so that the last batch is known to be the last.
         while self._next is not None and len(micros) < self._micro_batches_per_step:
-            data = self._transfer(self._next.batch)
-            micros.append(MicroBatch(data, index + len(micros), self._next.num_samples, self.epoch))
+            micros.append(MicroBatch(self._next.batch, index + len(micros), self._next.num_samples, self.epoch))
             self._next = next(self._batches, None)
 
         self._ended = self._next is None
@@ -133,7 +132,7 @@ class StridedStreamSource(EpochSource):
             options.pins_memory,
             # `_Shard` already makes micro-batches and collates them.
             batch_size=None,
-            collate_fn=_identity,
+            collate_fn=already_collated,
             generator=self._worker_seeds(),
         )
 
@@ -142,10 +141,6 @@ class StridedStreamSource(EpochSource):
         seed, config = self.options.seed, self.options.config
         rank = self.options.data_world.rank if config.sharding == "own" else 0
         return torch.Generator().manual_seed(derive(seed, "loaders", self.epoch, rank))
-
-
-def _identity(item: Any) -> Any:
-    return item
 
 
 @dataclass(eq=False)

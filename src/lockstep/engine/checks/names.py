@@ -1,7 +1,7 @@
 """Settings whose values are names in a registry, and the check of these names before any process starts.
 
 The configuration cannot know the names: it lies below the registries. None of these modules imports torch, so that a
-misspelt name is reported at once.
+misspelt name is reported at once. `check_attributes` refuses a name that a task's class may still have.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from lockstep.checkpoint.storage.stores import check_url
 from lockstep.config import Layer
 from lockstep.config.settings import flatten
-from lockstep.errors import ConfigError, unknown_name
+from lockstep.errors import ConfigError, UserError, unknown_name
 from lockstep.observe.sinks import SINKS, check_sinks
 from lockstep.optim import registry
 from lockstep.optim.schedule import SCHEDULES
@@ -56,3 +56,14 @@ def check_names(layers: Sequence[Layer]) -> None:
     check_sinks(settings.get("log.sinks") or [])
     if url := settings.get("checkpoint.storage"):
         check_url(url)
+
+
+def check_attributes(task: Any) -> None:
+    """Refuse a task with an attribute by its old name, which would be ignored."""
+    name = type(task).__name__
+    if isinstance(getattr(task, "lasting", None), tuple | list):
+        raise UserError(
+            f"{name}.lasting is now called fixed_settings",
+            f"lasting = {task.lasting!r}, which has no effect",
+            f"rename it to fixed_settings in the class {name}",
+        )

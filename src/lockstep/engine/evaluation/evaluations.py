@@ -12,8 +12,7 @@ from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
 from lockstep.engine.requests import Requests
 from lockstep.observe.recorder import Recorder
-from lockstep.optim.schedule import LearningRate
-from lockstep.optim.user_scheduler import SchedulerRate
+from lockstep.optim.schedule import GuardedRates
 
 
 class Evaluations:
@@ -28,7 +27,7 @@ class Evaluations:
         schedule: EvaluationSchedule,
         requests: Requests,
         checkpoints: CheckpointManager,
-        learning_rate: LearningRate | SchedulerRate,
+        learning_rate: GuardedRates,
         recorder: Recorder,
         newest: Evaluation | None = None,
     ):

@@ -51,12 +51,6 @@ class Hooks:
             found = [find(owner, name) for owner in owners]
             self._found[name] = [hook for hook in found if hook is not None]
 
-        # Read in every step.
-        self.follow_batches = bool(self._found["before_batch"])
-        self.follow_losses = bool(self._found["before_backward"])
-        self.follow_steps = bool(self._found["after_step"])
-        self.follow_evaluations = bool(self._found["after_eval"])
-
     def named(self, name: str) -> list[Hook]:
         """Return the hooks of this name, in the order in which they are called."""
         return self._found[name]
@@ -88,15 +82,17 @@ class Hooks:
     def before_training(self) -> None:
         self._call_all("before_training")
 
-    def around_batches(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches, each after the calls of `before_batch`."""
-        for micro in batches:
-            self._call_all("before_batch", micro)
-            yield micro
+    def around_batches(self, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
+        """Return the micro-batches, each of which comes after the calls of `before_batch`, if there are any."""
+        return map(self._before_batch, batches) if self._found["before_batch"] else batches
+
+    def _before_batch(self, micro: MicroBatch) -> MicroBatch:
+        self._call_all("before_batch", micro)
+        return micro
 
     def around_loss(self, loss_fn: Callable[..., Loss]) -> Callable[..., Loss]:
         """Return a loss function that ends with the calls of `before_backward`, or `loss_fn` if there are none."""
-        if not self.follow_losses:
+        if not self._found["before_backward"]:
             return loss_fn
 
         return lambda model, batch: self.before_backward(loss_fn(model, batch))
@@ -125,7 +121,6 @@ class Hooks:
         """
         if faults.planned():
             self._found["before_backward"].append(Hook("injected fault", _fault_in_loss, None))
-            self.follow_losses = True
 
     def after_step(self, result: StepResult | None) -> None:
         self._call_all("after_step", result)

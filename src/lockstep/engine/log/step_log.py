@@ -7,31 +7,35 @@ sums have arrived, which may be some steps later.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from lockstep.engine.step import Stepper
 from lockstep.observe.recorder import Interval, Recorder
+from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.sinks import JsonlSink
+from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import StepPart
 from lockstep.plan.plan import Plan
-from lockstep.task import MicroBatch, Number, StepResult, Weight
+from lockstep.task import Number, StepResult, Weight
 
 
-class SampleLog:
-    """Writes which samples this rank trained in each step."""
+class SampleLog(StepPart):
+    """Writes which samples this rank trained in each step: `log.samples`."""
 
-    def __init__(self, path: Path, attempt: int):
+    def __init__(self, folder: RunFolder, rank: int):
+        path = folder.path / "samples" / f"rank-{rank}.jsonl"
         path.parent.mkdir(exist_ok=True)
-        self._attempt = attempt
+        self._attempt = folder.attempt
         self._sink = JsonlSink(path)
-        self.close = self._sink.close
 
-    def write(self, step: int, trained: Sequence[MicroBatch]) -> None:
+    def end_step(self, progress: StepProgress) -> None:
         """Write the line of a step. A step that is repeated has one line per attempt, of which the last counts."""
         # The epoch comes first: an id alone does not name a sample whose dataset changes between epochs.
-        ids = [[batch.epoch, *map(int, batch.ids)] for batch in trained]
-        self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
+        ids = [[batch.epoch, *map(int, batch.ids)] for batch in progress.trained]
+        self._sink.write({"step": progress.step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
+
+    def close(self) -> None:
+        self._sink.close()
 
 
 class StepLog:
@@ -41,20 +45,12 @@ class StepLog:
     logged what belongs to the step.
     """
 
-    def __init__(
-        self,
-        every: int,
-        plan: Plan,
-        stepper: Stepper,
-        recorder: Recorder,
-        sample_log: SampleLog | None,
-    ):
+    def __init__(self, every: int, plan: Plan, stepper: Stepper, recorder: Recorder):
         # Fixed for the run.
         self._every = every
         self._plan = plan
         self._stepper = stepper
         self._recorder = recorder
-        self.sample_log = sample_log
 
         # Of the interval. The sums of losses and metrics are `Stepper.sums`.
         self._steps = 0

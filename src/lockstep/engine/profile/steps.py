@@ -15,11 +15,34 @@ from lockstep.engine.profile.flops import StepFlops, matmul_rate
 from lockstep.engine.run import Run
 from lockstep.observe.profile.merge import mean_kinds, merge, warnings
 from lockstep.observe.profile.tracer import StepTracer
+from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.seeds import preserve_rng
 
 
-class ProfiledSteps:
-    """Decides when a run is traced. `begin_step` and `end_step` are called around every step."""
+class Trace(StepPart):
+    """A trace of a run's steps, from now on."""
+
+    def __init__(self, run: Run):
+        # The profiler does not show the dtype that DDP sends: a hook that compresses gradients halves the bytes.
+        sent_in_half = run.config.ddp.hook in ("fp16", "bf16")
+        self._tracer = StepTracer(run.runtime, run.driver, element_bytes=2 if sent_in_half else 4)
+        self._tracer.start()
+
+    @property
+    def steps(self) -> int:
+        return self._tracer.steps
+
+    def end_step(self, progress: StepProgress) -> None:
+        self._tracer.end_step()
+
+    def stop(self, file: Path) -> dict[str, Any]:
+        """End the trace, write it to a file, and return its breakdown."""
+        return self._tracer.stop(file).as_dict()
+
+
+class ProfiledSteps(StepPart):
+    """Decides when a run is traced."""
 
     def __init__(self, run: Run):
         # Counted from here, not from step 0: a resumed run has to warm up again.
@@ -28,25 +51,29 @@ class ProfiledSteps:
         self._first = run.steps_done + config.after
         self._steps = config.count  # None if no trace is asked for, and after the only one
         self._flops = StepFlops(run.driver)
+        self._trace: Trace | None = None  # while steps are traced
 
         if self._steps and self._first >= run.plan.steps:
             reason = f"no step is profiled: the run ends at step {run.plan.steps}, and profile.after={config.after}"
             run.recorder.event("warning", reason=reason)
 
-    def begin_step(self) -> None:
+    def begin_step(self, steps_left: int) -> None:
         """Begin the trace if it is due."""
-        run = self._run
-        if self._steps and run.tracer is None and run.steps_done == self._first:
+        if self._steps and self._trace is None and self._run.steps_done == self._first:
             # The operations are counted by repeating a forward, which needs the arguments of the last one.
             self._flops.watch()
-            start_tracer(run)
+            self._trace = Trace(self._run)
 
-    def end_step(self) -> None:
+    def end_step(self, progress: StepProgress) -> None:
+        if self._trace:
+            self._trace.end_step(progress)
+
+    def after_maintenance(self) -> None:
         """End the trace if it is complete, and write everything. Collective in that step."""
         # A run that ends early, after a signal for example, keeps what was traced until then.
-        run = self._run
+        run, trace = self._run, self._trace
         last = run.steps_done >= run.plan.steps or run.requests.is_stopping
-        if run.tracer is None or not (run.tracer.steps == self._steps or last):
+        if trace is None or not (trace.steps == self._steps or last):
             return
 
         # What is done here is no part of the step: its time is left out of the metrics.
@@ -55,18 +82,18 @@ class ProfiledSteps:
         folder.mkdir(exist_ok=True)
 
         # Each rank has traced itself; rank 0 puts the timelines together.
-        ranks = run.runtime.collectives.gather_json(self._stop(folder))
+        ranks = run.runtime.collectives.gather_json(self._stop(trace, folder))
         if run.runtime.is_main:
             self._write(folder, ranks)
 
         self._report(ranks)
         run.recorder.exclude(time.perf_counter() - began)
 
-    def _stop(self, folder: Path) -> dict[str, Any]:
+    def _stop(self, trace: Trace, folder: Path) -> dict[str, Any]:
         """End this rank's trace, write it, and return its breakdown with the operations of a step."""
         run = self._run
-        mine = stop_tracer(run, folder / f"rank-{run.runtime.world.rank}.json")
-        self._steps = None  # one trace in a run
+        mine = trace.stop(folder / f"rank-{run.runtime.world.rank}.json")
+        self._trace = self._steps = None  # one trace in a run
 
         # After the trace, of which the counted forward is no part. It may draw random numbers, for dropout, and the
         # steps after a profile must be those of a run without one.
@@ -109,21 +136,6 @@ class ProfiledSteps:
         self._run.recorder.event("profile", step=step, trace="profile/trace.json.gz", **facts)
         for reason in warnings(ranks):
             self._run.recorder.event("warning", step=step, reason=reason)
-
-
-def start_tracer(run: Run) -> None:
-    """Trace the run's steps from now on."""
-    # The profiler does not show the dtype that DDP sends: a hook that compresses gradients halves the bytes.
-    sent_in_half = run.config.ddp.hook in ("fp16", "bf16")
-    run.tracer = StepTracer(run.runtime, run.driver, element_bytes=2 if sent_in_half else 4)
-    run.tracer.start()
-
-
-def stop_tracer(run: Run, file: Path) -> dict[str, Any]:
-    """End the trace, write it to a file, and return its breakdown."""
-    tracer, run.tracer = run.tracer, None
-    assert tracer is not None
-    return tracer.stop(file).as_dict()
 
 
 def _mean(ranks: list[dict[str, Any]], key: str) -> float:

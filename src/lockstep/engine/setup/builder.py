@@ -31,6 +31,7 @@ from lockstep.engine.clock import RunClock
 from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, Evaluator
 from lockstep.engine.hooks.calls import Hooks
+from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.run import Run
 from lockstep.engine.setup.model import check_model, initial_weights, make_average, wrap_optimizers
@@ -68,7 +69,7 @@ class RunBuilder:
     clock: RunClock = field(default_factory=RunClock)
     state: RegisteredState = field(default_factory=RegisteredState)  # what checkpoints hold besides the model
     callbacks: list[Any] = field(default_factory=list)  # given to `fit`, or by `run.add_callback`
-    hooks: Hooks | None = None  # see `use_hooks`
+    hooks: Hooks = field(init=False)  # none until `use_hooks`
     reads_loss: bool = False  # whether the user's code reads the loss of each step
 
     # From `setup_model`. The driver is set first: if making the optimizers fails, the error message needs it.
@@ -82,6 +83,9 @@ class RunBuilder:
 
     # What `fail` calls, in reverse order.
     _on_failure: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    def __post_init__(self) -> None:
+        self.hooks = Hooks(BuiltRunView(self))
 
     @property
     def config(self) -> RunConfig:
@@ -123,7 +127,7 @@ class RunBuilder:
         # Before the optimizers, which may copy the weights.
         initial = None
         if self.config.init_from:
-            initial = initial_weights(driver, self.config, self.runtime, self.folder)
+            initial = initial_weights(driver, self.config, self.runtime, self.folder, self.recorder.event)
             self.state.add("init_from", initial)
 
         # Make the optimizers after sharding, so that their state matches the shards.
@@ -134,6 +138,7 @@ class RunBuilder:
         if self.config.exact:
             exactness = Exactness(model, wrapped, self.runtime, getattr(task, "changing_buffers", ()))
             self.state.add("exact", exactness)
+            driver.parts.append(exactness)
 
         average = make_average(model, self.config, driver, self.runtime)
         if average:
@@ -161,10 +166,7 @@ class RunBuilder:
 
         # The model is the user's, and must be as it was if the run fails.
         self.on_failure(release_captures, driver.model)
-        self.on_failure(driver.cudnn_pause.end)
-        if driver.compiler:
-            self.on_failure(driver.compiler.release)
-
+        self.on_failure(driver.close)
         self.on_failure(stop_watching)  # a custom loop may fail while it is watched
         return driver
 
@@ -214,7 +216,7 @@ class RunBuilder:
         """Call these hooks during the run, and save the state of the callbacks that have one."""
         self.hooks = hooks
         # A hook that follows steps gets their results, and these include the loss.
-        self.reads_loss |= hooks.follow_steps
+        self.reads_loss |= bool(hooks.named("after_step"))
         hooks.register(self.state)
 
     def setup_run(self, data: Any, collate: Collate) -> Run:

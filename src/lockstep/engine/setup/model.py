@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lockstep.checkpoint.init_from.weights import InitialWeights, load_initial_weights
-from lockstep.checkpoint.state.model_names import frozen_names
+from lockstep.checkpoint.state.model_state import frozen_names
 from lockstep.checkpoint.storage import CheckpointStorage, committed
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas
@@ -22,7 +22,7 @@ from lockstep.optim.weight_average import WeightAverage
 from lockstep.optim.zero1 import ShardedOptimizers
 from lockstep.parallel.driver import Driver
 from lockstep.precision import Precision, check_batchnorm, check_storage
-from lockstep.runtime.context import Runtime
+from lockstep.runtime.context import EventLogger, Runtime
 
 
 def check_model(model: nn.Module, precision: Precision, runtime: Runtime) -> None:
@@ -40,7 +40,9 @@ def check_model(model: nn.Module, precision: Precision, runtime: Runtime) -> Non
     check_replicas(model, runtime, only_frozen=True)
 
 
-def initial_weights(driver: Driver, config: RunConfig, runtime: Runtime, folder: RunFolder) -> InitialWeights:
+def initial_weights(
+    driver: Driver, config: RunConfig, runtime: Runtime, folder: RunFolder, log_event: EventLogger
+) -> InitialWeights:
     """Read the weights at `init_from`; of a run that will resume only those that its checkpoints leave out."""
     assert config.init_from is not None
 
@@ -57,7 +59,7 @@ def initial_weights(driver: Driver, config: RunConfig, runtime: Runtime, folder:
 
     # In a pipeline a rank holds only the parameters of its stages.
     elsewhere = {name for name, ranks in driver.role.holders.items() if runtime.world.rank not in ranks}
-    return load_initial_weights(driver.model.state_dict(), config, runtime, elsewhere, only)
+    return load_initial_weights(driver.model.state_dict(), config, runtime, log_event, elsewhere, only)
 
 
 def wrap_optimizers(

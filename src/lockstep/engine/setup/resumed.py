@@ -10,7 +10,6 @@ from lockstep.config import RunConfig
 from lockstep.engine.checks.settings import check_epochs_countable
 from lockstep.engine.step import Stepper
 from lockstep.observe.sinks import read_jsonl
-from lockstep.optim.schedule import LearningRate
 from lockstep.plan.plan import Plan
 from lockstep.task import BatchSource
 
@@ -24,10 +23,8 @@ def continue_plan(resumed: Resumed, plan: Plan, source: BatchSource, stepper: St
     plan = plan.resumed(config, stepper.counters.steps_done, source.step_order.steps_counted)
 
     # The schedule ends with the plan, whose number of steps may just have changed.
-    if isinstance(stepper.learning_rate, LearningRate):
-        stepper.learning_rate.total_steps = plan.steps
-        stepper.lr = stepper.learning_rate.at(stepper.counters.steps_applied)
-
+    stepper.learning_rate.change_total_steps(plan.steps)
+    stepper.lr = stepper.learning_rate.at(stepper.counters.steps_applied)
     return plan
 
 

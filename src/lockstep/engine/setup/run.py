@@ -17,10 +17,8 @@ from lockstep.data.sources import open_source
 from lockstep.engine.checks.settings import check_before_batch, check_same_config, check_sample_log, check_steps_left
 from lockstep.engine.evaluation.evaluations import Evaluations
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
-from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
-from lockstep.engine.hooks.view import BuiltRunView
-from lockstep.engine.load_balance import LoadBalancer, open_load_balancer
+from lockstep.engine.load_balance import balance_load
 from lockstep.engine.log.banner import describe_resume, describe_run
 from lockstep.engine.log.step_log import SampleLog, StepLog
 from lockstep.engine.model_setup import ModelSetup
@@ -49,13 +47,13 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
     # A DataLoader may set what the configuration leaves open, so it comes first.
     data, collate, loader_lines = _take_loader(builder, data, collate)
     config, runtime, driver = builder.config, builder.runtime, setup.driver
-    for hook in builder.hooks.named("before_batch") if builder.hooks else ():
+    for hook in builder.hooks.named("before_batch"):
         check_before_batch(config, driver.role, runtime.world.alone, hook)
 
     # The length of the data determines the plan: how a batch is split, and the number of steps.
     plan, source = _open_data(builder, driver, data, collate)
-    load_balancer = open_load_balancer(config.load_balance, plan, source, driver, runtime, builder.recorder.event)
-    stepper = _make_stepper(builder, setup, plan, load_balancer)
+    balance_load(config.load_balance, plan, source, driver, runtime, builder.recorder.event)
+    stepper = _make_stepper(builder, setup, plan)
 
     # Resuming restores everything that is registered, so all of it must exist by now.
     checkpoints = _open_checkpoints(builder, setup, stepper, source)
@@ -64,12 +62,18 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
         plan = continue_plan(resumed, plan, source, stepper, config)
 
     # The loop continues where the checkpoint was written. Then the banner describes what was made.
-    log = StepLog(config.log.every, plan, stepper, builder.recorder, _open_sample_log(builder))
+    if config.log.samples:
+        driver.parts.append(SampleLog(builder.folder, runtime.world.rank))
+
+    log = StepLog(config.log.every, plan, stepper, builder.recorder)
     requests = _make_requests(plan, stepper, checkpoints, resumed)
-    checkpoints.state.add_to_loop(builder.clock)
+    # A rewind takes back neither the time that has passed nor what was requested.
+    state = checkpoints.state
+    state.add_to_loop(builder.clock, rewound=False)
     evaluations = _make_evaluations(builder, plan, stepper, requests)
-    for stateful in (log, requests, evaluations):
-        checkpoints.state.add_to_loop(stateful)
+    state.add_to_loop(log)
+    state.add_to_loop(requests, rewound=False)
+    state.add_to_loop(evaluations)
 
     facts = _describe(builder, setup, plan, source, stepper) | loader_lines
     if resumed:
@@ -89,13 +93,12 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
         plan=plan,
         source=source,
         stepper=stepper,
-        load_balancer=load_balancer,
         checkpoints=checkpoints,
         resumed=resumed,
         requests=requests,
         log=log,
         evaluations=evaluations,
-        hooks=builder.hooks or Hooks(BuiltRunView(builder)),
+        hooks=builder.hooks,
     )
 
     _begin(run)
@@ -113,7 +116,7 @@ def _begin(run: Run) -> None:
     run.checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
 
     if run.config.profile.count:
-        run.profiled = ProfiledSteps(run)
+        run.driver.parts.insert(0, ProfiledSteps(run))
 
 
 # ---- the data ----
@@ -162,8 +165,8 @@ def _open_data(builder: RunBuilder, driver: Driver, data: Any, collate: Collate)
 # ---- the step and its checkpoints ----
 
 
-def _make_stepper(builder: RunBuilder, setup: ModelSetup, plan: Plan, load_balancer: LoadBalancer | None) -> Stepper:
-    """Make the learning rate and the step. `load_balancer` measures the steps."""
+def _make_stepper(builder: RunBuilder, setup: ModelSetup, plan: Plan) -> Stepper:
+    """Make the learning rate and the step."""
     rate = make_learning_rate(
         builder.config.lr,
         builder.resolved.sources,
@@ -184,12 +187,10 @@ def _make_stepper(builder: RunBuilder, setup: ModelSetup, plan: Plan, load_balan
         reports_loss=setup.driver.role.reports_loss,
         reads_loss=builder.reads_loss,
         log_event=builder.recorder.event,
-        # Load balancing measures the time of a rank up to the start of its gradient all-reduce.
-        before_all_reduce=load_balancer.mark if load_balancer else None,
     )
 
     # Only a hook that delays parameters makes the step ask which ones it trains.
-    delaying = builder.hooks.named("first_steps") if builder.hooks else []
+    delaying = builder.hooks.named("first_steps")
     trained = TrainedParameters(setup.driver, delaying) if delaying else None
     return Stepper(context, setup.driver, setup.optimizers, rate, trained)
 
@@ -226,7 +227,6 @@ def _open_checkpoints(
         registered=builder.state,
         keep_frozen=builder.config.checkpoint.frozen,
         frozen_advice=getattr(builder.task, "frozen_advice", Task.frozen_advice),
-        fixed_settings=getattr(builder.task, "fixed_settings", ()),
         holders=setup.driver.role.holders,
         rank=builder.runtime.world.rank,
         duplicates=setup.driver.role.duplicates,
@@ -240,6 +240,7 @@ def _open_checkpoints(
         runtime=builder.runtime,
         log_event=builder.recorder.event,
         update=stepper.update,
+        fixed_settings=getattr(builder.task, "fixed_settings", ()),
     )
 
     # Let a save in flight finish: it may be the only checkpoint of a run that fails.
@@ -277,16 +278,6 @@ def _describe_weights(setup: ModelSetup, plan: Plan, source: BatchSource, resume
         facts["exact"] = setup.exactness.begin(source, plan, resumed.changed_settings if resumed else [])
 
     return facts
-
-
-def _open_sample_log(builder: RunBuilder) -> SampleLog | None:
-    if not builder.config.log.samples:
-        return None
-
-    path = builder.folder.path / "samples" / f"rank-{builder.runtime.world.rank}.jsonl"
-    samples = SampleLog(path, builder.folder.attempt)
-    builder.on_failure(samples.close)
-    return samples
 
 
 def _continue_records(builder: RunBuilder, resumed: Resumed, requests: Requests, plan: Plan) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -203,8 +203,14 @@ def judge_halves(
     if tolerance.explains(2 * first.total - twice.total - constant, constant, *numbers):
         return named("penalty", f"{evidence}; every call adds {constant:.4g}, whatever its samples")
 
-    if _is_reweighted(whole, halves, measure_doubled(True), tolerance):
+    uneven = measure_doubled(True)
+    if _is_reweighted(whole, halves, uneven, tolerance):
         return named("loss-weight", f"{evidence}; each total is a mean over something else, times the weight")
+
+    # Such a mean without the factor, as Hugging Face's .loss beside the number of rows.
+    whole, *halves, uneven = (replace(part, total=part.total * part.weight) for part in (whole, *halves, uneven))
+    if _is_reweighted(whole, halves, uneven, tolerance):
+        return named("loss-weight", f"{evidence}; each total is a mean over something that the weight does not count")
 
     return named("batch-coupled", evidence)
 

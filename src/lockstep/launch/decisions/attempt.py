@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lockstep.errors import plural
-from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure, RankExit, left_early, pick_root
+from lockstep.launch.failure import (
+    PREEMPTED,
+    Consequence,
+    Failure,
+    LauncherFailure,
+    RankExit,
+    left_early,
+    pick_root,
+)
 from lockstep.launch.hangs.watchdog import Watchdog
 
 
@@ -95,7 +103,7 @@ class Attempt:
     @property
     def any_died_by_itself(self) -> bool:
         """Whether some rank has died without another's doing."""
-        return any(rank_exit.died_by_itself for rank_exit in self.exits.values())
+        return any(rank_exit.consequence is Consequence.NEVER for rank_exit in self.exits.values())
 
     @property
     def finished(self) -> list[int]:
@@ -140,7 +148,7 @@ class Attempt:
             failure = self._located(failure)
 
         # Ranks only report a lost peer: that peer is a rank that ended too early.
-        if self.exits[root].may_report_lost_peer and self.finished:
+        if self.exits[root].consequence >= Consequence.POSSIBLE and self.finished:
             rank = self.finished[0]
             return left_early(rank, self._host_of(rank), failure, self.exits[rank].exit_line)
 

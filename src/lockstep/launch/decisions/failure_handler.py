@@ -22,7 +22,7 @@ from lockstep.launch.decisions.recovery import (
 )
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
-from lockstep.launch.decisions.status import ACTIVE, JOIN_S, NODES_KILL_S, JobStatus
+from lockstep.launch.decisions.status import ACTIVE, NODES_KILL_S, JobStatus
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import COORDINATOR
 from lockstep.launch.wire.messages import JobEnd, Kill
@@ -57,20 +57,20 @@ class FailureHandler:
 
             case Restart():
                 self._count_restart(decision, failure, now)
-                self._announce(failure, self._describe_restart(decision, failure, now))
+                self.announce(failure, self._describe_restart(decision, failure, now))
 
             case Continue():
                 self._state.outbox.say(f"{failure.message}; continuing from {self._state.where_to_resume}")
 
             case UndoResize():
-                self._announce(failure)
+                self.announce(failure)
                 self._save_requests.undo_resize()
 
             case EndPreempted():
-                self._announce(failure, "not restarted: the job was asked to save and exit")
+                self.announce(failure, "not restarted: the job was asked to save and exit")
 
             case End():
-                self._announce(failure, self._describe_end(decision, failure))
+                self.announce(failure, self._describe_end(decision, failure))
 
             case _:
                 assert_never(decision)
@@ -89,30 +89,22 @@ class FailureHandler:
         if number in self._state.members.nodes and self._state.status is not JobStatus.OVER:
             self.handle(self._loss_of(number, why), now, number)
 
-    def give_up(self, now: float) -> None:
-        """End the job, because too few nodes came in time."""
-        members = self._state.members
-        problem = f"only {plural(len(members.nodes), 'node')} came within {JOIN_S:.0f} s"
-        self._end_without_attempt(problem, f"{problem}; {members.bounds.least} are needed.", now)
+    def end_without_attempt(self, problem: str, now: float) -> None:
+        """End the job while no rank runs, because no attempt can follow. An end that was decided before stays."""
+        if self._next_attempt.end_if_decided():
+            return
 
-    def end_with_ranks_left(self, now: float) -> None:
-        """End the job, because killed ranks on this machine do not die. They still hold the run folder."""
-        problem = f"killed ranks on this machine did not end within {NODES_KILL_S:.0f} s"
-        if not self._next_attempt.end_if_decided():
-            self._end_without_attempt(problem, f"not restarted: {problem}.", now)
+        failure = Failure.by_launcher(LauncherFailure.NODE, problem)
+        self._state.decided = decide(failure, self._situation(now, cannot_start=problem))
+        again = "restarted" if self._state.attempt.number is not None else "started"
+        self._state.outbox.say(f"not {again}: {problem}. {self._state.how_to_continue}")
+        self._next_attempt.end_if_decided()
 
     def _end_if_too_few(self, now: float) -> None:
         """End the job if nodes are missing after an attempt. A restart may have been announced before they left."""
         shortage = self._state.members.shortage
         if self._state.status is JobStatus.JOIN and self._state.attempt.started_here and shortage:
-            self._end_without_attempt(shortage, f"not restarted: {shortage}.", now)
-
-    def _end_without_attempt(self, problem: str, text: str, now: float) -> None:
-        """End the job while no rank runs, with a line on the screens: `text`, and how to continue."""
-        failure = Failure.by_launcher(LauncherFailure.NODE, problem)
-        self._state.decided = decide(failure, self._situation(now, cannot_start=problem))
-        self._state.outbox.say(f"{text} {self._state.how_to_continue}")
-        self._next_attempt.end_if_decided()
+            self.end_without_attempt(shortage, now)
 
     def _situation(
         self,
@@ -155,6 +147,7 @@ class FailureHandler:
         state, attempt = self._state, self._state.attempt
         if dismiss:
             state.outbox.put(DismissNode(node, JobEnd(ExitCode.FAILED, failure)))
+            state.restarts.count_sent_away(state.members.nodes[node].host, now)
             failure = self._loss_of(node, f"was dropped: {failure.message}")
         else:
             state.outbox.put(DropNode(node))
@@ -215,7 +208,7 @@ class FailureHandler:
         hint = "" if would_recur else f". {self._state.how_to_continue}"
         return f"not restarted: {end.reason}{hint}"
 
-    def _announce(self, failure: Failure, what_follows: str = "") -> None:
+    def announce(self, failure: Failure, what_follows: str = "") -> None:
         """Announce a failure of the current attempt."""
         attempt = self._state.attempt
         # Otherwise no rank runs that the failure could end.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from lockstep.errors import ExitCode, Preempted
 from lockstep.launch.failure import Failure, LauncherFailure
-from lockstep.launch.settings import Settings
+from lockstep.launch.job import Settings
 
 # ---- what follows, once the ranks of the attempt are gone; a node is dropped at once ----
 

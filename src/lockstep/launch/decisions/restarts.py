@@ -1,4 +1,4 @@
-"""The restarts of a job so far: how many there were, how many without a new checkpoint, and where attempts hung.
+"""The restarts of a job so far: how many there were, how many without a new checkpoint, and what caused them.
 
 All nodes receive the `RestartHistory` in the `CoordinatorState`: a node that takes over continues with it.
 """
@@ -10,6 +10,10 @@ from collections import Counter
 from lockstep.launch.failure import Failure
 from lockstep.launch.times import within_last_hour
 from lockstep.launch.wire.messages import HangPoint, RestartHistory
+
+# How many times nodes of a host are sent away within an hour before no other may join from there: each of them costs
+# all ranks a save and a start.
+MAX_SENT_AWAY = 2
 
 
 class Restarts:
@@ -28,11 +32,15 @@ class Restarts:
         # (step, phase) -> how many attempts ended there because no rank advanced.
         self.hang_points: Counter[tuple[int | None, str | None]] = Counter()
 
+        # Host -> when it was sent away, because it could not import the program or set up its ranks.
+        self._sent_away: dict[str, list[float]] = {}
+
     def history(self, now: float) -> RestartHistory:
         """Return what a successor continues with. Times become ages."""
         ages = [now - moment for moment in within_last_hour(self._times, now)]
         points = [HangPoint(step, phase, count) for (step, phase), count in self.hang_points.items()]
-        return RestartHistory(self.total, ages, self._in_a_row, self._newest, points)
+        sent_away = {host: [now - moment for moment in times] for host, times in self._sent_away.items()}
+        return RestartHistory(self.total, ages, self._in_a_row, self._newest, points, sent_away)
 
     @classmethod
     def inherited(cls, history: RestartHistory, now: float) -> Restarts:
@@ -46,6 +54,7 @@ class Restarts:
         for point in history.hang_points:
             restarts.hang_points[point.step, point.phase] = point.count
 
+        restarts._sent_away = {host: [now - age for age in ages] for host, ages in history.sent_away.items()}
         return restarts
 
     def recent(self, now: float) -> int:
@@ -68,3 +77,11 @@ class Restarts:
     def count_hang(self, failure: Failure) -> None:
         """Count an attempt that was ended as a hang: the next one gets more time at this step and phase."""
         self.hang_points[failure.step, failure.phase] += 1
+
+    def count_sent_away(self, host: str, now: float) -> None:
+        """Count a node of this host that was sent away."""
+        self._sent_away[host] = [*within_last_hour(self._sent_away.get(host, []), now), now]
+
+    def refuses(self, host: str, now: float) -> bool:
+        """Return whether a node of this host may not join, because others of it were sent away."""
+        return len(within_last_hour(self._sent_away.get(host, []), now)) >= MAX_SENT_AWAY

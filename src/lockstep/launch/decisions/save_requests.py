@@ -33,6 +33,9 @@ class SaveRequests:
         self._sigint_at = -math.inf if inherited == "SIGINT" else math.inf
         self._sigint_nodes: set[int] = set()
 
+        # The newest checkpoint when the ranks were asked: it is not what they were asked for.
+        self._newest_when_asked: int | None = None
+
         # The last attempt before a resize: if the one after it fails, the job returns to its size.
         self._before_resize: Attempt | None = None
 
@@ -125,6 +128,7 @@ class SaveRequests:
 
     def _await_exits(self, now: float) -> None:
         """Wait for the ranks to save and exit."""
+        self._newest_when_asked = self._state.checkpoints.newest
         self._state.enter(JobStatus.SAVE_AND_EXIT, now + self._state.settings.restart.grace)
 
     def end_job(self) -> None:
@@ -132,10 +136,11 @@ class SaveRequests:
         state = self._state
         step = state.checkpoints.newest
 
-        # The newest checkpoint need not be of this attempt.
+        # The newest checkpoint need not be of this attempt, nor be the one that the ranks were asked for.
+        is_new = step != self._newest_when_asked or state.attempt.any_saved_and_exited
         if step is None:
             saved = "ended before anything was saved"
-        elif state.attempt.has_saved(step) and state.attempt.unsaved_step is None:
+        elif state.attempt.has_saved(step) and state.attempt.unsaved_step is None and is_new:
             saved = f"saved at step {step}"
         elif state.attempt.number is not None and not state.attempt.started_here:
             # The ranks of a lost coordinator may have saved it, or not.

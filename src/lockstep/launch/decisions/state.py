@@ -15,8 +15,7 @@ from lockstep.launch.decisions.restarts import Restarts
 from lockstep.launch.decisions.status import JOIN_S, TRANSITIONS, JobStatus
 from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.hangs.watchdog import Watchdog
-from lockstep.launch.job import Job
-from lockstep.launch.settings import Settings
+from lockstep.launch.job import Job, Settings
 from lockstep.launch.wire.messages import CollectStacks, CoordinatorState, JobEnd, Kill, SaveAndExit
 
 

@@ -32,11 +32,11 @@ from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import (
     ACTIVE,
+    CAUSE_WAIT_S,
     COMMIT_S,
     FENCE_S,
-    LOST_PEER_WAIT_S,
+    JOIN_S,
     NODES_KILL_S,
-    PEER_WAIT_S,
     QUIET_S,
     START_S,
     STRAGGLER_GRACE_S,
@@ -44,8 +44,7 @@ from lockstep.launch.decisions.status import (
 )
 from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure, RankExit
 from lockstep.launch.folder.run_dir import CheckpointFacts
-from lockstep.launch.job import COORDINATOR, Job
-from lockstep.launch.settings import Settings
+from lockstep.launch.job import COORDINATOR, Job, Settings
 from lockstep.launch.wire.messages import (
     CoordinatorState,
     JobEnd,
@@ -116,6 +115,10 @@ class JobStateMachine:
         """Whether no other node may join."""
         return self._state.members.full
 
+    def refuses(self, host: str, now: float) -> bool:
+        """Return whether a node of this host may not join: others of it were sent away."""
+        return self._state.restarts.refuses(host, now)
+
     def is_due(self, now: float) -> bool:
         """Return whether `tick` would act on a deadline."""
         return now >= self._state.deadline or self._is_time_to_blame(now)
@@ -166,7 +169,7 @@ class JobStateMachine:
     def took_over(self, failure: Failure, now: float) -> None:
         """This node has taken over from a lost coordinator. The usual rules decide whether the job restarts."""
         if self._state.attempt.number is None:
-            self._state.outbox.announce_failure(failure, None, others=0)
+            self._failure_handler.announce(failure)
             return
 
         # The ranks are gone already, so a job that was asked to exit ends as preempted.
@@ -205,13 +208,7 @@ class JobStateMachine:
         if self._state.status is JobStatus.COLLECT_STACKS:
             self._state.enter(JobStatus.RUN)
 
-        if rank_exit.died_by_itself:
-            seconds = 0.0
-        elif rank_exit.may_report_lost_peer:
-            seconds = LOST_PEER_WAIT_S
-        else:
-            seconds = PEER_WAIT_S
-
+        seconds = CAUSE_WAIT_S[rank_exit.consequence]
         self._state.attempt.blame_at = min(self._state.attempt.blame_at, now + seconds)
 
     def _is_time_to_blame(self, now: float) -> bool:
@@ -359,7 +356,9 @@ class JobStateMachine:
         state, attempt = self._state, self._state.attempt
         match state.status:
             case JobStatus.JOIN:
-                self._failure_handler.give_up(now)
+                came = f"only {plural(len(state.members.nodes), 'node')} came within {JOIN_S:.0f} s"
+                problem = f"{came}, and {state.members.bounds.least} are needed"
+                self._failure_handler.end_without_attempt(problem, now)
 
             case JobStatus.COLLECT_STACKS:
                 self._hang_check.judge(now)
@@ -370,7 +369,9 @@ class JobStateMachine:
                 self._failure_handler.handle(failure, now)
 
             case JobStatus.KILL if COORDINATOR in state.unanswered:
-                self._failure_handler.end_with_ranks_left(now)
+                # They still hold the run folder.
+                problem = f"killed ranks on this machine did not end within {NODES_KILL_S:.0f} s"
+                self._failure_handler.end_without_attempt(problem, now)
 
             case JobStatus.KILL:
                 # Continue without the other nodes that could not kill their ranks.

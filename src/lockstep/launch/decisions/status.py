@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from enum import Enum
 
+from lockstep.launch.failure import Consequence
+
 
 class JobStatus(Enum):
     """What the job is doing, or waiting for."""
@@ -56,11 +58,14 @@ ACTIVE = (JobStatus.RUN, JobStatus.COLLECT_STACKS, JobStatus.SAVE_AND_EXIT)
 # How long the job waits for its nodes.
 JOIN_S = 300.0
 
-# After an exception, how long to wait for the exit of a peer that may have died first.
-PEER_WAIT_S = 1.0
-
-# The same wait after an exception that only says that a peer is gone: a large process takes a while to die.
-LOST_PEER_WAIT_S = 5.0
+# After a failure, how long to wait for the exit of a peer that may have died first. If it seems that a peer is gone,
+# that is longer: a large process takes a while to die.
+CAUSE_WAIT_S = {
+    Consequence.NEVER: 0.0,
+    Consequence.UNLIKELY: 1.0,
+    Consequence.POSSIBLE: 5.0,
+    Consequence.CERTAIN: 5.0,
+}
 
 # After that wait, or after the death of another rank, how long rank 0 may take to commit a checkpoint that all ranks
 # have written.

@@ -104,8 +104,13 @@ def token_in(name: str) -> str | None:
 
 def is_draft(name: str) -> bool:
     """Return whether a folder is a save that is not committed yet."""
+    return token_in(name) is not None and not is_half_deleted(name)
+
+
+def is_half_deleted(name: str) -> bool:
+    """Return whether a folder is a checkpoint that is being deleted, or could not be deleted as a whole."""
     match = _TEMPORARY.fullmatch(name)
-    return match is not None and not (match[2] or "").startswith(f"-{_DELETING}")
+    return match is not None and (match[2] or "").startswith(f"-{_DELETING}")
 
 
 def confirmation_name(rank: int) -> str:

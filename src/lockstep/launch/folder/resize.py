@@ -1,7 +1,8 @@
-"""The request of `lockstep resize`: a file in the run folder, which the launcher reads (`watch.py`)."""
+"""The request of `lockstep resize`: a file in the run folder with a number, which the launcher reads and removes."""
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from lockstep.errors import UserError
@@ -10,11 +11,6 @@ from lockstep.launch.folder.locks import LOCK, has_launcher
 
 # The file with the number of processes.
 REQUEST = "resize"
-
-
-def remove_old_requests(run: Path) -> None:
-    """Remove a request of `lockstep resize` that an earlier job did not carry out."""
-    (run / REQUEST).unlink(missing_ok=True)
 
 
 def ask_for_size(run: Path, count: int) -> None:
@@ -38,3 +34,35 @@ def ask_for_size(run: Path, count: int) -> None:
 
     # The launcher looks for the file once a second.
     records.write(run / REQUEST, f"{count}\n")
+
+
+# ---- in the launcher ----
+
+
+def take_request(run: Path) -> str | None:
+    """Return the text of the request and remove it; None if there is none yet, or if the disk fails for the moment."""
+    request = run / REQUEST
+    try:
+        text = records.read_bytes(request, most=4096).decode(errors="replace").strip()
+    except OSError:
+        return None
+
+    # `echo` in a shell makes the file before it writes the number: the next look finds it.
+    if not text:
+        return None
+
+    with suppress(OSError):
+        request.unlink()
+
+    return text
+
+
+def size_in(text: str) -> int | None:
+    """Return the number of processes that a request asks for; None if it holds no number."""
+    # The file may hold anything: `echo` in a shell writes it as well.
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def remove_old_requests(run: Path) -> None:
+    """Remove a request that an earlier job did not carry out."""
+    (run / REQUEST).unlink(missing_ok=True)

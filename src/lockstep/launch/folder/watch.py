@@ -8,9 +8,8 @@ from collections import deque
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.launch import records
 from lockstep.launch.folder.election import HeldTerm
-from lockstep.launch.folder.resize import REQUEST
+from lockstep.launch.folder.resize import take_request
 from lockstep.launch.folder.run_dir import CheckpointFacts, folder_identity, read_checkpoint_facts
 from lockstep.launch.times import HEARTBEAT_S, LOOK_S, LOST_AFTER_S
 
@@ -68,7 +67,9 @@ class FolderWatch:
         self._look_at_term()
         self.look_at_checkpoints()
         self._notice_removal()
-        self._read_resize_request()
+        request = take_request(self._run_dir)
+        if request is not None:
+            self.resize_requests.append(request)
 
     def _look_at_term(self) -> None:
         """Write the heartbeat, and check whether another node has taken over."""
@@ -108,13 +109,6 @@ class FolderWatch:
         if self._identity is not None and folder_identity(self._run_dir) != self._identity:
             self._identity = None
             self.removed = True
-
-    def _read_resize_request(self) -> None:
-        # Usually there is no such file. After an error of the disk, the next look may read it.
-        request = self._run_dir / REQUEST
-        with suppress(OSError):
-            self.resize_requests.append(records.read_bytes(request, most=4096).decode(errors="replace").strip())
-            request.unlink()
 
     def close(self) -> None:
         self._closed.set()

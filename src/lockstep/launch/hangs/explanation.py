@@ -24,6 +24,12 @@ class Evidence:
     stacks: dict[int, str] = field(default_factory=dict)  # by rank; "" for a rank that did not answer
     findings: flight_recorder.Findings = field(default_factory=flight_recorder.Findings)
     holders: list[int] = field(default_factory=list)  # ranks that most likely hold the GIL: see `gil_holders`
+    ahead: list[int] = field(default_factory=list)  # ranks that entered too many collectives: see `ranks_ahead`
+
+    @property
+    def is_deadlock(self) -> bool:
+        """Whether the collectives prove that no rank can advance: more time would not help."""
+        return self.findings.deadlock or bool(self.ahead)
 
 
 def gil_holders(stacks: dict[int, str], collectives: Collection[int]) -> list[int]:
@@ -57,16 +63,10 @@ def ranks_ahead(suspicion: Suspicion, findings: flight_recorder.Findings) -> lis
     return [rank for rank in steps if steps[rank] < newest and entered[rank] >= least]
 
 
-def is_deadlock(suspicion: Suspicion, evidence: Evidence) -> bool:
-    """Return whether the collectives prove that no rank can advance: more time would not help."""
-    return evidence.findings.deadlock or bool(ranks_ahead(suspicion, evidence.findings))
-
-
 def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
     """Return a failure that names the rank that the others wait for, where they wait, and in which collective."""
     groups = group(evidence.stacks)
-    ahead = ranks_ahead(suspicion, evidence.findings)
-    awaited = ahead or _awaited(suspicion, evidence, groups)
+    awaited = evidence.ahead or _awaited(suspicion, evidence, groups)
 
     # If nothing tells the ranks apart, name the one that has stalled for longest.
     if awaited:
@@ -85,9 +85,9 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
     if suspicion.remedy:
         detail.append(suspicion.remedy)
 
-    who = _who_is_ahead(ahead, suspicion, evidence) or _who(suspicion, awaited)
+    who = _who_is_ahead(suspicion, evidence) or _who(suspicion, awaited)
     return Failure.by_launcher(
-        LauncherFailure.DEADLOCK if is_deadlock(suspicion, evidence) else LauncherFailure.HANG,
+        LauncherFailure.DEADLOCK if evidence.is_deadlock else LauncherFailure.HANG,
         f"{suspicion.reason}; {who}",
         culprit.rank,
         culprit.host,
@@ -117,8 +117,9 @@ def _awaited(suspicion: Suspicion, evidence: Evidence, groups: list[tuple[tuple[
     return []
 
 
-def _who_is_ahead(ahead: list[int], suspicion: Suspicion, evidence: Evidence) -> str:
+def _who_is_ahead(suspicion: Suspicion, evidence: Evidence) -> str:
     """Return text about the ranks that are ahead in collectives, with an example; "" if there are none."""
+    ahead = evidence.ahead
     if not ahead:
         return ""
 

@@ -18,7 +18,7 @@ from typing import Any
 from lockstep.config.sections import HangConfig
 from lockstep.launch.failure import Failure
 from lockstep.launch.hangs import flight_recorder
-from lockstep.launch.hangs.explanation import Evidence, explain, gil_holders, is_deadlock
+from lockstep.launch.hangs.explanation import Evidence, explain, gil_holders, ranks_ahead
 from lockstep.launch.hangs.suspicion import (
     HangPoints,
     Peers,
@@ -204,7 +204,7 @@ class Watchdog:
         if suspicion.kind != "stall":
             return explain(suspicion, evidence)
 
-        if not is_deadlock(suspicion, evidence):
+        if not evidence.is_deadlock:
             return None
 
         youngest = min(view.age for view in suspicion.views.values())
@@ -219,7 +219,8 @@ class Watchdog:
             with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
                 findings = flight_recorder.analyse(self._collectives)
 
-        return Evidence(self._stacks, findings, gil_holders(self._stacks, self._collectives))
+        holders = gil_holders(self._stacks, self._collectives)
+        return Evidence(self._stacks, findings, holders, ranks_ahead(suspicion, findings))
 
     def is_compiling(self, suspicion: Suspicion, stacks: dict[int, str]) -> bool:
         """Return whether a rank is compiling, which is not a hang.

@@ -1,4 +1,4 @@
-"""The processes of the ranks of one attempt on this node: how they are asked to save and exit, and killed."""
+"""The processes of the ranks of one attempt on this node: how they are asked where they are, and ended."""
 
 from __future__ import annotations
 
@@ -9,16 +9,27 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from lockstep.launch import records
+from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.suspicion import process_stat
+from lockstep.launch.ranks import rank_record
 from lockstep.launch.ranks.post_mortem import LocalRank, OomKills
 from lockstep.launch.ranks.zygote import kill_process_group
+from lockstep.launch.times import COLLECTIVES_S, RANKS_STACKS_S
 from lockstep.launch.wire.messages import Start
 from lockstep.runtime.preemption import PREEMPT_FILE
 
 # How often the files that ranks share with their launcher are touched.
 TOUCH_S = 3600.0
+
+# How many characters the stacks of all ranks of a node may have: a message has a largest size. The main thread of a
+# rank is at the end of its text.
+STACKS_SIZE = 4 * 2**20
+
+# How many of the last collectives of a rank are enough to compare it with others.
+COLLECTIVES_SENT = 100
 
 
 class LocalRanks:
@@ -70,7 +81,35 @@ class LocalRanks:
                 for path in (self.folder, *self.folder.iterdir()):
                     os.utime(path)
 
+    # ---- where they are ----
+
+    def stacks_and_collectives(self) -> tuple[dict[int, str], dict[int, list[Any]]]:
+        """Return the stack of each rank, and the last collectives of those that answer. That takes seconds.
+
+        A rank that does not answer has an empty stack. If the folder is full or gone, the ranks are not asked for their
+        collectives.
+        """
+        answers = stacks.collect(self.folder, self.pids, RANKS_STACKS_S)
+        answering = [rank for rank, text in answers.items() if text]
+        recorded: dict[int, list[Any]] = {}
+        with suppress(OSError):
+            recorded = flight_recorder.collect(self.folder, answering, COLLECTIVES_S)
+
+        most = STACKS_SIZE // max(len(answers), 1)
+        texts = {rank: stacks.comparable(text)[-most:] for rank, text in answers.items()}
+        last = {rank: flight_recorder.comparable(entries[-COLLECTIVES_SENT:]) for rank, entries in recorded.items()}
+        return texts, last
+
     # ---- their end ----
+
+    def kill_failed(self) -> bool:
+        """Kill the ranks that have recorded a failure and have not ended since. Return whether there are any."""
+        records_of = {pid: rank_record.read(self.folder, number) for number, pid in self.pids.items()}
+        failed = [pid for pid, record in records_of.items() if record is not None and record.failure is not None]
+        for pid in failed:
+            kill_process_group(pid)
+
+        return bool(failed)
 
     def ask_to_save(self, signal: str | None = None) -> None:
         """Ask the ranks to save and exit; `signal` is the one that asks for it.

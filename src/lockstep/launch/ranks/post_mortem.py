@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from lockstep.launch import frames, records
-from lockstep.launch.failure import ABORTED_UNREAD, PREEMPTED, Failure, LauncherFailure, RankExit
+from lockstep.launch.failure import ABORTED_UNREAD, CLEAN, Failure, LauncherFailure, RankExit
 from lockstep.launch.hangs import stacks
 from lockstep.launch.ranks import rank_record
 from lockstep.runtime import heartbeat
@@ -72,21 +72,21 @@ class LocalRank:
 
 def examine(rank: LocalRank, code: int, when: float) -> RankExit:
     """Return how a rank ended with this exit code. `when`: the time at which its end was noticed."""
-    # These codes mean an end as planned, or as asked for, only if the rank has said so.
-    end_note = rank_record.end_note(rank.folder, rank.number)
-    if code == 0 and end_note.exists():
-        return RankExit(code, exit_line=records.read(end_note))
+    record = rank_record.read(rank.folder, rank.number)
+    failure = record.failure if record else None
 
-    preemption_note = rank_record.preemption_note(rank.folder, rank.number)
-    if code == PREEMPTED and preemption_note.exists():
-        unsaved = records.read(preemption_note)
-        return RankExit(code, unsaved_step=int(unsaved) if unsaved.isdecimal() else None)
+    # These codes mean an end as planned, or as asked for, only if the rank has said so. On a full disk the record may
+    # be empty, which says no more than that.
+    if code in CLEAN and failure is None:
+        if record is not None and record.code == code:
+            return record
+
+        if record is None and rank_record.exists(rank.folder, rank.number):
+            return RankExit(code)
 
     # A rank that was killed has left no record.
     log = records.read(rank.log, rank.log_began, most=LOG_SIZE) if rank.log else None
-    try:
-        failure = rank_record.read(rank.folder, rank.number)
-    except ValueError:
+    if failure is None:
         failure = _without_record(rank, code, when, log)
 
     # A failure of another rank, which this rank noticed. Its host is not known here: `Attempt.root_failure` finds it.

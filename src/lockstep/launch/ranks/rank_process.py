@@ -1,4 +1,4 @@
-"""What a rank runs after it was forked: call the job's function, write a failure record if it raises, and exit.
+"""What a rank runs after it was forked: call the job's function, record how that has ended, and exit.
 
 The function itself comes from the layers above (see `Job.entry`). Everything here concerns the rank as a process: it
 dies with its launcher, answers requests for stacks and collectives, and exits without tearing Python down.
@@ -27,15 +27,14 @@ import io
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from lockstep.errors import Preempted
-from lockstep.launch.failure import CLEAN, PREEMPTED
+from lockstep.launch.failure import CLEAN, PREEMPTED, RankExit
 from lockstep.launch.folder.election import TermFile
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.ranks import rank_record
@@ -60,32 +59,27 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
     try:
         work(spec)
     except BaseException as error:
-        # Also SystemExit and KeyboardInterrupt: however the user's code ends, the launcher must learn it.
-        # A program that cleans up after a preemption may then call sys.exit with its code.
-        preempted = error if isinstance(error, Preempted) else error.__context__
-        if isinstance(preempted, Preempted):
-            rank_record.note_preemption(folder, rank, preempted.step if preempted.save_failed else None)
-            exit_without_teardown(PREEMPTED)
+        # Also SystemExit and KeyboardInterrupt: however the user's code ends, the launcher must learn it. The error
+        # stays alive until the exit: freeing what its frames hold may wait for ranks that are gone.
+        _end(folder, rank, rank_record.ended_by(error, rank))
 
-        if isinstance(error, SystemExit) and error.code in (None, 0):
-            rank_record.note_end(folder, rank, rank_record.raising_line(error))
-            exit_without_teardown(0)
+    _end(folder, rank, RankExit(0))
 
-        rank_record.record_exception(folder, rank, error)
 
-        # Rank 0 has the terminal, where the launcher prints the first failure.
-        if rank != 0:
-            traceback.print_exc()
+def _end(folder: Path, rank: int, rank_exit: RankExit) -> NoReturn:
+    """Record how this rank ends, and exit. The exit code is not enough: `os._exit(0)` too early has the same one."""
+    rank_record.write(folder, rank, rank_exit)
 
-        exit_without_teardown(1)
+    # Rank 0 has the terminal, where the launcher prints the first failure.
+    if rank_exit.failure is not None and rank != 0:
+        print(rank_exit.failure.traceback, file=sys.stderr)
 
-    rank_record.note_end(folder, rank)
-    exit_without_teardown(0)
+    exit_without_teardown(rank_exit.code)
 
 
 def exit_at_once(number: int, frame: FrameType | None) -> NoReturn:
     """End this rank on a signal that asks it to save and exit, because it has nothing to save yet."""
-    rank_record.note_preemption(Path(os.environ[ATTEMPT_FOLDER]), int(os.environ["RANK"]))
+    rank_record.write(Path(os.environ[ATTEMPT_FOLDER]), int(os.environ["RANK"]), RankExit(PREEMPTED))
     os._exit(PREEMPTED)
 
 

@@ -1,11 +1,9 @@
-"""What a rank leaves in its attempt's folder about its own end: a failure record, or a note that it has not failed.
+"""What a rank leaves in its attempt's folder about its own end.
 
-    rank-3.json     the failure record of rank 3
-    ended-3         rank 3 has ended as planned
-    preempted-3     rank 3 has exited because it was asked to; the step, if its save failed
+    rank-3.json     how rank 3 ends: a `RankExit`, with its failure if it has failed
     error-3         the exception of rank 3 itself, for the process that called `lockstep.fit`
 
-`post_mortem.py` reads the first three in the launcher.
+`post_mortem.py` reads the first in the launcher.
 """
 
 from __future__ import annotations
@@ -15,35 +13,45 @@ import json
 import socket
 import time
 import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from lockstep.errors import OutOfStep, UserError
+from lockstep.errors import OutOfStep, Preempted, UserError
 from lockstep.launch import records
-from lockstep.launch.failure import Failure, follows_lost_peer
+from lockstep.launch.failure import PREEMPTED, Failure, RankExit, follows_lost_peer
 from lockstep.launch.frames import Frame
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 
-# ---- the failure record ----
+# ---- how a rank ends ----
 
 
-def stamp(error: BaseException) -> None:
-    """Note the time of an error where it is first seen, before this rank leaves the process group.
+def ended_by(error: BaseException, rank: int) -> RankExit:
+    """Return how this exception ends the rank: as planned, as it was asked to, or with a failure."""
+    # A program that cleans up after a preemption may then call sys.exit with its code.
+    preempted = error if isinstance(error, Preempted) else error.__context__
+    if isinstance(preempted, Preempted):
+        return RankExit(PREEMPTED, unsaved_step=preempted.step if preempted.save_failed else None)
 
-    The other ranks notice that this rank is gone, and one of them may record its own error first. The stamps still
-    show which error came first.
-    """
-    # Some exception classes take no attributes.
+    if isinstance(error, SystemExit) and error.code in (None, 0):
+        return RankExit(0, exit_line=raising_line(error))
+
+    return RankExit(1, _failure_of(error, rank))
+
+
+def _failure_of(error: BaseException, rank: int) -> Failure:
+    """Return the failure of this rank. For OutOfStep it names the rank at fault, not the rank that noticed."""
+    # The time at which the error was first seen: before the rank has cleaned up, others may fail because of it. Some
+    # exception classes take no attributes.
+    when = time.time()
     with contextlib.suppress(AttributeError):
-        error.__dict__.setdefault("lockstep_time", time.time())
+        when = error.__dict__.setdefault("lockstep_time", when)
 
-
-def record_exception(folder: Path, rank: int, error: BaseException) -> None:
-    """Write the failure record of this rank. For OutOfStep it names the rank at fault, not the rank that noticed."""
     at_fault = error.ranks if isinstance(error, OutOfStep) else []
-    failure = Failure(
+    return Failure(
         rank=min(at_fault, default=rank),
         host=socket.gethostname(),
-        time=getattr(error, "lockstep_time", time.time()),
+        time=when,
         kind=type(error).__name__,
         # A hook of the user adds its name as a note.
         message="\n".join([str(error), *getattr(error, "__notes__", ())]),
@@ -52,63 +60,69 @@ def record_exception(folder: Path, rank: int, error: BaseException) -> None:
         cause=error.cause if isinstance(error, UserError) else "",
         follows_lost_peer=follows_lost_peer(error),
     )
-    write(folder, rank, failure)
 
 
-def write(folder: Path, rank: int, failure: Failure) -> None:
-    records.write(_record_path(folder, rank), json.dumps(asdict(failure)))
+# ---- the record ----
 
 
-def read(folder: Path, rank: int) -> Failure:
-    """Read the failure record of a rank. Raises ValueError if there is none, or if it is not valid."""
+def write(folder: Path, rank: int, rank_exit: RankExit) -> None:
+    """Record how a rank ends. Without a record, its exit code is all that is known."""
+    path = _record_path(folder, rank)
+    # The launcher may have ended, and removed the folder. A full disk has room for an empty file: see `examine`.
+    with contextlib.suppress(OSError):
+        path.touch()
+        records.write(path, json.dumps(asdict(rank_exit)))
+
+
+def read(folder: Path, rank: int) -> RankExit | None:
+    """Read the record of a rank. Return None if there is none, or if it is not valid."""
     return _parse(_record_path(folder, rank))
+
+
+def exists(folder: Path, rank: int) -> bool:
+    """Return whether a rank has left a record, valid or not."""
+    return _record_path(folder, rank).exists()
 
 
 def first_failure(folder: Path) -> Failure | None:
     """Return the first failure that ranks of this folder have recorded. An error for the user comes before others."""
-    failures = [_parse(path) for path in folder.glob(_record_path(folder, "*").name)]
+    ends = [_parse(path) for path in folder.glob(_record_path(folder, "*").name)]
+    failures = [end.failure for end in ends if end is not None and end.failure is not None]
     return min(failures, key=lambda failure: (not failure.for_user, failure.time), default=None)
 
 
-def _parse(path: Path) -> Failure:
-    """Read a failure record. Raises ValueError if it is not valid."""
-    return records.parse(Failure, json.loads(records.read(path)))
+def _parse(path: Path) -> RankExit | None:
+    try:
+        return records.parse(RankExit, json.loads(records.read(path)))
+    except ValueError:
+        return None
 
 
 def _record_path(folder: Path, rank: int | str) -> Path:
-    """Return the path of a rank's failure record. The rank may be a pattern."""
+    """Return the path of a rank's record. The rank may be a pattern."""
     return folder / f"rank-{rank}.json"
 
 
-# ---- an end as planned ----
+@contextlib.contextmanager
+def recording_early(rank: int) -> Iterator[Callable[[BaseException], None]]:
+    """Yield a function that records a failure before this rank cleans up. At the end the record is withdrawn.
 
-
-def note_end(folder: Path, rank: int, exit_line: str = "") -> None:
-    """Note that this rank's work has ended as planned, because `os._exit(0)` too early has the same exit code.
-
-    `exit_line`: FILE:LINE where the program called sys.exit(), if it did.
+    If the clean-up hangs, the launcher finds the record: the rank has failed, and does not hang (`Agent`). After the
+    clean-up the program may catch the error and go on. Without our launcher nothing is recorded.
     """
-    with contextlib.suppress(OSError):  # the launcher may have ended, and removed the folder
-        end_note(folder, rank).write_text(exit_line)
+    attempt_folder = from_launcher(ATTEMPT_FOLDER)
 
+    def record(error: BaseException) -> None:
+        rank_exit = ended_by(error, rank)
+        if attempt_folder is not None:
+            write(Path(attempt_folder), rank, rank_exit)
 
-def end_note(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's note that it has ended as planned."""
-    return folder / f"ended-{rank}"
-
-
-def note_preemption(folder: Path, rank: int, unsaved_step: int | None = None) -> None:
-    """Note that this rank exits because it was asked to, because a program may call `sys.exit` with the same code.
-
-    `unsaved_step`: the step at which it should have saved, if that save failed.
-    """
-    with contextlib.suppress(OSError):
-        preemption_note(folder, rank).write_text("" if unsaved_step is None else str(unsaved_step))
-
-
-def preemption_note(folder: Path, rank: int) -> Path:
-    """Return the path of a rank's note that it has exited because it was asked to."""
-    return folder / f"preempted-{rank}"
+    try:
+        yield record
+    finally:
+        if attempt_folder is not None:
+            with contextlib.suppress(OSError):
+                _record_path(Path(attempt_folder), rank).unlink(missing_ok=True)
 
 
 def raising_line(error: BaseException) -> str:

@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lockstep.launch.failure import Failure, LauncherFailure
+from lockstep.launch.failure import Failure, LauncherFailure, RankExit
 from lockstep.launch.ranks import rank_process, rank_record
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER
 from lockstep.runtime.parent_death import die_with_parent, signal_on_parents_death
@@ -227,13 +227,12 @@ class Zygote:
 
 
 def _record_refusal(folder: Path, rank: int, error: OSError) -> None:
-    """Write the failure record of a rank that could not be forked."""
+    """Write the record of a rank that could not be forked."""
     why = f"the system refused to fork its process: {error.strerror}"
     limits = "see the limits of processes, `ulimit -u` and the cgroup's pids.max, and the free memory"
 
-    # Without a record the launcher says that the rank ended with code 1.
-    with contextlib.suppress(OSError):
-        rank_record.write(folder, rank, Failure.by_launcher(LauncherFailure.FORK, f"{why} ({limits})", rank))
+    failure = Failure.by_launcher(LauncherFailure.FORK, f"{why} ({limits})", rank)
+    rank_record.write(folder, rank, RankExit(1, failure))
 
 
 def _next_request(control: socket.socket) -> tuple[dict[str, Any], list[int]]:

@@ -14,8 +14,7 @@ from lockstep.launch import records
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.folder.election import Term
 from lockstep.launch.hangs.suspicion import RankView
-from lockstep.launch.job import COORDINATOR, Bounds
-from lockstep.launch.settings import Settings
+from lockstep.launch.job import COORDINATOR, Bounds, Settings
 from lockstep.runtime.preemption import PREEMPT_SIGNALS
 
 # The messages, by their names in JSON.
@@ -244,6 +243,7 @@ class RestartHistory:
     in_a_row: int = 0  # how many of those that count followed each other without a new checkpoint
     newest: int | None = None  # the step of the newest checkpoint at the last of them
     hang_points: list[HangPoint] = field(default_factory=list)
+    sent_away: dict[str, list[float]] = field(default_factory=dict)  # host -> how many seconds ago
 
 
 @dataclass(frozen=True)

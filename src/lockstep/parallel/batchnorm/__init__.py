@@ -1,1 +1,1 @@
-"""BatchNorm on many ranks: running statistics that are combined, and statistics of the whole batch."""
+"""Buffers on many ranks: BatchNorm's running statistics are combined, all others are rank 0's; and SyncBatchNorm."""

@@ -19,17 +19,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.batchnorm.sync import is_synchronised
+from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import EventLogger, log_nothing
-from lockstep.task import MicroBatch, StepBatches
+from lockstep.task import MicroBatch
 
 UNEVEN = 1e-6  # factors whose sum over all ranks differs from 1 by more than this are not just rounded
 
 
 def running_statistics(
     model: nn.Module, replicas: Collectives, held: Collection[str] | None = None
-) -> RunningStatistics | None:
-    """Return the statistics of the model's BatchNorm layers, or None if it has no such layer.
+) -> RunningStatistics:
+    """Return the statistics of the model's BatchNorm layers. A model may have no such layer.
 
     replicas: the ranks that train the same layers on different samples
     held: the names of the tensors that this rank holds; None: it holds all of them
@@ -39,10 +41,10 @@ def running_statistics(
         for name, module in model.named_modules()
         if _keeps_own_statistics(module) and (held is None or f"{name}.running_mean".lstrip(".") in held)
     }
-    return RunningStatistics(layers, replicas) if layers else None
+    return RunningStatistics(layers, replicas)
 
 
-class RunningStatistics:
+class RunningStatistics(StepPart):
     """The contributions of this rank's micro-batches to the running statistics of a model.
 
     Padding, which repeats a micro-batch with weight 0, does not change them. Everything is computed in float64, so that
@@ -63,8 +65,7 @@ class RunningStatistics:
 
     # ---- in a step ----
 
-    def begin(self, micro: MicroBatch) -> None:
-        """Call before the forward of `micro`."""
+    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
         # In a single process the buffers are right by themselves, unless padding must be undone. With `_micro` set,
         # the padding before this one must still be undone.
         if self.replicas.world.alone and not micro.padding and self._micro is None:
@@ -81,7 +82,7 @@ class RunningStatistics:
         self._micro = micro
         self._trains = any(layer.training for layer in self.layers)
 
-    def end_step(self, batches: StepBatches) -> None:
+    def end_pass(self, progress: StepProgress) -> None:
         """Account for the micro-batches that other ranks ran after this rank's last one, at the end of a step."""
         self._end_micro_batch()
         self._steps += 1
@@ -89,6 +90,7 @@ class RunningStatistics:
             return
 
         # A source that does not know their number gives every rank the same number of micro-batches.
+        batches = progress.batches
         count = batches.global_num_micro_batches or batches.num_micro_batches * self.replicas.world.size
         later = (count - 1 - self._position).clamp(min=0)
 

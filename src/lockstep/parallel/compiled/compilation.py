@@ -35,6 +35,7 @@ from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.call_state import StateSnapshot
 from lockstep.parallel.compiled.batch_sizes import Arguments, Dims, tensors_in
+from lockstep.parallel.compiled.judge import torch_cache
 from lockstep.parallel.compiled.side_effects import Unsuitable
 from lockstep.parallel.compiled.targets import Target, compiling
 from lockstep.parallel.cudagraph.checks import first_line
@@ -78,6 +79,7 @@ class Compilation:
         self.target: Target | None = None  # on the model now; None: nothing worked so far
         self.note = "equal to eager"
         self.gave_up = False  # some rank reached the limit
+        self._dropped: set[Path] = set()  # files of torch's cache that could not be loaded
 
     def run(self, name: str, limit_s: float) -> str | None:
         """Compile one target, and return what is wrong with it on some rank, or None. Collective.
@@ -118,9 +120,8 @@ class Compilation:
         # All ranks keep the target, or none of them does: compiled and eager ranks would differ in the last bits.
         problems = [problem for problem in runtime.collectives.gather_json(problem) if problem]
         self.gave_up = any(runtime.collectives.gather_json(self.gave_up))
-        if problems and self.target is not None:
-            self.target.remove()
-            self.target = None
+        if problems:
+            self._remove_target()
 
         # The step goes on.
         runtime.heartbeat.beat("compute")
@@ -147,7 +148,13 @@ class Compilation:
             progress(time.monotonic() - began)
             return self._give_up(error)
         except Exception as error:
-            return explain(error)
+            if not self._drop_broken_library(error):
+                return explain(error)
+
+            # Once more, in the time that is left.
+            self._remove_target()
+            snapshot.restore()
+            return self._try(name, snapshot, limit_s - (time.monotonic() - began))
 
         # A model that only fits into memory when it is compiled cannot be compared. Where eager steps have run, a lack
         # of memory comes from compiled and eager gradients side by side, and then eager code is kept.
@@ -161,6 +168,30 @@ class Compilation:
             return None
         except Exception as error:
             return explain(error)
+
+    def _drop_broken_library(self, error: Exception) -> bool:
+        """Delete a file of torch's cache that could not be loaded, and return whether it was that, for the first time.
+
+        A compiler that is killed leaves half a file behind, which torch would try to load in every later run.
+        """
+        cause = getattr(error, "inner_exception", error)
+        cache = torch_cache()
+        if cache is None or not isinstance(cause, ImportError) or not cause.path:
+            return False
+
+        # Nothing but what torch has compiled: the import of a module of the user's may fail as well.
+        library = Path(cause.path)
+        if not library.is_relative_to(cache) or library.suffix != ".so" or library in self._dropped:
+            return False
+
+        self._dropped.add(library)
+        library.unlink(missing_ok=True)
+        return True
+
+    def _remove_target(self) -> None:
+        if self.target is not None:
+            self.target.remove()
+            self.target = None
 
     def _give_up(self, error: TookTooLong) -> str:
         """Note that the time was over on this rank, and return it as the problem of this target."""

@@ -34,7 +34,10 @@ from lockstep.parallel.compiled.targets import LOSS
 from lockstep.parallel.cudagraph.graphs import capture_calls, release_captures
 from lockstep.parallel.cudagraph.variants import RunLength
 from lockstep.parallel.driver import Driver
+from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import CudnnPause, StepPart
 from lockstep.runtime.context import EventLogger
+from lockstep.task import MicroBatch
 
 PATIENCE = 0.8  # of hang.first: compiling is given up before the watchdog ends the run
 MOST_MISSES = 0.2  # if a larger part of the batches does not fit, the run compiles again
@@ -56,10 +59,10 @@ class Candidates:
         return "; ".join(f"not {name}: {problem}" for name, problem in self.problems.items())
 
 
-class Compiler:
+class Compiler(StepPart):
     """Decides what of a model to compile, compiles it, and chooses between compiled and eager code in every call."""
 
-    in_micro_batch = False  # the driver sets it: from its `before_forward` to the end of its `backward`
+    in_micro_batch = False  # from `before_forward` to `after_backward`
 
     def __init__(self, driver: Driver, config: RunConfig, log_event: EventLogger, judged: bool, loose: bool):
         """Install the compiler on the model's call.
@@ -87,7 +90,8 @@ class Compiler:
         self._length = RunLength()
 
         # Until it is known that sizes do not vary.
-        driver.cudnn_pause.needed = judged
+        self._cudnn_pause = CudnnPause(needed=judged)
+        driver.parts += [self, self._cudnn_pause]
 
         CallChain.of(driver.model).install("compile", ModelCall(self))
 
@@ -165,6 +169,15 @@ class Compiler:
 
         return code.takes(shapes)
 
+    def begin_pass(self) -> None:
+        self.in_micro_batch = False
+
+    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+        self.in_micro_batch = True
+
+    def after_backward(self, progress: StepProgress) -> None:
+        self.in_micro_batch = False
+
     def is_training(self) -> bool:
         """Return whether the call of a loss or model belongs to training; evaluations make such calls, too."""
         return self.in_micro_batch and torch.is_grad_enabled()
@@ -187,7 +200,7 @@ class Compiler:
         if self._timer:
             self._timer.begin_step()
 
-    def end_step(self) -> None:
+    def end_step(self, progress: StepProgress) -> None:
         """End a step. All ranks come here together, so they can decide together."""
         self._length.steps_done += 1
 
@@ -215,7 +228,7 @@ class Compiler:
     def _decide(self) -> None:
         """Decide what to compile, from the seconds of an eager step and the sizes of batches so far. Collective."""
         self.watch.agree(self.driver.runtime.collectives)
-        self.driver.cudnn_pause.needed = bool(self.watch.varying) or self.watch.irregular
+        self._cudnn_pause.needed = bool(self.watch.varying) or self.watch.irregular
 
         # torch cannot go through a compiled graph twice.
         if any(self.driver.runtime.collectives.gather_json(self.driver.keeps_graphs)):
@@ -371,7 +384,7 @@ class Compiler:
         self.log_event("compile", reason=f"nothing: {reason}")
         self._capture()
 
-    def release(self) -> None:
+    def close(self) -> None:
         """Leave the model without compiled code, and free the memory of captures."""
         # The step whose kernels are measured may have failed.
         if self._kernel_timer:

@@ -245,13 +245,19 @@ def _read_history() -> dict[str, dict[str, Any]]:
 
 def is_cold() -> bool:
     """Return whether torch has no compiled code on disk: the first compilation of a machine takes longer."""
+    folder = torch_cache()
+    return folder is None or not folder.is_dir()
+
+
+def torch_cache() -> Path | None:
+    """Return the folder in which torch keeps compiled code, or None if that is not known."""
     # The user may have named another folder than torch's own.
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     if folder:
-        return not Path(folder).is_dir()
+        return Path(folder)
 
     # torch's own folder has the name of the user, who may have none in a container.
     try:
-        return not (Path(gettempdir()) / f"torchinductor_{getpass.getuser()}").is_dir()
+        return Path(gettempdir()) / f"torchinductor_{getpass.getuser()}"
     except (KeyError, OSError):
-        return True
+        return None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.config import DDPConfig
+from lockstep.errors import UserError
+from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.ddp.hook_table import HOOKS, HookArguments
 from lockstep.parallel.ddp.hooks import CommHook, WideHook
 from lockstep.parallel.ddp.torch_private import FixedBucketsDDP, leave_out, split_graphs
@@ -27,8 +30,8 @@ from lockstep.parallel.exact.hook import OrderedHook
 from lockstep.parallel.exact.reducers import OrderedBuckets, OrderedReplicas
 from lockstep.parallel.inner_gradients import backward
 from lockstep.parallel.progress import StepProgress
-from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec, mean_is_exact
+from lockstep.runtime.layout import in_memory_order_of
 from lockstep.task import MicroBatch
 
 # The option that broadcasts buffers before every forward; torch 2.13 renamed it.
@@ -70,13 +73,16 @@ class DDPDriver(Driver):
     often, makes no difference to it.
     """
 
-    def __init__(self, model: nn.Module, config: DDPConfig, runtime: Runtime, seed: int = 0, exact: bool = False):
+    def __init__(self, model: nn.Module, setup: DriverSetup):
+        config, runtime = setup.config.ddp, setup.runtime
         super().__init__(model, runtime)
 
         # DDP and its hooks leave the mean over ranks. Exact mode leaves sums: dividing by 3 ranks would round, while
         # dividing by 2 does not.
-        self.reducer = OrderedBuckets(self) if exact else None
-        self.to_sum = 1.0 if exact else float(runtime.world.size)
+        ordered = OrderedBuckets(self) if setup.config.exact else None
+        self.to_sum = 1.0 if ordered else float(runtime.world.size)
+        if ordered:
+            self.use_reducer(ordered)
 
         # The control word is one more parameter. Frozen tensors are not reduced.
         carrier = _WithControlWord(model, torch.zeros(LENGTH, dtype=self.codec.dtype, device=runtime.device))
@@ -95,7 +101,11 @@ class DDPDriver(Driver):
 
         group = self._ddp.process_group
         assert group is not None
-        self.hook = self._make_hook(group, config, seed)
+        if ordered:
+            self.hook: CommHook | None = OrderedHook(self._word_parameter, group, ordered)
+        else:
+            self.hook = self._make_hook(group, config, setup.config.seed)
+
         if self.hook:
             self._ddp.register_comm_hook(self.hook, lambda hook, bucket: hook(bucket))
             self.stateful = self.hook.stateful
@@ -107,6 +117,7 @@ class DDPDriver(Driver):
             for parameter in self.parameters:
                 parameter.register_post_accumulate_grad_hook(lambda p: reached.add(id(p)))
 
+        self._counts_gradients = True  # in the first backward that reduces, see `_each_gradient_once`
         self.broadcasts_buffers = config.broadcast_buffers
         self.sync_buffers()
 
@@ -121,6 +132,7 @@ class DDPDriver(Driver):
     def begin(self) -> None:
         super().begin()
         self._word_parameter.grad = None
+        split_graphs(None)  # the last forward may have failed
 
     def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
         super().before_forward(micro, progress)
@@ -129,12 +141,8 @@ class DDPDriver(Driver):
         self._reached.clear()
 
     def _broadcast_buffers(self) -> None:
-        buffers = [buffer for name, buffer in self.model.named_buffers() if name not in self._frozen]
-        self.runtime.collectives.broadcast_(buffers)
-
-    def _end_micro_batch(self) -> None:
-        super()._end_micro_batch()
-        split_graphs(None)
+        named = {name: buffer for name, buffer in self.model.named_buffers() if name not in self._frozen}
+        broadcast_buffers(named, self.runtime.collectives)
 
     def _backward(self, total: Tensor, grad_output: Tensor, word: ControlWord | None) -> None:
         split_graphs(None)
@@ -152,7 +160,8 @@ class DDPDriver(Driver):
 
         # DDP divides by the world size, so the control word is multiplied by it first.
         packed = self.codec.pack(word, factor=self.to_sum)
-        backward((total, self._word_parameter), (grad_output, packed))
+        with self._each_gradient_once() if self._counts_gradients else nullcontext():
+            backward((total, self._word_parameter), (grad_output, packed))
 
     def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
         # DDP has reduced everything in the last backward.
@@ -162,15 +171,35 @@ class DDPDriver(Driver):
 
     def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> CommHook | None:
         parameter = self._word_parameter
-        if isinstance(self.reducer, OrderedBuckets):
-            return OrderedHook(parameter, group, self.reducer)
-
         if config.hook != "none":
             named = dict(zip(self.names, self.parameters, strict=True))
             return HOOKS[config.hook].make(HookArguments(parameter, group, named, config, seed))
 
         # Without a hook, DDP would sum bf16 gradients in bf16.
         return WideHook(parameter, group) if self.parameters[-1].dtype == torch.bfloat16 else None
+
+    @contextmanager
+    def _each_gradient_once(self) -> Iterator[None]:
+        """Raise if the backward inside adds to a gradient twice: DDP would reduce it after the first time.
+
+        DDP itself does not notice it if the first time completes the last bucket. Only done in one step, because hooks
+        take time.
+        """
+        self._counts_gradients = False
+        seen = set[str]()
+
+        def count(name: str) -> None:
+            if name in seen:
+                raise gradient_in_parts(f"the gradient of {name!r}")
+            seen.add(name)
+
+        pairs = zip(self.names, self.parameters, strict=True)
+        hooks = [p.register_post_accumulate_grad_hook(lambda _, name=name: count(name)) for name, p in pairs]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _check_complete(self) -> None:
         """Raise if the last backward did not reach a parameter, so that its bucket was not reduced.
@@ -192,10 +221,12 @@ class FlatReduceDriver(Driver):
     parameters may be unused on some ranks, in some micro-batches, or everywhere.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime, broadcast_buffers: bool = False):
-        super().__init__(model, runtime)
-        self.broadcasts_buffers = broadcast_buffers
-        broadcast_model(model, runtime.collectives)
+    def __init__(self, model: nn.Module, setup: DriverSetup):
+        super().__init__(model, setup.runtime)
+        self.broadcasts_buffers = setup.config.ddp.broadcast_buffers
+        broadcast_model(model, setup.runtime.collectives)
+        if setup.config.exact:
+            self.use_reducer(OrderedReplicas(self))
 
     def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
         # The first sum carries the control word and counts the ranks that used each parameter.
@@ -214,22 +245,14 @@ class FlatReduceDriver(Driver):
             # Half-precision gradients are added in float32 and rounded once.
             flat = self.runtime.collectives.all_reduce_(flat.to(torch.promote_types(dtype, torch.float32))).to(dtype)
             for p, summed in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-                p.grad = summed.view_as(p)
+                p.grad = in_memory_order_of(p, summed.view(p.shape))
 
         return packed, norms_of_gradients(self)
 
 
 def make_driver(model: nn.Module, setup: DriverSetup) -> Driver:
     """Return the driver for replicas: torch's DDP, unless some parameters may get no gradient."""
-    config = setup.config
-    if not config.ddp.find_unused_parameters:
-        return DDPDriver(model, config.ddp, setup.runtime, config.seed, config.exact)
-
-    driver = FlatReduceDriver(model, setup.runtime, config.ddp.broadcast_buffers)
-    if config.exact:
-        driver.reducer = OrderedReplicas(driver)
-
-    return driver
+    return (FlatReduceDriver if setup.config.ddp.find_unused_parameters else DDPDriver)(model, setup)
 
 
 def bucket_mb_for(parameters: Sequence[nn.Parameter]) -> float:
@@ -240,6 +263,17 @@ def bucket_mb_for(parameters: Sequence[nn.Parameter]) -> float:
     """
     size = sum(p.nbytes for p in parameters) / 2**20
     return min(LARGEST_BUCKET, max(SMALLEST_BUCKET, size / 4))
+
+
+def gradient_in_parts(what: str) -> UserError:
+    """Return the error for a backward that computes a gradient in several parts, each in a backward of its own."""
+    return UserError(
+        f"{what} is computed in several parts in one backward, and DDP would reduce only the first",
+        "activation checkpointing with use_reentrant=True runs a backward of its own for each call that it recomputes, "
+        "and several of them use the same parameter",
+        "pass use_reentrant=False to torch.utils.checkpoint (in transformers: gradient_checkpointing_kwargs="
+        "{'use_reentrant': False}); or set ddp.find_unused_parameters=true",
+    )
 
 
 def _frozen_names(model: nn.Module) -> list[str]:

@@ -70,7 +70,8 @@ class CommHook:
         """Called after the last bucket of a step has been reduced."""
 
     def __call__(self, ddp_bucket: dist.GradBucket) -> Future[Tensor]:
-        bucket = Bucket(ddp_bucket.buffer(), list(zip(ddp_bucket.parameters(), ddp_bucket.gradients(), strict=True)))
+        pairs = zip(ddp_bucket.parameters(), ddp_bucket.gradients(), strict=True)
+        bucket = Bucket(ddp_bucket.buffer(), [(p, _in_layout_of(p, gradient)) for p, gradient in pairs])
         device = bucket.buffer.device
         done: Future[Tensor] = Future(devices=[device] if device.type == "cuda" else None)
 
@@ -157,6 +158,21 @@ class WideHook(CommHook):
         wide = bucket.buffer.to(torch.promote_types(bucket.buffer.dtype, torch.float32)) / self.ranks
         yield from self.reduce(wide)
         bucket.buffer.copy_(wide)
+
+
+def _in_layout_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return the view of a bucket in which DDP has put the gradient of `parameter`.
+
+    A gradient lies in memory like its parameter (channels_last, transposed), unless that leaves gaps. `gradient` is the
+    view that DDP passes to hooks, which always reads the same memory as if it were contiguous.
+    """
+    if parameter.is_contiguous():
+        return gradient
+
+    # Tensors that leave gaps, or overlap, are the ones whose strides an empty copy does not have.
+    strides = parameter.stride()
+    leaves_no_gaps = torch.empty_like(parameter, device="meta").stride() == strides
+    return gradient.as_strided(parameter.shape, strides) if leaves_no_gaps else gradient
 
 
 def _advance(reductions: list[Iterator[None]]) -> list[Iterator[None]]:

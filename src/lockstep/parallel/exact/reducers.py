@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.data.windows import rank_range
-from lockstep.parallel.driver import Driver, check_reached, norms_of_gradients, sum_with_word
+from lockstep.parallel.driver import Driver, Reducer, check_reached, norms_of_gradients, sum_with_word
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
 from lockstep.parallel.progress import StepProgress
 from lockstep.runtime.control_word import ControlWord
@@ -33,21 +33,21 @@ def add_gradients_(left: Gradients, right: Gradients) -> Gradients:
     return left
 
 
-class OrderedReducer:
+class OrderedReducer(Reducer):
     """Adds the micro-batches of one process, in order, and keeps at most log2(their number) partial sums."""
 
     def __init__(self, driver: Driver):
         self.driver = driver
         self.tree: TreeSum[Gradients] = TreeSum(add_gradients_)  # the gradients of this rank's micro-batches
 
-    def begin(self) -> None:
+    def begin_pass(self) -> None:
         self.tree.roots.clear()
 
     def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
         self.subtree = None if micro.padding else Subtree(micro.index, 0)
         self._progress = progress
 
-    def after_backward(self, is_last: bool) -> None:
+    def after_backward(self, progress: StepProgress) -> None:
         # Padding has gradients of zeros, which are no part of the sum.
         parameters = self.driver.parameters
         if self.subtree is not None:
@@ -80,15 +80,15 @@ class OrderedReducer:
 class OrderedBuckets(OrderedReducer):
     """Replicas under DDP. In the last backward, a hook adds the partial sums of all ranks (hook.py)."""
 
-    def after_backward(self, is_last: bool) -> None:
+    def after_backward(self, progress: StepProgress) -> None:
         # The hook has added the last micro-batch.
-        if is_last:
+        if progress.is_last_micro_batch:
             return
 
         driver = self.driver
         missed = [name for name, p in zip(driver.names, driver.parameters, strict=True) if p.grad is None]
         check_reached(missed, len(driver.names))
-        super().after_backward(is_last)
+        super().after_backward(progress)
 
     def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
         return self.driver.reduce(word)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.errors import UserError
-from lockstep.parallel.driver import ShardedDriver, no_gradient
+from lockstep.parallel.driver import Reducer, ShardedDriver, no_gradient
 from lockstep.parallel.exact.reducers import Gradients, add_gradients_, count_micro_batches, norm_of_rows, row_norms
 from lockstep.parallel.exact.tree import Subtree, TreeSum
 from lockstep.parallel.fsdp.torch_private import ReduceScatter
@@ -29,7 +29,7 @@ class Round(NamedTuple):
     is_last: bool
 
 
-class OrderedShards:
+class OrderedShards(Reducer):
     """Sharded parameters, whose gradients FSDP reduce-scatters after every micro-batch.
 
     So the ranks take micro-batches in turn: with N ranks, round k of a step computes micro-batches kN .. kN+N-1, one on
@@ -47,7 +47,7 @@ class OrderedShards:
         for module, reduction in zip(sharded, self._reductions, strict=True):
             module.set_custom_reduce_scatter(reduction)
 
-    def begin(self) -> None:
+    def begin_pass(self) -> None:
         self.round = None
         self._scalar_terms: list[Tensor] = []  # [2, scalars] for each round, see _store_scalar_gradients
 
@@ -63,7 +63,7 @@ class OrderedShards:
         for parameter in self.driver.parameters:
             parameter.grad = None  # FSDP would add to it, but only the last round leaves the sum
 
-    def after_backward(self, is_last: bool) -> None:
+    def after_backward(self, progress: StepProgress) -> None:
         if self._scalars:
             self._store_scalar_gradients()
 

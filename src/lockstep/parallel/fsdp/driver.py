@@ -53,6 +53,7 @@ class FSDPDriver(ShardedDriver):
     def __init__(self, model: nn.Module, setup: DriverSetup):
         """Shard `model` along dp; with `axes`, its layers are already sharded along tp."""
         config, runtime, axes = setup.config, setup.runtime, setup.axes
+        _check_shardable(model, config)
         self._keeps_gathered = config.strategy_record.keeps_gathered
         self._tp = axes.along("tp") if axes else None
         self._replicas = axes.along("dp") if axes else runtime.collectives
@@ -84,7 +85,7 @@ class FSDPDriver(ShardedDriver):
         self.facts = describe_blocks(len(blocks), len(separate_blocks))
 
         if config.exact:
-            self.reducer = OrderedShards(self)
+            self.use_reducer(OrderedShards(self))
             self.role = replace(self.role, in_turn=True)
 
         if is_meta:
@@ -315,6 +316,23 @@ def describe_blocks(count: int, separate: int) -> dict[str, str]:
 def scalars(model: nn.Module) -> list[nn.Parameter]:
     """Return the zero-dimensional parameters. They have no dimension to shard, so they stay full on every rank."""
     return [p for p in model.parameters() if p.dim() == 0]
+
+
+def _check_shardable(model: nn.Module, config: RunConfig) -> None:
+    """Refuse parameters that torch's FSDP cannot shard, by name."""
+    for name, parameter in model.named_parameters():
+        if not parameter.is_contiguous():
+            problem, fix = "is not contiguous", "call model.to(memory_format=torch.contiguous_format), or .contiguous()"
+        elif not parameter.numel():
+            problem, fix = "has no elements", "leave it out"
+        else:
+            continue
+
+        raise UserError(
+            f"strategy={config.strategy} cannot shard the parameter {name!r}, which {problem}",
+            f"shape {tuple(parameter.shape)}, strides {parameter.stride()}",
+            f"{fix}; or set strategy=ddp or strategy=zero1",
+        )
 
 
 def check_scalars(model: nn.Module, config: RunConfig) -> None:

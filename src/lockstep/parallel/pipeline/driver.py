@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
+from lockstep.parallel.batchnorm.buffers import broadcast_buffers
 from lockstep.parallel.driver import (
     Autocast,
     DriverSetup,
@@ -121,8 +122,8 @@ class PipelineDriver(ShardedDriver):
             axes.along("pp"),
             setup.precision.autocast,
             self._foreign,
+            self.parts,
             shard_group=self._replicas if self._sharded else None,
-            before_forward=self.statistics.begin if self.statistics else None,
         )
 
     def begin(self) -> None:
@@ -147,11 +148,12 @@ class PipelineDriver(ShardedDriver):
             progress.find_reference_weight(micros[0], 0.0 if loss is None else loss.weight)
 
         self._pipeline.run(micros, loss_fn, progress)
-        if self.statistics:
-            self.statistics.end_step(batches)
-
         progress.backwards_done = batches.num_micro_batches
-        return self._collect(*self.reduce(progress.control_word()))
+        reduced = self._collect(*self.reduce(progress.control_word()))
+        for part in self.parts:
+            part.end_pass(progress)
+
+        return reduced
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         # Gradients that do not depend on the model are allowed.
@@ -197,9 +199,10 @@ class PipelineDriver(ShardedDriver):
         rank = self.runtime.world.rank
         holders = self.role.holders
         # Placeholders of other stages have no memory to receive into.
-        buffers = [b for name, b in self.model.named_buffers() if name not in holders or rank in holders[name]]
-        self._replicas.broadcast_(buffers)
-        self._tp.broadcast_(buffers)
+        named = self.model.named_buffers()
+        buffers = {name: buffer for name, buffer in named if name not in holders or rank in holders[name]}
+        broadcast_buffers(buffers, self._replicas)
+        broadcast_buffers(buffers, self._tp)
 
     # ---- set-up ----
 

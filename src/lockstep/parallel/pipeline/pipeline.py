@@ -31,6 +31,7 @@ from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
 from lockstep.parallel.pipeline.p2p import receive, send, sendable
 from lockstep.parallel.pipeline.stages import ModelInput, Stage
 from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.collectives import Collectives
 from lockstep.task import Loss, MicroBatch
 
@@ -110,17 +111,17 @@ class Pipeline:
         pp: Collectives,
         autocast: Autocast,
         foreign: ForeignTensors,
+        parts: Sequence[StepPart],
         shard_group: Collectives | None = None,
-        before_forward: Callable[[MicroBatch], None] | None = None,
     ):
         """Set up this rank's stages.
 
         stages: the stages of all ranks
         pp: the ranks of the pipeline
         foreign: the tensors that only other stages hold
+        parts: what takes part in each stage's forward of a micro-batch
         shard_group: the ranks that share the shards of the same stages, so that their forwards and backwards are
             collective; None: the stages are not sharded
-        before_forward: called before each stage's forward of a micro-batch, if given
         """
         self.model = model
         self.schedule = schedule
@@ -128,7 +129,7 @@ class Pipeline:
         self.foreign = foreign
         self.shard_group = shard_group
         self.pp = pp
-        self.before_forward = before_forward
+        self.parts = parts
 
         self.count = len(stages)
 
@@ -302,8 +303,8 @@ class _ScheduledStage(nn.Module):
         pipeline, stage = self._context
         micro, arguments = next(self._work)
         self._progress.before_forward(micro, self.number)
-        if pipeline.before_forward:
-            pipeline.before_forward(micro)
+        for part in pipeline.parts:
+            part.before_forward(micro, self._progress)
 
         with pipeline.autocast():
             output = stage(arguments, received if self.number else None)

@@ -11,6 +11,7 @@ machine (`Nodes`), which becomes the launcher of that machine.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -39,7 +40,7 @@ NODES: tuple[Callable[[Mapping[str, str]], Nodes | None], ...] = (
 )
 
 
-def launched(env: Mapping[str, str]) -> bool:
+def launched(env: Mapping[str, str] = os.environ) -> bool:
     """Return whether a launcher (ours, torchrun, a hand-written one) set WORLD_SIZE, RANK and LOCAL_RANK.
 
     The variables of Slurm, LSF and MPI do not count here: `srun lockstep train --nproc 8` starts a launcher in each
@@ -64,7 +65,7 @@ def rank_of(env: Mapping[str, str]) -> World | None:
     return _first(RANKS, env)
 
 
-def detect(env: Mapping[str, str]) -> World:
+def detect(env: Mapping[str, str] = os.environ) -> World:
     """Return the world of the first reader that recognises the environment, or the world of a single process.
 
     `LOCKSTEP_ENVIRONMENT=none` makes every process train by itself, such as the tasks of a sweep under `srun`.
@@ -89,6 +90,28 @@ def detect(env: Mapping[str, str]) -> World:
         )
 
     return World()
+
+
+def current_world() -> World:
+    """Return this process's rank and world: from the environment, or from the process group that its script has made.
+
+    A script may have joined by itself, such as the processes of torch.multiprocessing.spawn, in which no launcher has
+    set variables.
+    """
+    # Without torch there is no process group, and importing torch takes seconds.
+    dist = sys.modules.get("torch.distributed")
+    complete = all(name in os.environ for name in torchrun.FULL_SET)
+    if dist is None or not dist.is_initialized() or (complete and not switched_off(os.environ)):
+        return detect()
+
+    # Half a set of variables says less than the group.
+    rank, size = dist.get_rank(), dist.get_world_size()
+    started = None if switched_off(os.environ) else rank_of(os.environ)
+    if started is not None and (started.rank, started.size) == (rank, size):
+        return started
+
+    # Without LOCAL_RANK we take all ranks to be on one machine.
+    return World(rank, size, rank, size, launcher="the script")
 
 
 def _first(readers: tuple[Callable[[Mapping[str, str]], Found | None], ...], env: Mapping[str, str]) -> Found | None:

@@ -17,7 +17,7 @@ from lockstep.launch.decisions.recovery import (
     decide,
 )
 from lockstep.launch.failure import Failure, LauncherFailure
-from lockstep.launch.settings import Settings
+from lockstep.launch.job import Settings
 
 KILLED = Failure(1, "host-0", 1000.0, "SIGKILL", "killed", origin="signal")
 RAISED = Failure(1, "host-0", 1000.0, "ValueError", "no such column")

@@ -17,8 +17,7 @@ from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.failure import ABORTED_UNREAD, Failure, LauncherFailure, RankExit
 from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.hangs.suspicion import RankView
-from lockstep.launch.job import Bounds, Job
-from lockstep.launch.settings import Settings
+from lockstep.launch.job import Bounds, Job, Settings
 from lockstep.launch.wire.messages import (
     Announce,
     CollectStacks,
@@ -376,6 +375,24 @@ def test_a_node_that_cannot_set_up_its_ranks_is_sent_away_if_the_job_can_spare_i
     assert stage.sent(Kill) == [0]
 
 
+def test_a_host_that_was_sent_away_twice_may_not_join_for_an_hour():
+    """Its platform starts it again and again: each time the ranks save, and an attempt fails."""
+    stage = nodes(1, 2, 1)
+    for number in (1, 2):
+        assert not stage.state_machine.refuses(f"host-{number}", stage.now)
+        stage.state_machine.node_joined(Node(number, "bad-host", ONE), stage.now)
+        stage.state_machine.zygote_lost(number, ZygoteLost(None, "exited while importing", True), stage.now)
+        assert stage.state_machine.refuses("bad-host", stage.now) is (number == 2)
+        stage.tick(60.0)
+
+    assert not stage.state_machine.refuses("host-0", stage.now)
+
+    # A successor of the coordinator remembers it, too.
+    new = Stage(inherited=decode(encode(stage.state_machine.coordinator_state(stage.now))), now=5.0)
+    assert new.state_machine.refuses("bad-host", 5.0)
+    assert not new.state_machine.refuses("bad-host", 3600.0)
+
+
 def test_a_node_that_the_job_needs_and_that_cannot_set_up_its_ranks_ends_the_job():
     stage = nodes(2, 2, 2)
     stage.tick()
@@ -469,6 +486,20 @@ def test_a_stop_request_whose_save_fails_does_not_claim_to_have_saved():
     assert "saved at step" not in said + stage.said
     assert "ended without another save; the newest checkpoint is of step 100; to resume: type it again" in stage.said
     assert stage.of(JobEnd)[0].code == 75
+
+
+def test_a_checkpoint_from_before_a_stop_request_is_not_what_it_has_saved(stage):
+    """Step 300 was saved when it was due. What was trained since then is lost."""
+    stage.saved = 300
+    stage.tick()
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
+    stage.exit(0, 1, message="No space left on device")
+    stage.tick(1.1)
+    said = stage.said
+    stage.ranks_gone()
+    stage.tick()
+    assert "saved at step" not in said + stage.said
+    assert "ended without another save; the newest checkpoint is of step 300; to resume: type it again" in stage.said
 
 
 def exit_unsaved(stage: Stage, step: int) -> None:

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lockstep.checkpoint.resume import Resumer
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import MANIFEST
 from lockstep.launch.folder.run_dir import GOING_BACK, latest_step, read_checkpoint_facts
-from lockstep.launch.folder.start_from import (
-    ResumeEarlier,
-    ResumeNamed,
-    ResumeNewest,
-    StartFrom,
-    StartNew,
-    checkpoint_to_go_back_to,
-    choose_start,
-    from_json,
-    mark_going_back,
-    to_json,
-)
+from lockstep.launch.folder.start_from import StartFrom, choose_start, mark_going_back
+
+BEGINNING = StartFrom()
+NEWEST = StartFrom(newest=True)
 
 
 @pytest.fixture
@@ -36,53 +32,54 @@ def runs(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("resume", "first", "restarted"),
     [
-        ("never", StartNew(), ResumeNewest()),
-        ("auto", ResumeNewest(), ResumeNewest()),
-        ("this", ResumeNewest(), ResumeNewest()),
-        ("this/checkpoints/step-00000003", ResumeEarlier(Path("3")), ResumeNewest(Path("3"))),
-        ("other", ResumeNamed(Path("other")), ResumeNewest(Path("other"))),
-        ("other/checkpoints/step-00000003", ResumeNamed(Path("3")), ResumeNewest(Path("3"))),
+        ("never", BEGINNING, NEWEST),
+        ("auto", NEWEST, NEWEST),
+        ("this", NEWEST, NEWEST),
+        ("this/checkpoints/step-00000003", StartFrom(named="3", goes_back=True), StartFrom(newest=True, named="3")),
+        ("other", StartFrom(named="other"), StartFrom(newest=True, named="other")),
+        ("other/checkpoints/step-00000003", StartFrom(named="3"), StartFrom(newest=True, named="3")),
     ],
 )
 def test_where_a_run_starts(runs: Path, resume: str, first: StartFrom, restarted: StartFrom) -> None:
     setting = resume if resume in ("never", "auto") else str(runs / resume)
     for attempt, expected in enumerate([first, restarted]):
         start = choose_start(setting, runs / "this", attempt)
-        named = {name: path and Path(setting) for name, path in vars(expected).items()}
-        assert start == type(expected)(**named)
-        assert from_json(to_json(start)) == start
-    goes_back = isinstance(first, ResumeEarlier)
-    assert checkpoint_to_go_back_to(setting, runs / "this") == ("step-00000003" if goes_back else None)
+        assert start == replace(expected, named=setting if expected.named else None)
+        assert start == StartFrom(**json.loads(json.dumps(vars(start))))  # rank 0 sends it to the others
+    assert choose_start(setting, runs / "this").goes_back_to == ("step-00000003" if first.goes_back else None)
 
 
 @pytest.mark.parametrize("has_checkpoint", [True, False])
 @pytest.mark.parametrize(
     "start",
     [
-        StartNew(),
-        ResumeNewest(),
-        ResumeNewest(Path("otherwise")),
-        ResumeNamed(Path("named")),
-        ResumeEarlier(Path("step-00000003")),
+        BEGINNING,
+        NEWEST,
+        StartFrom(newest=True, named="otherwise"),
+        StartFrom(named="named"),
+        StartFrom(named="step-00000003", goes_back=True),
     ],
 )
 def test_what_is_said_before_the_search_is_what_is_found(start: StartFrom, has_checkpoint: bool) -> None:
-    class Finder:
-        def find_newest(self) -> str | None:
+    class Finder(Resumer):
+        def __init__(self) -> None:
+            pass
+
+        def find_newest(self) -> Any:
             return "newest" if has_checkpoint else None
 
-        def find_named(self, path: Path) -> str:
+        def _find_named(self, path: Path) -> Any:
             return path.name
 
-    found = start.find(Finder())
+    found = Finder().find(start)
     assert start.will_load(lambda: has_checkpoint) == (found is not None)
-    assert start.earlier == (found if isinstance(start, ResumeEarlier) else None)
+    assert start.goes_back_to == (found if start.goes_back else None)
 
 
 def test_a_restart_goes_back_again_if_the_attempt_before_died_too_early(runs: Path) -> None:
     named = runs / "this" / "checkpoints" / "step-00000003"
     (runs / "this" / GOING_BACK).touch()
-    assert choose_start(str(named), runs / "this", 1) == ResumeEarlier(named)
+    assert choose_start(str(named), runs / "this", 1) == StartFrom(named=str(named), goes_back=True)
 
 
 def test_a_restart_goes_back_even_if_rank_0_never_opened_the_folder(runs: Path) -> None:
@@ -91,12 +88,12 @@ def test_a_restart_goes_back_even_if_rank_0_never_opened_the_folder(runs: Path) 
     (checkpoints / "step-00000009").mkdir()
     named = checkpoints / "step-00000003"
 
-    mark_going_back(runs / "this", checkpoint_to_go_back_to(str(named), runs / "this"))
+    mark_going_back(runs / "this", choose_start(str(named), runs / "this").goes_back_to)
     assert latest_step(checkpoints) == 3  # so that step 9 does not count as progress
-    assert choose_start(str(named), runs / "this", 1) == ResumeEarlier(named)
+    assert choose_start(str(named), runs / "this", 1) == StartFrom(named=str(named), goes_back=True)
 
     # The next job goes on from the newest one.
-    mark_going_back(runs / "this", checkpoint_to_go_back_to("auto", runs / "this"))
+    mark_going_back(runs / "this", choose_start("auto", runs / "this").goes_back_to)
     assert latest_step(checkpoints) == 9
 
 
@@ -109,8 +106,8 @@ def test_a_restart_goes_back_to_a_checkpoint_that_was_set_aside_even_if_rank_0_n
     named.mkdir()
     (named / MANIFEST).touch()
 
-    mark_going_back(runs / "this", checkpoint_to_go_back_to(str(named), runs / "this"))
-    assert choose_start(str(named), runs / "this", 1) == ResumeEarlier(named)
+    mark_going_back(runs / "this", choose_start(str(named), runs / "this").goes_back_to)
+    assert choose_start(str(named), runs / "this", 1) == StartFrom(named=str(named), goes_back=True)
     assert latest_step(checkpoints) is None  # step 3 is of the other history
 
 

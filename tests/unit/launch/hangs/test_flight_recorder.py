@@ -171,9 +171,9 @@ def pair(tmp_path, request):
     indirect=["pair"],
 )
 def test_real_ranks_that_hang_in_gloo(pair, expected):
-    first = flight_recorder.collect(pair, [0, 1], timeout=20.0)
+    first = flight_recorder.collect(pair, [0, 1], timeout=120.0)
     assert len(first) == 2
-    (line,) = analyse(flight_recorder.collect(pair, [0, 1], timeout=20.0))  # asked twice, answered twice
+    (line,) = analyse(flight_recorder.collect(pair, [0, 1], timeout=120.0))  # asked twice, answered twice
     assert expected in line
 
 
@@ -196,6 +196,7 @@ def test_a_rank_that_cannot_answer_once_answers_the_next_request(tmp_path, monke
     folder = tmp_path / "attempt"
     folder.mkdir()
     flight_recorder.serve(folder, 0)
-    assert flight_recorder.collect(folder, [0], timeout=0.3) == {}
-    assert flight_recorder.collect(folder, [0], timeout=10.0) == {0: []}
+    while len(outcomes) == 2:  # on a busy machine the thread may need longer for the first request
+        assert flight_recorder.collect(folder, [0], timeout=0.3) == {}
+    assert flight_recorder.collect(folder, [0], timeout=120.0) == {0: []}
     shutil.rmtree(folder)  # ends the thread

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+import preloaded
 from lockstep.config.sections import HangConfig
 from lockstep.launch import records
 from lockstep.launch.decisions.recovery import Restart, Situation, decide
@@ -21,7 +22,7 @@ from lockstep.launch.hangs.flight_recorder import Findings
 from lockstep.launch.hangs.stacks import _WORKER_END, collect, group, main_thread, worker_pids, workers
 from lockstep.launch.hangs.suspicion import Peers, RankView, limit_of, suspect, view_of
 from lockstep.launch.hangs.watchdog import Watchdog
-from lockstep.launch.settings import Settings
+from lockstep.launch.job import Settings
 from lockstep.runtime.heartbeat import PHASES, Heartbeat
 
 LONGEST = {"data": 0.1, "compute": 0.5, "exchange": 0.2, "update": 0.1, "collective": 0.1}
@@ -451,12 +452,12 @@ heartbeat = Heartbeat(folder / f"heartbeat-{sys.argv[3]}")
 heartbeat.beat("data", 7)
 if kind == "deaf":
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 stacks.register(folder / f"stacks-{sys.argv[3]}")
-threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
 def sleeps():
     print("ready", flush=True)
-    time.sleep(60)
+    time.sleep(600)
 def holds_the_gil():
     print("ready", flush=True)
     re.match("(a+)+$", "a" * 60 + "b")
@@ -488,9 +489,9 @@ from pathlib import Path
 from lockstep.launch.hangs import stacks
 stacks.register(Path(sys.argv[1]) / "stacks-0")
 def reads_a_sample():
-    os.write(1, b"ready\\n"); time.sleep(60)
+    os.write(1, b"ready\\n"); time.sleep(600)
 def waits_for_a_batch():
-    os.write(1, b"ready\\n"); time.sleep(60)
+    os.write(1, b"ready\\n"); time.sleep(600)
 if os.fork() == 0:
     reads_a_sample()
 waits_for_a_batch()
@@ -526,7 +527,7 @@ class Deadlocked:
     def __len__(self):
         return 8
     def __getitem__(self, index):
-        os.write(1, b"ready\\n"); time.sleep(60)
+        os.write(1, b"ready\\n"); time.sleep(600)
 stacks.register(Path(sys.argv[1]) / "stacks-0")
 options = SourceOptions(4, 4, "short", DataConfig(workers=1), 0, World(), torch.device("cpu"))
 next(iter(open_source(Deadlocked(), list, options).take().micro_batches))
@@ -535,15 +536,18 @@ next(iter(open_source(Deadlocked(), list, options).take().micro_batches))
 
 def test_a_loader_that_deadlocks_at_the_first_batch_shows_its_stack(tmp_path):
     # The first batch is read in the phase build, of which all but the reading of data needs no worker.
-    command = [sys.executable, "-c", FIRST_BATCH, str(tmp_path)]
-    rank = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    reading, writing = os.pipe()
+    words = ("-c", FIRST_BATCH, str(tmp_path))
+    rank = preloaded.start_python(*words, env=os.environ, cwd=tmp_path, stdout=writing, stderr=None, spares=0)
+    os.close(writing)
     try:
-        assert rank.stdout.readline() == b"ready\n"
+        with open(reading, "rb") as said:
+            assert said.readline() == b"ready\n"
         (worker,) = worker_pids(rank.pid)
         text = collect(tmp_path, {0: rank.pid}, timeout=60.0)[0]
     finally:
         os.killpg(rank.pid, signal.SIGKILL)
-        rank.communicate()
+        rank.wait(60)
     building = suspect([view(0, "build", 2000.0)], HangConfig())
     told = explain(building, Evidence({0: text})).traceback
     assert f"worker {worker} is at: <string>:14 __getitem__" in told

@@ -69,3 +69,30 @@ def test_ranks_learn_which_signal_the_launcher_received(tmp_path, monkeypatch, a
         assert (notice.signal, notice.original) == ("SIGTERM", asked)
     finally:
         local.close()
+
+
+def test_stacks_that_would_be_too_large_for_a_message_keep_the_main_thread(tmp_path, monkeypatch):
+    """A message above the largest size would look like an attack, and its node would be dropped."""
+    monkeypatch.setattr(module, "STACKS_SIZE", 4000)
+    texts = {rank: "x" * 9000 + f"the main thread of {rank}" for rank in range(2)}
+    monkeypatch.setattr(module.stacks, "collect", lambda *arguments: texts)
+    monkeypatch.setattr(module.flight_recorder, "collect", lambda *arguments: {0: [{"collective_seq_id": 1}]})
+    local = LocalRanks(START, "host-a", tmp_path)
+    try:
+        found, collectives = local.stacks_and_collectives()
+    finally:
+        local.close()
+    assert [len(text) for text in found.values()] == [2000, 2000]
+    assert found[1].endswith("the main thread of 1")
+    assert collectives == {0: [{"collective_seq_id": 1}]}
+
+
+def test_a_folder_that_is_gone_does_not_end_the_launcher(tmp_path, monkeypatch):
+    """TMPDIR may be full as well: then the request for collectives cannot be written."""
+    monkeypatch.setattr(module.stacks, "collect", lambda *arguments: {0: "the main thread of 0"})
+    local = LocalRanks(START, "host-a", tmp_path)
+    shutil.rmtree(local.folder)
+    try:
+        assert local.stacks_and_collectives() == ({0: "the main thread of 0"}, {})
+    finally:
+        local.close()

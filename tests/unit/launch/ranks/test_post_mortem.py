@@ -1,5 +1,6 @@
 """Why a rank has ended: from its record, or from what is known of one that left none."""
 
+import errno
 import json
 import re
 import signal
@@ -9,18 +10,13 @@ from dataclasses import asdict
 import pytest
 
 from lockstep.errors import OutOfStep
+from lockstep.launch import records
 from lockstep.launch.failure import Failure, LauncherFailure, RankExit, pick_root
 from lockstep.launch.ranks import post_mortem, rank_record
 from lockstep.launch.ranks.post_mortem import LocalRank, examine
 from lockstep.runtime.heartbeat import Heartbeat
 
 WHEN = time.mktime((2026, 11, 15, 12, 3, 10, 0, 0, -1))
-
-
-def test_a_record_without_the_later_fields_is_read(local_rank):
-    record = {"rank": 1, "host": "h", "time": WHEN, "kind": "ValueError", "message": "text"}
-    (local_rank.folder / "rank-1.json").write_text(json.dumps(record))
-    assert examine(local_rank, 1, WHEN).failure.headline.endswith("ValueError: text")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT])
@@ -34,36 +30,40 @@ def test_half_a_record_is_none(local_rank):
     assert examine(local_rank, 1, WHEN).failure.message == "ended with code 1"
 
 
-def test_a_record_without_an_origin_is_that_of_an_exception(local_rank):
-    """Only exceptions are recorded, and older ranks did not say so."""
-    record = asdict(Failure(1, "h", 0.0, "ValueError", "m"))
-    del record["origin"]
-    (local_rank.folder / "rank-1.json").write_text(json.dumps(record))
-    assert examine(local_rank, 1, WHEN).failure.origin == "exception"
-
-
 @pytest.mark.parametrize("origin", ["nobody", 3, None])
 def test_a_record_of_an_unknown_origin_is_not_valid(local_rank, origin):
-    record = {**asdict(Failure(1, "h", 0.0, "ValueError", "m")), "origin": origin}
-    (local_rank.folder / "rank-1.json").write_text(json.dumps(record))
+    failure = {**asdict(Failure(1, "h", 0.0, "ValueError", "m")), "origin": origin}
+    (local_rank.folder / "rank-1.json").write_text(json.dumps({"code": 1, "failure": failure}))
     assert examine(local_rank, 1, WHEN).failure.kind == LauncherFailure.EXIT
 
 
 def test_a_rank_that_could_not_save_says_so(local_rank):
-    rank_record.note_preemption(local_rank.folder, local_rank.number, 900)
+    rank_record.write(local_rank.folder, 1, RankExit(75, unsaved_step=900))
     assert examine(local_rank, 75, WHEN) == RankExit(75, unsaved_step=900)
 
 
-@pytest.mark.parametrize(("code", "note"), [(0, rank_record.note_end), (75, rank_record.note_preemption)])
-def test_finished_and_preempted_are_no_failures(local_rank, code, note):
+@pytest.mark.parametrize("code", [0, 75])
+def test_finished_and_preempted_are_no_failures(local_rank, code):
     assert examine(local_rank, code, WHEN).failure.kind == LauncherFailure.EXIT
-    note(local_rank.folder, 1)
+    rank_record.write(local_rank.folder, 1, RankExit(code))
     assert examine(local_rank, code, WHEN) == RankExit(code)
     assert pick_root({1: RankExit(code)}) is None
 
 
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_full_disk_does_not_make_a_failure_of_an_end_as_planned(local_rank, monkeypatch, code):
+    """A file can be made there, and nothing written into it."""
+
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(records, "write", full)
+    rank_record.write(local_rank.folder, 1, RankExit(code))
+    assert examine(local_rank, code, WHEN) == RankExit(code)
+
+
 def test_the_code_of_a_preemption_after_an_end_as_planned_is_a_failure(local_rank):
-    rank_record.note_end(local_rank.folder, 1)
+    rank_record.write(local_rank.folder, 1, RankExit(0))
     assert not examine(local_rank, 75, WHEN).clean
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from lockstep.errors import OutOfStep
 from lockstep.launch import records
-from lockstep.launch.failure import Failure
+from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.ranks import rank_record
 
 
@@ -27,12 +27,11 @@ def test_what_is_no_record_is_refused(wrong):
         records.parse(Failure, {**good, **wrong} if wrong else {})
 
 
-def test_a_rank_that_is_out_of_step_is_named_by_those_that_notice_it(tmp_path):
+def test_a_rank_that_is_out_of_step_is_named_by_those_that_notice_it():
     try:
         raise OutOfStep("the ranks are out of step: rank 1 was in a collective that rank 0 never called", [1])
     except OutOfStep as error:
-        rank_record.record_exception(tmp_path, 0, error)
-    noticed = rank_record.read(tmp_path, 0)
+        noticed = rank_record.ended_by(error, 0).failure
     assert noticed.rank == 1
     assert not noticed.reports_lost_peer
     assert noticed.text().startswith("lockstep: the ranks are out of step: rank 1 was")
@@ -64,7 +63,7 @@ def test_the_line_that_raised_is_the_users(tmp_path, monkeypatch):
 def test_the_first_record_of_a_folder_is_an_error_for_the_user_if_there_is_one(tmp_path):
     assert rank_record.first_failure(tmp_path) is None
     for rank, when, for_user in [(0, 2.0, False), (1, 1.0, False), (2, 3.0, True)]:
-        rank_record.write(tmp_path, rank, Failure(rank, "h", when, "E", "m", for_user=for_user))
+        rank_record.write(tmp_path, rank, RankExit(1, Failure(rank, "h", when, "E", "m", for_user=for_user)))
     assert rank_record.first_failure(tmp_path).rank == 2
-    (tmp_path / "rank-2.json").unlink()
+    (tmp_path / "rank-2.json").write_text("")  # a rank that was killed while it wrote
     assert rank_record.first_failure(tmp_path).rank == 1

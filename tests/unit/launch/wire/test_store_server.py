@@ -23,7 +23,7 @@ from lockstep.runtime.rendezvous.store import GuardedStore, wait_for
 
 JOB = Secret(b"the secret of this job", "a test")
 OURS = store_secret(JOB, "attempt 0")
-SHORT = timedelta(seconds=0.2)
+SHORT, PATIENT = timedelta(seconds=0.2), timedelta(seconds=60)
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def serving() -> Iterator[tuple[int, list[Rejection]]]:
 
 
 def joined(port: int, secret: Secret = OURS) -> GuardedStore:
-    return GuardedStore("127.0.0.1", port, secret, timedelta(seconds=20))
+    return GuardedStore("127.0.0.1", port, secret, timedelta(seconds=60))
 
 
 def exercised(store: dist.Store) -> list[Any]:
@@ -64,13 +64,13 @@ def exercised(store: dist.Store) -> list[Any]:
     store.multi_set(["a", "b"], ["\0\n", "2"])
     store.append("a", "more")
     answers += [store.multi_get(["a", "b"]), store.delete_key("a"), store.delete_key("a"), store.check(["a"])]
-    store.wait(["key", "b"], SHORT)
-    answers += [wait_for(store, ["key"], SHORT), wait_for(store, ["absent "], SHORT), store.has_extended_api()]
+    store.wait(["key", "b"], PATIENT)
+    answers += [wait_for(store, ["key"], PATIENT), wait_for(store, ["absent "], SHORT), store.has_extended_api()]
     answers += [store.clone().get("key")]
 
     # Torch 2.11 has no such method.
     with suppress(ValueError, AttributeError):
-        store.barrier("all", 1, SHORT)
+        store.barrier("all", 1, PATIENT)
     return answers
 
 
@@ -85,7 +85,7 @@ def test_a_wait_for_a_file_ends_in_time_too(tmp_path):
     """The store of one machine: torch has no exception of its own for it."""
     store = dist.PrefixStore("p", dist.FileStore(str(tmp_path / "store")))
     store.set("key", "")
-    assert wait_for(store, ["key"], SHORT)
+    assert wait_for(store, ["key"], PATIENT)
     assert not wait_for(store, ["key", "absent"], SHORT)
 
 
@@ -127,7 +127,7 @@ def test_a_changed_request_is_not_obeyed():
             signer = authenticate(line, OURS)
             request = signer.sign(json.dumps({"what": "set", "key": "key", "value": "QQ=="}).encode())
             line.sendall(request.replace(b"QQ==", b"RVZJTA==") + b"\n")
-            line.settimeout(20.0)
+            line.settimeout(60.0)
             assert line.recv(100) == b""
         assert not joined(port).check(["key"])
     assert [rejection.reason for rejection in rejections] == [FORGED]
