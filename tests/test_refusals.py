@@ -613,7 +613,11 @@ DATA = {
         {}, "is a OwnLoader", "by their ids", "its dataset", Asked(samples=OwnLoader(ROWS))
     ),
     "a loader to evaluate on": Row(
-        {}, "it is a torch DataLoader", "must be a dataset", "evaluate.batch", Asked(held_out=DataLoader(ROWS))
+        {},
+        "it is a torch DataLoader",
+        "must be a dataset",
+        "run.evaluate(loader.dataset, loss",
+        Asked(held_out=DataLoader(ROWS)),
     ),
     "no lengths": Row(
         {"data.balance": "length"}, "needs the length of each sample", "has none", "Sampled(dataset, len"

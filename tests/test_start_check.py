@@ -420,6 +420,24 @@ def test_a_loss_that_fails_on_a_half_is_left_out_with_a_word(tmp_path: Any) -> N
     assert "it raises ValueError: too few" in note
 
 
+def test_a_loss_that_is_no_loss_is_named_in_the_note_too(tmp_path: Any) -> None:
+    class Bare(Sound):
+        def loss(self, model: nn.Module, batch: Any) -> Any:
+            return super().loss(model, batch).total
+
+    with pytest.raises(UserError, match=r"it returned a Tensor"):
+        train(Bare(), tmp_path)
+
+    (note,) = [
+        line
+        for file in tmp_path.rglob("events.jsonl")
+        for line in file.read_text().splitlines()
+        if "not checked" in line
+    ]
+    assert "loss() must return lockstep.Loss(sum, weight); it returned a Tensor" in note
+    assert "AttributeError" not in note
+
+
 def test_a_micro_batch_of_one_sample_is_never_made_larger(tmp_path: Any) -> None:
     class OneByOne(Sound):
         def collate(self, samples: list[Any]) -> Any:

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from lockstep import cli
-from lockstep.causes import CAUSES
+from lockstep.causes import CAUSES, of_failure
 from lockstep.errors import UserError
 from lockstep.verify.command import WIDTH, VerifyReport, json_of, text_of, verify
 from lockstep.verify.compare import FACTOR, compare, first_chaotic_step, gap, same_bits
@@ -364,3 +364,10 @@ def test_the_page_lists_the_causes() -> None:
     rows = [f"| `{cause.key}` | {cause.title} | {cause.fix} |" for cause in CAUSES.values()]
     page = (ZOO.parent.parent / "docs" / "verify.md").read_text()
     assert [line for line in page.splitlines() if line.startswith("| `")] == rows
+
+
+def test_a_refusal_with_a_cause_of_its_own_says_only_what_was_found() -> None:
+    cause = of_failure("changed-in-forward", "a forward that ...\n  found: it changes d.u\n  do:    use a norm", True)
+    assert cause.evidence == "it changes d.u"
+    assert of_failure("changed-in-forward", "no parts", True).evidence == "no parts"
+    assert of_failure("", "a\n  found: b\n  do:    c", True).evidence == "a\n  found: b\n  do:    c"

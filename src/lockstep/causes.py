@@ -174,6 +174,8 @@ _TABLE = {
 _IN_OWN_LOOP = {
     "mean-of-means": "call step.backward(sum, weight=number of terms), with reduction='sum' and no division",
     "loss-weight": "call step.backward(sum, weight=number of terms), not with a mean times the batch size",
+    "changed-in-forward": "take what it changes out of the forward, and do it once per step, after step.apply(): "
+    "docs/howto/gan.md has it for spectral norm",
 }
 CAUSES = {key: Cause(key, title, fix) for key, (title, fix) in _TABLE.items()}
 
@@ -188,4 +190,9 @@ def in_own_loop(cause: Cause) -> Cause:
 
 def of_failure(key: str, message: str, for_user: bool) -> Cause:
     """Return the cause of a failed trial. `key` is empty if the engine's refusal named no mistake."""
-    return named(key or ("refused" if for_user else "failed"), message)
+    if not key:
+        return named("refused" if for_user else "failed", message)
+
+    # The cause has a title and a fix of its own: of the refusal's text, what was found is new.
+    found = message.partition("\n  found: ")[2].partition("\n  do:    ")[0]
+    return named(key, found or message)

@@ -124,10 +124,17 @@ class _Parser(argparse.ArgumentParser):
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
         """End the command because of options that it does not have."""
+        from lockstep.config.schema import KEYS
+
         hints = []
         for word in unknown:
-            near = difflib.get_close_matches(word.partition("=")[0], self._option_string_actions, n=1)
-            hints += [f"did you mean {near[0]}?"] if near else []
+            option = word.partition("=")[0]
+            key = option.lstrip("-").replace("-", "_")
+            near = difflib.get_close_matches(option, self._option_string_actions, n=1)
+            if key in KEYS:
+                hints.append(f"{key} is a setting, without dashes: {key}=VALUE")
+            elif near:
+                hints.append(f"did you mean {near[0]}?")
 
         hint = " ".join(hints) or "settings are written key=value"
         self.error(f"unrecognized arguments: {' '.join(unknown)} ({hint})")

@@ -187,11 +187,12 @@ def some_names(names: list[str], most: int = 5) -> str:
     return ", ".join(names[:most]) + rest
 
 
-def unknown_name(key: str, name: object, known: Iterable[str]) -> UserError:
-    """Return the error for a setting whose value is not one of the `known` names."""
+def unknown_name(key: str, name: object, known: Iterable[str], is_list: bool = False) -> UserError:
+    """Return the error for a setting whose value is not one of the `known` names, or not a list of them."""
     names = list(known)
     (nearest,) = get_close_matches(str(name), names, n=1, cutoff=0.0)
-    return UserError(f"{key}={name} is not known", f"{key} takes {', '.join(names)}", f"set {key}={nearest}")
+    found, fix = (f"[{name}]", f"[{nearest}]") if is_list else (name, nearest)
+    return UserError(f"{key}={found} is not known", f"{key} takes {', '.join(names)}", f"set {key}={fix}")
 
 
 def plural(count: int, one: str, many: str = "") -> str:

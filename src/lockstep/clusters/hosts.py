@@ -70,7 +70,7 @@ def parse_hosts(asked: str | None, hostfile: str | None) -> list[Host]:
         raise UserError(
             "the hosts of the job are not clear",
             "both a list and a hostfile" if asked else "neither a list nor a hostfile",
-            "use a list, as in host1,host2; or --hostfile FILE, with a host on each line",
+            "use --nodes host1,host2; or --hostfile FILE, with a host on each line",
         )
 
     if hostfile:

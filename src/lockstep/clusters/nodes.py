@@ -49,7 +49,7 @@ PRINTED_PORT = 29400
 def add_options(parser: argparse.ArgumentParser) -> None:
     # The number of machines is that of the hosts, unless a range is asked for.
     parser.set_defaults(nnodes=None)
-    parser.add_argument("--hosts", metavar="HOST,...", help="names or addresses; the first coordinates")
+    parser.add_argument("--hosts", "--nodes", metavar="HOST,...", help="names or addresses; the first coordinates")
     add_host_options(parser)
 
 

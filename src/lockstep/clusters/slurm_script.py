@@ -122,9 +122,12 @@ def _comment(job: SlurmJob, path: Path) -> list[str]:
 
 
 def _preparation(job: SlurmJob) -> list[str]:
-    lines = list(job.setup)
+    lines = []
     if _is_installed():
         lines.append(f"export PATH={shlex.quote(str(Path(sys.executable).parent))}:$PATH")
+
+    # Afterwards, so that an environment that a line of --setup activates is the one that is used.
+    lines += job.setup
     if lines:
         lines.append("")
 

@@ -224,15 +224,24 @@ _ALIASES = {
     "learning_rate": "lr.peak={value}",
     "lr": "lr.peak={value}",
     "batch_size": "global_batch={value} (all ranks together) or local_batch={value} (per rank)",
+    "batch": "global_batch={value} (all ranks together) or local_batch={value} (per rank)",
+    "per_device_train_batch_size": "local_batch={value} (per rank) or global_batch=... (all ranks together)",
     "max_steps": "steps={value}",
-    "num_epochs": "epochs={value}",
-    "gradient_accumulation_steps": "micro_batch=... (samples per backward); the count follows from the batch",
+    **dict.fromkeys(("num_epochs", "max_epochs", "num_train_epochs"), "epochs={value}"),
+    **dict.fromkeys(
+        ("gradient_accumulation_steps", "accumulate_grad_batches"),
+        "micro_batch=... (samples per backward); the count follows from the batch",
+    ),
     "fp16": "precision=fp16 (or bf16, fp32, auto)",
     "bf16": "precision=bf16 (or fp16, fp32, auto)",
-    "grad_clip": "clip.norm={value}",
-    "max_grad_norm": "clip.norm={value}",
+    **dict.fromkeys(("grad_clip", "max_grad_norm", "gradient_clip_val"), "clip.norm={value}"),
+    "weight_decay": "optim.groups='[{{match: \"*\", weight_decay: {value}}}]', or set it in the optimizer of your code",
+    "warmup_steps": "lr.warmup={value}",
     "num_workers": "data.workers={value}",
 }
+
+# Keys for what an option says -> the option.
+_OPTIONS = dict.fromkeys(("nproc", "num_processes", "nproc_per_node", "num_gpus", "devices"), "--nproc")
 
 # Values that other tools have for the same thing -> what to type here.
 _WORDS = {
@@ -266,6 +275,8 @@ def _unknown(setting: Setting, known: Collection[str]) -> UserError:
     if key in RENAMED:
         problem = f"{setting} cannot be set: {key} is now called {RENAMED[key]}"
         fix = f"set {RENAMED[key]}={value}"
+    elif key in _OPTIONS:
+        fix = f"use {_OPTIONS[key]} {value}: it is an option, not a setting"
     elif last in _ALIASES and (key not in SECTIONS or type(setting.value) in (int, float)):  # lr=0.1 is lr.peak
         fix = f"set {_ALIASES[last].format(value=value)}"
     elif key in SECTIONS:

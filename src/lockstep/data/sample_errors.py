@@ -70,7 +70,7 @@ def explain_collate_error(
             "batch",
             f"{structures[odd]} and {structures[0]}; {message}",
             "give all samples the same structure in the dataset, for example by padding; or write "
-            "Task.collate(samples)",
+            "Task.collate(samples), or in your own loop run.steps(dataset, collate)",
         )
 
     # Otherwise the error stays as it is, with the samples of the batch in a note.

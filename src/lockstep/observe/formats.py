@@ -159,14 +159,16 @@ def finite(value: Any) -> Any:
 
 
 def event_words(record: Mapping[str, Any], leave_out: Container[str] = ()) -> list[str]:
-    """Return an event as a list of `key value`. Free text stands without its key, and None is left out."""
+    """Return an event as a list of `key value`. Free text stands without its key; None and "" are left out."""
     words: list[str] = []
     for key, value in record.items():
-        if key in leave_out or value is None:
+        if key in leave_out or value is None or value == "":
             continue
 
         if isinstance(value, Mapping):
             words += event_words(value)
+        elif isinstance(value, list):
+            words.append(f"{one_line(key)} {one_line('; '.join(map(str, value)))}")
         elif key in ("text", "message", "reason"):
             # What went wrong, and what to do, must not be truncated early.
             words.append(one_line(value, most=2000))

@@ -45,6 +45,9 @@ MAX_EVENTS = 400
 MAX_METRICS = 8
 
 # The style of events that are bad news.
+# What the table of events leaves out: it has columns for some, and others only decide what the launcher does.
+NOT_IN_TABLE = ("time", "event", "step", "facts", "traceback", "for_user", "follows_lost_peer", "origin", "cause")
+
 TROUBLE = {"skip": "warn", "warning": "warn", "failure": "bad", "error": "bad"}
 
 
@@ -469,7 +472,7 @@ def events_table(run: RunRecord) -> str:
     for event in shown:
         at = number(event.get("time"))
         since = "-" if at is None or began is None else duration(at - began)
-        details = event_words(event, leave_out=("time", "event", "step", "facts", "traceback"))
+        details = event_words(event, leave_out=NOT_IN_TABLE)
         rows.append((since, event.get("event"), event.get("step"), " · ".join(details)))
 
     styles = [TROUBLE.get(str(event.get("event")), "") for event in shown]

@@ -129,7 +129,7 @@ class StepProgress:
         context, micro = self._context, self.micro
         assert micro is not None
 
-        _check_total(loss)
+        check_total(loss)
         weight = _checked_weight(loss.weight)
 
         if context.scaler is not None and self.needs_reference_weight:
@@ -235,7 +235,7 @@ class StepProgress:
         return on_grid(number, grid) if self._context.config.exact else number
 
 
-def _check_total(loss: Loss) -> None:
+def check_total(loss: Loss) -> None:
     """Raise unless the loss is a Loss, with a total that can be backpropagated."""
     if not isinstance(loss, Loss):
         raise UserError(

@@ -152,6 +152,9 @@ def test_more_options_for_sbatch_and_lines_to_run_first(capsys):
     assert {"--exclude=node7 --exclusive", "--comment 'two words'"} <= set(directives(script))
     assert "\nmodule load cuda\n" in script
 
+    # An environment that these lines activate comes before the one of the launcher.
+    assert script.index("export PATH=") < script.index("\nmodule load cuda\n")
+
 
 # ---- what the script does with the exit code of its tasks ----
 

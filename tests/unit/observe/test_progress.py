@@ -138,6 +138,11 @@ def test_the_last_line_has_the_best_checkpoint():
     assert "best" not in event_line({"event": "end", "step": 50})
 
 
+def test_a_list_is_shown_as_words():
+    skipped = {"event": "skip", "step": 3, "blame": ["rank 0: loss nan", "rank 1: loss nan"], "cause": ""}
+    assert event_line(skipped) == "skip     step 3  blame rank 0: loss nan; rank 1: loss nan"
+
+
 def test_text_cannot_steer_the_terminal():
     lines = plain_lines(("message", "a\x1b[2Jb\r\nc"), ("event", {"event": "sample", "text": "one\n\x07two"}))
     assert lines == [r"a\x1b[2Jb", "c", "sample:", "one", r"\x07two"]

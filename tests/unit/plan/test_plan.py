@@ -1,6 +1,7 @@
 import pytest
 
 from lockstep.config import resolve
+from lockstep.engine.log import banner
 from lockstep.errors import UserError
 from lockstep.plan.plan import make_plan
 
@@ -25,6 +26,22 @@ def test_batch_arithmetic(world, values, expected):
     made = plan(world, steps=1, **values)
     assert (made.global_batch, made.micro_batch, made.micro_batches, made.accumulation) == expected
     assert set(made.reasons) >= {"global_batch", "micro_batch", "accumulation", "steps"}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"global_batch": 16, "micro_batch": 5}, "= 4 micro-batches of 5, the last one 1 (as asked)"),
+        ({"global_batch": 16, "micro_batch": 4}, "= 4 micro-batches of 4 (as asked)"),
+        ({"global_batch": 300}, "100 samples, 1 step an epoch, which has fewer samples than global_batch=300; 2 steps"),
+        ({"global_batch": 30}, "100 samples, 4 steps an epoch, last one short; 2 steps"),
+        ({"global_batch": 30, "tail": "drop"}, "3 steps an epoch, the last 10 samples of an epoch dropped; 2 steps"),
+    ],
+)
+def test_the_banner_says_where_sizes_do_not_fit(values, said):
+    config = resolve([("test", {"steps": 2, **values})]).config
+    made = make_plan(config, 1, 100)
+    assert said in f"{banner._batch(made)}\n{banner._data(made, config)}"
 
 
 @pytest.mark.parametrize("world", range(1, 9))

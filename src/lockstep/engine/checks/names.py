@@ -41,7 +41,7 @@ def check_names(layers: Sequence[Layer]) -> None:
         value = settings.get(key) or []
         names = [value] if isinstance(value, str) else value
         problems += [
-            unknown_name(key, name, known)
+            unknown_name(key, name, known, is_list=isinstance(value, list))
             for name in names
             if name not in known and not (key in USER_CLASSES and is_class_name(name))
         ]

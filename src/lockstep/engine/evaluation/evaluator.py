@@ -165,7 +165,8 @@ def check_data(data: Any, name: str | None = None) -> None:
         raise UserError(
             f"the data{called} to evaluate on must be a dataset; it is a torch DataLoader",
             "",
-            "return its dataset; set evaluate.batch for its batch_size, and Task.collate for its collate_fn",
+            "use its dataset, and evaluate.batch for its batch_size; its collate_fn is Task.collate or EvalData's, and "
+            "in your own loop the third argument: run.evaluate(loader.dataset, loss, loader.collate_fn)",
         )
 
     if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):

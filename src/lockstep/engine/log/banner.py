@@ -125,9 +125,11 @@ def _parameters(model: nn.Module) -> str:
 
 def _batch(plan: Plan) -> str:
     """`global 64 (set) = 8 micro-batches of 8 (derived), at most 4 per rank`"""
+    rest = plan.global_batch % plan.micro_batch
+    last = f", the last one {rest}" if rest and plan.micro_batches > 1 else ""
     return (
         f"global {plan.global_batch} ({plan.reasons['global_batch']}) = "
-        f"{plural(plan.micro_batches, 'micro-batch', 'micro-batches')} of {plan.micro_batch} "
+        f"{plural(plan.micro_batches, 'micro-batch', 'micro-batches')} of {plan.micro_batch}{last} "
         f"({plan.reasons['micro_batch']}), at most {plan.accumulation} per rank"
     )
 
@@ -142,11 +144,14 @@ def _data(plan: Plan, config: RunConfig) -> str:
     rest = plan.samples % plan.global_batch
     tail = f", last one {config.tail}" if rest else ""
 
-    if rest and config.tail == "drop":
+    # Every step is then a short one, and the batch that was asked for is never trained on.
+    if plan.samples < plan.global_batch:
+        tail = f", which has fewer samples than global_batch={plan.global_batch}"
+    elif rest and config.tail == "drop":
         tail = f", the last {rest} samples of an epoch dropped"
 
     return (
-        f"{plan.samples:,} samples, {plan.steps_per_epoch} steps an epoch{tail}; "
+        f"{plan.samples:,} samples, {plural(plan.steps_per_epoch, 'step')} an epoch{tail}; "
         f"{plan.steps} steps = {plan.epochs_after(plan.steps):.2f} epochs"
     )
 

@@ -19,9 +19,11 @@ from lockstep.data.transfer import Transfer
 from lockstep.engine.evaluation.modes import restore_modes
 from lockstep.engine.start_check.judge import Measurement
 from lockstep.engine.start_check.random_numbers import ConstantDraws, seed_all
+from lockstep.errors import UserError
 from lockstep.observe.metrics import detached
 from lockstep.parallel.driver import RanksDiffer, trainable
 from lockstep.parallel.inner_gradients import GradientWatch, InnerGradient
+from lockstep.parallel.progress import check_total
 from lockstep.runtime.seeds import derive
 from lockstep.task import Loss
 
@@ -65,6 +67,8 @@ class Probe:
             forward_only = torch.no_grad() if self._sharded and not gradients else nullcontext()
             with forward_only, run.stepper.context.precision.autocast():
                 loss = self._watched_loss(run.driver.model, batch)
+                if torch.is_grad_enabled():
+                    check_total(loss)
 
             computed = self._gradients(loss.total) if gradients else None
             return Measurement(float(loss.total.detach()), float(detached(loss.weight)), computed)
@@ -103,6 +107,8 @@ class Probe:
             yield
         except (Inconclusive, RanksDiffer):
             raise
+        except UserError as error:
+            raise Inconclusive(error.problem) from error
         except Exception as error:
             if self.inner and self._sharded:
                 reason = f"it computes gradients itself ({self.inner.call_site}), and parameters are sharded"

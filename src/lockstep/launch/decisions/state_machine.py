@@ -314,7 +314,8 @@ class JobStateMachine:
 
             case JobStatus.RUN | JobStatus.COLLECT_STACKS:
                 ranks = plural(len(self._state.attempt.ranks), "rank")
-                self._state.outbox.say(f"{signal}: asking {ranks} to save and exit")
+                grace = f"{self._state.settings.restart.grace:g} s, restart.grace"
+                self._state.outbox.say(f"{signal}: asking {ranks} to save and exit ({grace}; Ctrl-C twice: at once)")
                 self._save_requests.ask_ranks(now)
 
             case JobStatus.JOIN | JobStatus.KILL:

@@ -51,7 +51,7 @@ def check_sinks(names: Iterable[str]) -> None:
             continue
 
         if name not in SINKS:
-            raise unknown_name("log.sinks", name, [*SINKS, "MODULE:CLASS"])
+            raise unknown_name("log.sinks", name, [*SINKS, "MODULE:CLASS"], is_list=True)
 
         sink = SINKS[name]
         if sink.is_offered() is False:

@@ -631,6 +631,7 @@ def test_a_kill_after_a_stop_request_is_not_restarted(stage):
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
     assert stage.kill()[-1].code == 1
     assert "the job was asked to save and exit (SIGTERM)" in stage.said
+    assert "to save and exit (600 s, restart.grace; Ctrl-C twice: at once)" in stage.said
 
 
 def test_ranks_that_were_signalled_directly(stage):
