@@ -150,8 +150,8 @@ class StepProgress:
     def find_reference_weight(self, micro: MicroBatch, weight: Any) -> None:
         """Set the typical weight of a step, as a power of two. Collective: every rank must call it once.
 
-        The fp16 loss scale assumes a mean loss; we backpropagate a sum, so we divide the scale by a typical weight: that
-        of the first micro-batch of the global step. Which steps overflow then does not depend on the number of ranks.
+        The fp16 loss scale assumes a mean loss; we backpropagate a sum, so we divide the scale by a typical weight:
+        that of the first micro-batch of the global step, so that the scale does not depend on the number of ranks.
         """
         context = self._context
         assert context.scaler is not None
