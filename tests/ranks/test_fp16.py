@@ -63,6 +63,21 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool: Pool, job: str) -> 
         ]
 
 
+def test_which_steps_overflow_does_not_depend_on_the_number_of_ranks(pool: Pool) -> None:
+    """The loss scale is divided by a typical weight: that of one micro-batch, whoever computes it."""
+    x, y, _ = weighted_regression(LENGTH, seed=8).tensors
+    weights = 4 ** torch.randint(0, 6, (LENGTH,), generator=torch.Generator().manual_seed(1))
+    values = BASE | {"precision": "fp16", "micro_batch": 1, "steps": 24}
+
+    skipped = []
+    for world in (1, 2, 4):
+        for trace in pool.run(JOBS["fit"], WeightedRegression([x, y, weights]), values, world=world):
+            skipped.append([step for step, note in enumerate(trace.steps) if not note.result.applied])
+
+    assert skipped[0], "nothing overflows, so this shows nothing"
+    assert all(steps == skipped[0] for steps in skipped)
+
+
 def test_the_schedule_stands_still_while_a_step_is_skipped(pool: Pool) -> None:
     clean = pool.run(JOBS["fit"], injected(), BASE | FP16, world=2)[0]
     for trace in pool.run(JOBS["fit"], injected(5), BASE | FP16, world=2):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from lockstep.engine.outcome import MANY_EMPTY
@@ -586,6 +587,11 @@ class GrowsInForward(nn.Module):
         return self.net(x).squeeze(-1) * self.late
 
 
+class Recomputed(Perceptron):
+    def forward(self, x: Any) -> Any:
+        return checkpoint(self.out, self.hidden(x), use_reentrant=True).squeeze(-1)
+
+
 class ReplacesLater(Regression):
     def after_step(self, run: Any, result: Any) -> None:
         run.model.out.weight = nn.Parameter(run.model.out.weight.detach().clone())
@@ -614,6 +620,11 @@ WORDS: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
         Regression(lambda task, model, x: model(x).value, HidesItsOutput),
         {"strategy": "fsdp"},
         ("inside an object that torch does not look into", "strategy=ddp"),
+    ),
+    (
+        Regression(lambda task, model, x: model(x) + (model(x) if task.calls > 2 else 0), Recomputed),
+        {},
+        ("a gradient is computed in several parts", "use_reentrant=False"),  # not in the first step
     ),
     (Regression(network=lambda: Perceptron().double()), {"precision": "bf16"}, ("no effect on a model in float64",)),
 ]

@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler
 from torch.utils.data import TensorDataset
 
-from lockstep.engine.own_loop import OwnRun, _are_trained_in_turn
-from lockstep.parallel.several_models import SeveralModels
+from lockstep.engine.own_loop import OwnRun, SeveralModels, _are_trained_in_turn
 from lockstep.runtime.world import World
 from lockstep.task import Loss
 from pool import Pool

@@ -150,20 +150,15 @@ class StepProgress:
     def find_reference_weight(self, micro: MicroBatch, weight: Any) -> None:
         """Set the typical weight of a step, as a power of two. Collective: every rank must call it once.
 
-        The fp16 loss scale assumes a mean loss; we backpropagate a sum, so we divide the scale by a typical weight. It
-        is computed from the first micro-batches of all ranks and is the same on all of them.
+        The fp16 loss scale assumes a mean loss; we backpropagate a sum, so we divide the scale by a typical weight:
+        that of the first micro-batch of the global step, so that the scale does not depend on the number of ranks.
         """
         context = self._context
         assert context.scaler is not None
 
-        # Padding and stages without a loss would distort the mean, so they contribute 0. With `exact`, only the first
-        # micro-batch of the global step counts, so that the result does not depend on the number of ranks.
-        is_later = context.config.exact and micro.index > 0
-        contributes_nothing = micro.padding or not context.reports_loss or is_later
-        if contributes_nothing:
-            counts = [0.0, 0.0]
-        else:
-            counts = [float(_checked_weight(weight)), float(micro.num_samples)]
+        # All other ranks contribute 0, as do stages without a loss.
+        is_first = micro.index == 0 and not micro.padding and context.reports_loss
+        counts = [float(_checked_weight(weight)), float(micro.num_samples)] if is_first else [0.0, 0.0]
 
         # The host waits for the sums, shape [2]. This happens once, in the first step.
         sums = torch.tensor(counts, dtype=torch.float64, device=context.runtime.device)

@@ -114,10 +114,7 @@ class Compiler(StepPart):
 
             code = self.code
             if code is None:
-                returned = function(module, *args)
-                if self.stage == "watch" and self.is_training():
-                    self.judge.note_call(returned)
-                return returned
+                return self.judge.noted(function(module, *args))
 
             # Asked in any case, because it counts: if too few batches fit, the run compiles again.
             fitting = self._fits(code, args)
@@ -150,9 +147,7 @@ class Compiler(StepPart):
 
         if self.code is None:
             returned = link.inner(*args, **kwargs)
-            if self.stage == "watch" and self.function is None:
-                self.judge.note_call(returned)
-            return returned
+            return returned if self.function else self.judge.noted(returned)
 
         # Only to count it: torch's guards choose between compiled and eager code.
         if self.function is None:

@@ -81,7 +81,7 @@ class Judge:
         self._records: dict[str, Payoff] = {}  # of earlier runs, by target
         self.eager_s = 0.0  # seconds of a step without compiled code, on the slowest rank
         self._saving_s: float | None = None  # seconds that kernels of a step would save, on all ranks
-        self._operations: int | None = None  # of the first call of the loss or the model
+        self._operations = 0  # of the first training call of the loss or the model
 
     def possible(self, function: Function | None) -> tuple[str, ...]:
         """Return the targets that can be compiled at all. `function`: the loss, if there is one around the model."""
@@ -95,10 +95,10 @@ class Judge:
         """Return what to compile, whether it pays or not."""
         return preferred(self.possible(function), len(find_blocks(self._model, self._named_blocks)), bool(varying))
 
-    def note_call(self, result: Any) -> None:
-        """Note how much there is to compile, by what the first training call has returned."""
-        if self._operations is None:
-            self._operations = count_operations(result)
+    def noted(self, result: Any) -> Any:
+        """Return what an eager call has returned. The first one with a gradient shows how much there is to compile."""
+        self._operations = self._operations or count_operations(result)
+        return result
 
     def facts(self, steps_left: int, spent_s: float, function: Function | None, watch: BatchWatch) -> Facts:
         """Return what is known now, also from earlier runs with batches of these sizes. Collective.
@@ -111,7 +111,7 @@ class Judge:
         self._records = {target: Payoff(**values) for target, values in records.items()}
 
         blocks = find_blocks(self._model, self._named_blocks)
-        operations = self._runtime.collectives.gather_json(self._operations or 0)
+        operations = self._runtime.collectives.gather_json(self._operations)
         one_of_each_class = {class_name(block): block for block in blocks}.values()
         return Facts(
             steps_left=steps_left,

@@ -93,6 +93,6 @@ def test_the_first_call_is_counted_and_the_largest_of_all_ranks_decides() -> Non
     of_run = Judge(SimpleNamespace(model=layer, runtime=runtime), RunConfig())  # type: ignore[arg-type]
     assert of_run.facts(100, 0.0, None, BatchWatch()).operations == 7
     y = layer(torch.ones(1, 2))
-    for result in (y.sin().cos().exp().tan().tanh(), y):
-        of_run.note_call(result)
+    for result in (y.detach(), y.sin().cos().exp().tan().tanh(), y):
+        assert of_run.noted(result) is result
     assert of_run.facts(100, 0.0, None, BatchWatch()).operations == 9
