@@ -16,6 +16,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from lockstep import targets
@@ -311,6 +312,7 @@ def fit(
     A script with its own command line passes `resume_command`, a function of the run folder that returns what to type
     to resume that run.
     """
+    _shorten_user_errors()
     targets.check_is_task(task)
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
 
@@ -429,6 +431,7 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
     """
     from lockstep.engine.own_loop import OwnRun
 
+    _shorten_user_errors()
     layers: list[Layer] = [("argument", from_object(config)), ("argument", from_object(values))]
     # What was typed on the command line wins over the script's own arguments.
     layers += [(source, value) for source, value in json.loads(os.environ.get(LAYERS, "[]"))]
@@ -460,6 +463,25 @@ def start(config: Any = None, **values: Any) -> Iterator[OwnRun]:
 
     if regular_exit is not None:
         raise regular_exit
+
+
+def _shorten_user_errors() -> None:
+    """Let a script that ends with a UserError show it as `lockstep train` does: its text, without a traceback.
+
+    The text says what to do; frames of Lockstep would only hide it. The line of the script comes first.
+    """
+    # Notebooks, debuggers and the user's own code may show exceptions in another way.
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _show_uncaught
+
+
+def _show_uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, UserError):
+        sys.__excepthook__(kind, error, trace)
+        return
+
+    lines = [f"{rank_record.raising_line(error)}: {error}", *getattr(error, "__notes__", [])]
+    print(printable("\n".join(lines)), file=sys.stderr)
 
 
 # ---- a rank of our launcher ----
