@@ -100,7 +100,9 @@ def assert_same_weights(one: Path, other: Path) -> None:
         torch.testing.assert_close(first[name], second[name], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("call", ["with lockstep.start(global_bach=8): pass", "lockstep.fit(lockstep.Task(), stepps=8)"])
+@pytest.mark.parametrize(
+    "call", ["with lockstep.start(global_bach=8): pass", "lockstep.fit(lockstep.Task(), stepps=8)"]
+)
 def test_a_script_that_python_runs_ends_with_what_to_do_and_not_with_frames(tmp_path: Path, call: str) -> None:
     (tmp_path / "script.py").write_text(f"import lockstep\n{call}\n")
     done = preloaded.run_python("script.py", env=ENVIRONMENT, cwd=tmp_path)
@@ -111,10 +113,13 @@ def test_a_script_that_python_runs_ends_with_what_to_do_and_not_with_frames(tmp_
 
 
 def test_other_errors_of_a_script_and_hooks_of_its_own_stay(tmp_path: Path) -> None:
-    other = "import lockstep\nwith lockstep.start(global_batch=8, steps=1, run_dir='runs/one'): raise KeyError('mine')\n"
+    other = (
+        "import lockstep\nwith lockstep.start(global_batch=8, steps=1, run_dir='runs/one'): raise KeyError('mine')\n"
+    )
     (tmp_path / "other.py").write_text(other)
     done = preloaded.run_python("other.py", env=ENVIRONMENT, cwd=tmp_path)
-    assert "Traceback" in done.stderr and "KeyError: 'mine'" in done.stderr
+    assert "Traceback" in done.stderr
+    assert "KeyError: 'mine'" in done.stderr
 
     hook = "import sys\nsys.excepthook = lambda kind, *_: print('my hook:', kind.__name__)\n"
     (tmp_path / "hooked.py").write_text(f"{hook}import lockstep\nwith lockstep.start(global_bach=8): pass\n")
