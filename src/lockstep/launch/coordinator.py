@@ -86,6 +86,7 @@ class Coordinator:
         self._newcomers: list[int] = []  # nodes that were welcomed in this turn, and have no state yet
         self._check_due = now
         self._heartbeat_due = now
+        self._end_sent = False  # whether the other nodes know that the job ends, while ranks are still killed
         self._ending: JobEnd | None = None  # set by the last command
 
         # The signals that this launcher received. If another node takes over, its coordinator must get them.
@@ -159,6 +160,12 @@ class Coordinator:
 
         # Let the state machine check its deadlines, then carry out all commands of this iteration.
         self._state_machine.tick(now)
+
+        # If this node is lost before its next heartbeat, its successor must not restart a job that has failed.
+        if self._state_machine.end_is_decided and not self._end_sent:
+            self._end_sent = True
+            self._heartbeat_due = time.monotonic()
+
         self._send_heartbeat()
         for command in self._state_machine.take_commands():
             self._carry_out(command)

@@ -12,13 +12,14 @@ import pytest
 from lockstep.launch import coordinator as module
 from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.decisions.commands import DropNode, StartAttempt
+from lockstep.launch.decisions.recovery import End
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.folder import election
 from lockstep.launch.folder import watch as folder_watch
 from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.wire.messages import Hello, NodeHeartbeat, RankExited, Rendezvous
+from lockstep.launch.wire.messages import Hello, JobEnd, NodeHeartbeat, RankExited, Rendezvous
 
 ADDRESS = "127.0.0.1:29400"
 
@@ -93,6 +94,22 @@ def test_one_error_of_the_disk_does_not_look_like_a_removed_folder(tmp_path, mon
     run.rename(tmp_path / "moved")
     watch._notice_removal()
     assert watch.removed
+
+
+def test_the_other_nodes_know_at_once_that_the_job_has_failed(started, monkeypatch):
+    coordinator, _ = started([])
+    coordinator._iterate()
+    sent = []
+    monkeypatch.setattr(coordinator, "_send_to_nodes", sent.append)
+    monkeypatch.setattr(coordinator, "_heartbeat_due", float("inf"))
+    coordinator._state_machine._state.decided = End(1, "it has failed")
+    for _ in range(3):
+        coordinator._send_heartbeat()
+    assert not sent
+    monkeypatch.setattr(coordinator._state_machine, "tick", lambda now: None)
+    coordinator._iterate()
+    coordinator._iterate()
+    assert [state.ending for state in sent] == [JobEnd(1)]
 
 
 def test_a_node_starts_its_own_ranks_last(started, monkeypatch):

@@ -255,6 +255,7 @@ class CoordinatorState(Message):
     history: RestartHistory = field(default_factory=RestartHistory)
     settings: dict = field(default_factory=dict)
     preempt_signal: str | None = None  # the signal that asked the job to save and exit, if one did
+    ending: JobEnd | None = None  # how the job ends when all ranks are gone, if that is decided: it has failed
 
     @property
     def numbers(self) -> list[int]:
