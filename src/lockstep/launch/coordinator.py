@@ -231,9 +231,7 @@ class Coordinator:
         source = f" from {rejection.address}" if rejection.address else ""
         what = f"an unknown peer{source} at {where} {rejection.reason}"
         say(f"lockstep: {what}; later ones of this kind are only counted")
-        append_event(
-            self._job.run_dir, {"event": "unknown_peer", "reason": rejection.reason, "from": rejection.address}
-        )
+        self._watch.log({"event": "unknown_peer", "reason": rejection.reason, "from": rejection.address})
 
     def _poll_folder(self, now: float) -> None:
         """Act on what the thread has found in the run folder."""
@@ -332,7 +330,7 @@ class Coordinator:
                 self._hub.drop(command.node)
 
             case LogEvent():
-                append_event(self._job.run_dir, command.event)
+                self._watch.log(command.event)
 
             case Announce():
                 say(command.text)

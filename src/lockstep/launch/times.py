@@ -11,8 +11,9 @@ HEARTBEAT_S = 1.0
 # A node that sends nothing for this long is lost.
 LOST_AFTER_S = 5.0
 
-# What keeps a launcher from sending its heartbeat, one at a time: `Coordinator` sends its own in between if it is due.
-# The last one may be HEARTBEAT_S old when the wait begins.
+# What may keep a launcher from sending its heartbeat, one at a time: `Coordinator` sends its own in between if it is due.
+# The last one may be HEARTBEAT_S old when the wait begins. Without a limit are a terminal stopped with Ctrl-S, and the
+# logs of ranks that start, on a disk that does not answer: then another node takes over.
 
 # How long ranks have to write their stacks, and then their collectives, while their agent waits.
 RANKS_STACKS_S = 1.5

@@ -11,7 +11,7 @@ import pytest
 
 from lockstep.launch import coordinator as module
 from lockstep.launch.coordinator import Coordinator
-from lockstep.launch.decisions.commands import DropNode, StartAttempt
+from lockstep.launch.decisions.commands import DropNode, LogEvent, StartAttempt
 from lockstep.launch.decisions.recovery import End
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.folder import election
@@ -19,6 +19,7 @@ from lockstep.launch.folder import watch as folder_watch
 from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import Bounds, Job
+from lockstep.launch.jsonl import EVENTS, append_event, read_jsonl
 from lockstep.launch.wire.messages import Hello, JobEnd, NodeHeartbeat, RankExited, Rendezvous
 
 ADDRESS = "127.0.0.1:29400"
@@ -120,6 +121,25 @@ def test_a_node_starts_its_own_ranks_last(started, monkeypatch):
     monkeypatch.setattr(coordinator, "_open_rendezvous", lambda nodes, ranks: Rendezvous("127.0.0.1", 1))
     coordinator._carry_out(StartAttempt(0, {0: 1, 1: 1, 2: 1}))
     assert sent == [(1, 1), (2, 2), (0, 0)]
+
+
+def test_events_do_not_hold_up_the_loop_and_are_written_in_the_end(started, tmp_path, monkeypatch):
+    """Each failure and each restart waited for the disk that may have caused it."""
+    coordinator, _ = started([])
+    answers = threading.Event()
+
+    def slow(folder, event):
+        answers.wait(60)
+        append_event(folder, event)
+
+    monkeypatch.setattr(folder_watch, "append_event", slow)
+    coordinator._watch.start()
+    for number in range(3):
+        coordinator._carry_out(LogEvent({"event": "restart", "attempt": number}))
+    assert not (tmp_path / EVENTS).exists()
+    answers.set()
+    coordinator._watch.close()
+    assert [event["attempt"] for event in read_jsonl(tmp_path / EVENTS)] == [0, 1, 2]
 
 
 def test_a_disk_that_does_not_answer_holds_up_a_decision_for_a_moment_only(tmp_path, monkeypatch):
