@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.launch import coordinator as module
+from lockstep.launch import election
 from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.decisions.commands import DropNode, LogEvent, StartAttempt
 from lockstep.launch.decisions.recovery import End
 from lockstep.launch.failure import Failure, RankExit
-from lockstep.launch.folder import election
 from lockstep.launch.folder import watch as folder_watch
 from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.folder.watch import FolderWatch
@@ -238,7 +238,7 @@ def test_a_coordinator_that_was_suspended_looks_before_it_acts(started, tmp_path
     coordinator, _ = started(signals)
     election.begin_term(tmp_path, 1, "host-b", ADDRESS)
     signals.append("SIGTERM")
-    coordinator._watch.loop_turned_at -= module.OVERDUE_TURN_S + 1
+    coordinator._watch.last_iteration_at -= module.OVERDUE_ITERATION_S + 1
     coordinator._iterate()
     assert coordinator._watch.superseded
     assert signals == ["SIGTERM"]  # for the successor
@@ -326,7 +326,7 @@ def test_a_loop_that_is_stuck_gives_no_sign_of_life(started, tmp_path):
     """Its terminal may be held. The thread goes on, and must not hide that from the other nodes."""
     coordinator, _ = started([])
     before = election.read_counter(tmp_path, 1)
-    coordinator._watch.loop_turned_at -= folder_watch.LOST_AFTER_S + 1
+    coordinator._watch.last_iteration_at -= folder_watch.LOST_AFTER_S + 1
     coordinator._watch.look_at_folder()
     assert election.read_counter(tmp_path, 1) == before
     coordinator._iterate()

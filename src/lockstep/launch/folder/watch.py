@@ -10,9 +10,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.folder.election import HeldTerm
+from lockstep.launch.election import HeldTerm, folder_identity
 from lockstep.launch.folder.resize import take_request
-from lockstep.launch.folder.run_dir import CheckpointFacts, folder_identity, read_checkpoint_facts
+from lockstep.launch.folder.run_dir import CheckpointFacts, read_checkpoint_facts
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.times import HEARTBEAT_S, LOOK_S, LOST_AFTER_S
 
@@ -31,8 +31,8 @@ class FolderWatch:
         self._run_dir = run_dir
         self._held_term = held_term
 
-        # When the coordinator's loop last came round, as the loop itself says.
-        self.loop_turned_at = time.monotonic()
+        # When the last iteration of the coordinator's loop began, as the loop itself says.
+        self.last_iteration_at = time.monotonic()
 
         # The run folder, once it was seen, and until it is found missing or replaced.
         self._identity: tuple[int, int] | None = None
@@ -100,7 +100,7 @@ class FolderWatch:
         """Write the heartbeat, and check whether another node has taken over."""
         # The loop may stall, for example in a write to a terminal stopped with Ctrl-S, for as long as it takes the
         # other nodes to lose this one. Then there is no heartbeat: another node is to take over.
-        stalls = time.monotonic() - self.loop_turned_at > LOST_AFTER_S
+        stalls = time.monotonic() - self.last_iteration_at > LOST_AFTER_S
         if self._held_term is not None and not stalls:
             self._held_term.renew()
 

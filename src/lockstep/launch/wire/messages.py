@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from lockstep.launch import records
+from lockstep.launch.election import Term
 from lockstep.launch.failure import Failure, RankExit
-from lockstep.launch.folder.election import Term
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import COORDINATOR, Bounds, Settings
 from lockstep.runtime.preemption import PREEMPT_SIGNALS

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.launch.election import Term
 from lockstep.launch.failure import Failure, RankExit
-from lockstep.launch.folder.election import Term
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds
 from lockstep.launch.wire import messages
