@@ -159,7 +159,7 @@ def _take_collate(loader: DataLoader, collate: Collate) -> Collate:
         raise UserError(
             "the DataLoader has a collate_fn, and the run has a collate of its own",
             "only one of them can make the batches",
-            "leave collate_fn out of the DataLoader, or the other: Task.collate, or the one that was given with the data",
+            "leave collate_fn out of the DataLoader, or the other: Task.collate, or the one given with the data",
         )
 
     return loader.collate_fn
