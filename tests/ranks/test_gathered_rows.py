@@ -1,4 +1,4 @@
-"""Losses over the global batch of a stream: this rank's rows are found among those of all ranks, on any number of them."""
+"""Losses over the global batch of a stream: a rank finds its rows among those of all ranks, on any number of them."""
 
 from __future__ import annotations
 

@@ -192,8 +192,8 @@ class Run:
             self.hooks.after_step(result)
             self.runtime.heartbeat.beat("data")
 
-        # After the hooks, which may change the weights: clip them, for example. A save that is still copying the averages
-        # is no danger: the update has waited for it, and a step that was skipped leaves them as they are.
+        # After the hooks, which may change the weights: clip them, for example. The optimizers' update has waited for a
+        # save that was still copying the averages, and a step without an update leaves them as they are.
         if self.model_setup.average:
             self.model_setup.average.update(self.stepper.progress.skipped)
 

@@ -64,7 +64,9 @@ class WeightAverage:
 
         # Rounded to `dtype` as a number of Python is in the multiplication, so that the bits are the same.
         kept, added = (skipped.new_full((), factor, dtype=dtype) for factor in (self.decay, 1 - self.decay))
-        return torch.where(skipped, 1.0, kept), torch.where(skipped, 0.0, added)
+
+        # Not `torch.where`, which copies a number to the device: the host would wait.
+        return kept.masked_fill_(skipped, 1.0), added.masked_fill_(skipped, 0.0)
 
     @torch.no_grad()
     def restart(self, names: Collection[str]) -> None:
