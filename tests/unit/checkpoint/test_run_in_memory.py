@@ -23,6 +23,7 @@ from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.manifest import encode
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.saving import pending as pending_module
+from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy
 from lockstep.checkpoint.state.model_state import ModelState
@@ -430,6 +431,28 @@ def test_a_save_that_failed_is_tried_again_after_a_pause_that_grows(
     # One of them succeeds, and is the last: nothing else was asked for.
     [step] = [found.step for found in committed(CheckpointStorage(tmp_path / "checkpoints"))]
     assert failed[-1] < 30 <= step < 60
+
+
+def test_the_pause_after_a_thousand_saves_that_failed_has_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that stays full the pause was 8 hours after 10 failures, and an OverflowError ended the run at 1,024."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(pending_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    runtime: Any = SimpleNamespace(
+        collectives=SimpleNamespace(gather_json=lambda value: [value]), heartbeat=Heartbeat(None)
+    )
+    context: Any = SimpleNamespace(storage=CheckpointStorage(tmp_path))
+    pending = PendingSave(Any, context, runtime, lambda *_, **__: None, str)  # type: ignore[arg-type]
+
+    for _ in range(1100):
+        full: Any = SimpleNamespace(steps_done=12, outcome=SaveFailed("the disk is full"), abort=str)
+        pending.save = full
+        assert pending.abort_if_failed()
+
+    assert not pending.retry_due()
+    clock.now = 1800.0
+    assert pending.retry_due()
 
 
 def test_a_registered_object_never_replaces_one_of_the_run(tmp_path: Path) -> None:
