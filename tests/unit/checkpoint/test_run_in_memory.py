@@ -15,6 +15,7 @@ import pytest
 import torch
 from checkpoints import together
 from memory_store import MemoryStore
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -870,3 +871,50 @@ def test_a_frozen_parameter_that_the_model_no_longer_has_is_noticed(tmp_path: Pa
     lockstep.fit(WithTeacher(), **values)
     with pytest.raises(UserError, match=r"1 tensor missing in this model, first 'critic\.weight'"):
         lockstep.fit(WithoutCritic(), resume="auto", steps=13, **values)
+
+
+class Tested(WithTeacher):
+    def eval_data(self) -> Any:
+        return self.data()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_best_weights_are_those_of_a_checkpoint_that_was_saved_with_or_without_frozen_ones(
+    tmp_path: Path, frozen: bool
+) -> None:
+    """It was a KeyError at the end of a run that no longer keeps them, and they were missing if it keeps them now."""
+    best = {"best": "eval_loss", "best_mode": "max", "final": "best"}
+    values: Any = {"run_dir": tmp_path, "evaluate": {"every": 2}}
+    lockstep.fit(Tested(), steps=4, checkpoint={**best, "frozen": frozen}, **values)
+    first = load_file(tmp_path / "model.safetensors")
+
+    result = lockstep.fit(Tested(), steps=8, resume="auto", checkpoint={**best, "frozen": not frozen}, **values)
+    assert result.best is not None
+    assert result.best.step == 2
+
+    trained = {"0.weight", "0.bias", "2.weight", "2.bias"}
+    now = load_file(tmp_path / "model.safetensors")
+    assert first.keys() == (trained | {"teacher.weight", "critic.weight"} if frozen else trained)
+    assert now.keys() == (trained if frozen else trained | {"teacher.weight", "critic.weight"})
+    assert all(torch.equal(now[name], first[name]) for name in trained)
+    assert all(torch.equal(now[name], torch.ones(2)) for name in now.keys() - trained)
+    assert not [e for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
+
+
+def test_a_frozen_parameter_that_the_best_checkpoint_lacks_must_not_have_changed(tmp_path: Path) -> None:
+    """The weights of one file are of one step."""
+
+    class Moving(Tested):
+        def after_step(self, run: Any, result: Any) -> None:
+            if run.steps_done == 7:
+                run.model.get_parameter("teacher.weight").data.add_(1)
+
+    best = {"best": "eval_loss", "best_mode": "max", "final": "best"}
+    values: Any = {"run_dir": tmp_path, "evaluate": {"every": 2}}
+    lockstep.fit(Tested(), steps=4, checkpoint={**best, "frozen": False}, **values)
+    result = lockstep.fit(Moving(), steps=8, resume="auto", checkpoint={**best, "frozen": True}, **values)
+    [warning] = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
+    assert "step-00000002 does not hold the present value of 'teacher.weight'" in warning
+    weights = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(weights["teacher.weight"], torch.full((2,), 2.0))
+    assert torch.equal(weights["0.weight"], result.weights["0.weight"])
