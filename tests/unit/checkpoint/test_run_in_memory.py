@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -437,26 +438,45 @@ def test_a_save_that_failed_is_tried_again_after_a_pause_that_grows(
     assert failed[-1] < 30 <= step < 60
 
 
+def pending_alone(tmp_path: Path, heartbeat: Heartbeat) -> PendingSave:
+    """Return what follows the saves of a run of one rank, which logs nothing."""
+    collectives = SimpleNamespace(gather_json=lambda value: [value])
+    runtime: Any = SimpleNamespace(collectives=collectives, heartbeat=heartbeat)
+    context: Any = SimpleNamespace(storage=CheckpointStorage(tmp_path))
+    saver: Any = None
+    return PendingSave(saver, context, runtime, lambda *_, **__: None, str)
+
+
+def failed_save(abort: Callable[[str], Any] = str) -> Any:
+    return SimpleNamespace(steps_done=12, outcome=SaveFailed("the disk is full"), abort=abort)
+
+
 def test_the_pause_after_a_thousand_saves_that_failed_has_a_limit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a disk that stays full it was 8 hours after 10 failures, and an OverflowError ended the run at 1,024."""
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(pending_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    runtime: Any = SimpleNamespace(
-        collectives=SimpleNamespace(gather_json=lambda value: [value]), heartbeat=Heartbeat(None)
-    )
-    context: Any = SimpleNamespace(storage=CheckpointStorage(tmp_path))
-    pending = PendingSave(Any, context, runtime, lambda *_, **__: None, str)  # type: ignore[arg-type]
-
+    pending = pending_alone(tmp_path, Heartbeat(None))
     for _ in range(1100):
-        full: Any = SimpleNamespace(steps_done=12, outcome=SaveFailed("the disk is full"), abort=str)
-        pending.save = full
+        pending.save = failed_save()
         assert pending.abort_if_failed()
 
     assert not pending.retry_due()
     clock.now = 1800.0
     assert pending.retry_due()
+
+
+def test_a_rank_that_waits_for_a_slow_write_of_an_aborted_save_does_not_look_like_a_hang_of_the_step(
+    tmp_path: Path,
+) -> None:
+    heartbeat = Heartbeat(None)
+    heartbeat.beat("exchange", 3)
+    phases = []
+    pending = pending_alone(tmp_path, heartbeat)
+    pending.save = failed_save(abort=lambda _: phases.append(heartbeat.phase))
+    assert pending.abort_if_failed()
+    assert [*phases, heartbeat.phase] == ["commit", "exchange"]
 
 
 def test_a_registered_object_never_replaces_one_of_the_run(tmp_path: Path) -> None:

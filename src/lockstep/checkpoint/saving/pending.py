@@ -156,7 +156,10 @@ class PendingSave:
         causes = [f"rank {rank}: {why}" for rank, why, elsewhere in failures if not elsewhere]
         reason = "; ".join(causes) or failures[0][1]
         assert self.save is not None
-        self.save.abort(reason)
+
+        # The thread may be in one slow write, for which training waits here: that is no hang of a step.
+        with self._runtime.heartbeat.visit("commit"):
+            self.save.abort(reason)
 
         # The exponent has a limit, too: a float overflows after 1,024 failures.
         self._retry_at = time.monotonic() + min(RETRY_S * 2 ** min(self._failures, 6), MAX_RETRY_S)
