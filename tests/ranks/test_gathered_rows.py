@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
 from lockstep import Shards
+from lockstep.engine.own_loop import OwnRun
+from lockstep.errors import UserError
+from lockstep.runtime.world import World
 from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, StepResult, Task
 from pool import Pool
-from ranks.support import assert_user_errors
-from ranks.test_callbacks import trained
+from ranks.support import assert_user_errors, open_watched
+from ranks.test_callbacks import BASE, trained
 
 ROWS = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
 VALUES = {"global_batch": 8, "micro_batch": 8, "steps": 9, "data.shuffle": False, "clip.norm": 0.1}
@@ -160,6 +163,38 @@ def test_a_single_shard_has_places(pool: Pool) -> None:
         assert [note.result.grad_norm for note in trace.steps] == pytest.approx(
             [note.result.grad_norm for note in one.steps], rel=1e-4
         )
+
+
+def places_by_hand(world: World, store: Any, task: Task, values: dict[str, Any]) -> list[tuple[int, int]]:
+    """A job: a custom loop. Return (place, first row of this rank) of each batch; a place is no more outside of it."""
+    with open_watched(world, store, BASE | values) as builder:
+        own = OwnRun(builder)
+        plain = task.model()
+        model, _ = own.setup(plain, task.optimizer(plain))
+        found = []
+        for step in own.steps(task.data(), task.collate):
+            for batch in step:
+                rows = own.all_gather(model(batch))
+                found.append((step.sample_offset, own.row_offset))
+                step.backward(rows[own.row_offset :][: len(batch)].sum(), len(batch))
+
+            step.apply()
+            with pytest.raises(UserError, match="outside of the batches of step"):
+                print(step.sample_offset)
+
+        own.close()
+        return found
+
+
+def test_a_custom_loop_knows_both(pool: Pool) -> None:
+    assert pool.run(places_by_hand, Dropping(), VALUES | {"steps": 2}, world=1) == [[(0, 0), (0, 0)]]
+    first, second = pool.run(places_by_hand, Dropping(), VALUES | {"steps": 2, "micro_batch": 4}, world=2)
+    assert first == [(0, 0), (0, 0)]
+
+    # Its place follows four samples, and its rows those that collate has kept of them.
+    kept = [sum(float(row[0]) > -0.5 for row in ROWS[start : start + 4]) for start in (0, 8)]
+    assert second == [(4, kept[0]), (4, kept[1])]
+    assert kept != [4, 4]
 
 
 def test_a_row_offset_belongs_to_the_last_gather(pool: Pool) -> None:
