@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
-from lockstep import Shards
+from lockstep import Sampled, Shards
 from lockstep.engine.own_loop import OwnRun
 from lockstep.errors import UserError
 from lockstep.runtime.world import World
@@ -131,6 +131,16 @@ class OwnSource(BatchSource):
         self.position = state["position"]
 
 
+class BalancedByPlace(Pairs):
+    """Micro-batches of about the same cost, whose samples lie anywhere in the global batch."""
+
+    defaults = {"data.balance": "length"}
+    first = ByPlace.first
+
+    def data(self) -> Any:
+        return Sampled(list(ROWS[:18]), lengths=range(1, 19))
+
+
 class FromOwnSource(ByPlace):
     def data(self) -> Any:
         return OwnSource()
@@ -149,11 +159,11 @@ def test_rows_of_a_rank_are_found_among_those_of_all_ranks(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("task", [ByPlace(), ShardsByPlace(), FromOwnSource()])
+@pytest.mark.parametrize("task", [ByPlace(), ShardsByPlace(), BalancedByPlace(), FromOwnSource()])
 def test_a_place_in_the_global_batch_that_nobody_knows_is_refused(pool: Pool, task: Task, world: int) -> None:
     """It was 0 on every rank of a stream, so that rank 1 learned from the labels of rank 0."""
     values = {name: value for name, value in VALUES.items() if name != "data.shuffle"} | {"micro_batch": 8 // world}
-    errors = pool.errors(trained, task, values, world=world)
+    errors = pool.errors(trained, task, values | task.defaults, world=world)
     assert_user_errors(errors, "the data source has no places in the global batch", "use run.row_offset")
 
 
