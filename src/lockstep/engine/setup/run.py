@@ -11,9 +11,9 @@ from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.resume import Resumed
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
-from lockstep.data.mosaic import DESCRIPTION, by_index, is_streaming_dataset
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.sources import open_source
+from lockstep.data.streams.mosaic import DESCRIPTION, by_index, is_streaming_dataset
 from lockstep.engine.checks.settings import check_before_batch, check_same_config, check_sample_log, check_steps_left
 from lockstep.engine.evaluation.evaluations import Evaluations
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
