@@ -102,6 +102,7 @@ class StepProgress:
 
         self.optimizer_indices: Sequence[int] = ()  # of the optimizers that the update steps
         self.micro: MicroBatch | None = None  # the current one
+        self.row_offset: int | None = None  # of this rank's rows in its last `run.all_gather`
         self.backwards_done = 0
 
         # The micro-batches so far without their data, their losses in the same order, and their metrics. Losses and
@@ -109,6 +110,8 @@ class StepProgress:
         self.trained: list[MicroBatch] = []
         self.losses: list[tuple[Number, Weight]] = []
         self.metrics: list[Term] = []
+
+        self.skipped: bool | Tensor = False  # whether the update was skipped; a tensor () where only the GPU knows yet
 
         self.autocast = context.precision.autocast  # returns the context manager for forward and loss
         self._context = context
@@ -139,6 +142,7 @@ class StepProgress:
     def before_forward(self, micro: MicroBatch, stage: int = 0) -> None:
         """Begin a micro-batch. Its random numbers depend on (seed, step, micro-batch), never on the rank."""
         self.micro = micro
+        self.row_offset = None
         self._context.runtime.heartbeat.beat("compute", self.step)
 
         # The first stage of a pipeline draws the same numbers as a single process would.
