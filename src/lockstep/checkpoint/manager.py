@@ -101,17 +101,39 @@ class CheckpointManager:
     def resume(self) -> Resumed | None:
         """Claim the storage, and load the checkpoint from which the run starts. Return None if there is none.
 
-        Collective. Raise a UserError if there is no room for a checkpoint and one will be saved, or if the storage
-        cannot be read or written for `checkpoint.timeout` seconds.
+        Collective. Raise a UserError if a checkpoint will be saved and there is no room for it, or its store keeps
+        nothing, or if the storage cannot be read or written for `checkpoint.timeout` seconds.
         """
         settings = self.config.checkpoint
         run_on_rank0(self.storage, self.runtime, settings.timeout, self._claim, "claimed")
 
         if settings.every is not None or settings.minutes is not None or settings.at_end:
+            self._check_store()
             self._check_room()
 
         reader = self._resumer.find(self.folder.start_from)
         return None if reader is None else self._load(reader)
+
+    def _check_store(self) -> None:
+        """Raise an error if the store for tensors cannot keep anything: every save would fail. Collective."""
+        url = self.storage.url
+        if not url:
+            return
+
+        timeout_s = self.config.checkpoint.timeout
+        missing = run_on_rank0(self.storage, self.runtime, timeout_s, self._try_store, f"kept in {url}")
+        if missing:
+            fix = "set checkpoint.storage to a store that exists, or leave it out: checkpoints are then in run_dir"
+            raise UserError(f"the checkpoints of this run cannot be kept in {url}", missing, fix)
+
+    def _try_store(self) -> str | None:
+        """Try the store on rank 0. Return why waiting for it would be in vain, or None. Raises other OSErrors."""
+        try:
+            self.storage.try_store()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            return str(error)
+
+        return None
 
     def _check_room(self) -> None:
         """Raise an error if there is no room for the weights, and warn if two checkpoints do not fit. Collective."""
@@ -123,6 +145,9 @@ class CheckpointManager:
         free, known, estimate = run_on_rank0(
             self.storage, self.runtime, timeout_s, lambda: [self.storage.free_bytes(), *sizes], "measured"
         )
+        if free is None:
+            return
+
         if free < known:
             raise UserError(
                 f"there is no room for a checkpoint in {self.storage.location}: {size_text(free)} free",

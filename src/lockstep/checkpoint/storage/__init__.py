@@ -243,5 +243,9 @@ def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None
     """Delete a checkpoint, or one that was replaced. It is renamed first, so that no reader finds half of it."""
     step, _, _ = name.partition(".")
     temporary = name_to_delete(step, token)
-    _rename(storage, name, temporary)
+
+    # A run and `lockstep ckpt prune` may delete the same one.
+    with suppress(FileNotFoundError):
+        _rename(storage, name, temporary)
+
     storage.delete(temporary)
