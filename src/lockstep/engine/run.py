@@ -192,11 +192,10 @@ class Run:
             self.hooks.after_step(result)
             self.runtime.heartbeat.beat("data")
 
-        # After the hooks, which may change the weights: clip them, for example. If the step was skipped, no update has
-        # waited for a save that is still copying the averages.
+        # After the hooks, which may change the weights: clip them, for example. The optimizers' update has waited for a
+        # save that was still copying the averages, and a step without an update leaves them as they are.
         if self.model_setup.average:
-            self.stepper.update.wait_for_copy()
-            self.model_setup.average.update()
+            self.model_setup.average.update(self.stepper.progress.skipped)
 
     def _accept(self, batches: StepBatches, result: StepResult | None, steps_done: int) -> StepResult | None:
         """Accept the requests in a step's control word and count the step in the log. Return the newest result."""
@@ -213,7 +212,7 @@ class Run:
     def _request_what_is_due(self) -> None:
         """Put what is due by this rank's clock, and a failed save, into the next control word."""
         # Any rank may fail to write, or receive a signal that asks for a save. The clock of a save is rank 0's.
-        save_failed = self.checkpoints.pending.poll()
+        save_failed = self.checkpoints.poll_save()
         save = self.checkpoints.due_by_clock() or self.runtime.notice.asks_for_save()
         evaluate = False
 
