@@ -12,7 +12,7 @@ from lockstep.launch.decisions.commands import NodeNews, Outbox
 from lockstep.launch.decisions.members import Members
 from lockstep.launch.decisions.recovery import Decision, End
 from lockstep.launch.decisions.restarts import Restarts
-from lockstep.launch.decisions.status import JOIN_S, TRANSITIONS, JobStatus
+from lockstep.launch.decisions.status import ACTIVE, JOIN_S, TRANSITIONS, JobStatus
 from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import Job, Settings
@@ -71,6 +71,10 @@ class JobState:
     def nodes_of_attempt(self) -> set[int]:
         """The nodes that have ranks of this attempt, and still belong to the job."""
         return self.attempt.nodes & self.members.nodes.keys()
+
+    def has_running(self, attempt: int | None) -> bool:
+        """Return whether this is the current attempt, while its ranks run."""
+        return attempt == self.attempt.number and self.status in ACTIVE
 
     def order(self, kind: type[SaveAndExit | Kill | CollectStacks], **fields: Any) -> None:
         """Send an order of this kind to all nodes that have ranks of this attempt."""

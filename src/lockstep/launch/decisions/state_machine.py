@@ -10,6 +10,7 @@ resumes from the newest checkpoint, unless there is a reason not to.
     NextAttempt       JOIN: waits for nodes, starts the next attempt, or ends the job
     HangCheck         RUN, SAVE_AND_EXIT: finds ranks that stall, and the one that the others wait for
     SaveRequests      SAVE_AND_EXIT: asks the ranks to save and exit, for a signal, a resize or a new node
+    RankExits         RUN, SAVE_AND_EXIT: waits for the exit of the rank that failed first, or for all of them
     FailureHandler    KILL: asks `decide` what follows a failure, and has all ranks killed
 
 A node that takes over from a lost coordinator begins in JOIN, with the last `CoordinatorState` that it received.
@@ -20,34 +21,30 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import assert_never
 
-from lockstep.errors import ExitCode, plural
+from lockstep.errors import plural
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.commands import Command
 from lockstep.launch.decisions.failure_handler import FailureHandler
 from lockstep.launch.decisions.hang_check import HangCheck
 from lockstep.launch.decisions.members import Node
 from lockstep.launch.decisions.next_attempt import NextAttempt
+from lockstep.launch.decisions.rank_exits import RankExits
 from lockstep.launch.decisions.recovery import End, Restart
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import (
     ACTIVE,
-    CAUSE_WAIT_S,
-    COMMIT_S,
     FENCE_S,
     JOIN_S,
     NODES_KILL_S,
-    QUIET_S,
     START_S,
-    STRAGGLER_GRACE_S,
     JobStatus,
 )
-from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure, RankExit
+from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.job import COORDINATOR, Job, Settings
 from lockstep.launch.wire.messages import (
     CoordinatorState,
-    JobEnd,
     NodeHeartbeat,
     RankExited,
     RanksGone,
@@ -76,6 +73,7 @@ class JobStateMachine:
         self._save_requests = SaveRequests(self._state, last.preempt_signal)
         self._next_attempt = NextAttempt(self._state, self._save_requests, now, not_before)
         self._failure_handler = FailureHandler(self._state, self._save_requests, self._next_attempt)
+        self._rank_exits = RankExits(self._state, self._save_requests, self._failure_handler)
         self._hang_check = HangCheck(self._state, self._failure_handler)
 
         # A job that was asked to save and exit ends, also after a takeover.
@@ -127,7 +125,7 @@ class JobStateMachine:
 
     def is_due(self, now: float) -> bool:
         """Return whether `tick` would act on a deadline."""
-        return now >= self._state.deadline or self._is_time_to_blame(now) or self._hang_check.is_due(now)
+        return now >= self._state.deadline or self._rank_exits.is_time_to_blame(now) or self._hang_check.is_due(now)
 
     def receive(self, node: int, message: Report, now: float) -> None:
         """Act on the message of a node, which may be the coordinating one."""
@@ -193,74 +191,7 @@ class JobStateMachine:
 
     def rank_exited(self, message: RankExited, now: float) -> None:
         """A rank has ended. A failure is handled at once, unless the exit of another rank may have come first."""
-        # Messages of an earlier attempt may still arrive.
-        if not self._concerns_running_ranks(message.attempt):
-            return
-
-        rank_exit = message.exit
-        self._state.attempt.exits[message.rank] = rank_exit
-
-        if not rank_exit.clean:
-            self._wait_for_cause(rank_exit, now)
-        elif rank_exit.code == PREEMPTED:
-            self._wait_for_stragglers(now)
-
-        if self._state.attempt.all_exited:
-            self._all_exited(now)
-        elif self._is_time_to_blame(now):
-            self._blame(now)
-
-    def _concerns_running_ranks(self, attempt: int | None) -> bool:
-        """Return whether a message is about the current attempt, while its ranks run."""
-        return attempt == self._state.attempt.number and self._state.status in ACTIVE
-
-    def _wait_for_cause(self, rank_exit: RankExit, now: float) -> None:
-        """Set the time by which the exit of a rank that failed earlier must have arrived."""
-        seconds = CAUSE_WAIT_S[rank_exit.consequence]
-        self._state.attempt.blame_at = min(self._state.attempt.blame_at, now + seconds)
-
-    def _is_time_to_blame(self, now: float) -> bool:
-        """Return whether a rank has failed, and the exit of an earlier failure is waited for no longer."""
-        return self._state.status in ACTIVE and now >= self._state.attempt.blame_at
-
-    def _blame(self, now: float) -> None:
-        """Handle the failure of the rank that failed first, unless there is something else to wait for."""
-        state, attempt = self._state, self._state.attempt
-
-        # If a node has gone quiet, its loss may have come before an exception: wait until it shows.
-        silence = state.members.longest_silence(state.nodes_of_attempt, now)
-        quiet = silence > QUIET_S and not attempt.any_died_by_itself
-
-        # If all ranks have written a checkpoint, let rank 0 commit it: the next attempt can start from it.
-        can_commit = 0 in attempt.running and state.checkpoints.commit_is_near(len(attempt.ranks))
-        commits = can_commit and now < attempt.blame_at + COMMIT_S
-        if not quiet and not commits:
-            self._failure_handler.handle(attempt.root_failure(), now)
-
-    def _wait_for_stragglers(self, now: float) -> None:
-        """Wait for the other ranks, after one has saved and exited."""
-        if self._state.status is not JobStatus.SAVE_AND_EXIT:
-            self._save_requests.ranks_were_signalled(now)
-
-        # Ranks that save exit together, unless the signal came before the process group existed: then the rest
-        # never will.
-        self._state.deadline = min(self._state.deadline, now + STRAGGLER_GRACE_S)
-
-    def _all_exited(self, now: float) -> None:
-        """End the job, or begin the next attempt: after a resize, or with a new node."""
-        attempt = self._state.attempt
-        # The exits of ranks that failed came first: they explain the rest.
-        if attempt.has_failed:
-            self._failure_handler.handle(attempt.root_failure(), now)
-        elif not attempt.any_exited_as_asked:
-            self._state.end(JobEnd(ExitCode.FINISHED))
-        else:
-            if attempt.unsaved_step is not None:
-                lost = f"the save of step {attempt.unsaved_step} failed"
-                self._state.outbox.say(f"{lost}; the job can only continue from {self._state.where_to_resume}")
-
-            self._failure_handler.follow_request(now)
-            self._failure_handler.continue_without_ranks(now)
+        self._rank_exits.note(message, now)
 
     def ranks_gone(self, node: int, attempt: int, now: float) -> None:
         """A node has killed its ranks, and they are gone."""
@@ -280,7 +211,7 @@ class JobStateMachine:
         first = min(state.attempt.ranks_on(node), default=None)
         failure = Failure.by_launcher(kind, message.why, first, state.members.nodes[node].host)
 
-        if message.cannot_import or self._concerns_running_ranks(message.attempt):
+        if message.cannot_import or state.has_running(message.attempt):
             self._failure_handler.handle(failure, now, node)
 
     # ---- heartbeats and hangs ----
@@ -355,8 +286,8 @@ class JobStateMachine:
             for node in sorted(state.attempt.unconfirmed & state.members.nodes.keys()):
                 self.node_lost(node, f"was dropped: it did not start its ranks within {START_S:.0f} s", now)
 
-        if self._is_time_to_blame(now):
-            self._blame(now)
+        if self._rank_exits.is_time_to_blame(now):
+            self._rank_exits.blame(now)
         elif self._hang_check.is_due(now):
             self._hang_check.judge(now)
         elif now >= state.deadline:
