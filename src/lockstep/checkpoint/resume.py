@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.search import wait_for_newest_valid
 from lockstep.checkpoint.state.run_state import RunState
+from lockstep.checkpoint.state.saved_values import check_run_values
 from lockstep.checkpoint.storage import CheckpointStorage, checkpoints_at, set_aside, set_aside_after
 from lockstep.checkpoint.storage.together import run_on_rank0
 from lockstep.config import RunConfig
@@ -104,14 +105,8 @@ class Resumer:
 
     def load(self, reader: CheckpointReader) -> Resumed:
         """Check the settings, restore the state, and set aside later checkpoints of this run. Collective."""
+        check_run_values(reader)
         values = reader.manifest.values
-        missing = {"state", "config", "world", "plan"} - values.keys()
-        if missing:
-            raise UserError(
-                f"the checkpoint cannot be resumed: it does not contain {', '.join(sorted(missing))}",
-                "",
-                "resume with the version of Lockstep that wrote it (lockstep ckpt show)",
-            )
 
         # Check the settings before anything is changed.
         changed_settings = config_changes(values["config"], self.config)

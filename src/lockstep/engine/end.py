@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from lockstep.checkpoint.export import read_weights
+from lockstep.checkpoint.export import Weights, read_weights
+from lockstep.checkpoint.state.digests import digest
+from lockstep.checkpoint.state.model_state import frozen_names, is_extra, tied_names
 from lockstep.config.settings import nested
 from lockstep.engine.log.summary import summary_of
 from lockstep.errors import Preempted, UserError
@@ -19,7 +21,7 @@ from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import write_summary
 from lockstep.observe.weights import save_weights
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import full_state
+from lockstep.parallel.driver import Driver
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run  # which calls `end_preempted`
@@ -95,6 +97,28 @@ def _save_weights(run: Run, file: str, ema: bool = False) -> None:
     run.runtime.collectives.run_on_rank0(lambda: _write_weights(run, file, weights, aliases, ema))
 
 
+def full_state(driver: Driver, keep: bool, frozen: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Gather the model's full tensors and the aliases of tied tensors. Collective: every rank must call it.
+
+    Ranks without `keep` get no tensors. `frozen`: whether frozen parameters are gathered.
+    """
+    # In the order of the state dict, which is the same on every rank: `fetch` may be a collective.
+    left_out = set() if frozen else frozen_names(driver.model)
+    state = {name: value for name, value in driver.model.state_dict().items() if name not in left_out}
+    aliases = tied_names(state)
+    tensors = {}
+
+    for name, value in state.items():
+        if is_extra(name) or name in aliases:
+            continue
+
+        full = driver.fetch(name, value)
+        if keep:
+            tensors[name] = (full if full is value else full.cpu()).contiguous()
+
+    return tensors, aliases
+
+
 def _write_weights(run: Run, file: str, weights: dict[str, Tensor], aliases: dict[str, str], ema: bool) -> None:
     """Write the weights, or those of the best checkpoint, as `checkpoint.final` says, on rank 0."""
     if run.config.checkpoint.final == "best":
@@ -105,16 +129,44 @@ def _write_weights(run: Run, file: str, weights: dict[str, Tensor], aliases: dic
         except OSError as error:
             why = f"the checkpoints cannot be listed ({error})"
 
-        if best is None:
+        found = None
+        if best is not None:
+            found, why = _of_checkpoint(read_weights(best.checkpoint, ema), weights, aliases)
+            why = f"{best.checkpoint.name} {why}"
+
+        if found is None:
             reason = f"checkpoint.final=best: {why}, so {file} has the weights of the last step"
             run.recorder.event("warning", reason=reason)
         else:
-            # A checkpoint may hold float32 masters of weights that the model stores in another format.
-            saved = read_weights(best.checkpoint, ema)
-            weights = {name: tensor.to(weights[name].dtype) for name, tensor in saved.tensors.items()}
-            aliases = saved.aliases
+            weights = found
 
     save_weights(run.folder.path / file, weights, aliases)
+
+
+def _of_checkpoint(
+    saved: Weights, weights: dict[str, Tensor], aliases: dict[str, str]
+) -> tuple[dict[str, Tensor] | None, str]:
+    """Return the values that a checkpoint has for all `weights`; None and the reason if it lacks one.
+
+    It was perhaps saved with another `checkpoint.frozen`: it may have more than `weights`, or only the digests of some.
+    """
+    found = {}
+    for name, now in weights.items():
+        tensor = saved.tensors.get(saved.aliases.get(name, name))
+        if tensor is not None:
+            # A checkpoint may hold float32 masters of weights that the model stores in another format.
+            found[name] = tensor.to(now.dtype)
+            continue
+
+        # The digest of a tied parameter may be under any of its names.
+        names = [name, *(other for other, first in aliases.items() if first == name)]
+        digests = {saved.frozen_digests[other] for other in names if other in saved.frozen_digests}
+        if digests != {digest(now)}:
+            return None, f"does not hold the present value of {name!r}"
+
+        found[name] = now
+
+    return found, ""
 
 
 # ---- the summary ----

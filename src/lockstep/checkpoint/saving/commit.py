@@ -9,7 +9,8 @@
     step-N.tmp-TOKEN-NUMBER -> step-N           the commit
     calls `SaveContext.on_commit`
     updates `latest`
-    deletes step-N.replaced, and the checkpoints that `Retention` does not keep, if it still owns the storage
+    if it still owns the storage: deletes what an earlier commit could delete only in part, step-N.replaced, and the
+    checkpoints that `Retention` does not keep
 
 A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the manifest
 before the rename, and the rename before `latest` changes and before an old checkpoint is deleted. A run saves no step
@@ -31,7 +32,14 @@ from lockstep.checkpoint.manifest_reader import decode
 from lockstep.checkpoint.retention import apply_retention
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError
-from lockstep.checkpoint.storage import Checkpoint, NotDurable, commit_draft, delete_replaced, update_latest
+from lockstep.checkpoint.storage import (
+    Checkpoint,
+    NotDurable,
+    commit_draft,
+    delete_replaced,
+    finish_deletions,
+    update_latest,
+)
 from lockstep.errors import listed_ranks
 from lockstep.launch.folder.checkpoint_names import folder_name
 
@@ -165,10 +173,18 @@ class Commit:
         update_latest(self.storage)
 
     def delete_old(self) -> None:
-        """Delete the checkpoints that are not kept any more. Raise SaveError if another attempt has taken over."""
+        """Delete the checkpoints that are not kept any more. Raise SaveError if another attempt has taken over.
+
+        Raises OSError if something cannot be deleted now: the next commit tries again.
+        """
         # It may have gone back to one of those.
         self.context.check_owner()
+
+        # What cannot be deleted even now must not keep the others: they would fill the disk.
+        failed = finish_deletions(self.storage, self.context.token)
 
         # No rule counts these, so a step that is saved again and again would fill the disk.
         delete_replaced(self.storage, self.context.token)
         apply_retention(self.context.metrics, self.context.retention, self.context.token)
+        if failed is not None:
+            raise failed

@@ -24,8 +24,10 @@ from lockstep.runtime.context import EventLogger, Runtime
 MIB = 2**20
 
 # How long training goes on after a save that failed, before the next try, in seconds. The pause doubles with each
-# failure in a row: a file server is back soon, and a full disk must not cost training its time.
+# failure in a row, up to a limit: a file server is back soon, a full disk must not cost training its time, and a disk
+# with room again must not wait for hours.
 RETRY_S = 30.0
+MAX_RETRY_S = 1800.0
 
 
 class PendingSave:
@@ -154,9 +156,13 @@ class PendingSave:
         causes = [f"rank {rank}: {why}" for rank, why, elsewhere in failures if not elsewhere]
         reason = "; ".join(causes) or failures[0][1]
         assert self.save is not None
-        self.save.abort(reason)
 
-        self._retry_at = time.monotonic() + RETRY_S * 2**self._failures
+        # The thread may be in one slow write, for which training waits here: that is no hang of a step.
+        with self._runtime.heartbeat.visit("commit"):
+            self.save.abort(reason)
+
+        # The exponent has a limit, too: a float overflows after 1,024 failures.
+        self._retry_at = time.monotonic() + min(RETRY_S * 2 ** min(self._failures, 6), MAX_RETRY_S)
         self._failures += 1
 
         # The failure is logged here, once, with the reasons of all ranks.

@@ -18,6 +18,7 @@ from lockstep.launch.folder.checkpoint_names import (
     LATEST,
     OWNER,
     folder_name,
+    is_half_deleted,
     name_aside,
     name_before_replaced,
     name_replaced,
@@ -38,6 +39,7 @@ __all__ = [
     "delete_checkpoint",
     "delete_leftovers",
     "delete_replaced",
+    "finish_deletions",
     "owner_of",
     "put_back_replaced",
     "set_aside",
@@ -192,6 +194,22 @@ def put_back_replaced(storage: CheckpointStorage) -> None:
             # Its writer may be alive, and may have committed the other one at this moment.
             if before not in storage.folders():
                 raise
+
+
+def finish_deletions(storage: CheckpointStorage, token: str) -> OSError | None:
+    """Delete what this attempt has left half deleted: the store may be back. Return the first error, if there is one.
+
+    What other attempts have left is deleted by the next start.
+    """
+    failed = None
+    for name in storage.folders():
+        if is_half_deleted(name) and token_in(name) == token:
+            try:
+                storage.delete(name)
+            except OSError as error:
+                failed = failed or error
+
+    return failed
 
 
 def delete_replaced(storage: CheckpointStorage, token: str) -> None:

@@ -51,10 +51,18 @@ class FsspecStore:
         with suppress(PermissionError):
             file_system.makedirs(file_system._parent(path), exist_ok=True)
 
-        # Closing completes the object, even after an error: then it is deleted with its folder.
-        with file_system.open(path, "wb") as file:
+        file = file_system.open(path, "wb")
+        try:
             for chunk in chunks:
                 file.write(chunk)
+        except BaseException:
+            # The first error is the one to report.
+            with suppress(Exception):
+                _discard(file)
+
+            raise
+
+        file.close()
 
     def open(self, url: str) -> io.BufferedIOBase:
         file_system, path = _locate(url)
@@ -64,6 +72,23 @@ class FsspecStore:
     def delete(self, url: str) -> None:
         file_system, path = _locate(url)
         file_system.rm_file(path)
+
+
+def _discard(file: Any) -> None:
+    """Close a file of fsspec after an error, without its object if its file system can do that."""
+    from fsspec.spec import AbstractBufferedFile
+
+    # The method of the base class does nothing.
+    if not isinstance(file, AbstractBufferedFile) or type(file).discard is AbstractBufferedFile.discard:
+        # This completes the object, which is deleted with its folder.
+        file.close()
+        return
+
+    # Nothing may close the file later: that would complete the object when nothing has its URL any more.
+    try:
+        file.discard()
+    finally:
+        file.closed = True
 
 
 def _locate(url: str) -> tuple[Any, str]:

@@ -22,6 +22,8 @@ from lockstep.task import Number, StepResult, Weight
 class SampleLog(StepPart):
     """Writes which samples this rank trained in each step: `log.samples`."""
 
+    place = "log"
+
     def __init__(self, folder: RunFolder, rank: int):
         path = folder.path / "samples" / f"rank-{rank}.jsonl"
         path.parent.mkdir(exist_ok=True)

@@ -138,7 +138,7 @@ class RunBuilder:
         if self.config.exact:
             exactness = Exactness(model, wrapped, self.runtime, getattr(task, "changing_buffers", ()))
             self.state.add("exact", exactness)
-            driver.parts.append(exactness)
+            driver.add_part(exactness)
 
         average = make_average(model, self.config, driver, self.runtime)
         if average:

@@ -63,7 +63,7 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
 
     # The loop continues where the checkpoint was written. Then the banner describes what was made.
     if config.log.samples:
-        driver.parts.append(SampleLog(builder.folder, runtime.world.rank))
+        driver.add_part(SampleLog(builder.folder, runtime.world.rank))
 
     log = StepLog(config.log.every, plan, stepper, builder.recorder)
     requests = _make_requests(plan, stepper, checkpoints, resumed)
@@ -116,7 +116,7 @@ def _begin(run: Run) -> None:
     run.checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
 
     if run.config.profile.count:
-        run.driver.parts.insert(0, ProfiledSteps(run))
+        run.driver.add_part(ProfiledSteps(run))
 
 
 # ---- the data ----

@@ -39,7 +39,7 @@ from lockstep.engine.start_check.samples import Samples, read_samples, read_stre
 from lockstep.engine.start_check.state_snapshot import StateSnapshot
 from lockstep.errors import UserError
 from lockstep.parallel.call_chain import run_eagerly
-from lockstep.parallel.driver import RanksDiffer
+from lockstep.parallel.sharded import RanksDiffer
 from lockstep.runtime.seeds import preserve_rng, rng_states
 from lockstep.task import BatchSource
 

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.errors import UserError
-from lockstep.parallel.driver import Reducer, ShardedDriver, no_gradient
+from lockstep.parallel.driver import Reducer, no_gradient
 from lockstep.parallel.exact.reducers import Gradients, add_gradients_, count_micro_batches, norm_of_rows, row_norms
 from lockstep.parallel.exact.tree import Subtree, TreeSum
 from lockstep.parallel.fsdp.torch_private import ReduceScatter
 from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.sharded import ShardedDriver
 from lockstep.runtime.control_word import LENGTH, ControlWord
 from lockstep.runtime.layout import local
 from lockstep.task import MicroBatch
