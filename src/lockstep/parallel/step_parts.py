@@ -6,8 +6,12 @@ has; a run without such features has an empty list, and pays nothing for them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from torch import Tensor
+
+from lockstep.runtime.control_word import ControlWord
 from lockstep.task import MicroBatch
 
 if TYPE_CHECKING:
@@ -66,3 +70,17 @@ class StepPart:
 
     def end_pass(self, progress: StepProgress) -> None:
         """End a pass: its gradients are reduced."""
+
+
+class Reducer(StepPart, ABC):
+    """Adds up the gradients of a step in a driver's place. Exact mode has some, which add in one fixed order."""
+
+    place = "reduce"
+
+    @abstractmethod
+    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
+        """Do what `Driver.reduce` does."""
+
+    @abstractmethod
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the L2 norm of each full tensor. `tensors` are sharded like the parameters."""

@@ -197,7 +197,8 @@ def _make_stepper(builder: RunBuilder, setup: ModelSetup, plan: Plan) -> Stepper
 
 def _make_requests(plan: Plan, stepper: Stepper, checkpoints: CheckpointManager, resumed: Resumed | None) -> Requests:
     changed = {change.key for change in resumed.changed_settings} if resumed else set()
-    return Requests(stepper, checkpoints, plan.steps, steps_changed=bool(changed & {"steps", "epochs"}))
+    collectives = stepper.context.runtime.collectives
+    return Requests(stepper, checkpoints, collectives, plan.steps, steps_changed=bool(changed & {"steps", "epochs"}))
 
 
 def _make_evaluations(builder: RunBuilder, plan: Plan, stepper: Stepper, requests: Requests) -> Evaluations:
