@@ -94,9 +94,12 @@ def verify(path: Path) -> tuple[str, int]:
     rows = []
     exit_code = 0
 
-    checkpoints = [Checkpoint.at(path)] if names_a_checkpoint(path) else committed(storage_of(path))
+    names_one = names_a_checkpoint(path)
+    checkpoints = [Checkpoint.at(path)] if names_one else committed(storage_of(path))
     for checkpoint in checkpoints:
         _, problems = _verify_with_metrics(checkpoint)
+        if problems and not names_one and _is_gone(checkpoint):
+            continue
 
         rows.append((checkpoint.name, problems[0].label if problems else "ok"))
         rows += [("", f"{problem.file}: {problem.why}") for problem in problems]
@@ -117,6 +120,11 @@ def _verify_with_metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], Sequ
         return {}, [problem]
 
 
+def _is_gone(checkpoint: Checkpoint) -> bool:
+    """Whether a run has deleted a checkpoint since it was listed: that is no damage."""
+    return checkpoint.name not in checkpoint.storage.folders()
+
+
 def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tuple[str, int]:
     """Delete all but the newest `keep` valid checkpoints, and those that the run keeps by its other rules.
 
@@ -133,6 +141,9 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
     lines = []
     for checkpoint in reversed(checkpoints):
         found, problems = _verify_with_metrics(checkpoint)
+        if problems and _is_gone(checkpoint):
+            continue
+
         if problems:
             lines.append(f"{checkpoint.name} {problems[0].verdict} and stays: lockstep ckpt verify {path}")
         else:

@@ -16,7 +16,7 @@ from lockstep.checkpoint.search import wait_for_newest_valid
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.state.saved_values import check_run_values
 from lockstep.checkpoint.storage import CheckpointStorage, checkpoints_at, set_aside, set_aside_after
-from lockstep.checkpoint.storage.together import run_on_rank0
+from lockstep.checkpoint.storage.together import retry_on_rank0
 from lockstep.config import RunConfig
 from lockstep.config.changes import Change, config_changes
 from lockstep.errors import UserError
@@ -139,7 +139,7 @@ class Resumer:
         """If `storage` is that of this run, set something aside on rank 0. Return the result everywhere. Collective."""
         own = storage == self.storage
         timeout_s = self.config.checkpoint.timeout
-        return run_on_rank0(self.storage, self.runtime, timeout_s, act if own else lambda: None, "set aside")
+        return retry_on_rank0(self.storage, self.runtime, timeout_s, act if own else lambda: None, "set aside")
 
     def _check_fixed(self, changed_settings: list[Change]) -> None:
         """Refuse a changed setting on which the task's saved state depends (`Task.fixed_settings`)."""

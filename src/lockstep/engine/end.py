@@ -48,7 +48,7 @@ def end_training(run: Run) -> None:
 
     # The weights are written while the checkpoint is being committed, unless they may come from it.
     if run.config.checkpoint.final == "best":
-        run.checkpoints.pending.settle()
+        run.checkpoints.settle()
 
     # Write the log lines whose numbers are still on the device.
     run.recorder.poll(wait=True)
@@ -56,10 +56,10 @@ def end_training(run: Run) -> None:
         _save_final_weights(run)
     except UserError:
         # Raised on all ranks. If the weights cannot be written, they can still be exported from this checkpoint.
-        run.checkpoints.pending.settle()
+        run.checkpoints.settle()
         raise
 
-    run.checkpoints.pending.settle()
+    run.checkpoints.settle()
 
 
 def _log_stop(run: Run) -> None:
@@ -252,7 +252,7 @@ def end_preempted(run: Run) -> NoReturn:
     run.source.close()
 
     # If the save failed, there is no checkpoint of this step to report.
-    save_failed = not run.checkpoints.pending.settle()
+    save_failed = run.checkpoints.settle() == "aborted"
     saved = None if save_failed else run.checkpoints.last_location()
     path = run.folder.as_shown(saved) if saved else None
 

@@ -10,6 +10,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -233,6 +234,30 @@ class RealStore(MemoryFileSystem):
 
     def rm_file(self, path: str) -> None:
         self.objects.pop(path, None)
+
+
+@pytest.mark.parametrize(
+    ("store", "problem"),
+    [("file:///proc/nope", "No such file or directory"), ("memory_store:ForgetfulStore://bucket", "other bytes")],
+)
+def test_a_store_that_cannot_keep_anything_is_refused_before_the_first_step(
+    tmp_path: Path, store: str, problem: str
+) -> None:
+    """The run trained to its end, with a warning for each save and without a checkpoint."""
+    with pytest.raises(UserError, match="cannot be kept in") as error:
+        lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"storage": store, "timeout": 0.1})
+    assert store in error.value.problem
+    assert problem in error.value.found
+    assert not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_a_store_without_room_for_the_weights_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
+    store = f"file://{tmp_path}/bucket"
+    with pytest.raises(UserError, match="there is no room for a checkpoint in file://"):
+        lockstep.fit(Dropped(), run_dir=tmp_path / "run", checkpoint={"storage": store})
 
 
 class Uploaded(AbstractBufferedFile):

@@ -29,13 +29,15 @@ class FakeStepper:
         return unread
 
 
-class FakeCheckpoints:
+class FakeCollectives:
     """Has the requests of two ranks: this one, and one that requests nothing."""
 
-    runtime = SimpleNamespace(collectives=SimpleNamespace(gather_json=lambda requested: [None, requested]))
+    def gather_json(self, requested: Any) -> list[Any]:
+        return [None, requested]
 
+
+class FakeCheckpoints:
     def __init__(self) -> None:
-        self.pending = self
         self.aborted = 0
 
     def abort_if_failed(self) -> None:
@@ -48,7 +50,7 @@ def result(**flags: int) -> Any:
 
 def requests(total_steps: int = 10, steps_changed: bool = False, **arguments: Any) -> Any:
     stepper, checkpoints = FakeStepper(**arguments), FakeCheckpoints()
-    return Requests(stepper, checkpoints, total_steps, steps_changed)  # pyrefly: ignore
+    return Requests(stepper, checkpoints, FakeCollectives(), total_steps, steps_changed)  # pyrefly: ignore
 
 
 @pytest.mark.parametrize("name", ["stop", "save", "evaluate", "preempt"])

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveError, SaveFailed
@@ -28,6 +29,9 @@ MIB = 2**20
 # with room again must not wait for hours.
 RETRY_S = 30.0
 MAX_RETRY_S = 1800.0
+
+# How a save in flight has ended on all ranks. If none was in flight, the last one may have been aborted earlier.
+Settled = Literal["no save", "committed", "aborted"]
 
 
 class PendingSave:
@@ -112,30 +116,27 @@ class PendingSave:
         self._follow_commit(self.save)
         return isinstance(self.save.outcome, SaveFailed)
 
-    def settle(self) -> bool:
-        """Wait until the save in flight is committed, or aborted on all ranks. Return False if this call aborted it.
-
-        If no save is in flight, this returns True at once, even if the last one was aborted earlier.
-        """
+    def settle(self) -> Settled:
+        """Wait until the save in flight is committed, or aborted on all ranks. Return which of the two."""
         if self.save is None:
-            return True
+            return "no save"
 
         with self._runtime.heartbeat.visit("commit"):
             # First compare the files of all ranks; otherwise rank 0 would wait for the file of a rank that failed.
             self.save.wait_for_file()
             if self.abort_if_failed():
-                return False
+                return "aborted"
 
             # All files are written. Wait for the commit, which may still fail on rank 0.
             self.save.wait()
             self._follow_commit(self.save)
             if self.abort_if_failed():
-                return False
+                return "aborted"
 
         self.last_committed = self.save.steps_done
         self.save = None
         self._failures = 0
-        return True
+        return "committed"
 
     def abort_if_failed(self) -> bool:
         """Abort the save on all ranks if it failed on any of them. Return whether it was aborted.

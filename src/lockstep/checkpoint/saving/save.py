@@ -261,11 +261,11 @@ class Save:
     def check_room(self) -> bool:
         """Return whether this rank's file fits on the disk. If not, the save fails before anything is written."""
         try:
-            missing = self.file_size - self.context.storage.free_bytes()
+            free = self.context.storage.free_bytes()
 
             # Only what is known to be too large is refused: other processes may fill the disk meanwhile.
-            if missing > 0:
-                sizes = f"{size_text(self.file_size)} to write, {size_text(missing)} too little"
+            if free is not None and free < self.file_size:
+                sizes = f"{size_text(self.file_size)} to write, {size_text(self.file_size - free)} too little"
                 raise SaveError(f"{self._no_room()}: {sizes}")
         except (OSError, SaveError) as error:
             self._fail(error)

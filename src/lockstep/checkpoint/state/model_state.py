@@ -116,7 +116,7 @@ class ModelState:
             modules[name].set_extra_state(unpack(value, reader.read, self._device))
 
     def _module_of(self, extra: str) -> nn.Module:
-        """Return the module to which a key of extra state belongs, "NAME._extra_state". Raise a UserError without it."""
+        """Return the module of a key "NAME._extra_state". Raise a UserError if the model does not have it."""
         name = extra.removesuffix("_extra_state").rstrip(".")
         try:
             return self.model.get_submodule(name)

@@ -103,7 +103,7 @@ STORES: dict[str, TensorStore] = {"file": LocalFiles(), "local": LocalFiles()}
 _OTHERS = FsspecStore()
 
 
-def open_store(url: str) -> TensorStore:
+def open_store(url: str) -> _SafeStore:
     """Return the store of this URL. A user's class must have been allowed."""
     scheme = _scheme_of(url)
     if is_class_name(scheme) and scheme not in STORES:
@@ -196,6 +196,11 @@ class _SafeStore:
     def delete(self, url: str) -> None:
         with suppress(FileNotFoundError), _as_os_error(url):
             self._store.delete(url)
+
+    def free_bytes(self, url: str) -> int | None:
+        """Return how many bytes can still be written below this URL; None if the store does not say it."""
+        with _as_os_error(url):
+            return self._store.free_bytes(url) if isinstance(self._store, LocalFiles) else None
 
 
 class _SafeReader(io.RawIOBase):

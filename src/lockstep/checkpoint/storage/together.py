@@ -41,7 +41,7 @@ class StorageUnavailable(UserError):
     """
 
 
-def run_on_rank0(
+def retry_on_rank0(
     storage: CheckpointStorage, runtime: Runtime, timeout_s: float, act: Callable[[], Any], done: str
 ) -> Any:
     """Run `act` on rank 0 until no OSError stops it, and return its result, plain JSON, on every rank. Collective.
