@@ -60,7 +60,7 @@ class WeightSource(Protocol):
         ...
 
     def read_slice(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return the part of this shape that begins at `offset` in the full tensor, on the CPU."""
+        """Return the slice of this shape that begins at `offset` in the full tensor, on the CPU."""
         ...
 
     def digest(self, rank: int, world_size: int, gather: Callable[[Any], list[Any]]) -> str:
@@ -211,7 +211,7 @@ class _Files:
                 mine[file.name] = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
         # Of one file the digest of its bytes, as `xxhsum -H2` prints it; of several, that of the sorted list.
-        digests = {name: digest for part in gather(mine) for name, digest in part.items()}
+        digests = {name: digest for by_name in gather(mine) for name, digest in by_name.items()}
         if len(digests) == 1:
             return next(iter(digests.values()))
 
@@ -251,7 +251,7 @@ class SafetensorsSource(_Files):
         return self._slice(name).get_dtype().startswith(("F", "BF"))
 
     def read_slice(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a part of a tensor, without reading the rest of it."""
+        """Return a slice of a tensor, without reading the rest of it."""
         name = self._aliases.get(name, name)
         if not shape:
             return self._file_of[name].get_tensor(name)  # a scalar has no slices

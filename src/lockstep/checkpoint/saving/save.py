@@ -159,7 +159,7 @@ class Save:
             self.stall_s += time.perf_counter() - began
 
     def abort(self, why: str, timeout: float | None = None) -> None:
-        """End the save without a commit, unless it is committed by now, and delete this rank's part of the draft.
+        """End the save without a commit, unless it is committed by now, and delete what this rank has written of it.
 
         After `timeout` seconds, a thread that still writes is left alone. It gives up when the disk answers, and the
         next start deletes what it leaves.
@@ -274,7 +274,7 @@ class Save:
         return True
 
     def _fail(self, error: BaseException) -> None:
-        """Delete this rank's part of the draft, report the failure to rank 0, and set the outcome."""
+        """Delete what this rank has written, report the failure to rank 0, and set the outcome."""
         failed = SaveFailed(_as_text(error))
         try:
             failed = self._explain(error)

@@ -23,8 +23,8 @@ from lockstep.launch import records
 from lockstep.launch.folder.checkpoint_names import LATEST, MANIFEST, OWNER, is_confirmation, is_draft, step_in
 from lockstep.runtime.environments.launcher import TORCHRUN_ID, TORCHRUN_RESTARTS
 
-# The file that exists until the newest checkpoint is the one that --resume named, or follows it. It holds the name of
-# that checkpoint.
+# The file that exists while a run goes back to one of its own checkpoints, whose name it holds: until the later ones
+# are set aside, or the run has committed another one.
 GOING_BACK = ".going-back"
 
 # The largest settings or plan file of a run, in bytes.

@@ -35,9 +35,14 @@ class StartFrom:
 
 
 def choose_start(resume: str, run_dir: Path, attempt: int = 0) -> StartFrom:
-    """Return where this attempt starts. `resume` is the setting: never, auto, a run or a checkpoint.
+    """Return where this attempt starts. Raise a UserError if `resume` names neither a run nor a checkpoint.
 
-    Raise a UserError if it names neither a run nor a checkpoint.
+    resume                          first attempt           a restart
+    never                           the beginning           the newest checkpoint of this run
+    auto, or this run               the newest              the newest
+    a checkpoint of this run        that one                that one, or the newest once the mark is gone
+    another run, or one of its      that one                the newest, or that one if this run has none
+    a path that is gone             refused                 the newest; an error if this run has none
     """
     if resume in ("auto", "never"):
         # A restart continues the run, even if that was a new one at first.
@@ -63,7 +68,7 @@ def choose_start(resume: str, run_dir: Path, attempt: int = 0) -> StartFrom:
 
 
 def going_back_mark(run_dir: Path) -> Path:
-    """Return the file that exists until the newest checkpoint is the one that --resume named, or follows it."""
+    """Return the file that exists while a run goes back to one of its own checkpoints (`GOING_BACK`)."""
     return run_dir / GOING_BACK
 
 
