@@ -24,7 +24,8 @@ from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.search import wait_for_newest_valid
 from lockstep.checkpoint.storage import checkpoints_at
 from lockstep.errors import UserError
-from lockstep.launch.folder.run_dir import holds_a_run, is_checkpoint
+from lockstep.launch.folder.paths import read_path
+from lockstep.launch.folder.run_dir import holds_a_run
 from lockstep.runtime.context import EventLogger, Runtime
 
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
@@ -70,8 +71,13 @@ class WeightSource(Protocol):
 
 def open_source(path: Path, runtime: Runtime, timeout_s: float, log_event: EventLogger) -> WeightSource:
     """Open the weights at `path`. Collective; if a rank cannot open them, all ranks raise its error."""
+    # The folder of a run's checkpoints means the run.
+    meant = read_path(path)
+    if meant.name is None and meant.run is not None:
+        path = meant.run
+
     # A checkpoint of ours is verified by all ranks together, like one that is resumed.
-    if is_checkpoint(path) or _newest_is_meant(path):
+    if meant.name is not None or _newest_is_meant(path):
         return _open_checkpoint(path, runtime, timeout_s, log_event)
 
     source, error = None, None

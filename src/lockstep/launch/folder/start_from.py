@@ -12,8 +12,9 @@ from pathlib import Path
 
 from lockstep.launch import records
 from lockstep.launch.folder.locks import hold
+from lockstep.launch.folder.paths import read_path, run_of
 from lockstep.launch.folder.resize import remove_old_requests
-from lockstep.launch.folder.run_dir import GOING_BACK, is_checkpoint, run_of
+from lockstep.launch.folder.run_dir import GOING_BACK
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ def choose_start(resume: str, run_dir: Path, attempt: int = 0) -> StartFrom:
         return StartFrom(newest=True, named=resume)
 
     in_this_run = run_of(named).resolve() == run_dir.resolve()
-    if in_this_run and not is_checkpoint(named):
+    if in_this_run and read_path(named).name is None:
         return StartFrom(newest=True)
 
     # If the attempt before this one died before it could set the later checkpoints aside, they are still the newest.
