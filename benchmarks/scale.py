@@ -27,19 +27,20 @@ from pathlib import Path
 from typing import Any
 
 import simulated_nodes
+import torch
 import xxhash
 from simulated_nodes import SECRET, Nodes, StoreRanks, allow_files, make_coordinator, make_successor
 
 from lockstep.checkpoint import command
-from lockstep.checkpoint.format import FileLayout, arrange
+from lockstep.checkpoint.format import arrange
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.retention import Retention
-from lockstep.checkpoint.saving.context import SaveContext
+from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.saving.snapshot import BackgroundCopy
+from lockstep.checkpoint.saving.snapshot import Snapshot
 from lockstep.checkpoint.storage import CheckpointStorage, claim
 from lockstep.launch.coordinator import WAIT_S
 from lockstep.launch.decisions import failure_handler, hang_check, next_attempt
@@ -49,6 +50,7 @@ from lockstep.launch.wire import connections
 from lockstep.launch.wire.messages import Rendezvous, Start
 from lockstep.launch.wire.sockets import wait_readable
 from lockstep.launch.wire.store_server import StoreServer, store_secret
+from lockstep.runtime.layout import LocalShard
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 RUNNING_S = 5.0  # for how long the heartbeats of a running job are measured
@@ -275,10 +277,10 @@ def checkpoint_of(parts: int) -> dict[str, str]:
     seconds: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "checkpoints"
-        save, layout, data = staged(root, parts)
+        save, snapshot, contents = staged(root, parts)
 
         began = clocks()
-        save.start(layout, data, BackgroundCopy([]), {}, {}, asynchronous=False)
+        save.start(snapshot, contents, asynchronous=False)
         assert isinstance(save.outcome, Committed), save.outcome
         seconds["written: all confirmations read, the manifest committed"] = since(began)
 
@@ -310,23 +312,28 @@ def since(began: tuple[float, float]) -> str:
     return f"{wall:.2f} ({cpu:.2f})"
 
 
-def staged(root: Path, parts: int) -> tuple[Save, FileLayout, memoryview]:
+def staged(root: Path, parts: int) -> tuple[Save, Snapshot, Contents]:
     """Return the save of rank 0, after all other ranks have written and confirmed their small files."""
     names = [f"layer{number}.weight" for number in range(4)]
     storage = CheckpointStorage(root)
     claim(storage, "be7c4")
-    save = Save(SaveContext(storage, 0, parts, "be7c4", Retention(), timeout_s=600), 1, 1, 0)
+
+    # What rank 0 writes: its row of each tensor.
+    contents = Contents({name: LocalShard(torch.zeros(1, 16), (parts, 16), (0, 0)) for name in names})
+    snapshot = Snapshot(file_name(0))
+    size = snapshot.reserve(contents.shards).file_size
+    save = Save(SaveContext(storage, 0, parts, "be7c4", Retention(), timeout_s=600), 1, 1, size)
+
     (root / save.draft.name).mkdir(parents=True)
-    for rank in reversed(range(parts)):
+    for rank in range(1, parts):
         pieces = {name: (Piece(file_name(rank), (rank, 0), (1, 16)),) for name in names}
         layout = arrange({name: TensorEntry("F32", (parts, 16), piece) for name, piece in pieces.items()})
-        data = bytes(layout.size)
-        if rank > 0:
-            file = File(file_name(rank), layout.file_size, xxhash.xxh3_128(layout.header + data).hexdigest())
-            (root / save.draft.file(rank)).write_bytes(layout.header + data)
-            (root / save.draft.confirmation(rank)).write_bytes(Confirmation(file, layout.tensors).encode())
-    save.file_size = layout.file_size
-    return save, layout, memoryview(data)
+        data = layout.header + bytes(layout.size)
+        file = File(file_name(rank), layout.file_size, xxhash.xxh3_128(data).hexdigest())
+        (root / save.draft.file(rank)).write_bytes(data)
+        (root / save.draft.confirmation(rank)).write_bytes(Confirmation(file, layout.tensors).encode())
+
+    return save, snapshot, contents
 
 
 def print_table(rows: str, unit: str, columns: dict[int, dict[str, Any]]) -> None:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 from lockstep.config import read_layers, resolve
 from lockstep.data.samplers import Sampled
@@ -612,12 +612,19 @@ DATA = {
     "a loader that iterates in its own way": Row(
         {}, "is a OwnLoader", "by their ids", "its dataset", Asked(samples=OwnLoader(ROWS))
     ),
-    "a loader to evaluate on": Row(
+    "a loader to evaluate on that repeats samples": Row(
         {},
-        "it is a torch DataLoader",
-        "must be a dataset",
-        "run.evaluate(loader.dataset, loss",
-        Asked(held_out=DataLoader(ROWS)),
+        "has a RandomSampler",
+        "every sample counts once",
+        "Subset(dataset, ids)",
+        Asked(held_out=DataLoader(ROWS, sampler=RandomSampler(ROWS, replacement=True))),
+    ),
+    "a loader to evaluate on that leaves samples out": Row(
+        {},
+        "has drop_last=True",
+        "every sample counts once",
+        "leave drop_last",
+        Asked(held_out=DataLoader(ROWS, drop_last=True)),
     ),
     "no lengths": Row(
         {"data.balance": "length"}, "needs the length of each sample", "has none", "Sampled(dataset, len"

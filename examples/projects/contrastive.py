@@ -24,6 +24,6 @@ class Contrastive(Task):
 
     def loss(self, model, batch):
         first, second = F.normalize(model(torch.cat(batch)), dim=1).chunk(2)
-        labels = self.run.sample_offset + torch.arange(len(first), device=first.device)
         scores = 10 * first @ self.run.all_gather(second).T
+        labels = self.run.row_offset + torch.arange(len(first), device=first.device)
         return Loss(F.cross_entropy(scores, labels, reduction="sum"), weight=len(first))

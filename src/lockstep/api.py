@@ -534,7 +534,10 @@ def running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[Run
     from lockstep.runtime import context
 
     world = current_world()
-    with rank_record.recording_early(world.rank) as record, context.start(world, resolved.config) as runtime:
+    with (
+        rank_record.recording_early(world.rank) as record,
+        context.start(world, resolved.config, on_error=record) as runtime,
+    ):
         builder = setup.open_run(resolved, runtime, name, unit)
         try:
             with explained(builder):

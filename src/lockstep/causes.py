@@ -50,7 +50,7 @@ _TABLE = {
     "gathered": (
         "a loss over the global batch that still depends on the number of ranks",
         "gather all that a sample is compared with, by run.all_gather(rows), which also returns the gradients of other "
-        "ranks; count labels from run.sample_offset; return a sum over this rank's samples, without a term for the "
+        "ranks; count labels from run.row_offset; return a sum over this rank's samples, without a term for the "
         "whole batch",
     ),
     "left-gradient": (

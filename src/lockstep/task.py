@@ -105,7 +105,21 @@ class MicroBatch:
     epoch: int = 0
     ids: Any = ()  # ids of the samples (int64); empty if the source has no ids
     padding: bool = False  # runs only because collectives need every rank; its weight must be 0
-    sample_offset: int = 0  # of its first sample in the global batch, if the source has positions
+    place: int | None = None  # of its first sample in the global batch; None if the source does not know it
+
+    @property
+    def sample_offset(self) -> int:
+        """The place of its first sample in the global batch, the same on any number of ranks."""
+        if self.place is None:
+            raise UserError(
+                "sample_offset was read, and the data source has no places in the global batch",
+                "a map-style dataset has them without data.balance; a stream, if its position is saved and it has one "
+                "virtual shard; a source of your own, if it passes MicroBatch(..., place=...)",
+                "to find this rank's rows in the result of run.all_gather, use run.row_offset; to keep state for each "
+                "place, use a map-style dataset",
+            )
+
+        return self.place
 
 
 @dataclass(slots=True)
@@ -369,14 +383,25 @@ class RunView(Protocol):
 
     @property
     def sample_offset(self) -> int:
-        """The place of this micro-batch's first sample in the global batch; 0 in an evaluation."""
+        """The place of this micro-batch's first sample in the global batch; 0 in an evaluation.
+
+        An error if the data source has no places, such as most streams. For the rows of `all_gather`: `row_offset`.
+        """
 
     def all_gather(self, rows: Tensor) -> Tensor:
         """Return the rows (n, ...) of all ranks: (N, ...). In a loss they are the global batch. Collective.
 
-        This rank's rows begin at `run.sample_offset`. The result has a gradient, so that a contrastive loss over the
-        global batch has the gradient of plain autograd. Every rank must have one micro-batch. In an evaluation a batch
-        is whole on one rank, and is returned as it is.
+        This rank's rows begin at `run.row_offset`. The result has a gradient, so that a contrastive loss over the
+        global batch has the gradient of plain autograd. Every rank must have one micro-batch. On a rank whose batch is
+        padding, its rows, which count nowhere, come after the N others. In an evaluation a batch is whole on one rank,
+        and is returned as it is.
+        """
+
+    @property
+    def row_offset(self) -> int:
+        """Where this rank's rows begin in the result of the last `all_gather` of this micro-batch.
+
+        With any data source; 0 in an evaluation.
         """
 
     def agree(self, value: bool) -> bool:

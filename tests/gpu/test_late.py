@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -53,6 +54,7 @@ def trained(task: Task, device: str, folder) -> tuple[dict[str, torch.Tensor], d
     values |= {
         "clip.norm": 0.5,
         "lr.schedule": "constant",
+        "ema.decay": 0.9,
         "log.progress": "off",
         "log.every": 5,
         "run_dir": str(folder),
@@ -76,6 +78,10 @@ def test_the_gpu_trains_the_model_of_the_cpu(tmp_path, optimizer, tensor_weights
     assert (gpu_summary["applied"], gpu_summary["skipped"]) == (18, 1)
     for name in on_cpu:
         torch.testing.assert_close(on_cpu[name], on_gpu[name], rtol=1e-4, atol=1e-5)
+
+    # The two steps that the device does not apply leave the averages, too.
+    averages = [load_file(tmp_path / device / "ema.safetensors") for device in ("cpu", "gpu")]
+    torch.testing.assert_close(averages[0], averages[1], rtol=1e-4, atol=1e-5)
     assert math.isfinite(gpu_summary["loss"])
 
 
@@ -88,7 +94,7 @@ class Steady(Wobbly):
 @pytest.mark.parametrize("tensor_weights", [False, True])
 def test_no_step_makes_the_host_wait(tmp_path, tensor_weights):
     """Log lines included: torch raises at anything that waits for the device."""
-    values = {"device": "cuda", "compile": False, "global_batch": 16, "steps": 60, "clip.norm": 0.5}
+    values = {"device": "cuda", "compile": False, "global_batch": 16, "steps": 60, "clip.norm": 0.5, "ema.decay": 0.9}
     resolved = resolve([("test", values | {"log.progress": "off", "log.every": 5, "run_dir": str(tmp_path / "run")})])
     task = Steady("adamw", tensor_weights)
     with context.start(World(), resolved.config) as runtime:

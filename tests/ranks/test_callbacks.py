@@ -176,8 +176,9 @@ class Contrastive(Layers):
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         (x,) = batch
         one, other = model(x), model(x + 0.1)
-        labels = self.run.sample_offset + torch.arange(len(x))
-        return Loss(F.cross_entropy(one @ self.run.all_gather(other).T, labels, reduction="sum"), len(x))
+        scores = one @ self.run.all_gather(other).T
+        labels = self.run.row_offset + torch.arange(len(x))
+        return Loss(F.cross_entropy(scores, labels, reduction="sum"), len(x))
 
 
 # The last batch of an epoch has two samples, so not every rank has some.

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.checkpoint import command
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted, UserError
+from lockstep.optim.weight_average import WeightAverage
 from lockstep.runtime import context
+from lockstep.task import Loss
 from pool import Pool
 from ranks.support import ALL_PAIRS, configured, preempted_run
 from ranks.test_strategies import BASE, STRATEGIES, Ragged, assert_close, kind, worlds
@@ -77,6 +81,83 @@ def test_weights_are_averaged_as_hooks_leave_them(pool: Pool, tmp_path: Path) ->
     (expected,) = pool.run(clipped, {"run_dir": str(tmp_path)}, world=1)
     found = load_file(tmp_path / "ema.safetensors")
     assert all(torch.equal(found[name], average) for name, average in expected.items())
+
+
+class Wobbly(Ragged):
+    """The loss of step 1 is infinite, and step 2 has weight 0."""
+
+    def before_training(self, run: Any) -> None:
+        self.run = run
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        made = super().loss(model, batch)
+        if self.run.steps_done == 2:
+            return Loss(made.total * 0, made.weight * 0)
+
+        return Loss(made.total * (math.inf if self.run.steps_done == 1 else 1), made.weight)
+
+
+class AppliedOnly(Reference):
+    """Averages by hand, of the steps that were applied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.applied: list[bool] = []
+
+    def after_step(self, run: Any, result: Any) -> None:
+        self.applied.append(result.applied)
+        if result.applied:
+            super().after_step(run, result)
+
+
+def wobbly(world: Any, store: Any, values: dict[str, Any]) -> AppliedOnly:
+    """A job: train with an average and with steps that are skipped. Return what was averaged by hand."""
+    reference = AppliedOnly()
+    resolved = configured(BASE | EMA | values)
+    with context.start(world, resolved.config, store=store) as runtime:
+        builder = open_run(resolved, runtime, "test")
+        builder.callbacks.append(reference)
+        loop.fit(Wobbly(), builder)
+        return reference
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_skipped_step_leaves_the_averages(pool: Pool, tmp_path: Path, world: int) -> None:
+    expected = pool.run(wobbly, {"run_dir": str(tmp_path), "steps": 4}, world=world)[0]
+    assert expected.applied == [True, False, False, True]
+    found = load_file(tmp_path / "ema.safetensors")
+    assert all(torch.equal(found[name], average) for name, average in expected.averages.items())
+
+
+def test_a_step_that_the_device_skips_leaves_the_averages() -> None:
+    """The device knows it before the host does. A step that it applies has the bits of one that the host applies."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.ParameterDict(
+        {
+            name: torch.randn(33, generator=generator).to(dtype)
+            for name, dtype in (("a", torch.float32), ("b", torch.float64), ("c", torch.bfloat16), ("d", torch.float32))
+        }
+    )
+    on_host, on_device = WeightAverage(model, 0.999), WeightAverage(model, 0.999)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3)
+
+    def pairs() -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(on_host.parameter_tensors.values(), on_device.parameter_tensors.values(), strict=True)
+
+    # Skipped: the host does nothing, and the device multiplies by 1 and adds 0.
+    before = [average.clone() for average in on_host.parameter_tensors.values()]
+    on_host.update(skipped=True)
+    on_device.update(skipped=torch.tensor(True))
+    assert all(
+        torch.equal(one, other) and torch.equal(one, old) for (one, other), old in zip(pairs(), before, strict=True)
+    )
+
+    on_host.update(skipped=False)
+    on_device.update(skipped=torch.tensor(False))
+    assert all(torch.equal(one, other) for one, other in pairs())
+    assert not any(torch.equal(one, old) for (one, _), old in zip(pairs(), before, strict=True))
 
 
 @pytest.fixture(scope="module")

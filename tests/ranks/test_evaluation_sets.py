@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from lockstep.config.sections import EvaluateConfig
 from lockstep.engine.evaluation.evaluator import check_data, evaluation_sets
@@ -115,6 +115,26 @@ def test_a_set_may_have_its_own_loss_collate_and_batch(pool: Pool, tmp_path: Pat
         EvalData([1], batch=0)
     with pytest.raises(UserError, match=r"EvalData\(metrics=\.\.\.\) must give metrics by name; it gave a list"):
         evaluation_sets(Evaluated(EvalData([1], metrics=[2])), None)  # pyrefly: ignore[bad-argument-type]
+
+
+class ByLoader(OwnWays):
+    """The same sets, as scripts have them: the collate and the batch size are those of a DataLoader."""
+
+    def eval_data(self) -> Any:
+        dataset = super().eval_data()["all"]
+        loader = DataLoader(dataset, batch_size=5, shuffle=True, collate_fn=list)
+        return {"all": DataLoader(dataset), "counts": EvalData(loader, self.count)}
+
+
+def test_a_loader_is_evaluated_on_as_its_parts_are(pool: Pool, tmp_path: Path) -> None:
+    def results(task: Regression, world: int) -> Any:
+        values = BASE | {"run_dir": str(tmp_path / f"{type(task).__name__}-{world}"), "steps": 1}
+        return pool.run(fit, task, values, world=world)[0].summary["evaluations"]
+
+    found, plain = results(ByLoader(), 1), results(OwnWays(), 1)
+    assert found["counts"] == plain["counts"]
+    assert found["all"]["all/loss"] == pytest.approx(plain["all"]["all/loss"])  # in batches of 1
+    assert found == results(ByLoader(), 2)
 
 
 class Evaluated(Regression):

@@ -9,9 +9,9 @@ import pytest
 
 from lockstep import faults
 from lockstep.engine import loop
+from lockstep.engine.end import full_state
 from lockstep.engine.run import Run
 from lockstep.engine.setup import open_run
-from lockstep.parallel.driver import full_state
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from pool import Pool

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.config import RunConfig
+from lockstep.engine.end import full_state
 from lockstep.engine.own_loop import OwnRun
 from lockstep.errors import UserError
-from lockstep.parallel.driver import full_state
 from lockstep.parallel.meta import recording
 from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
 from lockstep.recipes.char_lm.model import GPT

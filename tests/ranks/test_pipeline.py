@@ -13,16 +13,19 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from lockstep.engine import loop
+from lockstep.engine.end import full_state
 from lockstep.engine.own_loop import OwnRun
+from lockstep.engine.run import Run
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted, UserError
-from lockstep.parallel.driver import full_state
 from lockstep.parallel.pipeline.pipeline import fits
 from lockstep.parallel.pipeline.stages import list_layers, split_layers
+from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime import context
 from lockstep.runtime.layout import local
 from lockstep.runtime.world import World
-from lockstep.task import Loss, Task
+from lockstep.task import Loss, MicroBatch, Task
 from pool import Pool
 from ranks.support import assert_user_errors, configured, preempted_run
 
@@ -415,3 +418,45 @@ def test_which_numbers_of_micro_batches_fit(name: str, count: int, expected: boo
 def test_interleaved_wants_equal_rounds() -> None:
     assert fits("interleaved", 4, 10)
     assert not fits("interleaved", 4, 9)
+
+
+class Calls(StepPart):
+    """Notes what a pipeline calls."""
+
+    place = "log"
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def begin_pass(self) -> None:
+        self.calls.append("begin")
+
+    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+        self.calls.append("forward")
+
+    def before_all_reduce(self) -> None:
+        self.calls.append("all-reduce")
+
+    def end_pass(self, progress: StepProgress) -> None:
+        self.calls.append("end")
+
+
+def calls_of_a_step(world: World, store: Any) -> list[str]:
+    """A job: what a part of the steps is called for."""
+    resolved = configured(BASE | {"steps": 1, "pp.schedule": "gpipe"})
+    part = Calls()
+
+    class WithPart(Run):
+        def check_start(self, task: Any = None) -> None:
+            self.driver.add_part(part)
+
+    with context.start(world, resolved.config, store=store) as runtime:
+        loop.fit(Row(), open_run(resolved, runtime, "test", run_class=WithPart))
+    return part.calls
+
+
+def test_a_pipeline_calls_the_parts_of_a_step_at_its_own_boundaries(pool: Pool) -> None:
+    for calls in pool.run(calls_of_a_step, world=2):
+        assert calls[0] == "begin"
+        assert calls[-2:] == ["all-reduce", "end"]
+        assert set(calls[1:-2]) == {"forward"}

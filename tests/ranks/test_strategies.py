@@ -17,10 +17,10 @@ from torch.utils.data import TensorDataset
 
 from lockstep.engine import loop
 from lockstep.engine.diagnose import explained
+from lockstep.engine.end import full_state
 from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted
 from lockstep.parallel.apply import parallelize
-from lockstep.parallel.driver import full_state
 from lockstep.precision import PRECISIONS
 from lockstep.runtime import context
 from lockstep.runtime.world import World

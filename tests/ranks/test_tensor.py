@@ -24,11 +24,11 @@ from lockstep.checkpoint.state.reshard import shards_to_write
 from lockstep.checkpoint.state.state_tree import CapturedTensor
 from lockstep.checkpoint.storage import CheckpointStorage, claim
 from lockstep.engine import loop
+from lockstep.engine.end import full_state
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.run import Run
 from lockstep.engine.setup import open_run
 from lockstep.errors import UserError
-from lockstep.parallel.driver import full_state
 from lockstep.parallel.mesh import Axes, Mesh
 from lockstep.parallel.tensor.driver import redistribute_gradient
 from lockstep.parallel.tensor.plans import choose_plan, recognise

@@ -118,7 +118,7 @@ class GradientOfThisRank(Contrastive):
 
     def gathered(self, rows: Tensor) -> Tensor:
         others = self.run.all_gather(rows.detach()).clone()
-        others[self.run.sample_offset : self.run.sample_offset + len(rows)] = rows
+        others[self.run.row_offset : self.run.row_offset + len(rows)] = rows
         return others
 
 

@@ -22,9 +22,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import default_collate
 
 from lockstep.engine import loop
+from lockstep.engine.end import full_state
 from lockstep.engine.setup import open_run
 from lockstep.errors import UserError
-from lockstep.parallel.driver import full_state
 from lockstep.runtime import context
 from lockstep.runtime.world import World
 from pool import Pool

@@ -205,8 +205,8 @@ class Contrastive(Sound):
         return self.run.all_gather(rows)
 
     def first(self) -> int:
-        """Return the place of the first label."""
-        return self.run.sample_offset
+        """Return the place of the first label. It is called after the gather."""
+        return self.run.row_offset
 
 
 TASKS = [TiedWithDropout, AugmentedLSTM, FrozenTrunk, PlainStream, Noising, TorchTransformer, Sound, Contrastive]

@@ -1,4 +1,4 @@
-"""A torch DataLoader as training data: a run takes its parts, and decides the order and the batches itself.
+"""A torch DataLoader as training or evaluation data: a run takes its parts, and makes the order and batches itself.
 
 The loader itself is never iterated over: its order would depend on the number of ranks, and its position could not be
 saved. An option that Lockstep cannot honour is refused, not dropped.
@@ -75,6 +75,37 @@ def take_loader(loader: DataLoader, collate: Collate) -> TakenLoader:
     return TakenLoader(data, collate, _settings(loader, shuffle), parts)
 
 
+def take_evaluation_loader(loader: DataLoader, collate: Collate) -> tuple[Any, Collate, int | None]:
+    """Return the dataset of a DataLoader to evaluate on, its collate and its batch size.
+
+    Raise if the loader leaves samples out or repeats them: in an evaluation each counts once. Its order does not
+    matter. `collate` is the one for other datasets; the loader's is used if that is the default.
+    """
+    _refuse_unknown(loader)
+
+    # A stream has neither; that it cannot be evaluated on is said where all datasets are checked.
+    is_stream = isinstance(loader.dataset, IterableDataset)
+    sampler, _ = (None, None) if is_stream else _take_sampler(loader)
+    if sampler is not None:
+        raise UserError(
+            f"the DataLoader to evaluate on has a {type(sampler).__name__}",
+            "in an evaluation every sample counts once",
+            "leave the sampler out; for some of the samples use torch.utils.data.Subset(dataset, ids)",
+        )
+
+    if loader.drop_last:
+        raise UserError(
+            "the DataLoader to evaluate on has drop_last=True",
+            "in an evaluation every sample counts once",
+            "leave drop_last out",
+        )
+
+    if loader.collate_fn is not default_collate:
+        collate = _take_collate(loader, collate)
+
+    return loader.dataset, collate, loader.batch_size
+
+
 def is_stateful_stream(data: Any) -> bool:
     """Return whether it is torchdata's StatefulDataLoader without batches: a stream of samples, with a state."""
     return isinstance(data, DataLoader) and has_state(data) and data.batch_size is None and data.batch_sampler is None
@@ -128,7 +159,7 @@ def _take_collate(loader: DataLoader, collate: Collate) -> Collate:
         raise UserError(
             "the DataLoader has a collate_fn, and the run has a collate of its own",
             "only one of them can make the batches",
-            "leave collate_fn out of the DataLoader, or the other one: Task.collate, or run.steps(data, collate)",
+            "leave collate_fn out of the DataLoader, or the other: Task.collate, or the one given with the data",
         )
 
     return loader.collate_fn
@@ -141,7 +172,7 @@ def _refuse_unknown(loader: DataLoader) -> None:
     advice = "return its dataset, and set global_batch, data.shuffle and data.workers: see docs/data.md"
     if kind.__iter__ is not DataLoader.__iter__:
         raise UserError(
-            f"the training data is a {kind.__name__}, a DataLoader that iterates in its own way",
+            f"the data is a {kind.__name__}, a DataLoader that iterates in its own way",
             "a run reads samples by their ids, and makes the batches itself",
             advice,
         )

@@ -31,6 +31,8 @@ class Exactness(StepPart):
     Its state in a checkpoint describes the platform, and a resumed run compares it with its own.
     """
 
+    place = "exact"
+
     def __init__(self, model: nn.Module, optimizers: Optimizers, runtime: Runtime, changing: Sequence[str] = ()):
         """`changing` is the task's `changing_buffers`."""
         # Refuse what is known by now. What a forward changes shows only after the first step: see `end_step`.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.export import Weights, read_weights
 from lockstep.checkpoint.state.digests import digest
+from lockstep.checkpoint.state.model_state import frozen_names, is_extra, tied_names
 from lockstep.config.settings import nested
 from lockstep.engine.log.summary import summary_of
 from lockstep.errors import Preempted, UserError
@@ -20,7 +21,7 @@ from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import write_summary
 from lockstep.observe.weights import save_weights
 from lockstep.parallel.cudagraph.graphs import release_captures
-from lockstep.parallel.driver import full_state
+from lockstep.parallel.driver import Driver
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run  # which calls `end_preempted`
@@ -94,6 +95,28 @@ def _save_weights(run: Run, file: str, ema: bool = False) -> None:
     # Gathering sharded parameters is collective: all ranks take part, and only rank 0 gets the result.
     weights, aliases = full_state(run.driver, run.runtime.is_main, run.config.checkpoint.frozen)
     run.runtime.collectives.run_on_rank0(lambda: _write_weights(run, file, weights, aliases, ema))
+
+
+def full_state(driver: Driver, keep: bool, frozen: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Gather the model's full tensors and the aliases of tied tensors. Collective: every rank must call it.
+
+    Ranks without `keep` get no tensors. `frozen`: whether frozen parameters are gathered.
+    """
+    # In the order of the state dict, which is the same on every rank: `fetch` may be a collective.
+    left_out = set() if frozen else frozen_names(driver.model)
+    state = {name: value for name, value in driver.model.state_dict().items() if name not in left_out}
+    aliases = tied_names(state)
+    tensors = {}
+
+    for name, value in state.items():
+        if is_extra(name) or name in aliases:
+            continue
+
+        full = driver.fetch(name, value)
+        if keep:
+            tensors[name] = (full if full is value else full.cpu()).contiguous()
+
+    return tensors, aliases
 
 
 def _write_weights(run: Run, file: str, weights: dict[str, Tensor], aliases: dict[str, str], ema: bool) -> None:

@@ -101,13 +101,15 @@ def balance_load(
         )
 
     if isinstance(speeds, str):
-        driver.parts.append(LoadBalancer(plan, source.step_order, runtime, log_event))
+        driver.add_part(LoadBalancer(plan, source.step_order, runtime, log_event))
     else:
         source.step_order.assign_by(speeds)
 
 
 class LoadBalancer(StepPart):
     """Measures the speed of each rank, and reassigns micro-batches if that makes steps shorter."""
+
+    place = "balance"
 
     def __init__(self, plan: Plan, order: SampleOrder, runtime: Runtime, log_event: EventLogger):
         self._micro_batches = plan.micro_batches

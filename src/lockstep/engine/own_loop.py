@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 
 from lockstep.engine.checks.guards import GradientGuard
 from lockstep.engine.end import close, end_training
-from lockstep.engine.evaluation.evaluator import EvaluationSet
+from lockstep.engine.evaluation.evaluator import make_set
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.model_setup import ModelSetup
@@ -214,7 +214,9 @@ class OwnRun(BuiltRunView):
         metrics: Mapping[str, Any] | None = None,
         monitor: bool = True,
     ) -> dict[str, float]:
-        """Return the mean loss and metrics over `dataset`. Every sample counts once, at any world size.
+        """Return the mean loss and metrics over `dataset`, which may be a DataLoader: its parts are taken.
+
+        Every sample counts once, at any world size.
 
         After each step, the first evaluation with `monitor=True` steps ReduceLROnPlateau. Early stopping and
         `checkpoint.best` follow all of them. `name` tells several datasets apart: their results are logged as
@@ -222,7 +224,7 @@ class OwnRun(BuiltRunView):
         """
         self._check_model("run.evaluate(dataset, loss)")
 
-        chosen = EvaluationSet(dataset, loss, collate, name, monitor, metrics or {})
+        chosen = make_set(dataset, loss, collate, name=name, monitored=monitor, metrics=metrics or {})
 
         # Before the first step there is no Run yet, and evaluate.batch must be set.
         if self._run:

@@ -34,7 +34,6 @@ class OwnStep:
 
         # What a user may read.
         self.index = run.steps_done
-        self.sample_offset = 0  # offset of the current batch's first sample in the global step
         self.ended = False
         self.result: StepResult | None = None
 
@@ -66,7 +65,6 @@ class OwnStep:
                 self._saved_batches.append(micro)
 
             self._yielded += 1
-            self.sample_offset = micro.sample_offset
             self._driver.before_forward(micro, self._progress)
             self._gradients.note()
 
@@ -77,6 +75,19 @@ class OwnStep:
             # The body is over. Without its backward, the ranks would not be in the same micro-batch.
             if self._progress.backwards_done != self._yielded:
                 raise self._backward_count_error("0 times")
+
+    @property
+    def sample_offset(self) -> int:
+        """The place of this batch's first sample in the global batch. An error if the data source has no places."""
+        micro = self._progress.micro
+        if micro is None:
+            raise UserError(
+                f"step.sample_offset was read outside of the batches of step {self.index}",
+                "",
+                "read it in the body of `for batch in step:`, before step.apply()",
+            )
+
+        return micro.sample_offset
 
     @property
     def padding(self) -> bool:

@@ -57,7 +57,8 @@ class Requests:
         self.save_agreed |= flags.save > 0
         self.evaluate_agreed |= flags.evaluate > 0
 
-        self.stepper.context.metric_names.new |= flags.new_metrics > 0
+        if flags.new_metrics > 0:
+            self.stepper.context.metric_names.announce()
 
         # All ranks abort the save in the same step, because they read the same control word.
         if flags.save_failed:

@@ -192,11 +192,10 @@ class Run:
             self.hooks.after_step(result)
             self.runtime.heartbeat.beat("data")
 
-        # After the hooks, which may change the weights: clip them, for example. If the step was skipped, no update has
-        # waited for a save that is still copying the averages.
+        # After the hooks, which may change the weights: clip them, for example. The optimizers' update has waited for a
+        # save that was still copying the averages, and a step without an update leaves them as they are.
         if self.model_setup.average:
-            self.stepper.update.wait_for_copy()
-            self.model_setup.average.update()
+            self.model_setup.average.update(self.stepper.progress.skipped)
 
     def _accept(self, batches: StepBatches, result: StepResult | None, steps_done: int) -> StepResult | None:
         """Accept the requests in a step's control word and count the step in the log. Return the newest result."""

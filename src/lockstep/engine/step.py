@@ -161,6 +161,7 @@ class Stepper:
         # All ranks have the same numbers here, so they agree without another collective.
         outcome = Outcome(progress, reduced, self.outcomes.spikes.limit(), word, grad_norm)
         self.outcomes.check(outcome)
+        progress.skipped = not outcome.applied
         if outcome.applied:
             self.update.step(reduced.parameters, factor, progress.update_count, progress.optimizer_indices)
             self._count_update(progress)
@@ -174,7 +175,7 @@ class Stepper:
         grad_norm, factor = self._norm_and_factor(reduced, norm, weight)
 
         loss_limit = self.outcomes.spikes.limit()
-        skip = skip_on_device(reduced, grad_norm, weight, loss_limit)
+        progress.skipped = skip = skip_on_device(reduced, grad_norm, weight, loss_limit)
 
         # `factor` and `skip` are tensors of shape (): the host only launches kernels, and knows neither value.
         self.update.step_on_device(factor, skip, progress.update_count, progress.optimizer_indices)

@@ -351,9 +351,14 @@ class Coordinator:
         rendezvous = self._open_rendezvous(len(command.counts), world_size)
 
         first_rank = 0
+        starts: dict[int, Start] = {}
         for group_rank, (node, count) in enumerate(command.counts.items()):
-            self._send(node, Start(command.attempt, first_rank, count, world_size, group_rank, rendezvous))
+            starts[node] = Start(command.attempt, first_rank, count, world_size, group_rank, rendezvous)
             first_rank += count
+
+        # This node comes last: it starts its ranks at once, on a disk that may answer slowly.
+        for node in sorted(starts, key=lambda node: node == COORDINATOR):
+            self._send(node, starts[node])
 
     def _open_rendezvous(self, nodes: int, world_size: int) -> Rendezvous:
         """Return where the ranks of an attempt meet: in a new store, which has no addresses of an earlier attempt.

@@ -177,13 +177,18 @@ class ExactSums(Sums):
         self._exact[name] = [add_exact(before[0], total), add_exact(before[1], weight)]
 
 
+def check_metric_name(name: str) -> None:
+    """Raise if the name is one of the loss, which the metric would overwrite in the log."""
+    if name in LOSS_NAMES:
+        raise UserError(
+            f"a metric is named {name!r}, which is the name of the loss itself", "", "give the metric another name"
+        )
+
+
 def metric_terms(loss: Loss) -> Iterator[Term]:
     """Yield each metric, detached. A metric without a weight has the weight of the loss."""
     for name, value in loss.metrics.items():
-        if name in LOSS_NAMES:
-            raise UserError(
-                f"a metric is named {name!r}, which is the name of the loss itself", "", "give the metric another name"
-            )
+        check_metric_name(name)
 
         # A pair is (sum, weight); a single number takes the weight of the loss.
         total, weight = value if isinstance(value, tuple) else (value, loss.weight)

@@ -23,7 +23,7 @@ class WeightAverage:
     averages what it holds. Checkpoints hold it as a `PerParameter`.
     """
 
-    copy_later = True  # `Run.end_step` waits for the copy of a save before each update
+    copy_later = True  # `Update` waits for the copy of a save before each step, and so before this update
 
     def __init__(self, model: nn.Module, decay: float, held_elsewhere: Collection[str] = ()):
         """Begin with the current weights. In a pipeline, other ranks hold and average `held_elsewhere`."""
@@ -36,14 +36,37 @@ class WeightAverage:
         }
 
     @torch.no_grad()
-    def update(self) -> None:
-        """Move every average towards its parameter. Call it once per step."""
-        averages = [local(average) for average in self.parameter_tensors.values()]
-        weights = [local(p).to(_wide(p.dtype)) for p in self.parameters.values()]
+    def update(self, skipped: bool | Tensor = False) -> None:
+        """Move every average towards its parameter, unless the step was skipped. Call it once per step.
+
+        On a GPU the host may not know yet: `skipped` is then a tensor () on the device, and the host does not wait.
+        """
+        if skipped is True:
+            return
+
+        # By dtype, because a factor on the device must have that of the tensors it multiplies.
+        by_dtype: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for average, p in zip(self.parameter_tensors.values(), self.parameters.values(), strict=True):
+            averages, weights = by_dtype.setdefault(average.dtype, ([], []))
+            averages.append(local(average))
+            weights.append(local(p).to(average.dtype))
 
         # Not `lerp`: it may use a fused multiply-add for some elements and not for others, depending on their place.
-        torch._foreach_mul_(averages, self.decay)
-        torch._foreach_add_(averages, torch._foreach_mul(weights, 1 - self.decay))
+        for dtype, (averages, weights) in by_dtype.items():
+            kept, added = self._factors(skipped, dtype)
+            torch._foreach_mul_(averages, kept)
+            torch._foreach_add_(averages, torch._foreach_mul(weights, added))
+
+    def _factors(self, skipped: bool | Tensor, dtype: torch.dtype) -> tuple[Any, Any]:
+        """Return the factors of the averages and of the weights: 1 and 0 if the device has skipped the step."""
+        if not isinstance(skipped, Tensor):
+            return self.decay, 1 - self.decay
+
+        # Rounded to `dtype` as a number of Python is in the multiplication, so that the bits are the same.
+        kept, added = (skipped.new_full((), factor, dtype=dtype) for factor in (self.decay, 1 - self.decay))
+
+        # Not `torch.where`, which copies a number to the device: the host would wait.
+        return kept.masked_fill_(skipped, 1.0), added.masked_fill_(skipped, 0.0)
 
     @torch.no_grad()
     def restart(self, names: Collection[str]) -> None:

@@ -8,7 +8,6 @@ All of it happens in place: the model keeps its class and the names of its param
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pkgutil import resolve_name
 from typing import Any
 
@@ -20,9 +19,10 @@ from lockstep.parallel.batchnorm.sync import adapt_sync_batchnorm, is_synchronis
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.caches import disable_kv_cache
 from lockstep.parallel.compiled.compiler import Compiler
+from lockstep.parallel.compiled.cudnn_pause import CudnnPause
 from lockstep.parallel.compiled.targets import compiled_call
 from lockstep.parallel.cudagraph.graphs import capture_calls
-from lockstep.parallel.driver import Driver, DriverSetup, SingleDriver
+from lockstep.parallel.driver import Driver, DriverSetup, RankRole, SingleDriver
 from lockstep.parallel.exact.block_inputs import group_input_gradients
 from lockstep.parallel.exact.reducers import OrderedReducer
 from lockstep.parallel.fsdp.driver import check_offload, check_scalars
@@ -30,7 +30,6 @@ from lockstep.parallel.hooks.parameter_hooks import check_hooks, take_hooks
 from lockstep.parallel.mesh import Axes, Mesh, plan_mesh
 from lockstep.parallel.meta.init import check_init, fill_model
 from lockstep.parallel.remat import recompute_blocks
-from lockstep.parallel.step_parts import CudnnPause
 from lockstep.parallel.tensor.driver import shard_layers
 from lockstep.precision import Precision, cast_parameters_
 from lockstep.runtime.context import EventLogger, Runtime, log_nothing
@@ -68,35 +67,37 @@ def parallelize(
 
     _adapt_layers(model, config, runtime, precision, pipelined)
 
-    # What the user has compiled stays as it is.
-    compiled = wants_compile(config, runtime) and not any(map(compiled_call, model.modules()))
-    driver = _make_driver(model, mesh, DriverSetup(config, runtime, precision, axes, task, compiled, data))
-    driver.role = replace(
-        driver.role,
+    role = RankRole(
         collective_forwards=_collective_forwards(model, config, runtime),
         data_rank=mesh.coordinate("dp"),
         data_size=mesh.data_size,
         reports_loss=mesh.reports_loss,
     )
-
-    if driver.role.collective_forwards:
+    if role.collective_forwards:
         _refuse_graph(config)
+
+    # What the user has compiled stays as it is.
+    compiled = wants_compile(config, runtime) and not any(map(compiled_call, model.modules()))
+    driver = _make_driver(
+        model, mesh, DriverSetup(config, runtime, precision, role, axes, log_event, task, compiled, data)
+    )
+
+    if role.collective_forwards:
         # The ranks compile together, in the first forward. A pipeline has compiled its stages.
         if compiled and not pipelined:
             model.compile()  # in place: no `_orig_mod.` in names, no second object
     elif compiled:
         # It captures when it has decided: a CUDA graph records the compiled kernels.
-        driver.compiler = make_compiler(driver, config, runtime, precision, log_event)
+        driver.use_compiler(make_compiler(driver, config, runtime, precision, log_event))
     else:
         capture_calls(model, config, runtime, log_event)
 
-    # Compiled code has chosen its kernels. A pipeline has many micro-batches in flight.
+    # Compiled code has chosen its kernels. A pipeline has many micro-batches in flight, and refuses this part.
     if not compiled and not pipelined and may_change_kernels(config, runtime):
-        driver.parts.append(CudnnPause(needed=None))
+        driver.add_part(CudnnPause(needed=None))
 
     check_hooks(hooks, model, runtime)
     driver.use_parameter_hooks(hooks)
-    driver.statistics.log_event = log_event
     return driver
 
 
@@ -215,8 +216,4 @@ def _make_driver(model: nn.Module, mesh: Mesh, setup: DriverSetup) -> Driver:
     if not setup.runtime.world.alone:
         return resolve_name(setup.config.strategy_record.driver_in(mesh.sizes))(model, setup)
 
-    driver = SingleDriver(model, setup.runtime)
-    if setup.config.exact:
-        driver.use_reducer(OrderedReducer(driver))
-
-    return driver
+    return SingleDriver(model, setup, reducer=OrderedReducer if setup.config.exact else None)

@@ -1,25 +1,22 @@
 """The Driver: how a step executes a model, whatever the strategy.
 
-`PlacedModel` is the part of it that evaluations, checkpoints and set-up use. `WatchedModel` adds the call of the loss,
-and `Driver` the step: it runs one micro-batch after another. Its subclasses sum over ranks: in one process
-(`SingleDriver`) there is nothing to sum, `FlatReduceDriver` in ddp/driver.py is a small example for replicas, and
-`ShardedDriver` is the base class for sharded parameters. A pipeline overrides `forward_backward`.
+`PlacedModel` is the part of it that evaluations, checkpoints and set-up use. `Driver` adds the step: it runs one
+micro-batch after another. Its subclasses sum over ranks: in one process (`SingleDriver`) there is nothing to sum,
+`FlatReduceDriver` in ddp/driver.py is a small example for replicas, and `ShardedDriver` in sharded.py is the base class
+for sharded parameters. A pipeline overrides `forward_backward`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint.state.model_state import frozen_names, is_extra, tied_names
 from lockstep.config import RunConfig
 from lockstep.errors import UserError, some_names
 from lockstep.parallel.batchnorm.buffers import broadcast_buffers
@@ -29,18 +26,17 @@ from lockstep.parallel.inner_gradients import (
     GradientWatch,
     InnerGradient,
     LossFn,
-    asked_for,
     backward,
     refuse_backward,
 )
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.progress import StepProgress
-from lockstep.parallel.step_parts import StepPart
+from lockstep.parallel.step_parts import ORDER, Reducer, StepPart
 from lockstep.precision import Precision
 from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.context import Runtime
+from lockstep.runtime.context import EventLogger, Runtime, log_nothing
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
-from lockstep.runtime.layout import full_tensor, squared_norms
+from lockstep.runtime.layout import full_tensor
 from lockstep.task import Loss, MicroBatch, StepBatches
 
 if TYPE_CHECKING:
@@ -101,18 +97,6 @@ class Reduced:
         return self if len(left) == len(self.parameters) else self.drop_others(left)
 
 
-class Reducer(StepPart, ABC):
-    """Adds up the gradients of a step in a driver's place. Exact mode has some, which add in one fixed order."""
-
-    @abstractmethod
-    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
-        """Do what `Driver.reduce` does."""
-
-    @abstractmethod
-    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the L2 norm of each full tensor. `tensors` are sharded like the parameters."""
-
-
 @dataclass(frozen=True)
 class DriverSetup:
     """What a driver is made from, besides the model. The record of a strategy names what makes its driver."""
@@ -120,7 +104,9 @@ class DriverSetup:
     config: RunConfig
     runtime: Runtime
     precision: Precision
+    role: RankRole = RankRole()  # what follows from the mesh and the model; a driver adds what its strategy does
     axes: Axes | None = None  # None: dp is the only axis
+    log_event: EventLogger = log_nothing  # receives what is found later, while the model runs
     task: Any = None  # which may say how the model is split
     compiled: bool = False  # whether the model will be compiled; a driver that splits it compiles the parts
     data: Callable[[], Any] | None = None  # returns samples, to run the model with
@@ -129,32 +115,56 @@ class DriverSetup:
 class PlacedModel:
     """A model where its strategy has put it: what set-up, evaluations and checkpoints see of a driver."""
 
-    role = RankRole()
-    stateful: Mapping[str, Any] = {}  # further objects for the checkpoint, by name: see `Stateful`
-    facts: Mapping[str, str] = {}  # lines for the banner
-    compiler: Compiler | None = None  # if a part of the step may be compiled
-    reducer: Reducer | None = None  # adds up gradients in this driver's place: see `use_reducer`
-    broadcasts_buffers = False  # whether every step begins with rank 0's buffers on all ranks
-
     def __init__(
         self,
         model: nn.Module,
-        runtime: Runtime,
+        setup: DriverSetup,
+        role: RankRole | None = None,
+        reducer: Callable[[Any], Reducer] | None = None,
         replicas: Collectives | None = None,
         held: Collection[str] | None = None,
     ):
-        """Store the model.
+        """Store the model, which is placed by now.
 
+        role: `setup.role` with what the strategy adds to it; None: it adds nothing
+        reducer: makes what adds up gradients in this driver's place, from the driver
         replicas: the ranks that train the same layers on different samples; None: all ranks
         held: the names of the tensors that this rank holds; None: it holds all of them
         """
         self.model = model  # the user's own, which the task calls
-        self.runtime = runtime
-        self.statistics = running_statistics(model, replicas or runtime.collectives, held)
+        self.runtime = setup.runtime
+        self.role = role or setup.role
         self.names, self.parameters = trainable(model)
+        self.watch = GradientWatch(self.before_inner_gradient)
 
-        # What takes part in the steps; features of the run are added when it is set up.
-        self.parts: list[StepPart] = [self.statistics] if self.statistics.layers else []
+        # What a strategy may have. Its constructor sets it.
+        self.stateful: Mapping[str, Any] = {}  # further objects for the checkpoint, by name: see `Stateful`
+        self.facts: Mapping[str, str] = {}  # lines for the banner
+        self.broadcasts_buffers = False  # whether every step begins with rank 0's buffers on all ranks
+
+        # What takes part in the steps. Features of the run are added when it is set up, see `add_part`.
+        self.parts: list[StepPart] = []
+        self.statistics = running_statistics(model, replicas or setup.runtime.collectives, held, setup.log_event)
+        if self.statistics.layers:
+            self.add_part(self.statistics)
+
+        self.reducer = reducer(self) if reducer else None
+        if self.reducer:
+            self.add_part(self.reducer)
+
+        self.compiler: Compiler | None = None  # see `use_compiler`
+
+    def add_part(self, part: StepPart) -> None:
+        """Let `part` take part in the steps from now on, at its place in the fixed order."""
+        assert not (part.ends_micro_batches and self.role.pipeline_depth > 1), f"{part} in a pipeline: see `StepPart`"
+        self.parts.append(part)
+        self.parts.sort(key=lambda part: ORDER.index(part.place))
+
+    def use_compiler(self, compiler: Compiler) -> None:
+        """Let `compiler`, which is made for this driver, compile a part of the step if that pays."""
+        self.compiler = compiler
+        self.add_part(compiler)
+        self.add_part(compiler.cudnn_pause)
 
     def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
         """Return the loss of one batch, without gradients; None on ranks that do not compute it."""
@@ -198,11 +208,6 @@ class PlacedModel:
         """Copy rank 0's buffers to all ranks."""
         broadcast_buffers(dict(self.model.named_buffers()), self.runtime.collectives)
 
-    def use_reducer(self, reducer: Reducer) -> None:
-        """Let `reducer` add up the gradients from now on."""
-        self.reducer = reducer
-        self.parts.append(reducer)
-
     def close(self) -> None:
         """End everything that takes part in the steps: the run has ended or failed."""
         for part in self.parts:
@@ -214,20 +219,8 @@ class PlacedModel:
             if name in hooks:
                 hooks[name].register(parameter)
 
-
-class WatchedModel(PlacedModel):
-    """Calls the user's loss in training, and watches for gradients that the loss computes itself."""
-
-    keeps_graphs = False  # whether one of these gradients went through a graph that is needed again
-
-    @cached_property
-    def watch(self) -> GradientWatch:
-        """Calls `before_inner_gradient` before each gradient that the user's code computes itself."""
-        return GradientWatch(self.before_inner_gradient)
-
     def before_inner_gradient(self, inner: InnerGradient) -> None:
         """Prepare for a gradient that the user's loss computes itself, or refuse it with a UserError."""
-        self.keeps_graphs |= inner.retains_graph or inner.differentiable
         refuse_backward(inner, self.leaf_names())
 
     def leaf_names(self) -> dict[int, str]:
@@ -235,7 +228,7 @@ class WatchedModel(PlacedModel):
         return {id(p): name for name, p in zip(self.names, self.parameters, strict=True)}
 
 
-class Driver(WatchedModel):
+class Driver(PlacedModel):
     """Executes the steps of a model, one micro-batch after another. Subclasses sum over ranks.
 
     A custom loop calls `begin`, `before_forward` and `backward` itself.
@@ -381,82 +374,6 @@ def check_reached(missed: list[str], trainable: int) -> None:
         )
 
 
-class RanksDiffer(Exception):
-    """The ranks run different forwards inside `many_forwards`."""
-
-
-class ShardedDriver(Driver):
-    """The base class of drivers with sharded parameters. A subclass shards the model before it calls `__init__`.
-
-    Forward and backward run as in a single process. Gradients are summed over ranks and never divided, and the squared
-    norms of the shards are summed over ranks.
-    """
-
-    role = RankRole(replicated=False)
-    _hooks: Mapping[str, ParameterHooks] = {}
-
-    def use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
-        self._hooks = hooks  # called with the gradient sums of a step
-
-    @contextmanager
-    def many_forwards(self) -> Iterator[str | None]:
-        # A forward is collective. So before each one, the ranks compare what they are about to do.
-        with self.model.register_forward_pre_hook(lambda *_: self._check_same_action("another forward"), prepend=True):
-            try:
-                yield None
-            except RanksDiffer:
-                # All ranks raise this together, so no rank waits for this one.
-                raise
-            except Exception as error:
-                # The other ranks may be about to run another forward; then this raises RanksDiffer on all ranks.
-                self._check_same_action(f"{type(error).__name__}: {error}")
-                raise  # the same error on all ranks
-
-            self._check_same_action("the end")
-
-    def before_inner_gradient(self, inner: InnerGradient) -> None:
-        super().before_inner_gradient(inner)
-        names = self.leaf_names()
-        if sharded := asked_for(inner, {id(p): names[id(p)] for p in self.parameters if isinstance(p, DTensor)}):
-            raise UserError(
-                f"the loss computes the gradient of {sharded!r}, which is sharded: no rank holds it in full",
-                inner.call_site,
-                "set strategy=ddp or strategy=zero1, which keep full parameters on every rank",
-            )
-
-    def _norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        squared = self.runtime.collectives.all_reduce_(squared_norms(tensors).to(self.runtime.device))
-        return list(squared.sqrt().unbind())
-
-    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
-        self._reduce_gradients()
-        self._call_hooks()
-        squared = squared_norms([p.grad for p in self.parameters if p.grad is not None])
-        packed, squared = sum_with_word(self, word, squared)
-
-        # After the collective, in which the other ranks wait.
-        if not len(squared):
-            raise no_gradient()
-
-        return packed, squared.sqrt()
-
-    def _reduce_gradients(self) -> None:
-        """Complete the gradient sums over all ranks, for subclasses whose backward does not."""
-
-    def _call_hooks(self) -> None:
-        """Call the user's hooks with the gradient sums of the step. Each rank holds a shard of them."""
-        if self._hooks:
-            for name, parameter in zip(self.names, self.parameters, strict=True):
-                if name in self._hooks:
-                    self._hooks[name].change_sum(parameter)
-
-    def _check_same_action(self, action: str) -> None:
-        """Raise RanksDiffer on all ranks unless all of them passed the same `action`. Collective."""
-        actions = self.runtime.collectives.gather_json(action)
-        if len(set(actions)) > 1:
-            raise RanksDiffer("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(actions)))
-
-
 def trainable(model: nn.Module) -> tuple[list[str], list[nn.Parameter]]:
     """Return the names and tensors of the trainable parameters, in the model's order."""
     pairs = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -474,25 +391,3 @@ def broadcast_model(model: nn.Module, collectives: Collectives) -> None:
     """Copy rank 0's trainable parameters and buffers to all ranks. Frozen parameters must already be equal."""
     collectives.broadcast_([p.detach() for p in model.parameters() if p.requires_grad])
     collectives.broadcast_(list(model.buffers()))
-
-
-def full_state(driver: Driver, keep: bool, frozen: bool = True) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Gather the model's full tensors and the aliases of tied tensors. Collective: every rank must call it.
-
-    Ranks without `keep` get no tensors. `frozen`: whether frozen parameters are gathered.
-    """
-    # In the order of the state dict, which is the same on every rank: `fetch` may be a collective.
-    left_out = set() if frozen else frozen_names(driver.model)
-    state = {name: value for name, value in driver.model.state_dict().items() if name not in left_out}
-    aliases = tied_names(state)
-    tensors = {}
-
-    for name, value in state.items():
-        if is_extra(name) or name in aliases:
-            continue
-
-        full = driver.fetch(name, value)
-        if keep:
-            tensors[name] = (full if full is value else full.cpu()).contiguous()
-
-    return tensors, aliases

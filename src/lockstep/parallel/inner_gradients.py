@@ -74,7 +74,9 @@ class GradientWatch:
 
     def __init__(self, before: Callback | None):
         """`before`: None in place of a callback ends the watch inside the block."""
-        self._engine = TORCH_ENGINE if before is None else _watched_engine(before)
+        self.keeps_graphs = False  # whether one of these gradients went through a graph that is needed again
+        self._before = before
+        self._engine = TORCH_ENGINE if before is None else _watched_engine(self._note)
         self._replaced: list[Callable[..., Any]] = []  # what each block, from the outermost to the innermost, replaced
 
     def around(self, loss_fn: LossFn) -> LossFn:
@@ -91,6 +93,11 @@ class GradientWatch:
                 _autograd._engine_run_backward = replaced
 
         return watched_loss
+
+    def _note(self, inner: InnerGradient) -> None:
+        assert self._before is not None
+        self.keeps_graphs |= inner.retains_graph or inner.differentiable
+        self._before(inner)
 
     def __enter__(self) -> None:
         self._replaced.append(_autograd._engine_run_backward)

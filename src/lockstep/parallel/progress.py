@@ -7,7 +7,7 @@ A driver executes the model on each micro-batch. Everything else about the step 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
@@ -39,6 +39,27 @@ class MetricNames:
     seen: set[str] = field(default_factory=set)  # by this rank
     known: set[str] = field(default_factory=set)  # to all ranks
     new: bool = True  # some rank may have seen a name that is not in `known`
+
+    def see(self, names: Iterable[str]) -> None:
+        """Add names that this rank has metrics of. The next control word says so if they are new."""
+        self.seen.update(names)
+
+    def announce(self) -> None:
+        """Note that some rank has seen new names: a control word says so, and all ranks have it."""
+        self.new = True
+
+    def unshared(self) -> list[str]:
+        """Return the names that this rank has seen and others may not know."""
+        return sorted(self.seen - self.known)
+
+    def agree(self, names: Iterable[str]) -> None:
+        """Make these the names that all ranks know, after they have exchanged those of each."""
+        self.known = set(names)
+        self.new = False
+
+    def restore(self, names: Iterable[str]) -> None:
+        """Make these, from a checkpoint, the names that all ranks know. They still have to exchange newer ones."""
+        self.known = set(names)
 
 
 @dataclass
@@ -81,6 +102,7 @@ class StepProgress:
 
         self.optimizer_indices: Sequence[int] = ()  # of the optimizers that the update steps
         self.micro: MicroBatch | None = None  # the current one
+        self.row_offset: int | None = None  # of this rank's rows in its last `run.all_gather`
         self.backwards_done = 0
 
         # The micro-batches so far without their data, their losses in the same order, and their metrics. Losses and
@@ -88,6 +110,8 @@ class StepProgress:
         self.trained: list[MicroBatch] = []
         self.losses: list[tuple[Number, Weight]] = []
         self.metrics: list[Term] = []
+
+        self.skipped: bool | Tensor = False  # whether the update was skipped; a tensor () where only the GPU knows yet
 
         self.autocast = context.precision.autocast  # returns the context manager for forward and loss
         self._context = context
@@ -118,6 +142,7 @@ class StepProgress:
     def before_forward(self, micro: MicroBatch, stage: int = 0) -> None:
         """Begin a micro-batch. Its random numbers depend on (seed, step, micro-batch), never on the rank."""
         self.micro = micro
+        self.row_offset = None
         self._context.runtime.heartbeat.beat("compute", self.step)
 
         # The first stage of a pipeline draws the same numbers as a single process would.
@@ -135,8 +160,8 @@ class StepProgress:
         if context.scaler is not None and self.needs_reference_weight:
             self.find_reference_weight(micro, weight)
 
-        if loss.metrics:
-            context.metric_names.seen.update(loss.metrics)
+        if loss.metrics and not loss.metrics.keys() <= context.metric_names.seen:
+            context.metric_names.see(loss.metrics)
 
         # Padding runs only because collectives need every rank: its weight and its gradient are 0.
         if micro.padding:

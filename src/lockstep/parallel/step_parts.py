@@ -6,23 +6,33 @@ has; a run without such features has an empty list, and pays nothing for them.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, ClassVar
 
-from lockstep.parallel.compiled.batch_sizes import shapes_of
-from lockstep.runtime.attention import without_cudnn
+from torch import Tensor
+
+from lockstep.runtime.control_word import ControlWord
 from lockstep.task import MicroBatch
 
 if TYPE_CHECKING:
     from lockstep.parallel.progress import StepProgress
 
-# Data of one size have two sizes of batches, since the last one may be short. How many micro-batches are looked at.
-MOST_SIZES, LOOKS = 2, 256
+# The places of the parts, in the order in which they are called. It does not depend on which is added first: some have
+# collectives, which all ranks must call in one order. And what times a step comes before those: the trace and the
+# compiler end their step before they, and whatever comes after them, exchange anything. The log comes last, after what
+# may refuse a step.
+ORDER = ("trace", "statistics", "reduce", "compile", "kernels", "exact", "balance", "log")
 
 
 class StepPart:
-    """Takes part in every step. By default it does nothing."""
+    """Takes part in every step. By default it does nothing. `PlacedModel.add_part` adds it to a run."""
+
+    place: ClassVar[str]  # one of ORDER
+
+    @property
+    def ends_micro_batches(self) -> bool:
+        """Whether it must know when a micro-batch ends. In a pipeline they overlap, and it refuses such a part."""
+        return type(self).after_backward is not StepPart.after_backward
 
     # ---- called by the Run ----
 
@@ -50,45 +60,27 @@ class StepPart:
         """Prepare for a micro-batch, whose data have arrived."""
 
     def before_all_reduce(self) -> None:
-        """End this rank's own work of the pass. In a pipeline it is not called."""
+        """End this rank's own work of the pass: from here on it waits for other ranks.
+
+        It comes before the last backward, in which gradients may be reduced. In a pipeline it comes after that.
+        """
 
     def after_backward(self, progress: StepProgress) -> None:
-        """End a micro-batch. Gradients of the pass may not be reduced yet. In a pipeline it is not called."""
+        """End a micro-batch. Gradients of the pass may not be reduced yet. See `ends_micro_batches`."""
 
     def end_pass(self, progress: StepProgress) -> None:
         """End a pass: its gradients are reduced."""
 
 
-class CudnnPause(StepPart):
-    """Keeps cuDNN attention off in the micro-batches of a run as long as their sizes vary, or may vary.
+class Reducer(StepPart, ABC):
+    """Adds up the gradients of a step in a driver's place. Exact mode has some, which add in one fixed order."""
 
-    cuDNN would make a plan for each new size. The setting belongs to the process, so it is restored after each
-    micro-batch: runs may take turns in one process.
-    """
+    place = "reduce"
 
-    def __init__(self, needed: bool | None):
-        self.needed = needed  # None: once more than MOST_SIZES have come
-        self._sizes: set[Hashable] = set()
-        self._looks = 0
-        self._paused = ExitStack()
+    @abstractmethod
+    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
+        """Do what `Driver.reduce` does."""
 
-    def begin_pass(self) -> None:
-        self._paused.close()
-
-    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
-        if self.needed is None and self._looks < LOOKS:
-            self._looks += 1
-            self._sizes.add(tuple(shapes_of(micro.data)))
-            if len(self._sizes) > MOST_SIZES:
-                self.needed = True
-
-        # The last micro-batch may have failed.
-        self._paused.close()
-        if self.needed:
-            self._paused.enter_context(without_cudnn())
-
-    def after_backward(self, progress: StepProgress) -> None:
-        self._paused.close()
-
-    def close(self) -> None:
-        self._paused.close()
+    @abstractmethod
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the L2 norm of each full tensor. `tensors` are sharded like the parameters."""

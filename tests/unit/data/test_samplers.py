@@ -10,7 +10,6 @@ from torch.utils.data import default_collate
 from lockstep.config import DataConfig
 from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.samplers import BLOCK, Sampled, Sampler, SequentialSampler, ShuffledSampler, make_sampler
-from lockstep.data.samplers.torch_samplers import as_sampler
 from lockstep.data.sources import open_source
 from lockstep.errors import UserError
 from lockstep.runtime.world import World
@@ -220,20 +219,3 @@ def test_another_epoch_of_the_sampler_is_not_called_another_dataset():
         UserError, match=r"an epoch has 6 samples, but had 4 (.|\n)*the dataset has 8 samples(.|\n)*sampler"
     ):
         source(SequentialSampler(6), 0, 1, list(range(8))).load_state_dict(state)
-
-
-class Counting(ShuffledSampler):
-    """A sampler of before: `samples` was the length of the dataset that it is made for."""
-
-    def __init__(self, samples):
-        super().__init__(4, 0)
-        object.__setattr__(self, "samples", samples)
-
-
-def test_the_old_name_of_a_samplers_dataset_length_is_refused():
-    """It was ignored, and with it the check that the sampler is made for this dataset."""
-    with pytest.raises(UserError, match=r"Counting.samples is now called dataset_length(.|\n)*samples = 4"):
-        as_sampler(Counting(4), 8, seed=0)
-
-    # A list of them is the user's own.
-    assert len(as_sampler(Counting([0, 1, 2, 3]), 8, seed=0)) == 4

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.engine.requests import Requests
+from lockstep.parallel.progress import MetricNames
 from lockstep.runtime.control_word import Flags
 
 
@@ -17,7 +18,7 @@ class FakeStepper:
     def __init__(self, steps_done: int = 3, unread: Any = None):
         self.flags: dict[str, bool] = {}
         self.counters = SimpleNamespace(steps_done=steps_done)
-        self.context = SimpleNamespace(metric_names=SimpleNamespace(new=False))
+        self.context = SimpleNamespace(metric_names=MetricNames(new=False))
         self._unread = unread
 
     def set_flags(self, **flags: bool) -> None:

@@ -4,20 +4,21 @@ import errno
 import os
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from lockstep.launch import coordinator as module
 from lockstep.launch.coordinator import Coordinator
-from lockstep.launch.decisions.commands import DropNode
+from lockstep.launch.decisions.commands import DropNode, StartAttempt
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.folder import election
 from lockstep.launch.folder import watch as folder_watch
 from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.wire.messages import Hello, NodeHeartbeat, RankExited
+from lockstep.launch.wire.messages import Hello, NodeHeartbeat, RankExited, Rendezvous
 
 ADDRESS = "127.0.0.1:29400"
 
@@ -71,6 +72,37 @@ def test_one_error_of_the_disk_does_not_look_like_lost_checkpoints(tmp_path, mon
         assert watch.look_at_checkpoints() == CheckpointFacts(newest=4)
 
     assert watch.look_at_checkpoints() == CheckpointFacts(newest=6)
+
+
+def test_one_error_of_the_disk_does_not_look_like_a_removed_folder(tmp_path, monkeypatch):
+    """The coordinator said that the run folder was gone, and did not look any more."""
+    run = tmp_path / "run"
+    run.mkdir()
+    watch = FolderWatch(run, None)
+
+    def fail(path):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", fail)
+        watch._notice_removal()
+    assert not watch.removed
+
+    watch._notice_removal()
+    assert not watch.removed
+    run.rename(tmp_path / "moved")
+    watch._notice_removal()
+    assert watch.removed
+
+
+def test_a_node_starts_its_own_ranks_last(started, monkeypatch):
+    """Its disk, or the stacks of its ranks, may hold up the coordinator before the others know."""
+    coordinator, _ = started([])
+    sent = []
+    monkeypatch.setattr(coordinator, "_send", lambda node, order: sent.append((node, order.first_rank)))
+    monkeypatch.setattr(coordinator, "_open_rendezvous", lambda nodes, ranks: Rendezvous("127.0.0.1", 1))
+    coordinator._carry_out(StartAttempt(0, {0: 1, 1: 1, 2: 1}))
+    assert sent == [(1, 1), (2, 2), (0, 0)]
 
 
 def test_a_disk_that_does_not_answer_holds_up_a_decision_for_a_moment_only(tmp_path, monkeypatch):

@@ -107,6 +107,7 @@ def train(model, steps=STEPS, seed=0):
 
 @pytest.mark.parametrize("kind", [Dropping, Recurrent])
 def test_training_does_not_notice(kind):
+    torch.manual_seed(0)  # one in 250 first weights diverges in these few steps, and nan is not equal to itself
     plain = kind()
     model = copy.deepcopy(plain)
     _found, device, said = graphed(model)

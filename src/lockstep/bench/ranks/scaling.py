@@ -76,7 +76,7 @@ def trace(run: Run, loop: Iterator[Run], file: Path) -> dict[str, Any]:
     """Trace one block and return its breakdown."""
     # The traced steps are slower than others, so they are no turn.
     traced = Trace(run)
-    run.driver.parts.append(traced)
+    run.driver.add_part(traced)
     next(loop)
     run.driver.parts.remove(traced)
     return traced.stop(file)

@@ -60,14 +60,6 @@ def _check_fits(sampler: Any, samples: int) -> None:
     """Raise if a sampler is made for a dataset of another length, or is no pure function."""
     name = type(sampler).__name__
 
-    # An old name would be ignored, and with it this check.
-    if isinstance(getattr(sampler, "samples", None), int | np.integer) and not hasattr(sampler, "dataset_length"):
-        raise UserError(
-            f"{name}.samples is now called dataset_length",
-            f"samples = {sampler.samples}, which has no effect",
-            f"rename it to dataset_length in the class {name}; if it means something else, give it another name",
-        )
-
     made_for = getattr(sampler, "dataset_length", samples)
     if made_for != samples:
         raise UserError(

@@ -77,7 +77,7 @@ class EpochSource(DatasetSource):
         # If forwards are collective every rank must run as many as the others, or else one, for the all-reduce.
         needed = self._micro_batches_per_step if self.options.collective_forwards else 1
         micros += [
-            MicroBatch(last.data, last.index, last.num_samples, self.epoch, padding=True)
+            MicroBatch(last.data, last.index, last.num_samples, self.epoch, padding=True, place=last.place)
             for _ in range(needed - len(micros))
         ]
         return StepBatches(len(micros), micros, samples, exhausted=self._ended)

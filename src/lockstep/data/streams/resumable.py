@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.loader import already_collated, collate_samples, is_empty, start_loader
@@ -31,6 +30,7 @@ from lockstep.data.samplers import make_sampler
 from lockstep.data.streams.cursor import Cursor, Reread, ShardEpoch, has_state
 from lockstep.data.streams.epochs import EpochSource, comparable_copy
 from lockstep.data.streams.shards import Shards
+from lockstep.data.torch_private import forget_worker
 from lockstep.data.windows import rank_range
 from lockstep.errors import UserError, plural
 from lockstep.task import MicroBatch, StepBatches, StepResult
@@ -194,8 +194,10 @@ class ResumableStreamSource(EpochSource):
         return [arrived.popleft() for arrived in self._arrived]
 
     def _micro_batch(self, read: _Read, padding: bool = False) -> MicroBatch:
-        first = read.index * self.options.micro_batch_size
-        return MicroBatch(read.batch, read.index, len(read.ids), self.epoch, read.ids, padding, first)
+        # With several shards, one that has ended leaves empty places between the others', so that places are no
+        # function of the first one. With a single shard only the last places can be empty.
+        place = read.index * self.options.micro_batch_size if self.shards.shards == 1 else None
+        return MicroBatch(read.batch, read.index, len(read.ids), self.epoch, read.ids, padding, place)
 
     def _note_start(self, parts: list[_StepRead]) -> None:
         """Note where the stream begins, and how much was read again after a resume."""
@@ -247,7 +249,8 @@ class ResumableStreamSource(EpochSource):
             while samples := cursor.take(self.options.micro_batch_size):
                 batch = collate_samples(self.collate, samples, list(range(len(samples))), where)
                 if not is_empty(batch):
-                    return MicroBatch(batch, 0, len(samples), self.epoch)
+                    place = 0 if self.shards.shards == 1 else None
+                    return MicroBatch(batch, 0, len(samples), self.epoch, place=place)
 
         raise UserError(
             f"the stream has no sample in epoch {self.epoch}",
@@ -334,7 +337,7 @@ class _StepReader(IterableDataset):
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
 
         # A dataset that splits itself by worker process must not: each shard is read whole.
-        torch_worker._worker_info = None
+        forget_worker()
 
         # This worker's range of its rank's micro-batches, and the shards that they lie in.
         of_rank = micro_batches_of(self.options)

@@ -85,7 +85,8 @@ class StridedStreamSource(EpochSource):
             self._next = next(self._batches, None)
             self.beginning = self._next.beginning if self._next else None
 
-        # Micro-batches of a stream are numbered rank by rank, because their order in the stream is unknown.
+        # Micro-batches of a stream are numbered rank by rank, because their order in the stream is unknown. So they
+        # have no place in the global batch either.
         index = self.options.data_world.rank * self._micro_batches_per_step
         micros: list[MicroBatch] = []
 

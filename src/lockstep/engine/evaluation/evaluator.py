@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,9 +19,10 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lockstep.config import RunConfig
+from lockstep.data.from_loader import Collate, take_evaluation_loader
 from lockstep.data.loader import Request, SampleReader, is_empty, read_all
-from lockstep.data.mosaic import by_index
 from lockstep.data.samplers import Sampled
+from lockstep.data.streams.mosaic import by_index
 from lockstep.data.transfer import Transfer
 from lockstep.data.windows import rank_range
 from lockstep.engine.evaluation.modes import restore_modes
@@ -63,7 +64,7 @@ class EvaluationSet:
 
     data: Any  # a dataset, or a `Sampled` one
     loss_fn: LossFn
-    collate: Callable[[list[Any]], Any]
+    collate: Collate
     name: str | None = None  # None: the only one
     monitored: bool = True  # whether early stopping, the best checkpoint and schedulers follow it
     metrics: Mapping[str, Any] = field(default_factory=dict)  # torchmetrics, by name
@@ -118,13 +119,22 @@ def evaluation_sets(task: Task, monitor: str | None) -> list[EvaluationSet]:
 def _make_set(task: Task, given: Any, metrics: Mapping[str, Any]) -> EvaluationSet:
     """Return a set of `given`, a dataset or an EvalData. What an EvalData leaves out is the task's, or `metrics`."""
     chosen = given if isinstance(given, EvalData) else EvalData(given)
-    return EvaluationSet(
-        by_index(chosen.dataset),
+    return make_set(
+        chosen.dataset,
         chosen.loss or task.eval_loss,
         chosen.collate or task.collate,
         metrics=metrics if chosen.metrics is None else _by_name(chosen.metrics, "EvalData(metrics=...)"),
         batch=chosen.batch,
     )
+
+
+def make_set(data: Any, loss_fn: LossFn, collate: Collate, batch: int | None = None, **options: Any) -> EvaluationSet:
+    """Return a set of a dataset, or of the parts of a DataLoader. `options` are further fields of the set."""
+    if isinstance(data, DataLoader):
+        data, collate, loader_batch = take_evaluation_loader(data, collate)
+        batch = batch or loader_batch
+
+    return EvaluationSet(by_index(data), loss_fn, collate, batch=batch, **options)
 
 
 def _metrics_of(task: Task) -> Mapping[str, Any]:
@@ -161,14 +171,6 @@ def check_data(data: Any, name: str | None = None) -> None:
     `name` is that of its set, if there are several.
     """
     called = f" {name!r}" if name else ""
-    if isinstance(data, DataLoader):
-        raise UserError(
-            f"the data{called} to evaluate on must be a dataset; it is a torch DataLoader",
-            "",
-            "use its dataset, and evaluate.batch for its batch_size; its collate_fn is Task.collate or EvalData's, and "
-            "in your own loop the third argument: run.evaluate(loader.dataset, loss, loader.collate_fn)",
-        )
-
     if isinstance(data, IterableDataset) or not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
         kind = "a stream" if hasattr(data, "__iter__") else f"a {type(data).__name__}"
         raise UserError(

@@ -35,10 +35,11 @@ class RowGathering:
             self.batches_are_whole = False
 
 
-def gather_rows(rows: Tensor, collectives: Collectives) -> Tensor:
-    """Return the rows (n, ...) of all ranks, in the order of the ranks: (N, ...). Collective.
+def gather_rows(rows: Tensor, collectives: Collectives, padding: bool = False) -> tuple[Tensor, int]:
+    """Return the rows (n, ...) of all ranks, in the order of the ranks: (N, ...), and where this rank's begin.
 
-    The losses of all ranks are added, so the gradient of a rank's rows is the sum of the gradients on all ranks.
+    The losses of all ranks are added, so the gradient of a rank's rows is the sum of the gradients on all ranks. Rows
+    of `padding` are no part of the N rows; this rank alone gets them, behind the others: (N + n, ...). Collective.
     """
     if not isinstance(rows, Tensor) or not 1 <= rows.dim() < HEADER - 1:
         found = f"a tensor with {rows.dim()} dimensions" if isinstance(rows, Tensor) else f"a {type(rows).__name__}"
@@ -46,7 +47,8 @@ def gather_rows(rows: Tensor, collectives: Collectives) -> Tensor:
 
     # The numbers of rows differ at the end of an epoch. Reading them makes the host wait for the device.
     # A header is [n, checksum of the dtype, sizes of the other dimensions, -1, ...].
-    header = [len(rows), zlib.crc32(str(rows.dtype).encode()), *rows.shape[1:]]
+    own_rows = rows[:0] if padding else rows
+    header = [len(own_rows), zlib.crc32(str(rows.dtype).encode()), *rows.shape[1:]]
     header += [-1] * (HEADER - len(header))
     headers = collectives.gather(torch.tensor(header, device=rows.device)).tolist()
 
@@ -59,7 +61,14 @@ def gather_rows(rows: Tensor, collectives: Collectives) -> Tensor:
             "pad the rows to the same shape on all ranks, such as the longest that the dataset has",
         )
 
-    return _GatherRows.apply(rows, collectives, [other[0] for other in headers])
+    counts = [other[0] for other in headers]
+    gathered = _GatherRows.apply(own_rows, collectives, counts)
+
+    # So that the loss of padding can find its rows like any other: its weight is 0, but it must be computed.
+    if padding:
+        return torch.cat([gathered, rows]), len(gathered)
+
+    return gathered, sum(counts[: collectives.world.rank])
 
 
 class _GatherRows(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lockstep.engine.hooks.all_gather import gather_rows
 from lockstep.errors import UserError
-from lockstep.observe.metrics import detached
+from lockstep.observe.metrics import check_metric_name, detached
 from lockstep.task import MicroBatch, Number, Weight
 
 if TYPE_CHECKING:
@@ -69,10 +69,7 @@ class BuiltRunView:
                 f"run.log({name!r}, ...): the name of a metric is a text", "", f"run.log({str(name)!r}, ...)"
             )
 
-        if name == "loss":
-            raise UserError(
-                "run.log('loss', ...) would overwrite the loss of the run", "", "give the metric another name"
-            )
+        check_metric_name(name)
 
         # Tensors of one element may stay on the GPU: the host does not wait for them here.
         for number in (value, weight):
@@ -102,7 +99,7 @@ class BuiltRunView:
 
     @property
     def sample_offset(self) -> int:
-        """The place of this micro-batch's first sample in the global batch; 0 in an evaluation."""
+        """The place of this micro-batch's first sample in the global batch: see `RunView`."""
         micro = self._micro_batch()
         return micro.sample_offset if micro else 0
 
@@ -117,9 +114,28 @@ class BuiltRunView:
             run.gathering.used = True
             _check_global_batch(run)
 
-        # Padding repeats rows of another rank, so it contributes none.
-        own_rows = rows[:0] if micro and micro.padding else rows
-        return gather_rows(own_rows, run.runtime.collectives)
+        # The rows of padding count nowhere, so it contributes none.
+        padding = micro is not None and micro.padding
+        gathered, run.stepper.progress.row_offset = gather_rows(rows, run.runtime.collectives, padding)
+        return gathered
+
+    @property
+    def row_offset(self) -> int:
+        """Where this rank's rows begin in the result of the last `all_gather`: see `RunView`."""
+        run = self._builder.run
+        if run is None or run.gathering.batches_are_whole:
+            return 0
+
+        # Not that of another micro-batch, where the ranks may have had other numbers of rows.
+        offset = run.stepper.progress.row_offset
+        if offset is None:
+            raise UserError(
+                "run.row_offset was read before run.all_gather(rows) was called in this micro-batch",
+                "it says where this rank's rows begin in the result",
+                "call run.all_gather(rows) first, and read run.row_offset after it",
+            )
+
+        return offset
 
     def _micro_batch(self) -> MicroBatch | None:
         """Return the micro-batch whose forward is running in a step, if any."""

@@ -23,6 +23,8 @@ from lockstep.runtime.seeds import preserve_rng
 class Trace(StepPart):
     """A trace of a run's steps, from now on."""
 
+    place = "trace"
+
     def __init__(self, run: Run):
         # The profiler does not show the dtype that DDP sends: a hook that compresses gradients halves the bytes.
         sent_in_half = run.config.ddp.hook in ("fp16", "bf16")
@@ -43,6 +45,8 @@ class Trace(StepPart):
 
 class ProfiledSteps(StepPart):
     """Decides when a run is traced."""
+
+    place = "trace"
 
     def __init__(self, run: Run):
         # Counted from here, not from step 0: a resumed run has to warm up again.

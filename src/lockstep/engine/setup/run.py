@@ -11,9 +11,9 @@ from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.resume import Resumed
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
-from lockstep.data.mosaic import DESCRIPTION, by_index, is_streaming_dataset
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.sources import open_source
+from lockstep.data.streams.mosaic import DESCRIPTION, by_index, is_streaming_dataset
 from lockstep.engine.checks.settings import check_before_batch, check_same_config, check_sample_log, check_steps_left
 from lockstep.engine.evaluation.evaluations import Evaluations
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
@@ -63,7 +63,7 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
 
     # The loop continues where the checkpoint was written. Then the banner describes what was made.
     if config.log.samples:
-        driver.parts.append(SampleLog(builder.folder, runtime.world.rank))
+        driver.add_part(SampleLog(builder.folder, runtime.world.rank))
 
     log = StepLog(config.log.every, plan, stepper, builder.recorder)
     requests = _make_requests(plan, stepper, checkpoints, resumed)
@@ -116,7 +116,7 @@ def _begin(run: Run) -> None:
     run.checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
 
     if run.config.profile.count:
-        run.driver.parts.insert(0, ProfiledSteps(run))
+        run.driver.add_part(ProfiledSteps(run))
 
 
 # ---- the data ----

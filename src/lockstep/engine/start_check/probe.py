@@ -17,13 +17,14 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from lockstep.data.transfer import Transfer
 from lockstep.engine.evaluation.modes import restore_modes
-from lockstep.engine.start_check.judge import Measurement
+from lockstep.engine.start_check.mistakes import Measurement
 from lockstep.engine.start_check.random_numbers import ConstantDraws, seed_all
 from lockstep.errors import UserError
 from lockstep.observe.metrics import detached
-from lockstep.parallel.driver import RanksDiffer, trainable
+from lockstep.parallel.driver import trainable
 from lockstep.parallel.inner_gradients import GradientWatch, InnerGradient
 from lockstep.parallel.progress import check_total
+from lockstep.parallel.sharded import RanksDiffer, check_same_action
 from lockstep.runtime.seeds import derive
 from lockstep.task import Loss
 
@@ -79,7 +80,7 @@ class Probe:
             computed = torch.autograd.grad(total, self.parameters, allow_unused=True)
         else:
             # This backward is collective. If a rank failed before it, the others must not wait there.
-            agree(self.run, "a backward")
+            check_same_action("a backward", self.run.runtime.collectives)
 
             total.backward()
             # Taken off again, because the first step begins without gradients.
@@ -146,14 +147,6 @@ class Probe:
             raise Inconclusive(f"the loss draws random numbers in a way that depends on the batch ({names})")
 
         return measured
-
-
-def agree(run: Run, action: str) -> None:
-    """Raise on all ranks unless all of them do the same `action` next. Call it inside `many_forwards`."""
-    actions = run.runtime.collectives.gather_json(action)
-
-    if len(set(actions)) > 1:
-        raise RanksDiffer("; ".join(f"rank {rank}: {text}" for rank, text in enumerate(actions)))
 
 
 # ---- modes of modules ----

@@ -44,7 +44,7 @@ class JobState:
         # out. None before the first attempt, and while nothing has happened.
         self.decided: Decision | None = None
 
-        # Nodes from which an answer is missing: stacks in COLLECT_STACKS, the end of their ranks in KILL.
+        # Nodes that have not said yet, in KILL, that their ranks are gone.
         self.unanswered: set[int] = set()
 
     def enter(self, status: JobStatus, deadline: float = math.inf, unanswered: Iterable[int] = ()) -> None:

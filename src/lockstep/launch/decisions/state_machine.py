@@ -8,7 +8,7 @@ resumes from the newest checkpoint, unless there is a reason not to.
 `JobState`, and each part of the state machine looks after the job while it has some status:
 
     NextAttempt       JOIN: waits for nodes, starts the next attempt, or ends the job
-    HangCheck         RUN, COLLECT_STACKS: finds ranks that stall
+    HangCheck         RUN, SAVE_AND_EXIT: finds ranks that stall, and the one that the others wait for
     SaveRequests      SAVE_AND_EXIT: asks the ranks to save and exit, for a signal, a resize or a new node
     FailureHandler    KILL: asks `decide` what follows a failure, and has all ranks killed
 
@@ -121,7 +121,7 @@ class JobStateMachine:
 
     def is_due(self, now: float) -> bool:
         """Return whether `tick` would act on a deadline."""
-        return now >= self._state.deadline or self._is_time_to_blame(now)
+        return now >= self._state.deadline or self._is_time_to_blame(now) or self._hang_check.is_due(now)
 
     def receive(self, node: int, message: Report, now: float) -> None:
         """Act on the message of a node, which may be the coordinating one."""
@@ -204,10 +204,6 @@ class JobStateMachine:
 
     def _wait_for_cause(self, rank_exit: RankExit, now: float) -> None:
         """Set the time by which the exit of a rank that failed earlier must have arrived."""
-        # The rank that failed explains why the others stall: their stacks are no longer needed.
-        if self._state.status is JobStatus.COLLECT_STACKS:
-            self._state.enter(JobStatus.RUN)
-
         seconds = CAUSE_WAIT_S[rank_exit.consequence]
         self._state.attempt.blame_at = min(self._state.attempt.blame_at, now + seconds)
 
@@ -307,12 +303,12 @@ class JobStateMachine:
         at_once = self._save_requests.note_signal(signal, node, now)
 
         match self._state.status:
-            case JobStatus.RUN | JobStatus.COLLECT_STACKS | JobStatus.SAVE_AND_EXIT if at_once:
+            case JobStatus.RUN | JobStatus.SAVE_AND_EXIT if at_once:
                 self._state.outbox.say("second Ctrl-C: killing the ranks")
                 self._failure_handler.follow_request(now, typed_twice=True)
                 self._failure_handler.order_kill(now)
 
-            case JobStatus.RUN | JobStatus.COLLECT_STACKS:
+            case JobStatus.RUN:
                 ranks = plural(len(self._state.attempt.ranks), "rank")
                 grace = f"{self._state.settings.restart.grace:g} s, restart.grace"
                 self._state.outbox.say(f"{signal}: asking {ranks} to save and exit ({grace}; Ctrl-C twice: at once)")
@@ -349,6 +345,8 @@ class JobStateMachine:
 
         if self._is_time_to_blame(now):
             self._blame(now)
+        elif self._hang_check.is_due(now):
+            self._hang_check.judge(now)
         elif now >= state.deadline:
             self._deadline_passed(now)
 
@@ -361,13 +359,11 @@ class JobStateMachine:
                 problem = f"{came}, and {state.members.bounds.least} are needed"
                 self._failure_handler.end_without_attempt(problem, now)
 
-            case JobStatus.COLLECT_STACKS:
-                self._hang_check.judge(now)
+            case JobStatus.SAVE_AND_EXIT if attempt.has_failed:
+                self._failure_handler.handle(attempt.root_failure(), now)
 
             case JobStatus.SAVE_AND_EXIT:
-                # Ranks that were asked to save take too long.
-                failure = attempt.root_failure() if attempt.has_failed else attempt.overdue_failure()
-                self._failure_handler.handle(failure, now)
+                self._hang_check.overdue(now)
 
             case JobStatus.KILL if COORDINATOR in state.unanswered:
                 # They still hold the run folder.

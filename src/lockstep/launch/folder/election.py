@@ -103,7 +103,9 @@ class TermFile:
     def __init__(self, path: Path):
         # The user's code may change the working folder.
         self.path = Path(os.path.abspath(path))
-        self._folder_identity = folder_identity(self.path.parent)
+        self._folder_identity: tuple[int, int] | None = None
+        with suppress(OSError):
+            self._folder_identity = folder_identity(self.path.parent)
 
     def superseded(self) -> bool:
         """Return whether the file was removed from its folder, which the node that begins the next term does."""
@@ -112,7 +114,8 @@ class TermFile:
             os.close(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
         except FileNotFoundError:
             # If the whole run folder was removed, no other node has taken over.
-            return folder_identity(self.path.parent) == self._folder_identity
+            with suppress(OSError):
+                return folder_identity(self.path.parent) == self._folder_identity
         except OSError:
             pass  # a disk error says nothing about other nodes
 

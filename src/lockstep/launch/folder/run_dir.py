@@ -164,10 +164,13 @@ def not_writable(run: Path, error: OSError) -> UserError:
 
 
 def folder_identity(run: Path) -> tuple[int, int] | None:
-    """Return device and inode, which differ for another folder at the same path; None if there is no folder."""
+    """Return device and inode, which differ for another folder at the same path; None if there is no folder.
+
+    Raises OSError if the disk does not say.
+    """
     try:
         found = run.stat()
-    except OSError:
+    except FileNotFoundError:
         return None
 
     return found.st_dev, found.st_ino

@@ -31,8 +31,9 @@ class FolderWatch:
         # When the coordinator's loop last came round, as the loop itself says.
         self.loop_turned_at = time.monotonic()
 
-        # The run folder, until it is found missing or replaced.
-        self._identity: tuple[int, int] | None = folder_identity(run_dir)
+        # The run folder, once it was seen, and until it is found missing or replaced.
+        self._identity: tuple[int, int] | None = None
+        self._notice_removal()
 
         # What the coordinator's loop reads: what the checkpoints showed last, whether another node has taken over, the
         # contents of the files that `lockstep resize` left, whether the run folder is gone, and an error that ended
@@ -105,10 +106,15 @@ class FolderWatch:
         return self.checkpoints
 
     def _notice_removal(self) -> None:
-        # Nothing that is trained from now on can be saved: the coordinator says so, once.
-        if self._identity is not None and folder_identity(self._run_dir) != self._identity:
-            self._identity = None
-            self.removed = True
+        """Note that the run folder is gone or another one: nothing that is trained from now on can be saved there."""
+        # A disk error says nothing about the folder.
+        with suppress(OSError):
+            found = folder_identity(self._run_dir)
+            if self._identity is None:
+                self._identity = found
+            elif found != self._identity:
+                self._identity = None
+                self.removed = True
 
     def close(self) -> None:
         self._closed.set()

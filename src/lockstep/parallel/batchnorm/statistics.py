@@ -29,7 +29,10 @@ UNEVEN = 1e-6  # factors whose sum over all ranks differs from 1 by more than th
 
 
 def running_statistics(
-    model: nn.Module, replicas: Collectives, held: Collection[str] | None = None
+    model: nn.Module,
+    replicas: Collectives,
+    held: Collection[str] | None = None,
+    log_event: EventLogger = log_nothing,
 ) -> RunningStatistics:
     """Return the statistics of the model's BatchNorm layers. A model may have no such layer.
 
@@ -41,7 +44,7 @@ def running_statistics(
         for name, module in model.named_modules()
         if _keeps_own_statistics(module) and (held is None or f"{name}.running_mean".lstrip(".") in held)
     }
-    return RunningStatistics(layers, replicas)
+    return RunningStatistics(layers, replicas, log_event)
 
 
 class RunningStatistics(StepPart):
@@ -51,12 +54,14 @@ class RunningStatistics(StepPart):
     rounding stays far below the precision of the buffers.
     """
 
-    def __init__(self, layers: Mapping[str, nn.Module], replicas: Collectives):
+    place = "statistics"
+
+    def __init__(self, layers: Mapping[str, nn.Module], replicas: Collectives, log_event: EventLogger):
         self.names = list(layers)
         self.layers: list[Any] = list(layers.values())
         self.replicas = replicas
         self._buffers = LayerBuffers(self.layers)
-        self.log_event: EventLogger = log_nothing
+        self.log_event = log_event
 
         self._micro: MicroBatch | None = None  # the micro-batch whose forward may be running
         self._trains = False  # whether a layer was in train mode when that micro-batch began

@@ -25,6 +25,7 @@ from lockstep.config import RunConfig
 from lockstep.parallel.call_chain import CallChain, Link
 from lockstep.parallel.compiled.batch_sizes import Arguments, BatchWatch, shapes_of
 from lockstep.parallel.compiled.compilation import LOOSE_TOLERANCE, TOLERANCE, Compilation
+from lockstep.parallel.compiled.cudnn_pause import CudnnPause
 from lockstep.parallel.compiled.installed import InstalledCode
 from lockstep.parallel.compiled.judge import Judge, StepTimer
 from lockstep.parallel.compiled.kernel_times import KernelTimer
@@ -35,7 +36,7 @@ from lockstep.parallel.cudagraph.graphs import capture_calls, release_captures
 from lockstep.parallel.cudagraph.variants import RunLength
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.progress import StepProgress
-from lockstep.parallel.step_parts import CudnnPause, StepPart
+from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.context import EventLogger
 from lockstep.task import MicroBatch
 
@@ -62,6 +63,7 @@ class Candidates:
 class Compiler(StepPart):
     """Decides what of a model to compile, compiles it, and chooses between compiled and eager code in every call."""
 
+    place = "compile"
     in_micro_batch = False  # from `before_forward` to `after_backward`
 
     def __init__(self, driver: Driver, config: RunConfig, log_event: EventLogger, judged: bool, loose: bool):
@@ -89,9 +91,8 @@ class Compiler(StepPart):
         self._candidates = Candidates()
         self._length = RunLength()
 
-        # Until it is known that sizes do not vary.
-        self._cudnn_pause = CudnnPause(needed=judged)
-        driver.parts += [self, self._cudnn_pause]
+        # Another part of the steps, until it is known that sizes do not vary.
+        self.cudnn_pause = CudnnPause(needed=judged)
 
         CallChain.of(driver.model).install("compile", ModelCall(self))
 
@@ -223,10 +224,10 @@ class Compiler(StepPart):
     def _decide(self) -> None:
         """Decide what to compile, from the seconds of an eager step and the sizes of batches so far. Collective."""
         self.watch.agree(self.driver.runtime.collectives)
-        self._cudnn_pause.needed = bool(self.watch.varying) or self.watch.irregular
+        self.cudnn_pause.needed = bool(self.watch.varying) or self.watch.irregular
 
         # torch cannot go through a compiled graph twice.
-        if any(self.driver.runtime.collectives.gather_json(self.driver.keeps_graphs)):
+        if any(self.driver.runtime.collectives.gather_json(self.driver.watch.keeps_graphs)):
             return self._stay_eager("the loss computes a gradient through the model and keeps its graph")
 
         # Kernels are measured at most once, in the next step, and then it is decided again.

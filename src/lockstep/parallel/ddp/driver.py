@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import DDPConfig
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.buffers import broadcast_buffers
+from lockstep.parallel.ddp.comm_hooks import CommHook, WideHook
 from lockstep.parallel.ddp.hook_table import HOOKS, HookArguments
-from lockstep.parallel.ddp.hooks import CommHook, WideHook
 from lockstep.parallel.ddp.torch_private import FixedBucketsDDP, leave_out, split_graphs
 from lockstep.parallel.driver import (
     Driver,
@@ -75,14 +75,11 @@ class DDPDriver(Driver):
 
     def __init__(self, model: nn.Module, setup: DriverSetup):
         config, runtime = setup.config.ddp, setup.runtime
-        super().__init__(model, runtime)
+        super().__init__(model, setup, reducer=OrderedBuckets if setup.config.exact else None)
 
         # DDP and its hooks leave the mean over ranks. Exact mode leaves sums: dividing by 3 ranks would round, while
         # dividing by 2 does not.
-        ordered = OrderedBuckets(self) if setup.config.exact else None
-        self.to_sum = 1.0 if ordered else float(runtime.world.size)
-        if ordered:
-            self.use_reducer(ordered)
+        self.to_sum = 1.0 if self.reducer else float(runtime.world.size)
 
         # The control word is one more parameter. Frozen tensors are not reduced.
         carrier = _WithControlWord(model, torch.zeros(LENGTH, dtype=self.codec.dtype, device=runtime.device))
@@ -101,8 +98,8 @@ class DDPDriver(Driver):
 
         group = self._ddp.process_group
         assert group is not None
-        if ordered:
-            self.hook: CommHook | None = OrderedHook(self._word_parameter, group, ordered)
+        if isinstance(self.reducer, OrderedBuckets):
+            self.hook: CommHook | None = OrderedHook(self._word_parameter, group, self.reducer)
         else:
             self.hook = self._make_hook(group, config, setup.config.seed)
 
@@ -222,11 +219,9 @@ class FlatReduceDriver(Driver):
     """
 
     def __init__(self, model: nn.Module, setup: DriverSetup):
-        super().__init__(model, setup.runtime)
+        super().__init__(model, setup, reducer=OrderedReplicas if setup.config.exact else None)
         self.broadcasts_buffers = setup.config.ddp.broadcast_buffers
         broadcast_model(model, setup.runtime.collectives)
-        if setup.config.exact:
-            self.use_reducer(OrderedReplicas(self))
 
     def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
         # The first sum carries the control word and counts the ranks that used each parameter.

@@ -26,13 +26,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from lockstep.config import FSDPConfig, RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.blocks import blocks_without_shared_parameters, find_blocks
-from lockstep.parallel.driver import DriverSetup, ShardedDriver, broadcast_model
+from lockstep.parallel.driver import DriverSetup, broadcast_model
 from lockstep.parallel.exact.shards import OrderedShards
 from lockstep.parallel.fsdp import torch_private
 from lockstep.parallel.fsdp.collective_check import END, CollectiveCheck
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import InnerGradient, refuse_second_derivative
 from lockstep.parallel.meta.init import fill_model
+from lockstep.parallel.sharded import ShardedDriver
 from lockstep.parallel.tensor.driver import broadcast_unsharded_gradients, reduce_replicas
 from lockstep.precision import Precision, cast_parameters_
 from lockstep.runtime.context import Runtime, device_name
@@ -78,15 +79,13 @@ class FSDPDriver(ShardedDriver):
         shard(model)
         configure_sharding(model)
 
-        super().__init__(model, runtime, self._replicas)
+        # Exact mode adds gradients of one turn after another, and a turn has a micro-batch of each rank.
+        role = replace(setup.role, in_turn=config.exact)
+        super().__init__(model, setup, self._replicas, role, OrderedShards if config.exact else None)
         self._scalars = [p for p in scalars(model) if p.requires_grad]
         self._collective_check = CollectiveCheck(model, runtime)
         self._graph_is_retained = False  # by a gradient that the loss of this micro-batch computed itself
         self.facts = describe_blocks(len(blocks), len(separate_blocks))
-
-        if config.exact:
-            self.use_reducer(OrderedShards(self))
-            self.role = replace(self.role, in_turn=True)
 
         if is_meta:
             self.sync_buffers()  # each rank initialised its own

@@ -23,7 +23,6 @@ from lockstep.parallel.driver import (
     DriverSetup,
     LossFn,
     Reduced,
-    ShardedDriver,
     no_gradient,
     sum_with_word,
 )
@@ -34,6 +33,7 @@ from lockstep.parallel.pipeline.foreign_tensors import ForeignTensors
 from lockstep.parallel.pipeline.pipeline import SCHEDULES, Pipeline
 from lockstep.parallel.pipeline.stages import keep_only, shard_stages, stages_by_tensor
 from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.sharded import ShardedDriver
 from lockstep.parallel.tensor.driver import (
     apply_plan,
     broadcast_unsharded_gradients,
@@ -94,25 +94,25 @@ class PipelineDriver(ShardedDriver):
             for stage in local_stages:
                 stage.compile()
 
-        self._collective_check = None
-        if self._sharded:
-            self.facts = shard_stages(local_stages, model, held, config, axes)
-            self._collective_check = CollectiveCheck(model, runtime, local_stages, self._replicas)
-
-        super().__init__(model, runtime, self._replicas, held=kept)
-        self._held = [name in held for name in self.names]
-        self._copies = [len(pp_ranks[name]) or ranks for name in self.names]  # how many ranks along pp hold each
-        self._tied = self._tied_groups([tuple(sorted(pp_ranks[name])) for name in self.names])
+        facts = shard_stages(local_stages, model, held, config, axes) if self._sharded else {}
 
         # Only tensors that some ranks do not hold: a tensor that no stage uses is on all ranks.
         holders = {name: self._ranks_at(users) for name, users in pp_ranks.items() if 0 < len(users) < ranks}
-        self.role = replace(
-            self.role,
+        role = replace(
+            setup.role,
             runs_whole_model=False,
             pipeline_depth=ranks,
             holders=holders,
             duplicates=frozenset(name for name, users in pp_ranks.items() if users and position > min(users)),
         )
+        super().__init__(model, setup, self._replicas, role, held=kept)
+        self.facts = facts
+        self._held = [name in held for name in self.names]
+        self._copies = [len(pp_ranks[name]) or ranks for name in self.names]  # how many ranks along pp hold each
+        self._tied = self._tied_groups([tuple(sorted(pp_ranks[name])) for name in self.names])
+
+        check = CollectiveCheck(model, runtime, local_stages, self._replicas) if self._sharded else None
+        self._collective_check = check
 
         self._foreign = ForeignTensors(model, {name: by_tensor[name] for name in holders}, kept)
         self._pipeline = Pipeline(
@@ -149,6 +149,9 @@ class PipelineDriver(ShardedDriver):
 
         self._pipeline.run(micros, loss_fn, progress)
         progress.backwards_done = batches.num_micro_batches
+        for part in self.parts:
+            part.before_all_reduce()
+
         reduced = self._collect(*self.reduce(progress.control_word()))
         for part in self.parts:
             part.end_pass(progress)

@@ -18,9 +18,10 @@ from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import parallelize_module
 
 from lockstep.errors import UserError
-from lockstep.parallel.driver import DriverSetup, ShardedDriver, broadcast_model
+from lockstep.parallel.driver import DriverSetup, broadcast_model
 from lockstep.parallel.inner_gradients import InnerGradient, refuse_second_derivative
 from lockstep.parallel.mesh import Axes
+from lockstep.parallel.sharded import ShardedDriver
 from lockstep.parallel.tensor.plans import LayerStyle, choose_plan, style_of
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
@@ -33,7 +34,7 @@ class TensorDriver(ShardedDriver):
     def __init__(self, model: nn.Module, setup: DriverSetup):
         assert setup.axes is not None
         self._replicas = setup.axes.along("dp")
-        super().__init__(model, setup.runtime, self._replicas)
+        super().__init__(model, setup, self._replicas)
         self._tp = setup.axes.along("tp")
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
