@@ -224,6 +224,20 @@ def test_what_a_killed_attempt_has_written_does_not_count_as_used(tmp_path: Path
     assert storage.folders() == ["step-00000012"]
 
 
+def test_the_folder_of_its_checkpoints_means_a_run(tmp_path: Path) -> None:
+    """`lockstep ckpt ls` took it, and --resume refused it."""
+    first = lockstep.fit(Dropped(), run_dir=tmp_path / "first")
+    checkpoints = str(tmp_path / "first" / "checkpoints")
+    for resume, run_dir in ((checkpoints, tmp_path / "first"), (checkpoints, tmp_path / "second")):
+        assert lockstep.fit(Dropped(), run_dir=run_dir, resume=resume, steps=13).summary["step"] == 13
+
+    started = lockstep.fit(Dropped(), run_dir=tmp_path / "third", steps=1, lr={"peak": 0.0}, init_from=checkpoints)
+    run = lockstep.fit(
+        Dropped(), run_dir=tmp_path / "fourth", steps=1, lr={"peak": 0.0}, init_from=str(tmp_path / "first")
+    )
+    assert all(torch.equal(started.weights[name], run.weights[name]) for name in first.weights)
+
+
 def test_resuming_from_another_run_leaves_its_damaged_checkpoint_where_it_is(tmp_path: Path) -> None:
     lockstep.fit(Dropped(), run_dir=tmp_path / "other", checkpoint={"every": 6})
     folder = tmp_path / "other" / "checkpoints"

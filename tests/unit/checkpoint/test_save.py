@@ -632,7 +632,7 @@ def test_a_file_system_without_an_fsync_of_folders_can_hold_checkpoints(tmp_path
     assert same(load(tmp_path)[1], state(1))
 
 
-def test_a_part_that_is_shorter_than_its_rank_says_is_not_committed(storage):
+def test_a_file_that_is_shorter_than_its_rank_says_is_not_committed(storage):
     team = savers(storage, 2)
     team[1].start(1, Contents(shard(state(1), 1, 2)))
     assert team[1].take_ended()[0].outcome == Written()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.launch.folder.checkpoint_names import folder_name, step_in
-from lockstep.launch.folder.run_dir import is_checkpoint
+from lockstep.launch.folder.paths import read_path
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,6 @@ class Checkpoint:
 
 
 def checkpoints_at(path: Path) -> tuple[CheckpointStorage, str | None]:
-    """Return where the checkpoints of the run at `path` are. If `path` is a checkpoint itself, return its name, too."""
-    if is_checkpoint(path):
-        checkpoint = Checkpoint.at(path)
-        return checkpoint.storage, checkpoint.name
-
-    return CheckpointStorage(path / "checkpoints"), None
+    """Return where the checkpoints are that `path` means, and the name of the one that it means; None: it is a run."""
+    meant = read_path(path)
+    return CheckpointStorage(meant.checkpoints), meant.name

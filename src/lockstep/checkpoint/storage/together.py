@@ -50,13 +50,11 @@ def retry_on_rank0(
     may be called again after it has done a part of its work. In the message, the checkpoints "cannot be `done`".
     """
     gather = runtime.collectives.gather_json
-    act_here = act if runtime.is_main else _nothing
+
+    # The other ranks have nothing to do, and learn how rank 0 fares.
+    act_here = act if runtime.is_main else lambda: None
     _, answers = try_for(lambda: act_together(storage, gather, act_here, done, WRITE_FIX), runtime, timeout_s)
     return answers[0]
-
-
-def _nothing() -> None:
-    """Do what the other ranks do meanwhile."""
 
 
 def try_for(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> Answer:
