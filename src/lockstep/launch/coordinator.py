@@ -24,7 +24,7 @@ from lockstep.launch.terminal import say
 from lockstep.launch.times import HEARTBEAT_S, OVERDUE_ITERATION_S
 from lockstep.launch.validation import problem_with, refusal_of
 from lockstep.launch.wire.acceptor import Rejection
-from lockstep.launch.wire.connections import ConnectionLost, Hub, listen_at
+from lockstep.launch.wire.connections import ConnectionLost, Hub, listen_at, unused_port
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
@@ -160,12 +160,6 @@ class Coordinator:
 
         # Let the state machine check its deadlines, then carry out all commands of this iteration.
         self._state_machine.tick(now)
-
-        # If this node is lost before its next heartbeat, its successor must not restart a job that has failed.
-        if self._state_machine.end_is_decided and not self._end_sent:
-            self._end_sent = True
-            self._heartbeat_due = time.monotonic()
-
         self._send_heartbeat()
         for command in self._state_machine.take_commands():
             self._carry_out(command)
@@ -177,7 +171,10 @@ class Coordinator:
         add up (`times.py`).
         """
         now = time.monotonic()
-        if now >= self._heartbeat_due:
+        # A successor must not restart a job that has failed, if this node is lost before its next heartbeat.
+        end_is_news = self._state_machine.end_is_decided and not self._end_sent
+        if now >= self._heartbeat_due or end_is_news:
+            self._end_sent = self._state_machine.end_is_decided
             self._heartbeat_due = now + HEARTBEAT_S
             self._send_to_nodes(self.state)
 
@@ -373,7 +370,7 @@ class Coordinator:
         """
         self._close_store()
         if nodes == 1:
-            return Rendezvous("127.0.0.1", _unused_port("127.0.0.1"))
+            return Rendezvous("127.0.0.1", unused_port("127.0.0.1"))
 
         assert self._agent.secret is not None
 
@@ -381,7 +378,7 @@ class Coordinator:
         nonce = secrets.token_hex(16)
         listener = listen_at(self._address, 0)
         self._store = StoreServer(listener, store_secret(self._agent.secret, nonce), world_size)
-        return Rendezvous(self._address, _unused_port(self._address), listener.getsockname()[1], nonce)
+        return Rendezvous(self._address, unused_port(self._address), listener.getsockname()[1], nonce)
 
     def _close_store(self) -> None:
         """Close the store of the last attempt, if it had one."""
@@ -399,9 +396,3 @@ class Coordinator:
     def _send_to_nodes(self, message: ToNode) -> None:
         """Send a message to all other nodes; the hub skips this one."""
         self._hub.send_to_all(self._state_machine.nodes, message)
-
-
-def _unused_port(address: str) -> int:
-    """Return a port that is free now. MASTER_PORT names it, for scripts that make a process group themselves."""
-    with listen_at(address, 0) as unused:
-        return unused.getsockname()[1]

@@ -103,10 +103,9 @@ def test_the_other_nodes_know_at_once_that_the_job_has_failed(started, monkeypat
     sent = []
     monkeypatch.setattr(coordinator, "_send_to_nodes", sent.append)
     monkeypatch.setattr(coordinator, "_heartbeat_due", float("inf"))
-    coordinator._state_machine._state.decided = End(1, "it has failed")
-    for _ in range(3):
-        coordinator._send_heartbeat()
+    coordinator._iterate()
     assert not sent
+    coordinator._state_machine._state.decided = End(1, "it has failed")
     monkeypatch.setattr(coordinator._state_machine, "tick", lambda now: None)
     coordinator._iterate()
     coordinator._iterate()

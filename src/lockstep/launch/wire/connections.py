@@ -308,6 +308,12 @@ def listen_at(host: str, port: int) -> socket.socket:
         return _listener((host, 0), family)
 
 
+def unused_port(address: str) -> int:
+    """Return a port that is free now. MASTER_PORT names it, for scripts that make a process group themselves."""
+    with listen_at(address, 0) as unused:
+        return unused.getsockname()[1]
+
+
 def _listener(where: Any, family: int, dualstack_ipv6: bool = False) -> socket.socket:
     """Return a listening socket that never blocks. Raises OSError."""
     listener = socket.create_server(where, family=family, backlog=BACKLOG, dualstack_ipv6=dualstack_ipv6)
