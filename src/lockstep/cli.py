@@ -46,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _lost_another_rank(error: Exception) -> bool:
-    from lockstep.launch.failure import follows_lost_peer
+    from lockstep.launch import lost_peer
 
-    return follows_lost_peer(error)
+    return lost_peer.follows(error)
 
 
 def _run(arguments: Sequence[str] | None) -> int:

@@ -17,10 +17,9 @@ from lockstep.task import MicroBatch
 if TYPE_CHECKING:
     from lockstep.parallel.progress import StepProgress
 
-# The places of the parts, in the order in which they are called. It does not depend on which is added first: some have
-# collectives, which all ranks must call in one order. And what times a step comes before those: the trace and the
-# compiler end their step before they, and whatever comes after them, exchange anything. The log comes last, after what
-# may refuse a step.
+# The places of the parts, in the order in which they are called. It does not depend on which is added first, because
+# some have collectives, which all ranks must call in one order. Whatever times a step (trace, compile) ends it before
+# others check it (exact) or wait for other ranks (balance). The log comes last: a step that is refused has no line.
 ORDER = ("trace", "statistics", "reduce", "compile", "kernels", "exact", "balance", "log")
 
 

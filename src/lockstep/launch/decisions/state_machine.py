@@ -27,7 +27,7 @@ from lockstep.launch.decisions.failure_handler import FailureHandler
 from lockstep.launch.decisions.hang_check import HangCheck
 from lockstep.launch.decisions.members import Node
 from lockstep.launch.decisions.next_attempt import NextAttempt
-from lockstep.launch.decisions.recovery import Restart
+from lockstep.launch.decisions.recovery import End, Restart
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import (
@@ -94,7 +94,13 @@ class JobStateMachine:
             self._state.restarts.history(now),
             self._state.settings.model_dump(),
             self._save_requests.signal,
+            self._state.decided_end,
         )
+
+    @property
+    def end_is_decided(self) -> bool:
+        """Whether the job ends when all ranks are gone, because it has failed."""
+        return self._state.decided_end is not None
 
     def note_checkpoints(self, checkpoints: CheckpointFacts) -> None:
         """The coordinator has looked at the checkpoints. It does so before it reports anything else."""
@@ -170,6 +176,12 @@ class JobStateMachine:
         """This node has taken over from a lost coordinator. The usual rules decide whether the job restarts."""
         if self._state.attempt.number is None:
             self._failure_handler.announce(failure)
+            return
+
+        # The job had failed, and its ranks are gone by now: `NextAttempt` ends it.
+        decided = self._state.decided
+        if isinstance(decided, End):
+            self._failure_handler.announce(failure, f"not restarted: {decided.reason}")
             return
 
         # The ranks are gone already, so a job that was asked to exit ends as preempted.

@@ -163,19 +163,6 @@ def not_writable(run: Path, error: OSError) -> UserError:
     )
 
 
-def folder_identity(run: Path) -> tuple[int, int] | None:
-    """Return device and inode, which differ for another folder at the same path; None if there is no folder.
-
-    Raises OSError if the disk does not say.
-    """
-    try:
-        found = run.stat()
-    except FileNotFoundError:
-        return None
-
-    return found.st_dev, found.st_ino
-
-
 def read_mapping(path: Path) -> dict[str, Any]:
     """Return the mapping in a .yaml or .json file of a run. Raises OSError or ValueError if it holds anything else."""
     text = records.read_bytes(path, most=LARGEST_SETTINGS).decode()

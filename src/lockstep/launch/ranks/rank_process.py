@@ -34,8 +34,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from lockstep.launch.election import TermFile
 from lockstep.launch.failure import CLEAN, PREEMPTED, RankExit
-from lockstep.launch.folder.election import TermFile
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.wire.sockets import wait_readable

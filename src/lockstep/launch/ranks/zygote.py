@@ -300,11 +300,12 @@ def _become_rank(request: dict[str, Any], fds: list[int], work: Work, inherited:
 
         rank_process.main(request["spec"], work, lifeline=fds[0])
     except BaseException:
-        traceback.print_exc()
-    finally:
         # Whatever it is, and even if it cannot be printed: a rank must not return into `Zygote.serve`, and kill the
         # other ranks at the end of that.
-        os._exit(1)
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
+
+    os._exit(1)
 
 
 def _write_to(log: str) -> None:

@@ -1038,6 +1038,21 @@ def taken_over(stage: Stage, nnodes: Bounds = Bounds(1, 2)) -> Stage:
     return new
 
 
+def test_a_job_that_has_failed_is_not_restarted_by_a_successor():
+    """The coordinator was lost after it had said "not restarted", while ranks were still killed."""
+    stage = nodes(1, 2, 2)
+    stage.tick()
+    stage.exit(1, 1, message="the same again")
+    stage.tick(1.1)
+    assert "not restarted: no checkpoint has been saved" in stage.said
+
+    new = taken_over(stage)
+    assert "not restarted: that was decided" in [new.tick(), new.said][1]
+    new.join(1)
+    assert not [new.tick(status.FENCE_S - 1), new.of(JobEnd)][1]
+    assert [(end.code, end.failure.message) for end in [new.tick(2), new.of(JobEnd)][1]] == [(1, "the same again")]
+
+
 def test_a_node_that_takes_over_continues_with_the_next_attempt():
     stage = nodes(1, 2, 2)
     stage.tick()

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.launch import records
-from lockstep.launch.folder.run_dir import folder_identity
 from lockstep.launch.job import COORDINATOR
 
 _TERM_NAME = re.compile(r"\.coordinator-(\d{1,15})", re.ASCII)
@@ -92,6 +91,19 @@ def _term_numbers(run: Path) -> list[int]:
 
 def _term_path(run: Path, term: int) -> Path:
     return run / f".coordinator-{term}"
+
+
+def folder_identity(run: Path) -> tuple[int, int] | None:
+    """Return device and inode, which differ for another folder at the same path; None if there is no folder.
+
+    Raises OSError if the disk does not say.
+    """
+    try:
+        found = run.stat()
+    except FileNotFoundError:
+        return None
+
+    return found.st_dev, found.st_ino
 
 
 # ---- on the coordinating node ----
