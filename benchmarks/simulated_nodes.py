@@ -21,10 +21,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lockstep.launch import election
 from lockstep.launch.coordinator import Coordinator
+from lockstep.launch.election import TakeoverWatch
 from lockstep.launch.failure import PREEMPTED, RankExit
-from lockstep.launch.folder import election
-from lockstep.launch.folder.election import TakeoverWatch
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job

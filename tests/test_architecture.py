@@ -37,8 +37,9 @@ ROWS = [
 ]
 # The same inside `launch/`, for its modules and folders.
 LAUNCH_ROWS = [
-    {"frames", "job", "records", "terminal", "times"},
-    {"failure", "folder", "jsonl"},
+    {"frames", "job", "lost_peer", "records", "terminal", "times"},
+    {"election", "failure", "jsonl"},
+    {"folder"},
     {"hangs"},
     {"wire"},
     {"decisions", "ranks"},

@@ -20,7 +20,7 @@ from lockstep.causes import CAUSES
 from lockstep.config import KEYS, resolve
 from lockstep.config.value_types import LossTrait
 from lockstep.engine.start_check.check import MAX_SAMPLES, MIN_SAMPLES, NEVER_ACCEPTED
-from lockstep.engine.start_check.judge import Measurement, Tolerance, judge_halves
+from lockstep.engine.start_check.mistakes import Measurement, Tolerance, judge_halves
 from lockstep.engine.start_check.random_numbers import ConstantDraws
 from lockstep.errors import UserError
 from lockstep.recipes import char_lm, latent_wire, pixel_llm

@@ -25,8 +25,9 @@ from lockstep.config.settings import typed as typed_value
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import frames
+from lockstep.launch.folder.paths import run_of
 from lockstep.launch.folder.resize import ask_for_size
-from lockstep.launch.folder.run_dir import choose_run_dir, latest, latest_step, refuse_another_run, run_of, stored
+from lockstep.launch.folder.run_dir import choose_run_dir, latest, latest_step, refuse_another_run, stored
 from lockstep.launch.folder.start_from import choose_start
 from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
@@ -533,7 +534,10 @@ def running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[Run
     from lockstep.runtime import context
 
     world = current_world()
-    with rank_record.recording_early(world.rank) as record, context.start(world, resolved.config) as runtime:
+    with (
+        rank_record.recording_early(world.rank) as record,
+        context.start(world, resolved.config, on_error=record) as runtime,
+    ):
         builder = setup.open_run(resolved, runtime, name, unit)
         try:
             with explained(builder):

@@ -18,6 +18,7 @@ from lockstep.clusters import command as clusters
 from lockstep.clusters import nodes
 from lockstep.errors import FINAL_CODES, DeviceLostError, ExitCode, Preempted, UserError, code_for_srun, printable
 from lockstep.lab import command as lab
+from lockstep.launch.terminal import point_at_null
 
 if TYPE_CHECKING:
     from lockstep.api import ResumeCommand
@@ -45,9 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _lost_another_rank(error: Exception) -> bool:
-    from lockstep.launch.failure import follows_lost_peer
+    from lockstep.launch import lost_peer
 
-    return follows_lost_peer(error)
+    return lost_peer.follows(error)
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -84,13 +85,12 @@ def _run(arguments: Sequence[str] | None) -> int:
         if isinstance(error, DeviceLostError):
             _end_at_once(error.exit_code)
         return error.exit_code
-    except BrokenPipeError:
-        # The reader of a pipe closed it (`lockstep ckpt ls | head`). Python's flush at exit must not fail either.
-        from lockstep.observe.console import point_at_null
-
-        point_at_null(sys.stdout)
-        return 0
     except OSError as error:
+        # The reader of a pipe closed it (`lockstep ckpt ls | head`). Python's flush at exit must not fail either.
+        if isinstance(error, BrokenPipeError) and options.verb in ONLY_PRINT:
+            point_at_null(sys.stdout)
+            return 0
+
         # Elsewhere it may come from the user's code, and needs its traceback.
         if options.verb not in ("ckpt", "report", "rm", "runs"):
             raise
@@ -540,6 +540,9 @@ VERBS: dict[str, Callable[[argparse.Namespace, Sequence[str]], int | None]] = {
     "bench": bench.main,
     "lab": lambda options, overrides: lab.run(options),
 }
+
+# Verbs that train nothing: a broken pipe is that of their output.
+ONLY_PRINT = ("init", "resize", "config", "runs", "rm", "report", "ckpt", "recipes")
 
 
 if __name__ == "__main__":

@@ -113,8 +113,8 @@ class MicroBatch:
         if self.place is None:
             raise UserError(
                 "sample_offset was read, and the data source has no places in the global batch",
-                "a stream has them if its position is saved and it has one virtual shard; a source of your own, if it "
-                "passes MicroBatch(..., place=...)",
+                "a map-style dataset has them without data.balance; a stream, if its position is saved and it has one "
+                "virtual shard; a source of your own, if it passes MicroBatch(..., place=...)",
                 "to find this rank's rows in the result of run.all_gather, use run.row_offset; to keep state for each "
                 "place, use a map-style dataset",
             )

@@ -21,7 +21,7 @@ ray = pytest.importorskip("ray")
 cluster_utils = pytest.importorskip("ray.cluster_utils")
 
 from faults.torture import digests  # noqa: E402
-from lockstep.launch.folder import election  # noqa: E402
+from lockstep.launch import election  # noqa: E402
 from lockstep.launch.folder.run_dir import latest_step  # noqa: E402
 
 # On a busy machine the undisturbed run alone takes minutes.

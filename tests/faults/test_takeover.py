@@ -15,7 +15,7 @@ from faults.conftest import SOON
 from faults.runs import TINY, Started, read_events, train
 from faults.torture import digests
 from lockstep.faults import Fault
-from lockstep.launch.folder import election
+from lockstep.launch import election
 from lockstep.launch.folder.run_dir import latest_step
 from ports import free_port
 

@@ -11,11 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset, default_collate
 
-from lockstep import Shards
+from lockstep import Sampled, Shards
+from lockstep.engine.own_loop import OwnRun
+from lockstep.errors import UserError
+from lockstep.runtime.world import World
 from lockstep.task import BatchSource, Loss, MicroBatch, StepBatches, StepResult, Task
 from pool import Pool
-from ranks.support import assert_user_errors
-from ranks.test_callbacks import trained
+from ranks.support import assert_user_errors, open_watched
+from ranks.test_callbacks import BASE, trained
 
 ROWS = torch.randn(40, 6, generator=torch.Generator().manual_seed(0))
 VALUES = {"global_batch": 8, "micro_batch": 8, "steps": 9, "data.shuffle": False, "clip.norm": 0.1}
@@ -128,6 +131,16 @@ class OwnSource(BatchSource):
         self.position = state["position"]
 
 
+class BalancedByPlace(Pairs):
+    """Micro-batches of about the same cost, whose samples lie anywhere in the global batch."""
+
+    defaults = {"data.balance": "length"}
+    first = ByPlace.first
+
+    def data(self) -> Any:
+        return Sampled(list(ROWS[:18]), lengths=range(1, 19))
+
+
 class FromOwnSource(ByPlace):
     def data(self) -> Any:
         return OwnSource()
@@ -146,11 +159,11 @@ def test_rows_of_a_rank_are_found_among_those_of_all_ranks(pool: Pool) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("task", [ByPlace(), ShardsByPlace(), FromOwnSource()])
+@pytest.mark.parametrize("task", [ByPlace(), ShardsByPlace(), BalancedByPlace(), FromOwnSource()])
 def test_a_place_in_the_global_batch_that_nobody_knows_is_refused(pool: Pool, task: Task, world: int) -> None:
     """It was 0 on every rank of a stream, so that rank 1 learned from the labels of rank 0."""
     values = {name: value for name, value in VALUES.items() if name != "data.shuffle"} | {"micro_batch": 8 // world}
-    errors = pool.errors(trained, task, values, world=world)
+    errors = pool.errors(trained, task, values | task.defaults, world=world)
     assert_user_errors(errors, "the data source has no places in the global batch", "use run.row_offset")
 
 
@@ -160,6 +173,38 @@ def test_a_single_shard_has_places(pool: Pool) -> None:
         assert [note.result.grad_norm for note in trace.steps] == pytest.approx(
             [note.result.grad_norm for note in one.steps], rel=1e-4
         )
+
+
+def places_by_hand(world: World, store: Any, task: Task, values: dict[str, Any]) -> list[tuple[int, int]]:
+    """A job: a custom loop. Return (place, first row of this rank) of each batch; a place is no more outside of it."""
+    with open_watched(world, store, BASE | values) as builder:
+        own = OwnRun(builder)
+        plain = task.model()
+        model, _ = own.setup(plain, task.optimizer(plain))
+        found = []
+        for step in own.steps(task.data(), task.collate):
+            for batch in step:
+                rows = own.all_gather(model(batch))
+                found.append((step.sample_offset, own.row_offset))
+                step.backward(rows[own.row_offset :][: len(batch)].sum(), len(batch))
+
+            step.apply()
+            with pytest.raises(UserError, match="outside of the batches of step"):
+                print(step.sample_offset)
+
+        own.close()
+        return found
+
+
+def test_a_custom_loop_knows_both(pool: Pool) -> None:
+    assert pool.run(places_by_hand, Dropping(), VALUES | {"steps": 2}, world=1) == [[(0, 0), (0, 0)]]
+    first, second = pool.run(places_by_hand, Dropping(), VALUES | {"steps": 2, "micro_batch": 4}, world=2)
+    assert first == [(0, 0), (0, 0)]
+
+    # Its place follows four samples, and its rows those that collate has kept of them.
+    kept = [sum(float(row[0]) > -0.5 for row in ROWS[start : start + 4]) for start in (0, 8)]
+    assert second == [(4, kept[0]), (4, kept[1])]
+    assert kept != [4, 4]
 
 
 def test_a_row_offset_belongs_to_the_last_gather(pool: Pool) -> None:

@@ -17,8 +17,8 @@ from lockstep.engine.setup import open_run
 from lockstep.errors import ConfigError, UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.parallel.ddp import hook_table
+from lockstep.parallel.ddp.comm_hooks import fp16_scale
 from lockstep.parallel.ddp.driver import DDPDriver
-from lockstep.parallel.ddp.hooks import fp16_scale
 from lockstep.parallel.driver import DriverSetup
 from lockstep.plan.plan import make_plan
 from lockstep.precision import PRECISIONS

@@ -199,3 +199,24 @@ def test_a_process_without_its_gpu_ends_at_once(monkeypatch: pytest.MonkeyPatch,
         cli.main(["recipes"])
     assert ended.value.code == 2
     assert "lockstep: a kernel stopped" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("verb", ["train", "evaluate", "verify"])
+def test_a_broken_pipe_of_the_user_is_an_error(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended with code 0 and no word, as if the reader of the output had closed its pipe."""
+
+    def fail(options: object, overrides: object) -> int:
+        raise BrokenPipeError("the server of the dataset is gone")
+
+    monkeypatch.setitem(cli.VERBS, verb, fail)
+    with pytest.raises(BrokenPipeError):
+        cli.main([verb, "char_lm", *(["runs/x"] if verb == "evaluate" else [])])
+
+
+def test_a_reader_that_closes_its_pipe_ends_a_list() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "lockstep.cli", "recipes"]
+    result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writer)
+    assert (result.returncode, result.stderr) == (0, "")

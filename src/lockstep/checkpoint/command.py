@@ -17,7 +17,6 @@ from rich.filesize import decimal as size_text
 from lockstep.checkpoint.export import (
     choose,
     export_weights,
-    names_a_checkpoint,
     retention_of,
     run_folder_of,
     storage_of,
@@ -26,7 +25,7 @@ from lockstep.checkpoint.manifest import InvalidCheckpoint, Manifest
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics, read_metrics
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, steps_to_delete
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, delete_checkpoint
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, checkpoints_at, committed, delete_checkpoint
 from lockstep.checkpoint.verify import check_size, verify_checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.launch.folder.checkpoint_names import folder_name, is_half_deleted, is_set_aside, step_in
@@ -94,9 +93,12 @@ def verify(path: Path) -> tuple[str, int]:
     rows = []
     exit_code = 0
 
-    checkpoints = [Checkpoint.at(path)] if names_a_checkpoint(path) else committed(storage_of(path))
+    storage, name = checkpoints_at(path)
+    checkpoints = [Checkpoint(storage, name)] if name else committed(storage_of(path))
     for checkpoint in checkpoints:
         _, problems = _verify_with_metrics(checkpoint)
+        if problems and name is None and _is_gone(checkpoint):
+            continue
 
         rows.append((checkpoint.name, problems[0].label if problems else "ok"))
         rows += [("", f"{problem.file}: {problem.why}") for problem in problems]
@@ -117,6 +119,11 @@ def _verify_with_metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], Sequ
         return {}, [problem]
 
 
+def _is_gone(checkpoint: Checkpoint) -> bool:
+    """Whether a run has deleted a checkpoint since it was listed: that is no damage."""
+    return checkpoint.name not in checkpoint.storage.folders()
+
+
 def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tuple[str, int]:
     """Delete all but the newest `keep` valid checkpoints, and those that the run keeps by its other rules.
 
@@ -133,6 +140,9 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
     lines = []
     for checkpoint in reversed(checkpoints):
         found, problems = _verify_with_metrics(checkpoint)
+        if problems and _is_gone(checkpoint):
+            continue
+
         if problems:
             lines.append(f"{checkpoint.name} {problems[0].verdict} and stays: lockstep ckpt verify {path}")
         else:

@@ -6,7 +6,6 @@ tensors imports torch, when it is called.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,10 +15,10 @@ from lockstep.checkpoint.manifest import EMA, MODEL, InvalidCheckpoint
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.retention import Retention, best_checkpoint
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, checkpoints_at, committed
 from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.errors import UserError
-from lockstep.launch.folder.checkpoint_names import MANIFEST, step_in
+from lockstep.launch.folder.paths import read_path
 
 # `export` writes the tensors whose names begin with this.
 _PREFIX = f"{MODEL}."
@@ -109,8 +108,9 @@ def choose(path: Path, step: int | None = None, best: bool = False) -> Checkpoin
     if best:
         return _best(path)
 
-    if names_a_checkpoint(path) and step is None:
-        return Checkpoint.at(path)
+    storage, name = checkpoints_at(path)
+    if name is not None and step is None:
+        return Checkpoint(storage, name)
 
     checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(storage_of(path))}
     if not checkpoints:
@@ -156,32 +156,16 @@ def retention_of(checkpoints: Sequence[Checkpoint]) -> Retention:
 
 
 def storage_of(path: Path) -> CheckpointStorage:
-    """Return the storage of a run's checkpoints. Raises a UserError."""
-    # `path` is the run's folder, or the folder of its checkpoints, which may be written as ".".
-    for root in (path / "checkpoints", path):
-        if _absolute(root).name == "checkpoints" and root.is_dir():
-            return CheckpointStorage(root)
+    """Return the storage of the checkpoints of the run at `path`. Raises a UserError."""
+    storage, name = checkpoints_at(path)
+    if name is None and storage.root.is_dir():
+        return storage
 
     why = "has no folder checkpoints" if path.is_dir() else "does not exist"
     raise UserError(f"{path} {why}", "", "give the folder of a run, such as runs/char_lm-...")
 
 
-def names_a_checkpoint(path: Path) -> bool:
-    """Whether `path` is a checkpoint and not a run. A damaged checkpoint may have no manifest."""
-    # A checkpoint that was set aside is step-N.rewound or step-N.damaged.
-    absolute = _absolute(path)
-    has_name = absolute.parent.name == "checkpoints" and step_in(absolute.name.partition(".")[0]) is not None
-    return has_name or (path / MANIFEST).exists()
-
-
 def run_folder_of(path: Path) -> Path:
-    """Return the folder of the run to which `path` belongs: a run, the folder of its checkpoints, or a checkpoint."""
-    if names_a_checkpoint(path):
-        return _absolute(path).parent.parent
-
-    return path if (path / "checkpoints").is_dir() else _absolute(path).parent
-
-
-def _absolute(path: Path) -> Path:
-    # Links are not followed: the folder of the checkpoints may be a link to one with another name.
-    return Path(os.path.abspath(path))
+    """Return the folder of the run to which `path` belongs; for a checkpoint elsewhere, that above its folder."""
+    meant = read_path(path)
+    return meant.run or meant.checkpoints.absolute().parent

@@ -3,13 +3,13 @@
     resume                               before the first step
     ensure_rewind_checkpoint             before the first step: a policy that rewinds needs a checkpoint of the start
     prepare                              after the first step, so that the first save is as short as the others
-    pending.poll                         after each step: did the save in flight fail on this rank?
+    poll_save                            after each step: did the save in flight fail on this rank?
     save_due, due_by_clock               after each step: is a save due?
-    is_new_best                          after an evaluation
+    add_metrics, is_new_best             after an evaluation
     save                                 between two steps
-    pending.abort_if_failed              when the control word says that a rank failed to write its file
+    abort_if_failed                      when the control word says that a rank failed to write its file
     rewind                               when a step was not applied and the policy is rewind
-    pending.settle                       at the end
+    settle                               at the end, and before the next save or a rewind
     best, last_location, close           after that
 
 `RunState.contents` collects what a rank writes, `saving` writes it, and `resume.py` loads a checkpoint. All ranks call
@@ -32,11 +32,11 @@ from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.resume import Resumed, Resumer
 from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint
 from lockstep.checkpoint.saving.context import SaveContext
-from lockstep.checkpoint.saving.pending import PendingSave
+from lockstep.checkpoint.saving.pending import PendingSave, Settled
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim, delete_leftovers, update_latest
-from lockstep.checkpoint.storage.together import run_on_rank0
+from lockstep.checkpoint.storage.together import retry_on_rank0
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
 from lockstep.errors import UserError, plural
@@ -87,7 +87,7 @@ class CheckpointManager:
             on_commit=folder.end_going_back,
         )
         self._saver = Saver(self._context, settings.asynchronous)
-        self.pending = PendingSave(self._saver, self._context, runtime, log_event, folder.as_shown)
+        self._pending = PendingSave(self._saver, self._context, runtime, log_event, folder.as_shown)
         self._resumer = Resumer(storage, state, config, runtime, log_event, fixed_settings)
 
         # When a checkpoint was last saved or loaded, or else the run began.
@@ -101,17 +101,39 @@ class CheckpointManager:
     def resume(self) -> Resumed | None:
         """Claim the storage, and load the checkpoint from which the run starts. Return None if there is none.
 
-        Collective. Raise a UserError if there is no room for a checkpoint and one will be saved, or if the storage
-        cannot be read or written for `checkpoint.timeout` seconds.
+        Collective. Raise a UserError if a checkpoint will be saved and there is no room for it, or its store keeps
+        nothing, or if the storage cannot be read or written for `checkpoint.timeout` seconds.
         """
         settings = self.config.checkpoint
-        run_on_rank0(self.storage, self.runtime, settings.timeout, self._claim, "claimed")
+        retry_on_rank0(self.storage, self.runtime, settings.timeout, self._claim, "claimed")
 
         if settings.every is not None or settings.minutes is not None or settings.at_end:
+            self._check_store()
             self._check_room()
 
         reader = self._resumer.find(self.folder.start_from)
         return None if reader is None else self._load(reader)
+
+    def _check_store(self) -> None:
+        """Raise an error if the store for tensors cannot keep anything: every save would fail. Collective."""
+        url = self.storage.url
+        if not url:
+            return
+
+        timeout_s = self.config.checkpoint.timeout
+        missing = retry_on_rank0(self.storage, self.runtime, timeout_s, self._try_store, f"kept in {url}")
+        if missing:
+            fix = "set checkpoint.storage to a store that exists, or leave it out: checkpoints are then in run_dir"
+            raise UserError(f"the checkpoints of this run cannot be kept in {url}", missing, fix)
+
+    def _try_store(self) -> str | None:
+        """Try the store on rank 0. Return why waiting for it would be in vain, or None. Raises other OSErrors."""
+        try:
+            self.storage.try_store()
+        except (FileNotFoundError, NotADirectoryError) as error:
+            return str(error)
+
+        return None
 
     def _check_room(self) -> None:
         """Raise an error if there is no room for the weights, and warn if two checkpoints do not fit. Collective."""
@@ -120,9 +142,12 @@ class CheckpointManager:
 
         # All ranks use rank 0's numbers, so that either all of them raise or none does.
         timeout_s = self.config.checkpoint.timeout
-        free, known, estimate = run_on_rank0(
+        free, known, estimate = retry_on_rank0(
             self.storage, self.runtime, timeout_s, lambda: [self.storage.free_bytes(), *sizes], "measured"
         )
+        if free is None:
+            return
+
         if free < known:
             raise UserError(
                 f"there is no room for a checkpoint in {self.storage.location}: {size_text(free)} free",
@@ -144,7 +169,7 @@ class CheckpointManager:
         resumed = self._resumer.load(reader)
 
         # If it was another run's, a later attempt must load it again, until this run has saved one of its own.
-        self.pending.last_committed = resumed.steps_done if resumed.is_own else None
+        self._pending.last_committed = resumed.steps_done if resumed.is_own else None
         self._last_time = time.monotonic()
 
         if self.runtime.is_main and resumed.is_own:
@@ -175,12 +200,12 @@ class CheckpointManager:
             return
 
         self._check_can_skip(policy)
-        if self.pending.last_committed is not None:
+        if self._pending.last_committed is not None:
             return
 
         # The run goes back to this checkpoint if a step before the next save is not applied.
         save()
-        if not self.pending.settle():
+        if self.settle() == "aborted":
             raise UserError(
                 f"{policy}=rewind needs a checkpoint of the start, which could not be written",
                 "",
@@ -203,7 +228,7 @@ class CheckpointManager:
         `span`: their positions in the order of the data, as (start, stop).
         """
         # The save in flight may become the last checkpoint.
-        self.pending.settle()
+        self.settle()
 
         reader = self._resumer.find_newest()
         if reader is None:
@@ -249,7 +274,7 @@ class CheckpointManager:
 
         The same state is not saved twice, unless its first save was aborted.
         """
-        if self.pending.has_step(steps_done):
+        if self._pending.has_step(steps_done):
             return False
 
         every = self.config.checkpoint.every
@@ -263,7 +288,7 @@ class CheckpointManager:
 
         minutes = self.config.checkpoint.minutes
         is_time = minutes is not None and time.monotonic() - self._last_time > 60 * minutes
-        return is_time or self.pending.retry_due()
+        return is_time or self._pending.retry_due()
 
     def is_new_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether these metrics are better than those of all checkpoints by `checkpoint.best`. Collective.
@@ -288,7 +313,7 @@ class CheckpointManager:
         except OSError:
             return None
 
-        in_flight = self.pending.save
+        in_flight = self._pending.save
         all_metrics = [*saved.values(), in_flight.metrics] if in_flight else saved.values()
         scores = [self._retention.score(metrics) for metrics in all_metrics]
         return max((score for score in scores if score is not None), default=-math.inf)
@@ -305,16 +330,32 @@ class CheckpointManager:
         `metrics` are saved with the checkpoint; `checkpoint.best` compares them. Python's and numpy's generators get a
         new seed (`reseed_at`).
         """
-        self.pending.settle()
+        self.settle()
         with self.runtime.heartbeat.visit("snapshot", steps_done):
             contents = self.state.contents(self.runtime, self.log_event, self._run_values(plan, metrics))
-            save = self.pending.start(steps_done, contents)
+            save = self._pending.start(steps_done, contents)
 
         # The next update changes the optimizers' state, which may still be copied.
         self.update.before_next_update(save.wait_for_copy)
 
         self._last_time = time.monotonic()
         reseed_at(self.config.seed, steps_done)
+
+    def poll_save(self) -> bool:
+        """Follow up a save that is committed by now. Return whether it failed on this rank, for the control word."""
+        return self._pending.poll()
+
+    def abort_if_failed(self) -> None:
+        """Abort the save in flight on all ranks if it failed on any of them. Collective."""
+        self._pending.abort_if_failed()
+
+    def settle(self) -> Settled:
+        """Wait until the save in flight is committed, or aborted on all ranks. Collective."""
+        return self._pending.settle()
+
+    def add_metrics(self, steps_done: int, metrics: Mapping[str, float]) -> bool:
+        """Add the metrics of an evaluation to the checkpoint of this step. Return False if there is none yet. Local."""
+        return self._pending.add_metrics(steps_done, metrics)
 
     def _run_values(self, plan: Plan, metrics: dict[str, float]) -> dict[str, Any]:
         """Return what the manifest says about the run besides its state: settings, plan, versions, metrics."""
@@ -335,9 +376,9 @@ class CheckpointManager:
 
     def last_location(self) -> str | None:
         """Return where the last committed checkpoint of this run is; None if there is none. Local."""
-        step = self.pending.last_committed
+        step = self._pending.last_committed
         return None if step is None else str(Checkpoint.of(self.storage, step).path)
 
     def close(self, timeout: float = 0.0) -> None:
         """End the saves. One that is being written gets `timeout` seconds to finish. Local."""
-        self.pending.close(timeout)
+        self._pending.close(timeout)

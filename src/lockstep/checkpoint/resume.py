@@ -14,8 +14,9 @@ from typing import Any
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.search import wait_for_newest_valid
 from lockstep.checkpoint.state.run_state import RunState
+from lockstep.checkpoint.state.saved_values import check_run_values
 from lockstep.checkpoint.storage import CheckpointStorage, checkpoints_at, set_aside, set_aside_after
-from lockstep.checkpoint.storage.together import run_on_rank0
+from lockstep.checkpoint.storage.together import retry_on_rank0
 from lockstep.config import RunConfig
 from lockstep.config.changes import Change, config_changes
 from lockstep.errors import UserError
@@ -104,14 +105,8 @@ class Resumer:
 
     def load(self, reader: CheckpointReader) -> Resumed:
         """Check the settings, restore the state, and set aside later checkpoints of this run. Collective."""
+        check_run_values(reader)
         values = reader.manifest.values
-        missing = {"state", "config", "world", "plan"} - values.keys()
-        if missing:
-            raise UserError(
-                f"the checkpoint cannot be resumed: it does not contain {', '.join(sorted(missing))}",
-                "",
-                "resume with the version of Lockstep that wrote it (lockstep ckpt show)",
-            )
 
         # Check the settings before anything is changed.
         changed_settings = config_changes(values["config"], self.config)
@@ -144,7 +139,7 @@ class Resumer:
         """If `storage` is that of this run, set something aside on rank 0. Return the result everywhere. Collective."""
         own = storage == self.storage
         timeout_s = self.config.checkpoint.timeout
-        return run_on_rank0(self.storage, self.runtime, timeout_s, act if own else lambda: None, "set aside")
+        return retry_on_rank0(self.storage, self.runtime, timeout_s, act if own else lambda: None, "set aside")
 
     def _check_fixed(self, changed_settings: list[Change]) -> None:
         """Refuse a changed setting on which the task's saved state depends (`Task.fixed_settings`)."""

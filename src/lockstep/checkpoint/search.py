@@ -65,7 +65,7 @@ def newest_valid(
     `beat` is called after each chunk that is read, here and by the reader.
     """
     # The newest checkpoint comes first.
-    names = _list_alike(storage, gather, only)
+    names = _agreed_names(storage, gather, only)
     skipped: list[Damaged] = []
 
     for position, name in enumerate(names):
@@ -114,7 +114,7 @@ def _verify_together(
     return manifest, found_by_any
 
 
-def _list_alike(storage: CheckpointStorage, gather: Gather, only: str | None) -> list[str]:
+def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) -> list[str]:
     """Return the checkpoints that all ranks examine: those that rank 0 lists, or `only` this one. Collective.
 
     Raises a UserError if the ranks have separate disks: they would resume separately. A rank has a different disk if
@@ -131,13 +131,13 @@ def _list_alike(storage: CheckpointStorage, gather: Gather, only: str | None) ->
         listed, lists = act_together(storage, gather, partial(_names, storage, only))
         names = lists[0]
 
-        _, views = act_together(storage, gather, partial(_view, storage, names, listed))
-        differing = [rank for rank, view in enumerate(views) if view != views[0]]
+        _, seen = act_together(storage, gather, partial(_seen_here, storage, names, listed))
+        differing = [rank for rank, found in enumerate(seen) if found != seen[0]]
 
         if not differing:
             return names
 
-        # A rank may have an old listing of the directory. All ranks have the same views, so all of them look again.
+        # A rank may have an old listing of the directory. All ranks know what each has seen, so all of them look again.
         looks += 1
         if looks == LOOKS:
             raise _not_shared(f"rank {differing[0]} finds different files there than rank 0")
@@ -149,11 +149,11 @@ def _names(storage: CheckpointStorage, only: str | None) -> list[str]:
     return [only] if only else [checkpoint.name for checkpoint in committed(storage)]
 
 
-def _view(storage: CheckpointStorage, names: list[str], listed: list[str]) -> list[Any]:
-    """Return what this rank sees of rank 0's list `names`, whether it listed more itself, and the owner."""
+def _seen_here(storage: CheckpointStorage, names: list[str], listed: list[str]) -> list[Any]:
+    """Return which of rank 0's `names` this rank sees, whether only this rank has `listed` any, and the owner."""
     visible = sorted(set(names) & set(storage.folders()))
-    sees_more = bool(listed) and not names
-    return [visible, sees_more, owner_of(storage)]
+    lists_alone = bool(listed) and not names
+    return [visible, lists_alone, owner_of(storage)]
 
 
 def _invalid(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> InvalidCheckpoint:

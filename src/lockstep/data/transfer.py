@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lockstep.data.torch_private import pin_other
+
 
 class Transfer:
     """Brings batches to the device, through pinned memory if that is asked for.
@@ -52,12 +54,11 @@ def pin(batch: Any) -> Any:
 
     Tensors on a GPU stay there: only host memory can be pinned.
     """
-    from torch.utils.data._utils.pin_memory import pin_memory
 
     def pin_tensor(tensor: Tensor) -> Tensor:
         return tensor.pin_memory() if tensor.device.type == "cpu" else tensor
 
-    return _map_tensors(batch, pin_tensor, pin_memory, "pin_memory")
+    return _map_tensors(batch, pin_tensor, pin_other, "pin_memory")
 
 
 def to_device(batch: Any, device: torch.device, move: Callable[[Tensor], Tensor] | None = None) -> Any:

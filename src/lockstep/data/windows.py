@@ -259,10 +259,9 @@ class StepOrder:
         """Return a micro-batch of a window without its data: which samples it has, and its place in the step."""
         index, padding = assigned
         if self.sample_lengths is not None:
-            parts = self._divisions.get(window, lambda: self._divide(window))
-            ids = parts[index]
-            first = sum(map(len, parts[:index]))
-            return MicroBatch(None, index, len(ids), window.epoch, ids, padding, first)
+            # It has no place in the global batch: its samples lie anywhere in it.
+            ids = self._divisions.get(window, lambda: self._divide(window))[index]
+            return MicroBatch(None, index, len(ids), window.epoch, ids, padding)
 
         start, stop = micro_slice(window, self.options.micro_batch_size, index)
         ids = self.ids(window.epoch, start, stop)

@@ -19,6 +19,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from lockstep.data.sample_errors import WorkerError
+from lockstep.data.torch_private import shut_down_workers, worker_processes
 from lockstep.errors import UserError
 from lockstep.runtime.parent_death import die_with_parent, signal_on_parents_death
 from lockstep.runtime.preemption import WORKER_NAME
@@ -40,7 +41,7 @@ class LoaderBatches(Iterator[Any]):
         before = set(multiprocessing.active_children())
         try:
             self._batches = iter(loader)
-            self._workers: list[Any] = getattr(self._batches, "_workers", [])
+            self._workers = worker_processes(loader, self._batches)
 
             # A preemption finds them by this name.
             for process in self._workers:
@@ -65,7 +66,7 @@ class LoaderBatches(Iterator[Any]):
             return
 
         # This asks them to end, and waits. One that is still alive after that is stuck in the user's code.
-        self._batches._shutdown_workers()  # pyrefly: ignore[missing-attribute]
+        shut_down_workers(self._batches)
         for process in self._workers:
             if process.is_alive():
                 process.kill()

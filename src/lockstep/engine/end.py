@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from lockstep.checkpoint.export import read_weights
+from lockstep.checkpoint.export import Weights, read_weights
+from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.model_state import frozen_names, is_extra, tied_names
 from lockstep.config.settings import nested
 from lockstep.engine.log.summary import summary_of
@@ -47,7 +48,7 @@ def end_training(run: Run) -> None:
 
     # The weights are written while the checkpoint is being committed, unless they may come from it.
     if run.config.checkpoint.final == "best":
-        run.checkpoints.pending.settle()
+        run.checkpoints.settle()
 
     # Write the log lines whose numbers are still on the device.
     run.recorder.poll(wait=True)
@@ -55,10 +56,10 @@ def end_training(run: Run) -> None:
         _save_final_weights(run)
     except UserError:
         # Raised on all ranks. If the weights cannot be written, they can still be exported from this checkpoint.
-        run.checkpoints.pending.settle()
+        run.checkpoints.settle()
         raise
 
-    run.checkpoints.pending.settle()
+    run.checkpoints.settle()
 
 
 def _log_stop(run: Run) -> None:
@@ -128,16 +129,44 @@ def _write_weights(run: Run, file: str, weights: dict[str, Tensor], aliases: dic
         except OSError as error:
             why = f"the checkpoints cannot be listed ({error})"
 
-        if best is None:
+        found = None
+        if best is not None:
+            found, why = _of_checkpoint(read_weights(best.checkpoint, ema), weights, aliases)
+            why = f"{best.checkpoint.name} {why}"
+
+        if found is None:
             reason = f"checkpoint.final=best: {why}, so {file} has the weights of the last step"
             run.recorder.event("warning", reason=reason)
         else:
-            # A checkpoint may hold float32 masters of weights that the model stores in another format.
-            saved = read_weights(best.checkpoint, ema)
-            weights = {name: tensor.to(weights[name].dtype) for name, tensor in saved.tensors.items()}
-            aliases = saved.aliases
+            weights = found
 
     save_weights(run.folder.path / file, weights, aliases)
+
+
+def _of_checkpoint(
+    saved: Weights, weights: dict[str, Tensor], aliases: dict[str, str]
+) -> tuple[dict[str, Tensor] | None, str]:
+    """Return the values that a checkpoint has for all `weights`; None and the reason if it lacks one.
+
+    It was perhaps saved with another `checkpoint.frozen`: it may have more than `weights`, or only the digests of some.
+    """
+    found = {}
+    for name, now in weights.items():
+        tensor = saved.tensors.get(saved.aliases.get(name, name))
+        if tensor is not None:
+            # A checkpoint may hold float32 masters of weights that the model stores in another format.
+            found[name] = tensor.to(now.dtype)
+            continue
+
+        # The digest of a tied parameter may be under any of its names.
+        names = [name, *(other for other, first in aliases.items() if first == name)]
+        digests = {saved.frozen_digests[other] for other in names if other in saved.frozen_digests}
+        if digests != {digest(now)}:
+            return None, f"does not hold the present value of {name!r}"
+
+        found[name] = now
+
+    return found, ""
 
 
 # ---- the summary ----
@@ -223,7 +252,7 @@ def end_preempted(run: Run) -> NoReturn:
     run.source.close()
 
     # If the save failed, there is no checkpoint of this step to report.
-    save_failed = not run.checkpoints.pending.settle()
+    save_failed = run.checkpoints.settle() == "aborted"
     saved = None if save_failed else run.checkpoints.last_location()
     path = run.folder.as_shown(saved) if saved else None
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.engine.step import Stepper
+from lockstep.runtime.collectives import Collectives
 from lockstep.task import StepResult
 
 
@@ -21,6 +22,7 @@ class Requests:
 
     stepper: Stepper
     checkpoints: CheckpointManager
+    collectives: Collectives
     total_steps: int
     steps_changed: bool = False  # whether the user has set another number of steps than the resumed run had
 
@@ -55,11 +57,12 @@ class Requests:
         self.save_agreed |= flags.save > 0
         self.evaluate_agreed |= flags.evaluate > 0
 
-        self.stepper.context.metric_names.new |= flags.new_metrics > 0
+        if flags.new_metrics > 0:
+            self.stepper.context.metric_names.announce()
 
         # All ranks abort the save in the same step, because they read the same control word.
         if flags.save_failed:
-            self.checkpoints.pending.abort_if_failed()
+            self.checkpoints.abort_if_failed()
 
     def accept_last(self) -> StepResult | None:
         """Wait for the result of the last step, if the host has not read it yet, accept its flags and return it."""
@@ -106,7 +109,7 @@ class Requests:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the stop that the user's code requested on any rank, and whether an evaluation is due. Collective."""
-        requested = self.checkpoints.runtime.collectives.gather_json(self.stop_requested)
+        requested = self.collectives.gather_json(self.stop_requested)
         reason = next((reason for reason in requested if reason is not None), None)
 
         # A request in the last step has nothing left to stop: with more steps, the run goes on.

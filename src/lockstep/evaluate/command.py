@@ -18,7 +18,8 @@ from lockstep.checkpoint.storage import checkpoints_at, committed
 from lockstep.config import Layer, check, resolve_for
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import UserError
-from lockstep.launch.folder.run_dir import holds_a_run, is_checkpoint, new_run_dir, run_of, stored
+from lockstep.launch.folder.paths import read_path
+from lockstep.launch.folder.run_dir import holds_a_run, new_run_dir, stored
 from lockstep.launch.job import Job, parse_nproc
 from lockstep.launch.supervisor import supervise
 from lockstep.observe.formats import columns, figures
@@ -62,7 +63,8 @@ def main(request: EvaluateRequest, layers: list[Layer]) -> int:
 
     # The weights, and the run that they belong to, if they do.
     weights = _weights(request)
-    run = run_of(request.path) if _is_of_run(request.path) else None
+    meant = read_path(request.path)
+    run = meant.run if meant.run is not None and (meant.name or holds_a_run(meant.run)) else None
 
     # Next to the run that is evaluated, and not among the runs.
     parent = (run or Path("runs")) / "evaluations"
@@ -96,23 +98,19 @@ def main(request: EvaluateRequest, layers: list[Layer]) -> int:
     return 0
 
 
-def _is_of_run(path: Path) -> bool:
-    """Return whether a path belongs to a run: the run itself, or one of its checkpoints."""
-    return holds_a_run(path) or (is_checkpoint(path) and path.resolve().parent.name == "checkpoints")
-
-
 def _weights(request: EvaluateRequest) -> Path:
     """Return the checkpoint or the file to read: of a run, its newest checkpoint unless another one is asked for."""
     path = request.path
-    if not holds_a_run(path):
+    meant = read_path(path)
+    if meant.run is None or meant.name or not holds_a_run(meant.run):
         if request.best or request.step is not None:
             raise UserError(f"{path} is not a run, so it has no steps to choose from", "", "leave --best or --step out")
 
         return path
 
     # A run without checkpoints may still have its final weights. Training has evaluated their averages, if it had any.
-    averages = path / "ema.safetensors"
-    final = averages if averages.exists() else path / "model.safetensors"
+    averages = meant.run / "ema.safetensors"
+    final = averages if averages.exists() else meant.run / "model.safetensors"
     if not request.best and request.step is None and not committed(checkpoints_at(path)[0]) and final.exists():
         return final
 

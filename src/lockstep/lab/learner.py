@@ -30,7 +30,7 @@ import torch._dynamo  # optimizers import it when they first step: seconds, whic
 import torch.distributed as dist
 
 from lockstep.errors import UserError
-from lockstep.launch.failure import follows_lost_peer
+from lockstep.launch import lost_peer
 
 LIMIT = timedelta(seconds=40)  # for one call on all ranks; only a hang reaches it
 
@@ -166,7 +166,7 @@ class Learner:
             writer.send(_Result(rank, function(self.module(), *arguments)))
         except BaseException as error:  # also SystemExit: the grader must know how the rank ended
             explained = self._explain(rank, error)
-            writer.send(_Result(rank, error=explained, lost_peer=follows_lost_peer(error)))
+            writer.send(_Result(rank, error=explained, lost_peer=lost_peer.follows(error)))
 
         sys.stdout.flush()
         writer.close()

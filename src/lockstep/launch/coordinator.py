@@ -14,14 +14,14 @@ from lockstep.launch.agent import Agent
 from lockstep.launch.decisions.commands import Command, DismissNode, DropNode, LogEvent, Send, StartAttempt
 from lockstep.launch.decisions.members import Node
 from lockstep.launch.decisions.state_machine import JobStateMachine
+from lockstep.launch.election import HeldTerm
 from lockstep.launch.failure import Failure
-from lockstep.launch.folder.election import HeldTerm
 from lockstep.launch.folder.resize import REQUEST, size_in
 from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.terminal import say
-from lockstep.launch.times import HEARTBEAT_S, OVERDUE_TURN_S
+from lockstep.launch.times import HEARTBEAT_S, OVERDUE_ITERATION_S
 from lockstep.launch.validation import problem_with, refusal_of
 from lockstep.launch.wire.acceptor import Rejection
 from lockstep.launch.wire.connections import ConnectionLost, Hub, listen_at
@@ -82,10 +82,11 @@ class Coordinator:
         self._state_machine = JobStateMachine(job, self._watch.look_at_checkpoints(), now, inherited)
         self._state_machine.node_joined(Node(COORDINATOR, agent.name, agent.nproc), now)
 
-        # What changes from turn to turn.
-        self._newcomers: list[int] = []  # nodes that were welcomed in this turn, and have no state yet
+        # What changes from one iteration to the next.
+        self._newcomers: list[int] = []  # nodes that were welcomed in this iteration, and have no state yet
         self._check_due = now
         self._heartbeat_due = now
+        self._end_sent = False  # whether the other nodes know that the job ends, while ranks are still killed
         self._ending: JobEnd | None = None  # set by the last command
 
         # The signals that this launcher received. If another node takes over, its coordinator must get them.
@@ -137,13 +138,13 @@ class Coordinator:
         # A coordinator that was superseded must not act on what has arrived. The thread may not have looked yet: after
         # this process was halted, and if rank 0 has ended, which looks for a successor itself.
         rank_exited = any(isinstance(message, RankExited) for message in messages)
-        if rank_exited or now - self._watch.loop_turned_at > OVERDUE_TURN_S:
+        if rank_exited or now - self._watch.last_iteration_at > OVERDUE_ITERATION_S:
             self._watch.look_for_successor()
 
         if self._watch.superseded:
             return
 
-        self._watch.loop_turned_at = now
+        self._watch.last_iteration_at = now
         self._send_heartbeat()
 
         # What happened goes in first, so that the deadlines below are judged with all that is known.
@@ -159,6 +160,12 @@ class Coordinator:
 
         # Let the state machine check its deadlines, then carry out all commands of this iteration.
         self._state_machine.tick(now)
+
+        # If this node is lost before its next heartbeat, its successor must not restart a job that has failed.
+        if self._state_machine.end_is_decided and not self._end_sent:
+            self._end_sent = True
+            self._heartbeat_due = time.monotonic()
+
         self._send_heartbeat()
         for command in self._state_machine.take_commands():
             self._carry_out(command)
@@ -204,7 +211,7 @@ class Coordinator:
         for node, message in from_nodes:
             self._receive_from_node(node, message, now)
 
-        # One state for all nodes that have joined in this turn.
+        # One state for all nodes that have joined in this iteration.
         if self._newcomers:
             self._hub.send_to_all(self._newcomers, self.state)
             self._newcomers.clear()
@@ -224,9 +231,7 @@ class Coordinator:
         source = f" from {rejection.address}" if rejection.address else ""
         what = f"an unknown peer{source} at {where} {rejection.reason}"
         say(f"lockstep: {what}; later ones of this kind are only counted")
-        append_event(
-            self._job.run_dir, {"event": "unknown_peer", "reason": rejection.reason, "from": rejection.address}
-        )
+        self._watch.log({"event": "unknown_peer", "reason": rejection.reason, "from": rejection.address})
 
     def _poll_folder(self, now: float) -> None:
         """Act on what the thread has found in the run folder."""
@@ -325,7 +330,7 @@ class Coordinator:
                 self._hub.drop(command.node)
 
             case LogEvent():
-                append_event(self._job.run_dir, command.event)
+                self._watch.log(command.event)
 
             case Announce():
                 say(command.text)
@@ -351,9 +356,14 @@ class Coordinator:
         rendezvous = self._open_rendezvous(len(command.counts), world_size)
 
         first_rank = 0
+        starts: dict[int, Start] = {}
         for group_rank, (node, count) in enumerate(command.counts.items()):
-            self._send(node, Start(command.attempt, first_rank, count, world_size, group_rank, rendezvous))
+            starts[node] = Start(command.attempt, first_rank, count, world_size, group_rank, rendezvous)
             first_rank += count
+
+        # This node comes last: it starts its ranks at once, on a disk that may answer slowly.
+        for node in sorted(starts, key=lambda node: node == COORDINATOR):
+            self._send(node, starts[node])
 
     def _open_rendezvous(self, nodes: int, world_size: int) -> Rendezvous:
         """Return where the ranks of an attempt meet: in a new store, which has no addresses of an earlier attempt.

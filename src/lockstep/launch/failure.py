@@ -7,15 +7,14 @@ that came first and not its consequences.
 
 from __future__ import annotations
 
-import re
 import signal
 import time
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any, Literal
 
-from lockstep.errors import OutOfStep, Preempted, SmallerMicroBatch, UserError
-from lockstep.launch import frames
+from lockstep.errors import OutOfStep, Preempted, SmallerMicroBatch
+from lockstep.launch import frames, lost_peer
 
 # The exit code of a rank that exited on request, and all codes of ranks that did not fail.
 PREEMPTED = Preempted.CODE
@@ -97,25 +96,8 @@ EXCEPTIONS = {
 ERROR_OF_PROGRAM = FailureTraits(likely_to_repeat=True)
 
 
-# What gloo, NCCL and torch's store say in a rank whose peer is gone. NCCL's watchdog says it after a timeout. A later
-# collective repeats the reason why the communicator was aborted, which may be an error of this rank, or gives none.
-_LOST_PEER = re.compile(
-    r"connection (?:was )?(?:likely )?(?:closed|reset)|broken pipe|socket (?:timeout|error)|failed to recv, got 0 bytes"
-    r"|remote process exited|ncclRemoteError|caused pair closure|connect(?:ion)? .*refused|timed out waiting"
-    r"|watchdog caught collective operation timeout|communicator was aborted on rank \d+\.(?!\s*original reason)",
-    re.IGNORECASE,
-)
-
 # What is known of an abort of rank 0: it writes to the terminal, so the launcher cannot read the reason.
 ABORTED_UNREAD = "native code aborted; if it gave a reason, that is on the terminal"
-
-# A dataset may say the same about some server, so only exceptions of torch count: those that have a class of their own,
-# and the RuntimeErrors of gloo. Their text names the line of C++ that raised it: "[.../tcp/pair.cc:537] ..."; the one
-# exception is a collective after one that timed out.
-_TORCH_ERRORS = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
-_RAISED_BY_GLOO = re.compile(
-    r"\[(?:enforce fail at )?\S+\.(?:cc|h):\d+\]|^Application timeout caused pair closure", re.MULTILINE
-)
 
 
 @dataclass(frozen=True)
@@ -133,7 +115,7 @@ class Failure:
     phase: str | None = None
     log: str = ""  # the last lines that the rank wrote
     cause: str = ""  # see `UserError`
-    follows_lost_peer: bool = False  # see the function of this name
+    follows_lost_peer: bool = False  # `lost_peer.follows`
     origin: Origin = "exception"
 
     @classmethod
@@ -182,9 +164,11 @@ class Failure:
     @property
     def reports_lost_peer(self) -> bool:
         """Whether another rank is gone, and that is all: a torch exception says so, or what followed from it."""
+        if self.origin == "exception":
+            return self.follows_lost_peer or lost_peer.says_so(self.kind, self.message)
+
         aborted = self.origin == "signal" and self.kind == signal.SIGABRT.name
-        says_so = (aborted or self._raised_by_torch) and bool(_LOST_PEER.search(self.message))
-        return says_so or self.follows_lost_peer
+        return aborted and lost_peer.explains_abort(self.message)
 
     @property
     def aborted_unread(self) -> bool:
@@ -193,12 +177,6 @@ class Failure:
         NCCL aborts a rank that has lost a peer. A rank that has done its work waits for no peer.
         """
         return self.origin == "signal" and self.message == ABORTED_UNREAD and self.phase not in ("end", "after run")
-
-    @property
-    def _raised_by_torch(self) -> bool:
-        """Whether the exception is one of torch: by its class, or by its text, for gloo's."""
-        gloo_raised = self.kind == "RuntimeError" and bool(_RAISED_BY_GLOO.search(self.message))
-        return self.origin == "exception" and (self.kind in _TORCH_ERRORS or gloo_raised)
 
     @property
     def headline(self) -> str:
@@ -228,27 +206,6 @@ class Failure:
 
         shown = detail or last_lines
         return "\n".join([self.headline, *(f"  {line}" for line in shown)])
-
-
-def follows_lost_peer(error: BaseException) -> bool:
-    """Return whether an exception, or one of those that led to it, only says that another rank is gone.
-
-    A program may catch torch's exception and raise another one. Lockstep's own exceptions have worked out the cause.
-    """
-    chain = [error]
-    for link in chain:
-        if isinstance(link, UserError | OutOfStep | SmallerMicroBatch):
-            continue
-
-        if Failure(None, "", 0.0, type(link).__name__, str(link)).reports_lost_peer:
-            return True
-
-        # A program may have linked them in a circle, and may say which of its errors are equal.
-        for earlier in (link.__cause__, link.__context__):
-            if earlier is not None and all(earlier is not other for other in chain):
-                chain.append(earlier)
-
-    return False
 
 
 # ---- how ranks ended, and which of them is to blame ----

@@ -1,9 +1,11 @@
-"""What a launcher prints."""
+"""What a launcher prints, and what becomes of it when nobody reads any more."""
 
 from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
+from typing import TextIO
 
 from lockstep.errors import printable
 
@@ -19,8 +21,21 @@ def shares_log() -> bool:
 
 def say(text: str) -> None:
     """Print a text to stderr, even if parts of it come from ranks and other nodes."""
-    # Show the cursor: a rank 0 that was killed could not restore the terminal after its progress display.
-    if sys.stdout.isatty():
-        print("\x1b[?25h", end="", flush=True)
+    # The reader of a pipe may be gone, as in `lockstep train ... 2>&1 | tee log`. The job goes on without it.
+    try:
+        # Show the cursor: a rank 0 that was killed could not restore the terminal after its progress display.
+        if sys.stdout.isatty():
+            print("\x1b[?25h", end="", flush=True)
 
-    print(printable(text), file=sys.stderr, flush=True)
+        print(printable(text), file=sys.stderr, flush=True)
+    except OSError:
+        point_at_null(sys.stderr)
+
+
+def point_at_null(stream: TextIO) -> None:
+    """Throw away what is written from now on: Python flushes stdout at exit, and a broken pipe would give 120."""
+    # A stream without a descriptor is not flushed at exit.
+    with suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)

@@ -11,8 +11,9 @@ HEARTBEAT_S = 1.0
 # A node that sends nothing for this long is lost.
 LOST_AFTER_S = 5.0
 
-# What keeps a launcher from sending its heartbeat, one at a time: `Coordinator` sends its own in between if it is due.
-# The last one may be HEARTBEAT_S old when the wait begins.
+# What may keep a launcher from sending its heartbeat, one at a time: `Coordinator` sends its own in between if it is
+# due. The last one may be HEARTBEAT_S old when the wait begins. Without a limit are a terminal stopped with Ctrl-S, and
+# the logs of ranks that start, on a disk that does not answer: then another node takes over.
 
 # How long ranks have to write their stacks, and then their collectives, while their agent waits.
 RANKS_STACKS_S = 1.5
@@ -24,11 +25,11 @@ LOOK_S = 3.0
 assert HEARTBEAT_S + RANKS_STACKS_S + COLLECTIVES_S < LOST_AFTER_S, "a node that collects stacks would be lost"
 assert HEARTBEAT_S + LOOK_S < LOST_AFTER_S, "a coordinator whose disk does not answer would be lost"
 
-# A coordinator's loop that did not come round for this long was halted, or was held up by one of these: the other nodes
+# A coordinator's loop without an iteration for this long was halted, or was held up by one of these: the other nodes
 # may have lost it, and one of them may have taken over. It must look before they can have done so.
-OVERDUE_TURN_S = 2.0
+OVERDUE_ITERATION_S = 2.0
 
-assert OVERDUE_TURN_S < LOST_AFTER_S, "a coordinator that was superseded would act"
+assert OVERDUE_ITERATION_S < LOST_AFTER_S, "a coordinator that was superseded would act"
 
 HOUR_S = 3600.0
 

@@ -6,7 +6,6 @@ It never raises into training: a missing key shows as `-`, and a closed terminal
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 import sys
@@ -17,6 +16,7 @@ from functools import wraps
 from typing import Any, Literal, TextIO, get_args
 
 from lockstep.errors import printable, unknown_name
+from lockstep.launch.terminal import point_at_null
 from lockstep.observe.formats import (
     compact,
     duration,
@@ -88,15 +88,6 @@ def _why_not_live(stream: TextIO) -> str | None:
         return f"this terminal takes {stream.encoding}, not UTF-8"
 
     return None
-
-
-def point_at_null(stream: TextIO) -> None:
-    """Let the process end with status 0: Python flushes stdout at exit, and a broken pipe would give 120."""
-    # A stream without a descriptor is not flushed at exit.
-    with contextlib.suppress(OSError, ValueError):
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, stream.fileno())
-        os.close(null)
 
 
 class Display:

@@ -42,7 +42,7 @@ class RunFolder:
         return str(Path(self.shown) / path.relative_to(self.path) if inside else path)
 
     def end_going_back(self) -> None:
-        """Let later attempts start from the newest checkpoint: it is the one that --resume named, or follows it."""
+        """Let later attempts start from the newest checkpoint again (see `GOING_BACK`)."""
         # A disk that is out of reach must not end the run. The next save tries again.
         with suppress(OSError):
             going_back_mark(self.path).unlink(missing_ok=True)

@@ -8,7 +8,6 @@ for sharded parameters. A pipeline overrides `forward_backward`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -32,7 +31,7 @@ from lockstep.parallel.inner_gradients import (
 )
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.progress import StepProgress
-from lockstep.parallel.step_parts import ORDER, StepPart
+from lockstep.parallel.step_parts import ORDER, Reducer, StepPart
 from lockstep.precision import Precision
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import EventLogger, Runtime, log_nothing
@@ -96,20 +95,6 @@ class Reduced:
             raise no_gradient()
 
         return self if len(left) == len(self.parameters) else self.drop_others(left)
-
-
-class Reducer(StepPart, ABC):
-    """Adds up the gradients of a step in a driver's place. Exact mode has some, which add in one fixed order."""
-
-    place = "reduce"
-
-    @abstractmethod
-    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
-        """Do what `Driver.reduce` does."""
-
-    @abstractmethod
-    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the L2 norm of each full tensor. `tensors` are sharded like the parameters."""
 
 
 @dataclass(frozen=True)

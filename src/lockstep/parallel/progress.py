@@ -7,7 +7,7 @@ A driver executes the model on each micro-batch. Everything else about the step 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
 
@@ -39,6 +39,27 @@ class MetricNames:
     seen: set[str] = field(default_factory=set)  # by this rank
     known: set[str] = field(default_factory=set)  # to all ranks
     new: bool = True  # some rank may have seen a name that is not in `known`
+
+    def see(self, names: Iterable[str]) -> None:
+        """Add names that this rank has metrics of. The next control word says so if they are new."""
+        self.seen.update(names)
+
+    def announce(self) -> None:
+        """Note that some rank has seen new names: a control word says so, and all ranks have it."""
+        self.new = True
+
+    def unshared(self) -> list[str]:
+        """Return the names that this rank has seen and others may not know."""
+        return sorted(self.seen - self.known)
+
+    def agree(self, names: Iterable[str]) -> None:
+        """Make these the names that all ranks know, after they have exchanged those of each."""
+        self.known = set(names)
+        self.new = False
+
+    def restore(self, names: Iterable[str]) -> None:
+        """Make these, from a checkpoint, the names that all ranks know. They still have to exchange newer ones."""
+        self.known = set(names)
 
 
 @dataclass
@@ -139,8 +160,8 @@ class StepProgress:
         if context.scaler is not None and self.needs_reference_weight:
             self.find_reference_weight(micro, weight)
 
-        if loss.metrics:
-            context.metric_names.seen.update(loss.metrics)
+        if loss.metrics and not loss.metrics.keys() <= context.metric_names.seen:
+            context.metric_names.see(loss.metrics)
 
         # Padding runs only because collectives need every rank: its weight and its gradient are 0.
         if micro.padding:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lockstep.errors import UserError
-from lockstep.parallel.driver import Driver, DriverSetup, RankRole, Reducer, no_gradient, sum_with_word
+from lockstep.parallel.driver import Driver, DriverSetup, RankRole, no_gradient, sum_with_word
 from lockstep.parallel.hooks.parameter_hooks import ParameterHooks
 from lockstep.parallel.inner_gradients import InnerGradient, asked_for
+from lockstep.parallel.step_parts import Reducer
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.layout import squared_norms

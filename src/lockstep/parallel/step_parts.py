@@ -6,17 +6,20 @@ has; a run without such features has an empty list, and pays nothing for them.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, ClassVar
 
+from torch import Tensor
+
+from lockstep.runtime.control_word import ControlWord
 from lockstep.task import MicroBatch
 
 if TYPE_CHECKING:
     from lockstep.parallel.progress import StepProgress
 
-# The places of the parts, in the order in which they are called. It does not depend on which is added first: some have
-# collectives, which all ranks must call in one order. And what times a step comes before those: the trace and the
-# compiler end their step before they, and whatever comes after them, exchange anything. The log comes last, after what
-# may refuse a step.
+# The places of the parts, in the order in which they are called. It does not depend on which is added first, because
+# some have collectives, which all ranks must call in one order. Whatever times a step (trace, compile) ends it before
+# others check it (exact) or wait for other ranks (balance). The log comes last: a step that is refused has no line.
 ORDER = ("trace", "statistics", "reduce", "compile", "kernels", "exact", "balance", "log")
 
 
@@ -66,3 +69,17 @@ class StepPart:
 
     def end_pass(self, progress: StepProgress) -> None:
         """End a pass: its gradients are reduced."""
+
+
+class Reducer(StepPart, ABC):
+    """Adds up the gradients of a step in a driver's place. Exact mode has some, which add in one fixed order."""
+
+    place = "reduce"
+
+    @abstractmethod
+    def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:
+        """Do what `Driver.reduce` does."""
+
+    @abstractmethod
+    def norms(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Return the L2 norm of each full tensor. `tensors` are sharded like the parameters."""

@@ -131,8 +131,16 @@ class Runtime:
 
 
 @contextmanager
-def start(world: World, config: RunConfig, store: dist.Store | None = None) -> Iterator[Runtime]:
-    """Choose the device, join the process group and leave it at the end. `store` replaces the usual rendezvous."""
+def start(
+    world: World,
+    config: RunConfig,
+    store: dist.Store | None = None,
+    on_error: Callable[[BaseException], None] | None = None,
+) -> Iterator[Runtime]:
+    """Choose the device, join the process group and leave it at the end. `store` replaces the usual rendezvous.
+
+    `on_error` is called with an error before the process group is left, which may hang.
+    """
     device = choose_device(config.device, world)
     heartbeat = (DeviceHeartbeat if device.type == "cuda" else Heartbeat).from_env(world.rank)
     faults.install(heartbeat)
@@ -176,6 +184,11 @@ def start(world: World, config: RunConfig, store: dist.Store | None = None) -> I
                 _avoid_fast_path(stack)
 
             yield Runtime(world, device, backend, collectives, threads, heartbeat, notice)
+    except BaseException as error:
+        if on_error is not None:
+            on_error(error)
+
+        raise
     finally:
         collectives.pause()
 

@@ -32,3 +32,10 @@ class MemoryStore:
 
     def delete(self, url: str) -> None:
         self.objects.pop(url, None)
+
+
+class ForgetfulStore(MemoryStore):
+    """A store that does not keep what it is given."""
+
+    def open(self, url: str) -> io.BufferedIOBase:
+        return io.BytesIO(b"something else")

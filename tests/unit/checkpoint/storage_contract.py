@@ -171,7 +171,7 @@ class StorageContract:
         assert outside == []
 
     def test_there_is_room(self, storage: CheckpointStorage) -> None:
-        assert storage.free_bytes() > 0
+        assert storage.free_bytes() is None or storage.free_bytes() > 0
 
     def test_committed_ones_are_listed_newest_first_and_nothing_else_is(self, storage: CheckpointStorage) -> None:
         for name in ["step-00000002", "step-00000010", "step-123456789", "step-1", "step-00000003.tmp-ab-1", "other"]:

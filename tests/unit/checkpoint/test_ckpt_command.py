@@ -15,6 +15,7 @@ from checkpoints import commit, state
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
+from lockstep.checkpoint import command
 from lockstep.checkpoint.export import export_weights
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, set_aside
 from lockstep.cli import main
@@ -225,6 +226,40 @@ def test_what_prune_could_not_delete_is_said_and_the_next_call_deletes_it(run, c
     assert code == 0
     assert text.startswith("deleted step-00000005.tmp-")
     assert sorted(storage.folders()) == ["step-00000015", "step-00000020.tmp-abc-1"]
+
+
+def test_a_checkpoint_that_a_run_deletes_meanwhile_is_neither_damaged_nor_an_error(run, capsys, monkeypatch):
+    storage = CheckpointStorage(run / "checkpoints")
+    delete = CheckpointStorage.delete
+
+    def delete_the_next_as_well(self: CheckpointStorage, key: str) -> None:
+        monkeypatch.setattr(CheckpointStorage, "delete", delete)
+        self.delete("step-00000010")
+        self.delete(key)
+
+    monkeypatch.setattr(CheckpointStorage, "delete", delete_the_next_as_well)
+    assert lockstep(capsys, "ckpt", "prune", run, "--keep", "1") == (
+        0,
+        "deleted step-00000005\ndeleted step-00000010\n",
+    )
+    assert storage.folders() == ["step-00000015"]
+
+    # One that is deleted while it is verified.
+    for step in (20, 25):
+        commit(storage, step)
+    verify = command.verify_checkpoint
+
+    def delete_first(checkpoint, *arguments):
+        if checkpoint.step == 15:
+            storage.delete(checkpoint.name)
+        return verify(checkpoint, *arguments)
+
+    for action, lines in (("verify", ["step-00000025  ok", "step-00000020  ok"]), ("prune", ["nothing to delete"])):
+        if "step-00000015" not in storage.folders():
+            commit(storage, 15)
+        monkeypatch.setattr(command, "verify_checkpoint", delete_first)
+        code, text = lockstep(capsys, "ckpt", action, run)
+        assert (code, text.splitlines()) == (0, lines)
 
 
 @pytest.mark.parametrize("action", ["ls", "show", "verify", "prune", "export"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fsspec
@@ -232,6 +234,79 @@ class RealStore(MemoryFileSystem):
 
     def rm_file(self, path: str) -> None:
         self.objects.pop(path, None)
+
+
+@pytest.mark.parametrize(
+    ("store", "problem"),
+    [("file:///proc/nope", "No such file or directory"), ("memory_store:ForgetfulStore://bucket", "other bytes")],
+)
+def test_a_store_that_cannot_keep_anything_is_refused_before_the_first_step(
+    tmp_path: Path, store: str, problem: str
+) -> None:
+    """The run trained to its end, with a warning for each save and without a checkpoint."""
+    with pytest.raises(UserError, match="cannot be kept in") as error:
+        lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"storage": store, "timeout": 0.1})
+    assert store in error.value.problem
+    assert problem in error.value.found
+    assert not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_a_store_without_room_for_the_weights_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
+    store = f"file://{tmp_path}/bucket"
+    with pytest.raises(UserError, match="there is no room for a checkpoint in file://"):
+        lockstep.fit(Dropped(), run_dir=tmp_path / "run", checkpoint={"storage": store})
+
+
+class Uploaded(AbstractBufferedFile):
+    """An object that is written as a package such as s3fs writes one: it exists when it is completed."""
+
+    discarded: list[str] = []
+
+    def _initiate_upload(self) -> None:
+        pass
+
+    def _upload_chunk(self, final: bool = False) -> bool:
+        if final:
+            self.fs.objects[self.path] = self.buffer.getvalue()
+        return not final
+
+    def discard(self) -> None:
+        self.discarded.append(self.path)
+        self.buffer = None
+
+
+class UploadStore(RealStore):
+    protocol = "upload"
+
+    def _open(self, path: str, mode: str = "rb", **_: Any) -> Any:
+        return Uploaded(self, path, mode) if mode == "wb" else io.BytesIO(self.objects[path])
+
+
+def test_an_object_is_discarded_if_its_write_fails_and_the_file_system_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Closing completed it: half a file was uploaded to the end, while training waited for the aborted save."""
+    fsspec.register_implementation("upload", UploadStore, clobber=True)
+    monkeypatch.setattr(RealStore, "objects", {})
+    monkeypatch.setattr(Uploaded, "discarded", [])
+    storage = CheckpointStorage(tmp_path / "run" / "checkpoints", "upload://bucket")
+
+    def chunks() -> Iterator[memoryview]:
+        yield memoryview(b"abc")
+        raise OSError(errno.ENOSPC, "full")
+
+    with pytest.raises(OSError, match="full"):
+        storage.write(f"step-00000009.tmp-a-1/{file_name(0)}", chunks())
+    gc.collect()
+    assert len(Uploaded.discarded) == 1
+    assert RealStore.objects == {}
+    storage.delete("step-00000009.tmp-a-1")
+
+    storage.write(f"step-00000009.tmp-a-2/{file_name(0)}", [memoryview(b"abc")])
+    assert list(RealStore.objects.values()) == [b"abc"]
 
 
 @pytest.fixture

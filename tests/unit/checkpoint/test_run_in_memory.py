@@ -6,6 +6,8 @@ import errno
 import os
 import shutil
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +17,7 @@ import pytest
 import torch
 from checkpoints import together
 from memory_store import MemoryStore
+from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -23,9 +26,12 @@ from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.manifest import encode
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.saving import pending as pending_module
-from lockstep.checkpoint.saving.pending import PendingSave
+from lockstep.checkpoint.saving.outcome import SaveFailed
+from lockstep.checkpoint.saving.pending import PendingSave, Settled
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy
+from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.state.model_state import ModelState
+from lockstep.checkpoint.state.saved_values import check_state
 from lockstep.checkpoint.state.stateful import RegisteredState
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
 from lockstep.checkpoint.storage import together as together_module
@@ -83,7 +89,7 @@ def test_a_preempted_run_names_its_checkpoint_without_listing_the_others(
 
     settle = PendingSave.settle
 
-    def settle_and_unmount(self: PendingSave) -> bool:
+    def settle_and_unmount(self: PendingSave) -> Settled:
         settled = settle(self)
         if committed(self._context.storage):
             monkeypatch.setattr(CheckpointStorage, "folders", stale)
@@ -216,6 +222,20 @@ def test_what_a_killed_attempt_has_written_does_not_count_as_used(tmp_path: Path
     storage.write("step-00000004.tmp-dead-1/rank-00000.safetensors", [memoryview(bytes(29_900))])
     lockstep.fit(Dropped(), run_dir=tmp_path / "run", resume="auto", checkpoint={"storage": url})
     assert storage.folders() == ["step-00000012"]
+
+
+def test_the_folder_of_its_checkpoints_means_a_run(tmp_path: Path) -> None:
+    """`lockstep ckpt ls` took it, and --resume refused it."""
+    first = lockstep.fit(Dropped(), run_dir=tmp_path / "first")
+    checkpoints = str(tmp_path / "first" / "checkpoints")
+    for resume, run_dir in ((checkpoints, tmp_path / "first"), (checkpoints, tmp_path / "second")):
+        assert lockstep.fit(Dropped(), run_dir=run_dir, resume=resume, steps=13).summary["step"] == 13
+
+    started = lockstep.fit(Dropped(), run_dir=tmp_path / "third", steps=1, lr={"peak": 0.0}, init_from=checkpoints)
+    run = lockstep.fit(
+        Dropped(), run_dir=tmp_path / "fourth", steps=1, lr={"peak": 0.0}, init_from=str(tmp_path / "first")
+    )
+    assert all(torch.equal(started.weights[name], run.weights[name]) for name in first.weights)
 
 
 def test_resuming_from_another_run_leaves_its_damaged_checkpoint_where_it_is(tmp_path: Path) -> None:
@@ -370,11 +390,11 @@ def test_a_save_is_aborted_for_the_reason_of_the_rank_where_it_arose(
     lockstep.fit(Dropped(), run_dir=tmp_path / "run")
     [only] = managers
     reasons: list[str] = []
-    only.pending._log_event = lambda event, reason: reasons.append(reason)
+    only._pending._log_event = lambda event, reason: reasons.append(reason)
     for answers in (failures, [repeated, failures[1]], [repeated, none]):
-        monkeypatch.setattr(only.pending, "save", SimpleNamespace(steps_done=12, outcome=None, abort=str))
+        monkeypatch.setattr(only._pending, "save", SimpleNamespace(steps_done=12, outcome=None, abort=str))
         monkeypatch.setattr(only.runtime.collectives, "gather_json", lambda _, answers=answers: answers)
-        assert only.pending.abort_if_failed()
+        assert only._pending.abort_if_failed()
     assert [reason.partition("WRITTEN: ")[2].partition(". Training")[0] for reason in reasons] == [
         "rank 0: rank 2 wrote 8 bytes, but its file has 4; rank 1: no space left",
         "rank 1: no space left",
@@ -430,6 +450,47 @@ def test_a_save_that_failed_is_tried_again_after_a_pause_that_grows(
     # One of them succeeds, and is the last: nothing else was asked for.
     [step] = [found.step for found in committed(CheckpointStorage(tmp_path / "checkpoints"))]
     assert failed[-1] < 30 <= step < 60
+
+
+def pending_alone(tmp_path: Path, heartbeat: Heartbeat) -> PendingSave:
+    """Return what follows the saves of a run of one rank, which logs nothing."""
+    collectives = SimpleNamespace(gather_json=lambda value: [value])
+    runtime: Any = SimpleNamespace(collectives=collectives, heartbeat=heartbeat)
+    context: Any = SimpleNamespace(storage=CheckpointStorage(tmp_path))
+    saver: Any = None
+    return PendingSave(saver, context, runtime, lambda *_, **__: None, str)
+
+
+def failed_save(abort: Callable[[str], Any] = str) -> Any:
+    return SimpleNamespace(steps_done=12, outcome=SaveFailed("the disk is full"), abort=abort)
+
+
+def test_the_pause_after_a_thousand_saves_that_failed_has_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that stays full it was 8 hours after 10 failures, and an OverflowError ended the run at 1,024."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(pending_module, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    pending = pending_alone(tmp_path, Heartbeat(None))
+    for _ in range(1100):
+        pending.save = failed_save()
+        assert pending.abort_if_failed()
+
+    assert not pending.retry_due()
+    clock.now = 1800.0
+    assert pending.retry_due()
+
+
+def test_a_rank_that_waits_for_a_slow_write_of_an_aborted_save_does_not_look_like_a_hang_of_the_step(
+    tmp_path: Path,
+) -> None:
+    heartbeat = Heartbeat(None)
+    heartbeat.beat("exchange", 3)
+    phases = []
+    pending = pending_alone(tmp_path, heartbeat)
+    pending.save = failed_save(abort=lambda _: phases.append(heartbeat.phase))
+    assert pending.abort_if_failed()
+    assert [*phases, heartbeat.phase] == ["commit", "exchange"]
 
 
 def test_a_registered_object_never_replaces_one_of_the_run(tmp_path: Path) -> None:
@@ -806,7 +867,7 @@ def test_a_storage_that_cannot_be_claimed_is_an_error_on_all_ranks(tmp_path: Pat
     def on_rank(rank: int, gather: Any) -> Any:
         collectives = SimpleNamespace(gather_json=gather, run_on_rank0=lambda act: 0.0)
         runtime: Any = SimpleNamespace(is_main=rank == 0, collectives=collectives)
-        together_module.run_on_rank0(storage, runtime, 0.0, stale, "claimed")
+        together_module.retry_on_rank0(storage, runtime, 0.0, stale, "claimed")
 
     for answer in together(2, on_rank):
         assert isinstance(answer, together_module.StorageUnavailable)
@@ -825,6 +886,71 @@ def test_a_checkpoint_that_lacks_a_value_is_refused_in_words(tmp_path: Path, mis
 
     with pytest.raises(UserError, match=f"cannot be resumed: it does not contain {missing}"):
         lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=13)
+
+
+def replace_value(values: Any, place: str, new: Any) -> None:
+    """Set what is at `place` in nested dicts and lists, such as "state.optimizers.0.kind"; None deletes it."""
+    *path, last = [int(key) if key.isdigit() else key for key in place.split(".")]
+    for key in path:
+        values = values[key]
+    if new is None:
+        del values[last]
+    else:
+        values[last] = new
+
+
+@pytest.mark.parametrize(
+    ("place", "new", "problem"),
+    [
+        ("config", 5, "config is not a dict"),
+        ("config", {"seed": 0}, "config has values that are not text"),
+        ("world", "one", "world is not a count"),
+        ("plan.global_batch", None, "plan lacks global_batch"),
+        ("plan", [1], "plan is not a dict"),
+        ("loop", [], "loop is not a dict"),
+        ("loop", {"$tuple": [1]}, "loop is not a dict"),
+        ("loop.seconds", {"$tensor": 5}, "a value is the tensor '5', which it does not contain"),
+        ("loop.seconds", {"$items": [[[], 1]]}, "an encoded dict has something else than items"),
+        ("loop.seconds", {"$items": 5}, "an encoded dict is not a list of lists"),
+        ("loop.seconds", {"$tuple": 5}, "a tuple is not encoded as a list"),
+        ("state", [], "state is not a dict"),
+        ("state.stepper", None, "state lacks stepper"),
+        ("state.stepper", 3, "state.stepper is not a dict"),
+        ("state.parts.data", None, "state.parts lacks data"),
+        ("state.required", {"a": 1}, "state.required is not a list"),
+        ("state.next_samples", [1], "state.next_samples is not text"),
+        ("state.model.frozen_digests", {"0.weight": [1]}, "state.model.frozen_digests has values that are not text"),
+        ("state.model.extra", None, "state.model lacks extra"),
+        ("state.optimizers", {"0": 1}, "state.optimizers is not a list"),
+        ("state.optimizers.0.kind", None, "state.optimizers.0 lacks kind"),
+        ("state.optimizers.0.state", [], "state.optimizers.0.state is not a dict"),
+        ("state.optimizers.0.params", [5], "state.optimizers.0.params is not a list"),
+        ("state.optimizers.0.settings", [], "state.optimizers.0 has two numbers of parameter groups"),
+    ],
+)
+def test_values_that_no_run_saves_are_refused_in_words(tmp_path: Path, place: str, new: Any, problem: str) -> None:
+    """They were a KeyError, a TypeError or an AttributeError, some of them when the model was restored."""
+    lockstep.fit(Dropped(), run_dir=tmp_path)
+    checkpoint = Checkpoint.at(tmp_path / "checkpoints" / "step-00000012")
+    manifest = read_manifest(checkpoint)
+    replace_value(manifest.values, place, new)
+    checkpoint.storage.replace(f"{checkpoint.name}/{MANIFEST}", encode(manifest))
+
+    with pytest.raises(UserError, match=f"the checkpoint cannot be resumed: {problem}") as error:
+        lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=13)
+    assert error.value.found == str(checkpoint.path)
+
+
+def test_a_tensor_without_a_dtype_of_numpy_is_no_array(tmp_path: Path) -> None:
+    lockstep.fit(Dropped(), run_dir=tmp_path, steps=1)
+    reader = newest_valid(CheckpointStorage(tmp_path / "checkpoints"), 0, 1, lambda value: [value])
+    assert reader is not None
+    name = next(iter(reader.manifest.tensors))
+    reader.manifest.values["loop"] = {"a": {"$array": name}}
+    check_state(reader)
+    reader.manifest.tensors[name] = replace(reader.manifest.tensors[name], dtype="BF16")
+    with pytest.raises(UserError, match="is no array: BF16"):
+        check_state(reader)
 
 
 class WithTeacher(Dropped):
@@ -847,3 +973,72 @@ def test_a_frozen_parameter_that_the_model_no_longer_has_is_noticed(tmp_path: Pa
     lockstep.fit(WithTeacher(), **values)
     with pytest.raises(UserError, match=r"1 tensor missing in this model, first 'critic\.weight'"):
         lockstep.fit(WithoutCritic(), resume="auto", steps=13, **values)
+
+
+class Tested(WithTeacher):
+    def eval_data(self) -> Any:
+        return self.data()
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_the_best_weights_are_those_of_a_checkpoint_that_was_saved_with_or_without_frozen_ones(
+    tmp_path: Path, frozen: bool
+) -> None:
+    """It was a KeyError at the end of a run that no longer keeps them, and they were missing if it keeps them now."""
+    best = {"best": "eval_loss", "best_mode": "max", "final": "best"}
+    values: Any = {"run_dir": tmp_path, "evaluate": {"every": 2}}
+    lockstep.fit(Tested(), steps=4, checkpoint={**best, "frozen": frozen}, **values)
+    first = load_file(tmp_path / "model.safetensors")
+
+    result = lockstep.fit(Tested(), steps=8, resume="auto", checkpoint={**best, "frozen": not frozen}, **values)
+    assert result.best is not None
+    assert result.best.step == 2
+
+    trained = {"0.weight", "0.bias", "2.weight", "2.bias"}
+    now = load_file(tmp_path / "model.safetensors")
+    assert first.keys() == (trained | {"teacher.weight", "critic.weight"} if frozen else trained)
+    assert now.keys() == (trained if frozen else trained | {"teacher.weight", "critic.weight"})
+    assert all(torch.equal(now[name], first[name]) for name in trained)
+    assert all(torch.equal(now[name], torch.ones(2)) for name in now.keys() - trained)
+    assert not [e for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
+
+
+def test_a_frozen_parameter_that_the_best_checkpoint_lacks_must_not_have_changed(tmp_path: Path) -> None:
+    """The weights of one file are of one step."""
+
+    class Moving(Tested):
+        def after_step(self, run: Any, result: Any) -> None:
+            if run.steps_done == 7:
+                run.model.get_parameter("teacher.weight").data.add_(1)
+
+    best = {"best": "eval_loss", "best_mode": "max", "final": "best"}
+    values: Any = {"run_dir": tmp_path, "evaluate": {"every": 2}}
+    lockstep.fit(Tested(), steps=4, checkpoint={**best, "frozen": False}, **values)
+    result = lockstep.fit(Moving(), steps=8, resume="auto", checkpoint={**best, "frozen": True}, **values)
+    [warning] = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
+    assert "step-00000002 does not hold the present value of 'teacher.weight'" in warning
+    weights = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(weights["teacher.weight"], torch.full((2,), 2.0))
+    assert torch.equal(weights["0.weight"], result.weights["0.weight"])
+
+
+class Noted(nn.Identity):
+    def get_extra_state(self) -> Any:
+        return {"a note": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"a note": 1}
+
+
+class WithNote(Dropped):
+    def model(self) -> nn.Module:
+        return nn.Sequential(*super().model(), Noted())
+
+
+def test_a_module_with_extra_state_that_the_model_no_longer_has_is_named(tmp_path: Path) -> None:
+    """It was an AttributeError, when the rest of the model was restored."""
+    lockstep.fit(WithNote(), run_dir=tmp_path)
+    lockstep.fit(WithNote(), run_dir=tmp_path, resume="auto", steps=13)
+    with pytest.raises(UserError, match="the model differs") as error:
+        lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=14)
+    assert error.value.found == "the module '3', which had extra state, is missing in this model"

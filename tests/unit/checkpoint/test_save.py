@@ -632,7 +632,7 @@ def test_a_file_system_without_an_fsync_of_folders_can_hold_checkpoints(tmp_path
     assert same(load(tmp_path)[1], state(1))
 
 
-def test_a_part_that_is_shorter_than_its_rank_says_is_not_committed(storage):
+def test_a_file_that_is_shorter_than_its_rank_says_is_not_committed(storage):
     team = savers(storage, 2)
     team[1].start(1, Contents(shard(state(1), 1, 2)))
     assert team[1].take_ended()[0].outcome == Written()
@@ -943,6 +943,32 @@ def test_old_ones_are_deleted_only_after_the_new_one_is_committed(storage, monke
         ("latest", {"step-00000001", "step-00000002"}),
         ("committed", {"step-00000002"}),
     ]
+
+
+@pytest.mark.parametrize("away_for", [1, 3])
+def test_what_could_be_deleted_only_in_part_is_deleted_after_the_next_commit(storage, monkeypatch, away_for):
+    """While the attempt lived, nothing tried again. What still cannot be deleted must not keep the others."""
+    [saver] = savers(storage, keep=Retention(keep=1))
+    delete = CheckpointStorage.delete
+    refused = []
+
+    def away(self, key):
+        if "-gone" in key and "step-00000001" in key and len(refused) < away_for:
+            refused.append(key)
+            raise OSError(errno.EIO, "the store is away")
+        delete(self, key)
+
+    monkeypatch.setattr(CheckpointStorage, "delete", away)
+    left = []
+    for step in range(1, 6):
+        saver.start(step, Contents(shard(state(step), 0, 1)))
+        [save] = saver.take_ended()
+        assert is_committed(save)
+        assert ("the store is away" in save.outcome.warning) == (2 <= step < 2 + away_for)
+        left.append(len(folders(storage)))
+
+    assert left == {1: [1, 2, 1, 1, 1], 3: [1, 2, 2, 2, 1]}[away_for]
+    assert folders(storage) == {"step-00000005"}
 
 
 def test_a_saver_of_a_rank_with_nothing_to_write(tmp_path):

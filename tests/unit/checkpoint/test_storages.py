@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,6 +115,13 @@ def test_a_pipe_in_place_of_a_file_is_not_opened(tmp_path):
     os.mkfifo(tmp_path / "file")
     with pytest.raises(OSError, match="not a regular file"):
         CheckpointStorage(tmp_path).open("file")
+
+
+def test_a_store_in_a_folder_says_how_much_is_free_and_any_other_does_not(tmp_path, monkeypatch):
+    """Any URL had room for everything, so that a full disk was noticed only by the first save."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free={tmp_path: 7}[folder]))
+    assert CheckpointStorage(Path("/elsewhere"), f"file://{tmp_path}/bucket").free_bytes() == 7
+    assert CheckpointStorage(tmp_path, "memory://bucket").free_bytes() is None
 
 
 def test_free_bytes_of_a_folder_that_is_not_there_yet(tmp_path):

@@ -30,8 +30,8 @@ from lockstep.clusters.ray.driver import RayDriver
 from lockstep.clusters.ray.merged_output import MergedOutput
 from lockstep.clusters.request import JobRequest
 from lockstep.errors import UserError
+from lockstep.launch import election
 from lockstep.launch.agent import _environment_for
-from lockstep.launch.folder import election
 from lockstep.launch.job import RESUME_COMMAND, Bounds
 from lockstep.launch.wire.messages import JobEnd
 

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset
 
 import lockstep
 from lockstep import Loss, Task
-from lockstep.data.mosaic import SamplesByIndex, by_index
+from lockstep.data.streams.mosaic import SamplesByIndex, by_index
 from lockstep.errors import UserError
 
 SAMPLES = 20

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from lockstep.engine.requests import Requests
+from lockstep.parallel.progress import MetricNames
 from lockstep.runtime.control_word import Flags
 
 
@@ -17,7 +18,7 @@ class FakeStepper:
     def __init__(self, steps_done: int = 3, unread: Any = None):
         self.flags: dict[str, bool] = {}
         self.counters = SimpleNamespace(steps_done=steps_done)
-        self.context = SimpleNamespace(metric_names=SimpleNamespace(new=False))
+        self.context = SimpleNamespace(metric_names=MetricNames(new=False))
         self._unread = unread
 
     def set_flags(self, **flags: bool) -> None:
@@ -28,13 +29,15 @@ class FakeStepper:
         return unread
 
 
-class FakeCheckpoints:
+class FakeCollectives:
     """Has the requests of two ranks: this one, and one that requests nothing."""
 
-    runtime = SimpleNamespace(collectives=SimpleNamespace(gather_json=lambda requested: [None, requested]))
+    def gather_json(self, requested: Any) -> list[Any]:
+        return [None, requested]
 
+
+class FakeCheckpoints:
     def __init__(self) -> None:
-        self.pending = self
         self.aborted = 0
 
     def abort_if_failed(self) -> None:
@@ -47,7 +50,7 @@ def result(**flags: int) -> Any:
 
 def requests(total_steps: int = 10, steps_changed: bool = False, **arguments: Any) -> Any:
     stepper, checkpoints = FakeStepper(**arguments), FakeCheckpoints()
-    return Requests(stepper, checkpoints, total_steps, steps_changed)  # pyrefly: ignore
+    return Requests(stepper, checkpoints, FakeCollectives(), total_steps, steps_changed)  # pyrefly: ignore
 
 
 @pytest.mark.parametrize("name", ["stop", "save", "evaluate", "preempt"])

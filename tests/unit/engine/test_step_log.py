@@ -31,7 +31,7 @@ def logged(late: bool) -> tuple[StepLog, Lines, Any]:
     """A log with a line every 3 of 8 steps; on a GPU, outcomes come `late`."""
     stepper: Any = SimpleNamespace(
         counters=SimpleNamespace(steps_done=0),
-        outcomes=SimpleNamespace(skipped=0, skipped_since_log=0),
+        outcomes=SimpleNamespace(skipped=0, take_skipped=lambda: 0),
         context=SimpleNamespace(metric_names=MetricNames(new=False)),
         sums=Sums(),
         lr=0.1,
@@ -71,3 +71,14 @@ def test_a_rewind_leaves_no_outcome_open() -> None:
     log.load_state_dict({})
     run_steps(log, stepper, 6)
     assert [line.summed for line in lines.intervals] == [2, 2]
+
+
+def test_names_from_a_checkpoint_do_not_end_an_exchange_that_is_due() -> None:
+    names = MetricNames()
+    names.see(["accuracy", "loss"])
+    names.restore(["loss"])
+    assert (names.new, names.unshared()) == (True, ["accuracy"])
+    names.agree(["accuracy", "loss"])
+    assert (names.new, names.unshared()) == (False, [])
+    names.announce()
+    assert names.new

@@ -4,20 +4,23 @@ import errno
 import os
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from lockstep.launch import coordinator as module
+from lockstep.launch import election
 from lockstep.launch.coordinator import Coordinator
-from lockstep.launch.decisions.commands import DropNode
+from lockstep.launch.decisions.commands import DropNode, LogEvent, StartAttempt
+from lockstep.launch.decisions.recovery import End
 from lockstep.launch.failure import Failure, RankExit
-from lockstep.launch.folder import election
 from lockstep.launch.folder import watch as folder_watch
 from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.wire.messages import Hello, NodeHeartbeat, RankExited
+from lockstep.launch.jsonl import EVENTS, append_event, read_jsonl
+from lockstep.launch.wire.messages import Hello, JobEnd, NodeHeartbeat, RankExited, Rendezvous
 
 ADDRESS = "127.0.0.1:29400"
 
@@ -71,6 +74,72 @@ def test_one_error_of_the_disk_does_not_look_like_lost_checkpoints(tmp_path, mon
         assert watch.look_at_checkpoints() == CheckpointFacts(newest=4)
 
     assert watch.look_at_checkpoints() == CheckpointFacts(newest=6)
+
+
+def test_one_error_of_the_disk_does_not_look_like_a_removed_folder(tmp_path, monkeypatch):
+    """The coordinator said that the run folder was gone, and did not look any more."""
+    run = tmp_path / "run"
+    run.mkdir()
+    watch = FolderWatch(run, None)
+
+    def fail(path):
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "stat", fail)
+        watch._notice_removal()
+    assert not watch.removed
+
+    watch._notice_removal()
+    assert not watch.removed
+    run.rename(tmp_path / "moved")
+    watch._notice_removal()
+    assert watch.removed
+
+
+def test_the_other_nodes_know_at_once_that_the_job_has_failed(started, monkeypatch):
+    coordinator, _ = started([])
+    coordinator._iterate()
+    sent = []
+    monkeypatch.setattr(coordinator, "_send_to_nodes", sent.append)
+    monkeypatch.setattr(coordinator, "_heartbeat_due", float("inf"))
+    coordinator._state_machine._state.decided = End(1, "it has failed")
+    for _ in range(3):
+        coordinator._send_heartbeat()
+    assert not sent
+    monkeypatch.setattr(coordinator._state_machine, "tick", lambda now: None)
+    coordinator._iterate()
+    coordinator._iterate()
+    assert [state.ending for state in sent] == [JobEnd(1)]
+
+
+def test_a_node_starts_its_own_ranks_last(started, monkeypatch):
+    """Its disk, or the stacks of its ranks, may hold up the coordinator before the others know."""
+    coordinator, _ = started([])
+    sent = []
+    monkeypatch.setattr(coordinator, "_send", lambda node, order: sent.append((node, order.first_rank)))
+    monkeypatch.setattr(coordinator, "_open_rendezvous", lambda nodes, ranks: Rendezvous("127.0.0.1", 1))
+    coordinator._carry_out(StartAttempt(0, {0: 1, 1: 1, 2: 1}))
+    assert sent == [(1, 1), (2, 2), (0, 0)]
+
+
+def test_events_do_not_hold_up_the_loop_and_are_written_in_the_end(started, tmp_path, monkeypatch):
+    """Each failure and each restart waited for the disk that may have caused it."""
+    coordinator, _ = started([])
+    answers = threading.Event()
+
+    def slow(folder, event):
+        answers.wait(60)
+        append_event(folder, event)
+
+    monkeypatch.setattr(folder_watch, "append_event", slow)
+    coordinator._watch.start()
+    for number in range(3):
+        coordinator._carry_out(LogEvent({"event": "restart", "attempt": number}))
+    assert not (tmp_path / EVENTS).exists()
+    answers.set()
+    coordinator._watch.close()
+    assert [event["attempt"] for event in read_jsonl(tmp_path / EVENTS)] == [0, 1, 2]
 
 
 def test_a_disk_that_does_not_answer_holds_up_a_decision_for_a_moment_only(tmp_path, monkeypatch):
@@ -169,7 +238,7 @@ def test_a_coordinator_that_was_suspended_looks_before_it_acts(started, tmp_path
     coordinator, _ = started(signals)
     election.begin_term(tmp_path, 1, "host-b", ADDRESS)
     signals.append("SIGTERM")
-    coordinator._watch.loop_turned_at -= module.OVERDUE_TURN_S + 1
+    coordinator._watch.last_iteration_at -= module.OVERDUE_ITERATION_S + 1
     coordinator._iterate()
     assert coordinator._watch.superseded
     assert signals == ["SIGTERM"]  # for the successor
@@ -257,7 +326,7 @@ def test_a_loop_that_is_stuck_gives_no_sign_of_life(started, tmp_path):
     """Its terminal may be held. The thread goes on, and must not hide that from the other nodes."""
     coordinator, _ = started([])
     before = election.read_counter(tmp_path, 1)
-    coordinator._watch.loop_turned_at -= folder_watch.LOST_AFTER_S + 1
+    coordinator._watch.last_iteration_at -= folder_watch.LOST_AFTER_S + 1
     coordinator._watch.look_at_folder()
     assert election.read_counter(tmp_path, 1) == before
     coordinator._iterate()

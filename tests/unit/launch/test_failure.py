@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import OutOfStep, SmallerMicroBatch, UserError
-from lockstep.launch import failure
+from lockstep.launch import lost_peer
 from lockstep.launch.failure import Consequence, Failure, LauncherFailure, RankExit, left_early, pick_root
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.ranks.post_mortem import examine
@@ -167,7 +167,7 @@ RuntimeError: mat1 and mat2 shapes cannot be multiplied
 
 
 def test_the_users_frames_come_first_and_ours_are_folded():
-    text = TRACEBACK.format(package=Path(failure.__file__).parent.parent)
+    text = TRACEBACK.format(package=Path(lost_peer.__file__).parent.parent)
     found = Failure(1, "h", WHEN, "RuntimeError", "m", traceback=text)
     assert found.text().splitlines()[1:] == [
         "  Traceback (most recent call last):",
@@ -178,7 +178,7 @@ def test_the_users_frames_come_first_and_ours_are_folded():
         "  RuntimeError: mat1 and mat2 shapes cannot be multiplied",
         "  (without 3 frames of Lockstep and of libraries: see events.jsonl)",
     ]
-    ours = text.replace("/u/my_task.py", f"{Path(failure.__file__).parent}/zygote.py")
+    ours = text.replace("/u/my_task.py", f"{Path(lost_peer.__file__).parent}/zygote.py")
     assert replace(found, traceback=ours).text().count("File ") == 5  # nothing of the user's: all is shown
 
 
@@ -253,7 +253,7 @@ def test_errors_that_are_linked_in_a_circle_are_no_complaint(recorded):
 @pytest.mark.parametrize("error", [UserError("no", "", "x"), OutOfStep("no", [1]), SmallerMicroBatch("no")])
 def test_an_error_of_lockstep_is_no_complaint_whatever_led_to_it(error):
     error.__cause__ = RuntimeError(RESET)
-    assert not failure.follows_lost_peer(error)
+    assert not lost_peer.follows(error)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.ddp.hooks import Bucket, WideHook
+from lockstep.parallel.ddp.comm_hooks import Bucket, WideHook
 
 
 class Noted(WideHook):

@@ -24,7 +24,8 @@ from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.search import wait_for_newest_valid
 from lockstep.checkpoint.storage import checkpoints_at
 from lockstep.errors import UserError
-from lockstep.launch.folder.run_dir import holds_a_run, is_checkpoint
+from lockstep.launch.folder.paths import read_path
+from lockstep.launch.folder.run_dir import holds_a_run
 from lockstep.runtime.context import EventLogger, Runtime
 
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")
@@ -60,7 +61,7 @@ class WeightSource(Protocol):
         ...
 
     def read_slice(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return the part of this shape that begins at `offset` in the full tensor, on the CPU."""
+        """Return the slice of this shape that begins at `offset` in the full tensor, on the CPU."""
         ...
 
     def digest(self, rank: int, world_size: int, gather: Callable[[Any], list[Any]]) -> str:
@@ -70,8 +71,13 @@ class WeightSource(Protocol):
 
 def open_source(path: Path, runtime: Runtime, timeout_s: float, log_event: EventLogger) -> WeightSource:
     """Open the weights at `path`. Collective; if a rank cannot open them, all ranks raise its error."""
+    # The folder of a run's checkpoints means the run.
+    meant = read_path(path)
+    if meant.name is None and meant.run is not None:
+        path = meant.run
+
     # A checkpoint of ours is verified by all ranks together, like one that is resumed.
-    if is_checkpoint(path) or _newest_is_meant(path):
+    if meant.name is not None or _newest_is_meant(path):
         return _open_checkpoint(path, runtime, timeout_s, log_event)
 
     source, error = None, None
@@ -211,7 +217,7 @@ class _Files:
                 mine[file.name] = hashlib.file_digest(stream, xxhash.xxh3_128).hexdigest()
 
         # Of one file the digest of its bytes, as `xxhsum -H2` prints it; of several, that of the sorted list.
-        digests = {name: digest for part in gather(mine) for name, digest in part.items()}
+        digests = {name: digest for by_name in gather(mine) for name, digest in by_name.items()}
         if len(digests) == 1:
             return next(iter(digests.values()))
 
@@ -251,7 +257,7 @@ class SafetensorsSource(_Files):
         return self._slice(name).get_dtype().startswith(("F", "BF"))
 
     def read_slice(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        """Return a part of a tensor, without reading the rest of it."""
+        """Return a slice of a tensor, without reading the rest of it."""
         name = self._aliases.get(name, name)
         if not shape:
             return self._file_of[name].get_tensor(name)  # a scalar has no slices

@@ -76,7 +76,7 @@ def load_initial_weights(
     found = [sorted(matched.taken.items()), [source.shape(name) for name in matched.taken.values()]]
     _check_same(gather(found), path)
 
-    # One tensor at a time, and of a sharded one only this rank's part.
+    # One tensor at a time, and of a sharded one only this rank's shard.
     for name, original in matched.taken.items():
         if name not in held_elsewhere and (only is None or name in only):
             _copy(state[name], source, original)
@@ -125,8 +125,8 @@ def _copy(target: Tensor, source: WeightSource, name: str) -> None:
             region = full.reshape(shard.full_shape)
 
             ends = [start + n for start, n in zip(shard.offset, shard.local.shape, strict=True)]
-            part = tuple(slice(start, end) for start, end in zip(shard.offset, ends, strict=True))
-            shard.local.copy_(region[part])
+            inside = tuple(slice(start, end) for start, end in zip(shard.offset, ends, strict=True))
+            shard.local.copy_(region[inside])
             return
 
         _copy_overlap(shard.local, shard.offset, full, name)

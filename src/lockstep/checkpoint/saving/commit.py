@@ -9,7 +9,8 @@
     step-N.tmp-TOKEN-NUMBER -> step-N           the commit
     calls `SaveContext.on_commit`
     updates `latest`
-    deletes step-N.replaced, and the checkpoints that `Retention` does not keep, if it still owns the storage
+    if it still owns the storage: deletes what an earlier commit could delete only in part, step-N.replaced, and the
+    checkpoints that `Retention` does not keep
 
 A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the manifest
 before the rename, and the rename before `latest` changes and before an old checkpoint is deleted. A run saves no step
@@ -29,146 +30,161 @@ from lockstep import faults
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, encode
 from lockstep.checkpoint.manifest_reader import decode
 from lockstep.checkpoint.retention import apply_retention
+from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError
-from lockstep.checkpoint.storage import Checkpoint, NotDurable, commit_draft, delete_replaced, update_latest
+from lockstep.checkpoint.storage import (
+    Checkpoint,
+    NotDurable,
+    commit_draft,
+    delete_replaced,
+    finish_deletions,
+    update_latest,
+)
 from lockstep.errors import listed_ranks
 from lockstep.launch.folder.checkpoint_names import folder_name
 
 
-class Commit:
-    """The commit of one save, on rank 0."""
+def commit(draft: Draft, abort: AbortRequest, aliases: Mapping[str, str], values: Mapping[str, Any]) -> Committed:
+    """Commit the checkpoint, on rank 0, or raise SaveError, InvalidCheckpoint or OSError."""
+    storage, context = draft.storage, draft.context
+    confirmations = _wait_for_confirmations(draft, abort)
+    manifest = _manifest(draft.steps_done, confirmations, aliases, values)
+    encoded = encode(manifest)
 
-    def __init__(self, draft: Draft, steps_done: int, abort: AbortRequest):
-        self.draft = draft
-        self.steps_done = steps_done
-        self.abort = abort
-        self.context = draft.context
-        self.storage = draft.storage
+    # Check that the manifest can be loaded.
+    decode(encoded, Checkpoint(storage, draft.name))
 
-    def run(self, aliases: Mapping[str, str], values: Mapping[str, Any]) -> Committed:
-        """Commit the checkpoint, or raise SaveError, InvalidCheckpoint or OSError."""
-        confirmations = self._wait_for_confirmations()
-        manifest = self._manifest(confirmations, aliases, values)
-        encoded = encode(manifest)
+    storage.write(draft.manifest, [memoryview(encoded)])
 
-        # Check that the manifest can be loaded.
-        decode(encoded, Checkpoint(self.storage, self.draft.name))
+    # Only now may the confirmations go: until there is a manifest, they tell the launcher
+    # (`commit_is_near` in launch/folder/run_dir.py) that a commit is near.
+    draft.delete_confirmations()
+    faults.fire("rename", draft.steps_done)
 
-        self.storage.write(self.draft.manifest, [memoryview(encoded)])
+    _check_files(draft, manifest)
 
-        # Only now may the confirmations go: until there is a manifest, they tell the launcher
-        # (`commit_is_near` in launch/folder/run_dir.py) that a commit is near.
-        self.draft.delete_confirmations()
-        faults.fire("rename", self.steps_done)
+    # As late as possible: nothing that another attempt has written may be renamed.
+    context.check_owner()
+    warning = _rename(draft)
+    context.metrics.add(draft.steps_done, manifest.metrics)
+    checkpoint = Checkpoint.of(storage, draft.steps_done)
+    return Committed(checkpoint, len(encoded) + manifest.bytes, warning)
 
-        self._check_files(manifest)
 
-        # As late as possible: nothing that another attempt has written may be renamed.
-        self.context.check_owner()
-        warning = self._rename()
-        self.context.metrics.add(self.steps_done, manifest.metrics)
-        checkpoint = Checkpoint.of(self.storage, self.steps_done)
-        return Committed(checkpoint, len(encoded) + manifest.bytes, warning)
+def _rename(draft: Draft) -> str:
+    """Give the folder its final name, which is the commit. Return a warning, or an empty text."""
+    try:
+        commit_draft(draft.storage, draft.name, folder_name(draft.steps_done))
+    except NotDurable as error:
+        return f"complete, but may not survive a power cut, so older ones are kept: {error}"
 
-    def _rename(self) -> str:
-        """Give the folder its final name, which is the commit. Return a warning, or an empty text."""
-        try:
-            commit_draft(self.storage, self.draft.name, folder_name(self.steps_done))
-        except NotDurable as error:
-            return f"complete, but may not survive a power cut, so older ones are kept: {error}"
+    return ""
 
-        return ""
 
-    # ---- before the commit ----
+# ---- before the commit ----
 
-    def _wait_for_confirmations(self) -> list[Confirmation]:
-        """Wait for the confirmations of all ranks, and return them by rank.
 
-        Raise SaveError if a rank reports an error, or after a timeout: a rank may have died.
-        """
-        ranks = set(range(self.context.world_size))
-        confirmations: dict[int, Confirmation] = {}
-        deadline = time.monotonic() + self.context.timeout_s
+def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmation]:
+    """Wait for the confirmations of all ranks, and return them by rank.
 
-        # Begin with a short pause (in seconds): ranks save at the same time, so the others are probably almost done.
-        pause = 0.01
+    Raise SaveError if a rank reports an error, or after a timeout: a rank may have died.
+    """
+    ranks = set(range(draft.context.world_size))
+    confirmations: dict[int, Confirmation] = {}
+    deadline = time.monotonic() + draft.context.timeout_s
 
-        while True:
-            # What has been confirmed is not read again.
-            for rank in ranks - confirmations.keys():
-                confirmation = self.draft.read_confirmation(rank)
-                if confirmation is None:
-                    continue
+    # Begin with a short pause (in seconds): ranks save at the same time, so the others are probably almost done.
+    pause = 0.01
 
-                if confirmation.file is None:
-                    raise SaveError(f"rank {rank}: {confirmation.error}", caused_elsewhere=True)
+    while True:
+        # What has been confirmed is not read again.
+        for rank in ranks - confirmations.keys():
+            confirmation = draft.read_confirmation(rank)
+            if confirmation is None:
+                continue
 
-                confirmations[rank] = confirmation
+            if confirmation.file is None:
+                raise SaveError(f"rank {rank}: {confirmation.error}", caused_elsewhere=True)
 
-            missing = sorted(ranks - confirmations.keys())
-            if not missing:
-                return [confirmations[rank] for rank in sorted(ranks)]
+            confirmations[rank] = confirmation
 
-            if time.monotonic() > deadline:
-                files = "its file" if len(missing) == 1 else "their files"
-                limit = f"{self.context.timeout_s:.0f} s"
-                raise SaveError(f"{listed_ranks(missing)} did not write {files} within {limit}")
+        missing = sorted(ranks - confirmations.keys())
+        if not missing:
+            return [confirmations[rank] for rank in sorted(ranks)]
 
-            self.abort.sleep(pause)
-            pause = min(pause * 1.5, 0.25)
+        if time.monotonic() > deadline:
+            files = "its file" if len(missing) == 1 else "their files"
+            limit = f"{draft.context.timeout_s:.0f} s"
+            raise SaveError(f"{listed_ranks(missing)} did not write {files} within {limit}")
 
-    def _manifest(
-        self, confirmations: list[Confirmation], aliases: Mapping[str, str], values: Mapping[str, Any]
-    ) -> Manifest:
-        """Put together what the ranks say about their files."""
-        # The dtype and shape of each tensor, as the first rank has them, and the pieces of all ranks.
-        tensors: dict[str, TensorEntry] = {}
-        pieces: dict[str, list[Piece]] = {}
+        abort.sleep(pause)
+        pause = min(pause * 1.5, 0.25)
 
-        for confirmation in confirmations:
-            for name, entry in confirmation.tensors.items():
-                first = tensors.setdefault(name, entry)
-                if (first.dtype, first.shape) != (entry.dtype, entry.shape):
-                    raise SaveError(f"the ranks do not agree on the dtype and shape of {name!r}")
 
-                pieces.setdefault(name, []).extend(entry.pieces)
+def _manifest(
+    steps_done: int, confirmations: list[Confirmation], aliases: Mapping[str, str], values: Mapping[str, Any]
+) -> Manifest:
+    """Put together what the ranks say about their files."""
+    # The dtype and shape of each tensor, as the first rank has them, and the pieces of all ranks.
+    tensors: dict[str, TensorEntry] = {}
+    pieces: dict[str, list[Piece]] = {}
 
-        return Manifest(
-            step=self.steps_done,
-            time=time.time(),
-            lockstep=lockstep.__version__,
-            files=tuple(confirmation.file for confirmation in confirmations if confirmation.file),
-            tensors={name: replace(entry, pieces=tuple(pieces[name])) for name, entry in tensors.items()},
-            aliases=dict(aliases),
-            values=dict(values),
-        )
+    for confirmation in confirmations:
+        for name, entry in confirmation.tensors.items():
+            first = tensors.setdefault(name, entry)
+            if (first.dtype, first.shape) != (entry.dtype, entry.shape):
+                raise SaveError(f"the ranks do not agree on the dtype and shape of {name!r}")
 
-    def _check_files(self, manifest: Manifest) -> None:
-        """Raise SaveError if the file of a rank has another size than that rank wrote, and OSError if it is missing.
+            pieces.setdefault(name, []).extend(entry.pieces)
 
-        On a shared file system, a file that another machine wrote may not be visible yet, or may be lost.
-        """
-        for rank, written in enumerate(manifest.files):
-            with self.storage.open(self.draft.file(rank)) as file:
-                size = file.seek(0, 2)
+    return Manifest(
+        step=steps_done,
+        time=time.time(),
+        lockstep=lockstep.__version__,
+        files=tuple(confirmation.file for confirmation in confirmations if confirmation.file),
+        tensors={name: replace(entry, pieces=tuple(pieces[name])) for name, entry in tensors.items()},
+        aliases=dict(aliases),
+        values=dict(values),
+    )
 
-            if size != written.size:
-                raise SaveError(f"rank {rank} wrote {written.size:,} bytes, but its file has {size:,}")
 
-    # ---- after the commit ----
+def _check_files(draft: Draft, manifest: Manifest) -> None:
+    """Raise SaveError if the file of a rank has another size than that rank wrote, and OSError if it is missing.
 
-    def announce(self) -> None:
-        """Tell the run, people and the launcher that the checkpoint is committed."""
-        self.context.on_commit()
-        faults.fire("latest", self.steps_done)
-        update_latest(self.storage)
+    On a shared file system, a file that another machine wrote may not be visible yet, or may be lost.
+    """
+    for rank, written in enumerate(manifest.files):
+        with draft.storage.open(draft.file(rank)) as file:
+            size = file.seek(0, 2)
 
-    def delete_old(self) -> None:
-        """Delete the checkpoints that are not kept any more. Raise SaveError if another attempt has taken over."""
-        # It may have gone back to one of those.
-        self.context.check_owner()
+        if size != written.size:
+            raise SaveError(f"rank {rank} wrote {written.size:,} bytes, but its file has {size:,}")
 
-        # No rule counts these, so a step that is saved again and again would fill the disk.
-        delete_replaced(self.storage, self.context.token)
-        apply_retention(self.context.metrics, self.context.retention, self.context.token)
+
+# ---- after the commit ----
+
+
+def announce(draft: Draft) -> None:
+    """Tell the run, people and the launcher that the checkpoint is committed."""
+    draft.context.on_commit()
+    faults.fire("latest", draft.steps_done)
+    update_latest(draft.storage)
+
+
+def delete_old(context: SaveContext) -> None:
+    """Delete the checkpoints that are not kept any more. Raise SaveError if another attempt has taken over.
+
+    Raises OSError if something cannot be deleted now: the next commit tries again.
+    """
+    # It may have gone back to one of those.
+    context.check_owner()
+
+    # What cannot be deleted even now must not keep the others: they would fill the disk.
+    failed = finish_deletions(context.storage, context.token)
+
+    # No rule counts these, so a step that is saved again and again would fill the disk.
+    delete_replaced(context.storage, context.token)
+    apply_retention(context.metrics, context.retention, context.token)
+    if failed is not None:
+        raise failed

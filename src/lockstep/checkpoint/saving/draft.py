@@ -52,6 +52,7 @@ class Draft:
         """`number` counts the saves of this rank."""
         self.context = context
         self.storage = context.storage
+        self.steps_done = steps_done
         self.name = draft_name(steps_done, context.token, number)
         self._file_confirmed = False
 

@@ -33,7 +33,7 @@ class SaveFailed:
 SaveOutcome = Written | Committed | SaveFailed
 
 
-# ---- before its time ----
+# ---- ending a save early ----
 
 
 class SaveError(Exception):

@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Literal
 
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveError, SaveFailed
@@ -24,8 +25,13 @@ from lockstep.runtime.context import EventLogger, Runtime
 MIB = 2**20
 
 # How long training goes on after a save that failed, before the next try, in seconds. The pause doubles with each
-# failure in a row: a file server is back soon, and a full disk must not cost training its time.
+# failure in a row, up to a limit: a file server is back soon, a full disk must not cost training its time, and a disk
+# with room again must not wait for hours.
 RETRY_S = 30.0
+MAX_RETRY_S = 1800.0
+
+# How a save in flight has ended on all ranks. If none was in flight, the last one may have been aborted earlier.
+Settled = Literal["no save", "committed", "aborted"]
 
 
 class PendingSave:
@@ -110,30 +116,27 @@ class PendingSave:
         self._follow_commit(self.save)
         return isinstance(self.save.outcome, SaveFailed)
 
-    def settle(self) -> bool:
-        """Wait until the save in flight is committed, or aborted on all ranks. Return False if this call aborted it.
-
-        If no save is in flight, this returns True at once, even if the last one was aborted earlier.
-        """
+    def settle(self) -> Settled:
+        """Wait until the save in flight is committed, or aborted on all ranks. Return which of the two."""
         if self.save is None:
-            return True
+            return "no save"
 
         with self._runtime.heartbeat.visit("commit"):
             # First compare the files of all ranks; otherwise rank 0 would wait for the file of a rank that failed.
             self.save.wait_for_file()
             if self.abort_if_failed():
-                return False
+                return "aborted"
 
             # All files are written. Wait for the commit, which may still fail on rank 0.
             self.save.wait()
             self._follow_commit(self.save)
             if self.abort_if_failed():
-                return False
+                return "aborted"
 
         self.last_committed = self.save.steps_done
         self.save = None
         self._failures = 0
-        return True
+        return "committed"
 
     def abort_if_failed(self) -> bool:
         """Abort the save on all ranks if it failed on any of them. Return whether it was aborted.
@@ -154,9 +157,13 @@ class PendingSave:
         causes = [f"rank {rank}: {why}" for rank, why, elsewhere in failures if not elsewhere]
         reason = "; ".join(causes) or failures[0][1]
         assert self.save is not None
-        self.save.abort(reason)
 
-        self._retry_at = time.monotonic() + RETRY_S * 2**self._failures
+        # The thread may be in one slow write, for which training waits here: that is no hang of a step.
+        with self._runtime.heartbeat.visit("commit"):
+            self.save.abort(reason)
+
+        # The exponent has a limit, too: a float overflows after 1,024 failures.
+        self._retry_at = time.monotonic() + min(RETRY_S * 2 ** min(self._failures, 6), MAX_RETRY_S)
         self._failures += 1
 
         # The failure is logged here, once, with the reasons of all ranks.

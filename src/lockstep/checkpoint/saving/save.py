@@ -26,7 +26,7 @@ from lockstep import faults
 from lockstep.checkpoint.format import FileLayout
 from lockstep.checkpoint.manifest import File, InvalidCheckpoint, metrics_in
 from lockstep.checkpoint.metrics import CannotCompare
-from lockstep.checkpoint.saving.commit import Commit
+from lockstep.checkpoint.saving.commit import announce, commit, delete_old
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError, SaveFailed, SaveOutcome, Written
@@ -87,7 +87,17 @@ class Saver:
 
 
 class Save:
-    """One save on one rank: pending until it has an `outcome`.
+    """One save on one rank, in these states:
+
+        copying         `start` copies the model; the rest is copied while training continues, until `wait_for_copy`
+           |
+        writing         the thread writes this rank's file and confirms it, until `wait_for_file` returns
+           |
+        confirmed       rank 0 waits for the other ranks, and commits; `outcome` is `Written` on the other ranks
+           |
+        committed       on rank 0 alone: `outcome` is `Committed`, and what is old is deleted, until `wait` returns
+
+        failed          from any state but committed, by an error or by `abort`: `outcome` is `SaveFailed`
 
     The training thread calls the methods without an underscore. The others run in the thread of this save.
     """
@@ -159,7 +169,7 @@ class Save:
             self.stall_s += time.perf_counter() - began
 
     def abort(self, why: str, timeout: float | None = None) -> None:
-        """End the save without a commit, unless it is committed by now, and delete this rank's part of the draft.
+        """End the save without a commit, unless it is committed by now, and delete what this rank has written of it.
 
         After `timeout` seconds, a thread that still writes is left alone. It gives up when the disk answers, and the
         next start deletes what it leaves.
@@ -196,9 +206,8 @@ class Save:
             self._file_ended.set()
 
             if self.context.rank == 0:
-                commit = Commit(self.draft, self.steps_done, self._abort)
-                self.outcome = commit.run(aliases, values)
-                self.outcome = self._tidy_up(commit, self.outcome)
+                self.outcome = commit(self.draft, self._abort, aliases, values)
+                self.outcome = self._tidy_up(self.outcome)
             else:
                 self.outcome = Written()
         except BaseException as error:
@@ -236,15 +245,15 @@ class Save:
             digest.update(chunk)
             yield chunk
 
-    def _tidy_up(self, commit: Commit, committed: Committed) -> Committed:
+    def _tidy_up(self, committed: Committed) -> Committed:
         """Do what follows a commit, and return its outcome: the checkpoint is safe whatever fails here."""
         try:
-            commit.announce()
+            announce(self.draft)
 
             # `write_s` does not include deleting old checkpoints.
             self.write_s = time.perf_counter() - self._began
             if not committed.warning:
-                commit.delete_old()
+                delete_old(self.context)
 
             file = f"{folder_name(self.steps_done)}/{file_name(0)}"
             faults.damage_committed(self.context.storage, file, self.steps_done)
@@ -261,11 +270,11 @@ class Save:
     def check_room(self) -> bool:
         """Return whether this rank's file fits on the disk. If not, the save fails before anything is written."""
         try:
-            missing = self.file_size - self.context.storage.free_bytes()
+            free = self.context.storage.free_bytes()
 
             # Only what is known to be too large is refused: other processes may fill the disk meanwhile.
-            if missing > 0:
-                sizes = f"{size_text(self.file_size)} to write, {size_text(missing)} too little"
+            if free is not None and free < self.file_size:
+                sizes = f"{size_text(self.file_size)} to write, {size_text(self.file_size - free)} too little"
                 raise SaveError(f"{self._no_room()}: {sizes}")
         except (OSError, SaveError) as error:
             self._fail(error)
@@ -274,7 +283,7 @@ class Save:
         return True
 
     def _fail(self, error: BaseException) -> None:
-        """Delete this rank's part of the draft, report the failure to rank 0, and set the outcome."""
+        """Delete what this rank has written, report the failure to rank 0, and set the outcome."""
         failed = SaveFailed(_as_text(error))
         try:
             failed = self._explain(error)

@@ -99,6 +99,7 @@ class ModelState:
         self._check_same_names(state, saved, saved_model["frozen_digests"])
         _check_same_shapes(state, saved, reader)
         _check_same_ties(state, saved, reader)
+        modules = {name: self._module_of(name) for name in saved_model["extra"]}
 
         for name in saved:
             if name in self._held_elsewhere:
@@ -111,10 +112,16 @@ class ModelState:
             if master is not None and master is not state[name]:
                 read_into(master, _saved_name(name), reader)
 
-        # "NAME._extra_state" belongs to the module NAME.
         for name, value in saved_model["extra"].items():
-            module = self.model.get_submodule(name.removesuffix("_extra_state").rstrip("."))
-            module.set_extra_state(unpack(value, reader.read, self._device))
+            modules[name].set_extra_state(unpack(value, reader.read, self._device))
+
+    def _module_of(self, extra: str) -> nn.Module:
+        """Return the module of a key "NAME._extra_state". Raise a UserError if the model does not have it."""
+        name = extra.removesuffix("_extra_state").rstrip(".")
+        try:
+            return self.model.get_submodule(name)
+        except AttributeError:
+            raise different_model(f"the module {name!r}, which had extra state, is missing in this model") from None
 
     def _check_frozen(self, saved_digests: dict[str, str], advice: str) -> None:
         """Check that frozen parameters of which the checkpoint holds only a digest have the same bits now."""

@@ -24,6 +24,7 @@ from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.optimizer_state import OptimizerStates, merge_optimizers
 from lockstep.checkpoint.state.reshard import replicated_sizes, shards_to_write
+from lockstep.checkpoint.state.saved_values import check_state
 from lockstep.checkpoint.state.state_tree import CapturedTensor, JsonDict, pack, pack_into, unpack
 from lockstep.checkpoint.state.stateful import (
     TENSOR_KINDS,
@@ -228,11 +229,12 @@ class RunState:
     def restore(
         self, reader: CheckpointReader, values: Mapping[str, Any], changed_settings: Sequence[Change] = ()
     ) -> list[str]:
-        """Restore the tensors and shards that this rank holds. Raise a UserError if a different run was saved.
+        """Restore the tensors and shards that this rank holds.
 
-        `values`: those of the manifest.
+        Raise a UserError if a different run was saved, or if `values`, those of the manifest, are not a run's.
         Return descriptions of changes since the save that are not in `changed_settings`.
         """
+        check_state(reader)
         with reader.keeping_open():
             changes = self._restore(reader, values["state"], changed_settings)
 

@@ -23,7 +23,7 @@ JsonDict = dict[str, Any]
 
 # A dict with one of these keys, and no other, encodes a value that JSON cannot represent. They are part of the file
 # format (see CONTRIBUTING).
-_MARKERS = {"$tensor", "$on_device", "$array", "$tuple", "$items", "$float"}
+MARKERS = {"$tensor", "$on_device", "$array", "$tuple", "$items", "$float"}
 
 
 def pack(value: Any, name: str, tensors: MutableMapping[str, Tensor]) -> Any:
@@ -76,7 +76,7 @@ def pack(value: Any, name: str, tensors: MutableMapping[str, Tensor]) -> Any:
 
 
 def _pack_dict(value: dict[Any, Any], name: str, tensors: MutableMapping[str, Tensor]) -> JsonDict:
-    if all(isinstance(key, str) for key in value) and not _MARKERS & value.keys():
+    if all(isinstance(key, str) for key in value) and not MARKERS & value.keys():
         return {key: pack(item, f"{name}.{key}", tensors) for key, item in value.items()}
 
     # Some keys are not strings, or one of them is a marker.

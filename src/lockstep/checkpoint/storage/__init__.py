@@ -1,31 +1,27 @@
 """Where checkpoints are kept: the folder RUN/checkpoints, the stores for their tensors, and the rules of a commit.
 
 `folder.CheckpointStorage` is that folder: the rest of the package reads, writes, lists, renames and deletes checkpoints
-only through it. Their tensors may be elsewhere: `stores` says what a store must do, and how it is found. `together`
-lets all ranks act alike if the folder is away. Nothing here imports torch, so that `lockstep ckpt ls` starts fast.
+only through it. Their tensors may be elsewhere: `stores` says what a store must do, and how it is found. `checkpoint`
+is the handle of one checkpoint, and `rules` says how one is committed, set aside and deleted. `together` lets all ranks
+act alike if the folder is away. Nothing here imports torch, so that `lockstep ckpt ls` starts fast.
 """
 
-from __future__ import annotations
-
-import io
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
-
+from lockstep.checkpoint.storage.checkpoint import Checkpoint, checkpoints_at
 from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
-from lockstep.launch.folder.checkpoint_names import (
-    LATEST,
-    OWNER,
-    folder_name,
-    name_aside,
-    name_before_replaced,
-    name_replaced,
-    name_to_delete,
-    step_in,
-    token_in,
+from lockstep.checkpoint.storage.rules import (
+    claim,
+    commit_draft,
+    committed,
+    delete_checkpoint,
+    delete_leftovers,
+    delete_replaced,
+    finish_deletions,
+    owner_of,
+    put_back_replaced,
+    set_aside,
+    set_aside_after,
+    update_latest,
 )
-from lockstep.launch.folder.run_dir import is_checkpoint
 
 __all__ = [
     "Checkpoint",
@@ -38,192 +34,10 @@ __all__ = [
     "delete_checkpoint",
     "delete_leftovers",
     "delete_replaced",
+    "finish_deletions",
     "owner_of",
     "put_back_replaced",
     "set_aside",
     "set_aside_after",
     "update_latest",
 ]
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """One folder of a storage: a checkpoint that is committed, not yet committed, or set aside."""
-
-    storage: CheckpointStorage
-    name: str
-
-    @classmethod
-    def at(cls, path: Path) -> Checkpoint:
-        """Return the checkpoint in the folder `path` of a file system."""
-        # "." and ".." are not the name that the folder has in its parent.
-        path = path.resolve() if path.name in ("", "..") else path
-        return cls(CheckpointStorage(path.parent), path.name)
-
-    @classmethod
-    def of(cls, storage: CheckpointStorage, step: int) -> Checkpoint:
-        """Return the committed checkpoint of a step."""
-        return cls(storage, folder_name(step))
-
-    @property
-    def path(self) -> Path:
-        """The folder of this checkpoint. Its tensors may be elsewhere: `open` finds them."""
-        return self.storage.root / self.name
-
-    @property
-    def step(self) -> int:
-        """The step of a committed checkpoint; no other has one."""
-        step = step_in(self.name)
-        assert step is not None, self.name
-        return step
-
-    def open(self, file: str) -> io.BufferedIOBase:
-        return self.storage.open(f"{self.name}/{file}")
-
-
-def checkpoints_at(path: Path) -> tuple[CheckpointStorage, str | None]:
-    """Return where the checkpoints of the run at `path` are. If `path` is a checkpoint itself, return its name, too."""
-    if is_checkpoint(path):
-        checkpoint = Checkpoint.at(path)
-        return checkpoint.storage, checkpoint.name
-
-    return CheckpointStorage(path / "checkpoints"), None
-
-
-# ---- the rules of a commit ----
-
-
-def committed(storage: CheckpointStorage) -> list[Checkpoint]:
-    """Return the committed checkpoints, newest first. `search.newest_valid` verifies their contents."""
-    checkpoints = [Checkpoint(storage, name) for name in storage.folders() if step_in(name) is not None]
-    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
-
-
-def claim(storage: CheckpointStorage, token: str) -> None:
-    """Make the attempt with this (fencing) token the only one that may commit. Called before any file is written.
-
-    The owner is checked just before the rename that commits. A process suspended between the check and the rename can
-    still commit.
-    """
-    storage.replace(OWNER, token.encode())
-
-
-def owner_of(storage: CheckpointStorage) -> str | None:
-    """Return the token of the last claim; None before the first."""
-    # Any other error must not look as if there were no owner.
-    with suppress(FileNotFoundError), storage.open(OWNER) as file:
-        return file.read(1000).decode(errors="replace").strip()
-
-    return None
-
-
-def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
-    """Delete the folders that other attempts left half written or half deleted.
-
-    A checkpoint that was about to be replaced gets its name back. Raises OSError if that fails.
-    """
-    put_back_replaced(storage)
-    with suppress(OSError):
-        delete_replaced(storage, token)
-
-    for name in storage.folders():
-        if token_in(name) not in (None, token):
-            # If another attempt still writes into the folder, the next start will delete it.
-            with suppress(OSError):
-                storage.delete(name)
-
-
-def update_latest(storage: CheckpointStorage) -> None:
-    """Let `latest` name the newest committed checkpoint. Only people and the launcher read it.
-
-    `search.newest_valid` lists the checkpoints themselves.
-    """
-    newest = committed(storage)[:1]
-    if newest:
-        storage.replace(LATEST, newest[0].name.encode() + b"\n")
-    else:
-        storage.delete(LATEST)
-
-
-def set_aside(storage: CheckpointStorage, name: str, suffix: Literal["damaged", "rewound"]) -> str:
-    """Rename a checkpoint to `step-N.damaged` or `step-N.rewound`, so that it is ignored, but not lost.
-
-    Return its new name. Call `update_latest` after it.
-    """
-    target = name_aside(name, suffix, storage.folders())
-    _rename(storage, name, target)
-    return target
-
-
-def commit_draft(storage: CheckpointStorage, draft: str, name: str) -> None:
-    """Rename a draft to the name of its step: this is the commit. Raises NotDurable as `rename` does.
-
-    An earlier checkpoint of this step makes way as `step-N.replaced`. Until the commit it counts: if the commit fails,
-    it gets its name back, after a kill at the next start (`put_back_replaced`).
-    """
-    # A file system cannot replace a folder by another one.
-    if name in storage.folders():
-        storage.delete(name_replaced(name))
-        _rename(storage, name, name_replaced(name))
-
-    try:
-        storage.rename(draft, name)
-    except NotDurable:
-        raise
-    except OSError:
-        # If this fails as well, the next start does it.
-        with suppress(OSError):
-            put_back_replaced(storage)
-
-        raise
-
-
-def put_back_replaced(storage: CheckpointStorage) -> None:
-    """Give checkpoints their names back whose replacement was never committed. Raises OSError."""
-    folders = storage.folders()
-    for name in folders:
-        before = name_before_replaced(name)
-        if before is None or before in folders:
-            continue
-
-        try:
-            _rename(storage, name, before)
-        except OSError:
-            # Its writer may be alive, and may have committed the other one at this moment.
-            if before not in storage.folders():
-                raise
-
-
-def delete_replaced(storage: CheckpointStorage, token: str) -> None:
-    """Delete the checkpoints whose replacement is committed. Raises OSError."""
-    folders = storage.folders()
-    for name in folders:
-        if name_before_replaced(name) in folders:
-            delete_checkpoint(storage, name, token)
-
-
-def _rename(storage: CheckpointStorage, name: str, to: str) -> None:
-    """Rename a folder, for any purpose but a commit: if a power cut undoes it, nothing is lost."""
-    with suppress(NotDurable):
-        storage.rename(name, to)
-
-
-def set_aside_after(storage: CheckpointStorage, step: int) -> None:
-    """Set aside all checkpoints after `step`, to which the run goes back. After an OSError, call it again."""
-    # List the folder only once, however many checkpoints there are.
-    taken = set(storage.folders())
-    rewound = [checkpoint.name for checkpoint in committed(storage) if checkpoint.step > step]
-
-    for name in rewound:
-        _rename(storage, name, name_aside(name, "rewound", taken))
-
-    # Even if nothing is renamed: an earlier call may have failed here.
-    update_latest(storage)
-
-
-def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None:
-    """Delete a checkpoint, or one that was replaced. It is renamed first, so that no reader finds half of it."""
-    step, _, _ = name.partition(".")
-    temporary = name_to_delete(step, token)
-    _rename(storage, name, temporary)
-    storage.delete(temporary)

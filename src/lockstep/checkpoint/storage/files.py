@@ -6,6 +6,7 @@ import errno
 import fcntl
 import io
 import os
+import shutil
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
@@ -43,9 +44,19 @@ class LocalFiles:
         with suppress(OSError):
             path.parent.rmdir()
 
+    def free_bytes(self, url: str) -> int:
+        return free_bytes(_path_of(url))
+
 
 def _path_of(url: str) -> Path:
     return Path(url.partition("://")[2])
+
+
+def free_bytes(folder: Path) -> int:
+    """Return how many bytes can still be written below a folder, which may not exist yet."""
+    # Its nearest existing parent is on the same disk.
+    folders = (folder, *folder.absolute().parents)
+    return shutil.disk_usage(next(folder for folder in folders if folder.exists())).free
 
 
 def split(data: memoryview) -> list[memoryview]:

@@ -22,12 +22,14 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.checkpoint.storage.files import create_file, sync_folder, write_all, write_file
+from lockstep.checkpoint.storage.files import create_file, free_bytes, sync_folder, write_all, write_file
 from lockstep.checkpoint.storage.stores import open_store
 from lockstep.launch.folder.checkpoint_names import (
     DELETED_PREFIX,
     TENSOR_SUFFIX,
     URL_SUFFIX,
+    file_name,
+    folder_name,
     is_object_url,
     object_url,
 )
@@ -170,15 +172,32 @@ class CheckpointStorage:
             if any((self.root / name).glob(f"*{URL_SUFFIX}")):
                 self.delete(name)
 
-    def free_bytes(self) -> int:
-        """Return how many bytes can still be written."""
-        # No object store says how much it can take.
-        if self.url:
-            return 1 << 60
+    def free_bytes(self) -> int | None:
+        """Return how many bytes of tensors can still be written; None if that is not known."""
+        return open_store(self.url).free_bytes(self.url) if self.url else free_bytes(self.root)
 
-        # The folder may not exist yet. Its nearest existing parent is on the same disk.
-        folders = (self.root, *self.root.absolute().parents)
-        return shutil.disk_usage(next(folder for folder in folders if folder.exists())).free
+    def try_store(self) -> None:
+        """Write, read and delete a small object, if tensors are kept in a store. Raises OSError if it fails."""
+        if not self.url:
+            return
+
+        url = object_url(self.url, self.root.absolute().parent.name, folder_name(0), file_name(0))
+        store = open_store(url)
+        written = b"lockstep"
+        try:
+            store.write(url, [memoryview(written)])
+            with store.open(url) as file:
+                found = file.read()
+        except BaseException:
+            # The first error is the one to report.
+            with suppress(OSError):
+                store.delete(url)
+
+            raise
+
+        store.delete(url)
+        if found != written:
+            raise OSError(errno.EIO, "other bytes were read than were written", url)
 
 
 # ---- files that hold the URL of an object ----

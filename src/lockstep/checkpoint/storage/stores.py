@@ -51,10 +51,18 @@ class FsspecStore:
         with suppress(PermissionError):
             file_system.makedirs(file_system._parent(path), exist_ok=True)
 
-        # Closing completes the object, even after an error: then it is deleted with its folder.
-        with file_system.open(path, "wb") as file:
+        file = file_system.open(path, "wb")
+        try:
             for chunk in chunks:
                 file.write(chunk)
+        except BaseException:
+            # The first error is the one to report.
+            with suppress(Exception):
+                _discard(file)
+
+            raise
+
+        file.close()
 
     def open(self, url: str) -> io.BufferedIOBase:
         file_system, path = _locate(url)
@@ -64,6 +72,23 @@ class FsspecStore:
     def delete(self, url: str) -> None:
         file_system, path = _locate(url)
         file_system.rm_file(path)
+
+
+def _discard(file: Any) -> None:
+    """Close a file of fsspec after an error, without its object if its file system can do that."""
+    from fsspec.spec import AbstractBufferedFile
+
+    # The method of the base class does nothing.
+    if not isinstance(file, AbstractBufferedFile) or type(file).discard is AbstractBufferedFile.discard:
+        # This completes the object, which is deleted with its folder.
+        file.close()
+        return
+
+    # Nothing may close the file later: that would complete the object when nothing has its URL any more.
+    try:
+        file.discard()
+    finally:
+        file.closed = True
 
 
 def _locate(url: str) -> tuple[Any, str]:
@@ -78,7 +103,7 @@ STORES: dict[str, TensorStore] = {"file": LocalFiles(), "local": LocalFiles()}
 _OTHERS = FsspecStore()
 
 
-def open_store(url: str) -> TensorStore:
+def open_store(url: str) -> _SafeStore:
     """Return the store of this URL. A user's class must have been allowed."""
     scheme = _scheme_of(url)
     if is_class_name(scheme) and scheme not in STORES:
@@ -171,6 +196,11 @@ class _SafeStore:
     def delete(self, url: str) -> None:
         with suppress(FileNotFoundError), _as_os_error(url):
             self._store.delete(url)
+
+    def free_bytes(self, url: str) -> int | None:
+        """Return how many bytes can still be written below this URL; None if the store does not say it."""
+        with _as_os_error(url):
+            return self._store.free_bytes(url) if isinstance(self._store, LocalFiles) else None
 
 
 class _SafeReader(io.RawIOBase):

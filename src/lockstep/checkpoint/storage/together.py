@@ -41,7 +41,7 @@ class StorageUnavailable(UserError):
     """
 
 
-def run_on_rank0(
+def retry_on_rank0(
     storage: CheckpointStorage, runtime: Runtime, timeout_s: float, act: Callable[[], Any], done: str
 ) -> Any:
     """Run `act` on rank 0 until no OSError stops it, and return its result, plain JSON, on every rank. Collective.
@@ -50,13 +50,11 @@ def run_on_rank0(
     may be called again after it has done a part of its work. In the message, the checkpoints "cannot be `done`".
     """
     gather = runtime.collectives.gather_json
-    act_here = act if runtime.is_main else _nothing
+
+    # The other ranks have nothing to do, and learn how rank 0 fares.
+    act_here = act if runtime.is_main else lambda: None
     _, answers = try_for(lambda: act_together(storage, gather, act_here, done, WRITE_FIX), runtime, timeout_s)
     return answers[0]
-
-
-def _nothing() -> None:
-    """Do what the other ranks do meanwhile."""
 
 
 def try_for(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> Answer:

@@ -25,8 +25,8 @@ from pathlib import Path
 import psutil
 
 from lockstep.errors import UserError
-from lockstep.launch.folder import election
-from lockstep.launch.folder.election import Term
+from lockstep.launch import election
+from lockstep.launch.election import Term
 from lockstep.launch.job import parse_address
 from lockstep.launch.wire.secret import SECRET
 from lockstep.runtime.host.network import address_family, join_host_port

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
-from torch.utils.data._utils import worker as torch_worker
 
 from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.loader import already_collated, collate_samples, is_empty, start_loader
@@ -31,6 +30,7 @@ from lockstep.data.samplers import make_sampler
 from lockstep.data.streams.cursor import Cursor, Reread, ShardEpoch, has_state
 from lockstep.data.streams.epochs import EpochSource, comparable_copy
 from lockstep.data.streams.shards import Shards
+from lockstep.data.torch_private import forget_worker
 from lockstep.data.windows import rank_range
 from lockstep.errors import UserError, plural
 from lockstep.task import MicroBatch, StepBatches, StepResult
@@ -337,7 +337,7 @@ class _StepReader(IterableDataset):
         workers, worker = (info.num_workers, info.id) if info else (1, 0)
 
         # A dataset that splits itself by worker process must not: each shard is read whole.
-        torch_worker._worker_info = None
+        forget_worker()
 
         # This worker's range of its rank's micro-batches, and the shards that they lie in.
         of_rank = micro_batches_of(self.options)

@@ -22,7 +22,7 @@ from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.errors import Preempted, UserError
-from lockstep.launch.folder.run_dir import is_checkpoint
+from lockstep.launch.folder.paths import read_path
 from lockstep.parallel.meta.init import init_as_configured
 from lockstep.task import Task
 
@@ -97,7 +97,7 @@ def _restore_more(task: Task, setup: ModelSetup, builder: RunBuilder) -> int:
     """
     assert builder.config.init_from is not None
     path = Path(builder.config.init_from)
-    if not is_checkpoint(path):
+    if read_path(path).name is None:
         return 0
 
     # `init_from` has verified its bytes.

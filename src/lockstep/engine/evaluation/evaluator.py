@@ -21,8 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lockstep.config import RunConfig
 from lockstep.data.from_loader import Collate, take_evaluation_loader
 from lockstep.data.loader import Request, SampleReader, is_empty, read_all
-from lockstep.data.mosaic import by_index
 from lockstep.data.samplers import Sampled
+from lockstep.data.streams.mosaic import by_index
 from lockstep.data.transfer import Transfer
 from lockstep.data.windows import rank_range
 from lockstep.engine.evaluation.modes import restore_modes

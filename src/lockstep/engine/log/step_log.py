@@ -64,7 +64,7 @@ class StepLog:
     def add_metric(self, name: str, total: Number, weight: Weight) -> None:
         """Add to a metric of the next line."""
         # A name is only noted here. Ranks may log different ones, and agree on them with the control word of a step.
-        self._stepper.context.metric_names.seen.add(name)
+        self._stepper.context.metric_names.see([name])
         self._stepper.sums.add([], [(name, total, weight)])
 
     def end_step(self, samples: int, result: StepResult | None, is_last: bool) -> None:
@@ -118,11 +118,10 @@ class StepLog:
         # and hold the last one of the interval before.
         late = int(stepper.awaits_outcome)
         summed = self._steps + self._late - late
-        interval = Interval(self._steps, self._samples, outcomes.skipped_since_log, summed)
+        interval = Interval(self._steps, self._samples, outcomes.take_skipped(), summed)
         self._recorder.end_interval(stepper.sums, interval, numbers)
 
         self._begin_interval(late)
-        outcomes.skipped_since_log = 0
 
     def _begin_interval(self, late: int = 0) -> None:
         """Count from 0 again. `late` is 1 if the losses of the last step are still to come, as on a GPU."""
@@ -134,17 +133,14 @@ class StepLog:
         """Make all ranks know the metrics of each of them. Collective."""
         names = self._stepper.context.metric_names
         self._recorder.agree_on_names(names.seen | names.known)
-        names.known = set(self._recorder.names)
-        names.new = False
+        names.agree(self._recorder.names)
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of the interval. Collective."""
-        # Metrics that this rank has seen, and that other ranks may not know.
-        names = self._stepper.context.metric_names
-        to_share = sorted(names.seen - names.known)
-        if any(self._recorder.runtime.collectives.gather_json(to_share)):
+        unshared = self._stepper.context.metric_names.unshared()
+        if any(self._recorder.runtime.collectives.gather_json(unshared)):
             self.agree_on_names()
 
         return {"interval": self._recorder.interval_state(self._stepper.sums)}
@@ -152,5 +148,5 @@ class StepLog:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Return to the interval in a checkpoint."""
         self._recorder.resume_interval(self._stepper.sums, state.get("interval"))
-        self._stepper.context.metric_names.known = set(self._recorder.names)
+        self._stepper.context.metric_names.restore(self._recorder.names)
         self._begin_interval()

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -49,7 +47,7 @@ from lockstep.parallel.driver import Driver
 from lockstep.parallel.inner_gradients import stop_watching
 from lockstep.precision import Precision, choose_precision, for_model
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
+from lockstep.runtime.environments.launcher import settings_file
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch
 
 
@@ -297,11 +295,11 @@ def open_run(
         run_class=run_class,
     )
 
-    # Write the launcher's settings where it reads them: it has no access to the task's defaults.
-    launcher_folder = from_launcher(ATTEMPT_FOLDER)
-    if launcher_folder and os.environ.get("RANK") == "0":
+    # Only here are the settings complete that the launcher follows.
+    for_launcher = settings_file()
+    if for_launcher:
         limits = {"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}
-        records.write(Path(launcher_folder) / "settings.json", json.dumps(limits))
+        records.write(for_launcher, json.dumps(limits))
 
     # Code that draws random numbers before the first step, such as model initialization, draws the same on every rank.
     runtime.heartbeat.beat("build")

@@ -11,9 +11,9 @@ from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.resume import Resumed
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
-from lockstep.data.mosaic import DESCRIPTION, by_index, is_streaming_dataset
 from lockstep.data.samplers.torch_samplers import bind_sampler
 from lockstep.data.sources import open_source
+from lockstep.data.streams.mosaic import DESCRIPTION, by_index, is_streaming_dataset
 from lockstep.engine.checks.settings import check_before_batch, check_same_config, check_sample_log, check_steps_left
 from lockstep.engine.evaluation.evaluations import Evaluations
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
@@ -197,7 +197,8 @@ def _make_stepper(builder: RunBuilder, setup: ModelSetup, plan: Plan) -> Stepper
 
 def _make_requests(plan: Plan, stepper: Stepper, checkpoints: CheckpointManager, resumed: Resumed | None) -> Requests:
     changed = {change.key for change in resumed.changed_settings} if resumed else set()
-    return Requests(stepper, checkpoints, plan.steps, steps_changed=bool(changed & {"steps", "epochs"}))
+    collectives = stepper.context.runtime.collectives
+    return Requests(stepper, checkpoints, collectives, plan.steps, steps_changed=bool(changed & {"steps", "epochs"}))
 
 
 def _make_evaluations(builder: RunBuilder, plan: Plan, stepper: Stepper, requests: Requests) -> Evaluations:

@@ -23,7 +23,7 @@ from lockstep.data.loader import Request
 from lockstep.engine.hooks.calls import overridden
 from lockstep.engine.start_check import data
 from lockstep.engine.start_check.alone import as_one_rank
-from lockstep.engine.start_check.judge import (
+from lockstep.engine.start_check.mistakes import (
     Measurement,
     Tolerance,
     judge_changes,
@@ -36,7 +36,7 @@ from lockstep.engine.start_check.judge import (
 from lockstep.engine.start_check.probe import Inconclusive, Probe, has_statistics, without_batch_statistics
 from lockstep.engine.start_check.random_numbers import used_generators
 from lockstep.engine.start_check.samples import Samples, read_samples, read_stream_samples
-from lockstep.engine.start_check.state_snapshot import StateSnapshot
+from lockstep.engine.start_check.snapshot import CheckSnapshot
 from lockstep.errors import UserError
 from lockstep.parallel.call_chain import run_eagerly
 from lockstep.parallel.sharded import RanksDiffer
@@ -114,15 +114,15 @@ def find_cause(run: Run, task: Any) -> Cause | None:
     return _combine_ranks(run, cause, measured, reason)
 
 
-def snapshot_for_own_loop(run: Run) -> StateSnapshot | None:
+def snapshot_for_own_loop(run: Run) -> CheckSnapshot | None:
     """Return a snapshot of the state before the first forward of a custom loop, or None if nothing is checked."""
     if run.config.checks.loss == "off" or run.steps_done > 0:
         return None
 
-    return StateSnapshot(run.driver.model, None, (), copies_parameters=False)
+    return CheckSnapshot(run.driver.model, None, (), copies_parameters=False)
 
 
-def check_own_loop(run: Run, snapshot: StateSnapshot) -> None:
+def check_own_loop(run: Run, snapshot: CheckSnapshot) -> None:
     """Raise if the first forward of a custom loop changed state that it must not change. Call it before backward."""
     changes = snapshot.changes()
 
@@ -201,7 +201,7 @@ def _measure_and_judge(run: Run, task: Any, samples: Samples | None) -> tuple[Ca
     optimizers = run.model_setup.optimizers.all
 
     accepted = accepted_causes(run.config)
-    snapshot = StateSnapshot(model, task, optimizers, copies_parameters="changed-in-forward" in accepted)
+    snapshot = CheckSnapshot(model, task, optimizers, copies_parameters="changed-in-forward" in accepted)
     cause, measured, reason = None, None, ""
 
     try:
@@ -222,7 +222,7 @@ def _measure_and_judge(run: Run, task: Any, samples: Samples | None) -> tuple[Ca
 
 
 def _judge(
-    run: Run, probe: Probe, snapshot: StateSnapshot, samples: Samples, changing_buffers: tuple[str, ...]
+    run: Run, probe: Probe, snapshot: CheckSnapshot, samples: Samples, changing_buffers: tuple[str, ...]
 ) -> tuple[Cause | None, Measurement]:
     """Return the first cause that checks.loss does not accept, if any, and the first measurement."""
     accepted = accepted_causes(run.config)
@@ -334,7 +334,7 @@ def _measure_again(
 
 
 def _check_halves(
-    run: Run, probe: Probe, snapshot: StateSnapshot, samples: Samples, tolerance: Tolerance
+    run: Run, probe: Probe, snapshot: CheckSnapshot, samples: Samples, tolerance: Tolerance
 ) -> Cause | None:
     """Return the cause if the loss of the samples is not the sum of the losses of their halves, else None."""
     if not samples.can_be_split:

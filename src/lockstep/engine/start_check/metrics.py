@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.engine.evaluation.early_stop import check_metric
 from lockstep.engine.evaluation.evaluator import EvaluationSet, evaluation_batch
-from lockstep.engine.start_check.state_snapshot import StateSnapshot
+from lockstep.engine.start_check.snapshot import CheckSnapshot
 from lockstep.parallel.call_chain import run_eagerly
 from lockstep.runtime.seeds import preserve_rng
 
@@ -50,7 +50,7 @@ def check_metrics(run: Run, task: Any, sets: Sequence[EvaluationSet]) -> None:
 def _without_a_trace(run: Run, task: Any) -> Iterator[None]:
     """Return a context after which generators, the model and the task are as before."""
     model = run.driver.model
-    snapshot = StateSnapshot(model, task, (), copies_parameters=False)
+    snapshot = CheckSnapshot(model, task, (), copies_parameters=False)
 
     with preserve_rng(run.runtime.device), run_eagerly(model), run.source.reading_here(), run.gathering.whole_batches():
         try:

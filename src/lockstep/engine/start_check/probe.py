@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from lockstep.data.transfer import Transfer
 from lockstep.engine.evaluation.modes import restore_modes
-from lockstep.engine.start_check.judge import Measurement
+from lockstep.engine.start_check.mistakes import Measurement
 from lockstep.engine.start_check.random_numbers import ConstantDraws, seed_all
 from lockstep.errors import UserError
 from lockstep.observe.metrics import detached

@@ -165,12 +165,16 @@ class Attempt:
         return replace(failure, host=self._host_of(failure.rank), step=step, phase=phase)
 
     def overdue_failure(self) -> Failure:
-        """Return the failure of ranks that were asked to save and take too long."""
+        """Return the failure of ranks that were asked to save and take too long, naming the one that holds them up."""
         late = self.running
         text = plural(
             len(late), "rank did not exit in time and was killed", "ranks did not exit in time and were killed"
         )
 
+        if failure := self.watchdog.overdue(late, text):
+            return failure
+
+        # Nothing is known of some of them.
         first = min(late)
         return Failure.by_launcher(LauncherFailure.OVERDUE, text, first, self._host_of(first))
 

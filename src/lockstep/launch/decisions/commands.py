@@ -10,6 +10,7 @@ from typing import Any
 
 from lockstep.errors import plural, some_names
 from lockstep.launch.failure import Failure
+from lockstep.launch.job import COORDINATOR
 from lockstep.launch.wire.messages import Announce, JobEnd, Order
 
 # How many lines a second all screens show about single nodes that come or go. Each line is a message to every node.
@@ -80,8 +81,10 @@ class Outbox:
         self._commands.append(command)
 
     def send(self, nodes: Iterable[int], order: Order) -> None:
-        """Send an order to several nodes, the lowest number first."""
-        self._commands += [Send(node, order) for node in sorted(nodes)]
+        """Send an order to several nodes."""
+        # Last to the coordinating one: it carries an order out, which may take seconds, before it sends the next.
+        last = sorted(nodes, key=lambda node: (node == COORDINATOR, node))
+        self._commands += [Send(node, order) for node in last]
 
     def say(self, text: str) -> None:
         """Show a line on the screens of all nodes."""

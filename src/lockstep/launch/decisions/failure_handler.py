@@ -60,7 +60,8 @@ class FailureHandler:
                 self.announce(failure, self._describe_restart(decision, failure, now))
 
             case Continue():
-                self._state.outbox.say(f"{failure.message}; continuing from {self._state.where_to_resume}")
+                head = f"{failure.message}; continuing from {self._state.where_to_resume}"
+                self._state.outbox.say("\n".join([head, *(f"  {line}" for line in failure.traceback.splitlines())]))
 
             case UndoResize():
                 self.announce(failure)

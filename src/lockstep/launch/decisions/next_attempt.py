@@ -5,13 +5,12 @@ from __future__ import annotations
 from lockstep.errors import plural
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.commands import StartAttempt
-from lockstep.launch.decisions.recovery import End, EndPreempted, Restart
+from lockstep.launch.decisions.recovery import EndPreempted, Restart
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import JOIN_S, START_S, JobStatus
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import COORDINATOR
-from lockstep.launch.wire.messages import JobEnd
 
 # How long the job waits before it says which nodes are missing, and between two lines about that.
 SAY_MISSING_S = 3.0
@@ -72,12 +71,11 @@ class NextAttempt:
 
     def end_if_decided(self) -> bool:
         """End the job if that was decided before the ranks were gone. Return whether it was."""
-        decided = self._state.decided
-        if isinstance(decided, End):
-            self._state.end(JobEnd(decided.code, decided.failure))
+        if ending := self._state.decided_end:
+            self._state.end(ending)
             return True
 
-        if isinstance(decided, EndPreempted):
+        if isinstance(self._state.decided, EndPreempted):
             self._save_requests.end_job()
             return True
 

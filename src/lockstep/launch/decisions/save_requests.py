@@ -13,9 +13,6 @@ from lockstep.launch.wire.messages import JobEnd, Prepare, SaveAndExit
 # A SIGINT at another node within this time is the same Ctrl-C: some tools send it to all nodes.
 SAME_SIGINT_S = 1.0
 
-# When ranks can be asked to save and exit, and have not been.
-CAN_ASK = (JobStatus.RUN, JobStatus.COLLECT_STACKS)
-
 
 class SaveRequests:
     """Asks the ranks to save and exit, and remembers the signal that asked the whole job to.
@@ -57,7 +54,7 @@ class SaveRequests:
 
     def include_new_node(self, now: float) -> None:
         """Have running ranks save, so that the next attempt can include a node that has joined."""
-        if self._state.status in CAN_ASK:
+        if self._state.status is JobStatus.RUN:
             self._state.outbox.say("asking the ranks to save, to continue with the new node")
             self.ask_ranks(now)
 
@@ -89,7 +86,7 @@ class SaveRequests:
         for node, count in members.wanted.items():
             outbox.send([node], Prepare(count))
 
-        if self._state.status in CAN_ASK:
+        if self._state.status is JobStatus.RUN:
             self.ask_ranks(now)
 
     @property

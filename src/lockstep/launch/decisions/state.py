@@ -10,7 +10,7 @@ from typing import Any
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.commands import NodeNews, Outbox
 from lockstep.launch.decisions.members import Members
-from lockstep.launch.decisions.recovery import Decision
+from lockstep.launch.decisions.recovery import Decision, End
 from lockstep.launch.decisions.restarts import Restarts
 from lockstep.launch.decisions.status import JOIN_S, TRANSITIONS, JobStatus
 from lockstep.launch.folder.run_dir import CheckpointFacts
@@ -43,8 +43,10 @@ class JobState:
         # What was decided for the moment when all ranks are gone: `FailureHandler` sets it, `NextAttempt` carries it
         # out. None before the first attempt, and while nothing has happened.
         self.decided: Decision | None = None
+        if ending := inherited.ending:
+            self.decided = End(ending.code, "that was decided before the coordinator was lost", ending.failure)
 
-        # Nodes from which an answer is missing: stacks in COLLECT_STACKS, the end of their ranks in KILL.
+        # Nodes that have not said yet, in KILL, that their ranks are gone.
         self.unanswered: set[int] = set()
 
     def enter(self, status: JobStatus, deadline: float = math.inf, unanswered: Iterable[int] = ()) -> None:
@@ -58,6 +60,12 @@ class JobState:
         """End the job. `ending` need not count the restarts."""
         self.enter(JobStatus.OVER)
         self.outbox.put(replace(ending, restarts=self.restarts.total))
+
+    @property
+    def decided_end(self) -> JobEnd | None:
+        """How the job ends when all ranks are gone, if it is decided that it has failed."""
+        decided = self.decided
+        return JobEnd(decided.code, decided.failure) if isinstance(decided, End) else None
 
     @property
     def nodes_of_attempt(self) -> set[int]:

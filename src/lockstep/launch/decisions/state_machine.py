@@ -8,7 +8,7 @@ resumes from the newest checkpoint, unless there is a reason not to.
 `JobState`, and each part of the state machine looks after the job while it has some status:
 
     NextAttempt       JOIN: waits for nodes, starts the next attempt, or ends the job
-    HangCheck         RUN, COLLECT_STACKS: finds ranks that stall
+    HangCheck         RUN, SAVE_AND_EXIT: finds ranks that stall, and the one that the others wait for
     SaveRequests      SAVE_AND_EXIT: asks the ranks to save and exit, for a signal, a resize or a new node
     FailureHandler    KILL: asks `decide` what follows a failure, and has all ranks killed
 
@@ -27,7 +27,7 @@ from lockstep.launch.decisions.failure_handler import FailureHandler
 from lockstep.launch.decisions.hang_check import HangCheck
 from lockstep.launch.decisions.members import Node
 from lockstep.launch.decisions.next_attempt import NextAttempt
-from lockstep.launch.decisions.recovery import Restart
+from lockstep.launch.decisions.recovery import End, Restart
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import (
@@ -94,7 +94,13 @@ class JobStateMachine:
             self._state.restarts.history(now),
             self._state.settings.model_dump(),
             self._save_requests.signal,
+            self._state.decided_end,
         )
+
+    @property
+    def end_is_decided(self) -> bool:
+        """Whether the job ends when all ranks are gone, because it has failed."""
+        return self._state.decided_end is not None
 
     def note_checkpoints(self, checkpoints: CheckpointFacts) -> None:
         """The coordinator has looked at the checkpoints. It does so before it reports anything else."""
@@ -121,7 +127,7 @@ class JobStateMachine:
 
     def is_due(self, now: float) -> bool:
         """Return whether `tick` would act on a deadline."""
-        return now >= self._state.deadline or self._is_time_to_blame(now)
+        return now >= self._state.deadline or self._is_time_to_blame(now) or self._hang_check.is_due(now)
 
     def receive(self, node: int, message: Report, now: float) -> None:
         """Act on the message of a node, which may be the coordinating one."""
@@ -172,6 +178,12 @@ class JobStateMachine:
             self._failure_handler.announce(failure)
             return
 
+        # The job had failed, and its ranks are gone by now: `NextAttempt` ends it.
+        decided = self._state.decided
+        if isinstance(decided, End):
+            self._failure_handler.announce(failure, f"not restarted: {decided.reason}")
+            return
+
         # The ranks are gone already, so a job that was asked to exit ends as preempted.
         self._failure_handler.handle(failure, now, nothing_to_save=True)
         if isinstance(self._state.decided, Restart):
@@ -204,10 +216,6 @@ class JobStateMachine:
 
     def _wait_for_cause(self, rank_exit: RankExit, now: float) -> None:
         """Set the time by which the exit of a rank that failed earlier must have arrived."""
-        # The rank that failed explains why the others stall: their stacks are no longer needed.
-        if self._state.status is JobStatus.COLLECT_STACKS:
-            self._state.enter(JobStatus.RUN)
-
         seconds = CAUSE_WAIT_S[rank_exit.consequence]
         self._state.attempt.blame_at = min(self._state.attempt.blame_at, now + seconds)
 
@@ -307,12 +315,12 @@ class JobStateMachine:
         at_once = self._save_requests.note_signal(signal, node, now)
 
         match self._state.status:
-            case JobStatus.RUN | JobStatus.COLLECT_STACKS | JobStatus.SAVE_AND_EXIT if at_once:
+            case JobStatus.RUN | JobStatus.SAVE_AND_EXIT if at_once:
                 self._state.outbox.say("second Ctrl-C: killing the ranks")
                 self._failure_handler.follow_request(now, typed_twice=True)
                 self._failure_handler.order_kill(now)
 
-            case JobStatus.RUN | JobStatus.COLLECT_STACKS:
+            case JobStatus.RUN:
                 ranks = plural(len(self._state.attempt.ranks), "rank")
                 grace = f"{self._state.settings.restart.grace:g} s, restart.grace"
                 self._state.outbox.say(f"{signal}: asking {ranks} to save and exit ({grace}; Ctrl-C twice: at once)")
@@ -349,6 +357,8 @@ class JobStateMachine:
 
         if self._is_time_to_blame(now):
             self._blame(now)
+        elif self._hang_check.is_due(now):
+            self._hang_check.judge(now)
         elif now >= state.deadline:
             self._deadline_passed(now)
 
@@ -361,13 +371,11 @@ class JobStateMachine:
                 problem = f"{came}, and {state.members.bounds.least} are needed"
                 self._failure_handler.end_without_attempt(problem, now)
 
-            case JobStatus.COLLECT_STACKS:
-                self._hang_check.judge(now)
+            case JobStatus.SAVE_AND_EXIT if attempt.has_failed:
+                self._failure_handler.handle(attempt.root_failure(), now)
 
             case JobStatus.SAVE_AND_EXIT:
-                # Ranks that were asked to save take too long.
-                failure = attempt.root_failure() if attempt.has_failed else attempt.overdue_failure()
-                self._failure_handler.handle(failure, now)
+                self._hang_check.overdue(now)
 
             case JobStatus.KILL if COORDINATOR in state.unanswered:
                 # They still hold the run folder.

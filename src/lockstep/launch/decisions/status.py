@@ -12,7 +12,6 @@ class JobStatus(Enum):
 
     JOIN = "waiting for nodes"
     RUN = "running"
-    COLLECT_STACKS = "waiting for stacks"
     SAVE_AND_EXIT = "waiting for ranks to save and exit"
     KILL = "waiting for killed ranks to be gone"
     OVER = "over"
@@ -25,20 +24,13 @@ TRANSITIONS: dict[JobStatus, set[JobStatus]] = {
         JobStatus.OVER,  # too few nodes came in time, or are left after an attempt; or the end was decided
     },
     JobStatus.RUN: {
-        JobStatus.COLLECT_STACKS,  # no rank advances, or one is halted
         JobStatus.SAVE_AND_EXIT,  # a signal, a resize or a new node; or a rank has received a signal itself
-        JobStatus.KILL,  # a failure, or a second Ctrl-C
+        JobStatus.KILL,  # a failure, a hang too, or a second Ctrl-C
         JobStatus.OVER,  # all ranks have finished
-    },
-    JobStatus.COLLECT_STACKS: {
-        JobStatus.RUN,  # the stacks have arrived, or time is up, or a rank has failed; KILL follows if it is a hang
-        JobStatus.SAVE_AND_EXIT,  # as in RUN
-        JobStatus.KILL,
-        JobStatus.OVER,
     },
     JobStatus.SAVE_AND_EXIT: {
         JobStatus.JOIN,  # all ranks have saved, and the job goes on with other ranks
-        JobStatus.KILL,  # a failure, or a second Ctrl-C
+        JobStatus.KILL,  # a failure, a hang too, ranks that take too long, or a second Ctrl-C
         JobStatus.OVER,  # all ranks have saved, or finished
     },
     JobStatus.KILL: {
@@ -50,7 +42,7 @@ TRANSITIONS: dict[JobStatus, set[JobStatus]] = {
 }
 
 # Ranks are running.
-ACTIVE = (JobStatus.RUN, JobStatus.COLLECT_STACKS, JobStatus.SAVE_AND_EXIT)
+ACTIVE = (JobStatus.RUN, JobStatus.SAVE_AND_EXIT)
 
 
 # ---- how long they last ----

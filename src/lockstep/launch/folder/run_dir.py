@@ -11,7 +11,6 @@ import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +20,11 @@ from lockstep.config import yaml_dialect
 from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.launch.folder.checkpoint_names import LATEST, MANIFEST, OWNER, is_confirmation, is_draft, step_in
+from lockstep.launch.folder.paths import run_of
 from lockstep.runtime.environments.launcher import TORCHRUN_ID, TORCHRUN_RESTARTS
 
-# The file that exists until the newest checkpoint is the one that --resume named, or follows it. It holds the name of
-# that checkpoint.
+# The file that exists while a run goes back to one of its own checkpoints, whose name it holds: until the later ones
+# are set aside, or the run has committed another one.
 GOING_BACK = ".going-back"
 
 # The largest settings or plan file of a run, in bytes.
@@ -121,29 +121,6 @@ def holds_a_run(path: Path) -> bool:
     return has_metrics or (checkpoints.exists() and (not checkpoints.is_dir() or any(checkpoints.iterdir())))
 
 
-def is_checkpoint(path: Path) -> bool:
-    return (path / MANIFEST).exists()
-
-
-def run_of(path: Path) -> Path:
-    """Return the run folder that `path`, a run or one of its checkpoints, belongs to."""
-    # A checkpoint that was copied elsewhere belongs to no run.
-    if is_checkpoint(path) and path.resolve().parent.name == "checkpoints":
-        return path.resolve().parent.parent
-
-    if (path / "checkpoints").is_dir() or (path / "metrics.jsonl").exists():
-        return path
-
-    near = [] if path.exists() else get_close_matches(str(path), ["auto", "never"], n=1)
-    meant = f"use --resume {near[0]}; or " if near else ""
-    raise UserError(
-        f"--resume {path} names neither a run's folder nor one of its checkpoints",
-        "a folder with other contents" if path.exists() else "no such folder",
-        f"{meant}use --resume RUN or --resume RUN/checkpoints/step-NNNNNNNN, where RUN is a run's folder; "
-        "or leave it out",
-    )
-
-
 def prepare(run: Path) -> None:
     """Make the folder and check that it can be written to, and that it holds no links, pipes or devices."""
     _refuse_detours(run)
@@ -184,16 +161,6 @@ def not_writable(run: Path, error: OSError) -> UserError:
         f"{error.strerror}: {error.filename or run}",
         "set run_dir=FOLDER, one that you may write to",
     )
-
-
-def folder_identity(run: Path) -> tuple[int, int] | None:
-    """Return device and inode, which differ for another folder at the same path; None if there is no folder."""
-    try:
-        found = run.stat()
-    except OSError:
-        return None
-
-    return found.st_dev, found.st_ino
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from lockstep.launch import records
 from lockstep.launch.folder.locks import hold
+from lockstep.launch.folder.paths import read_path, run_of
 from lockstep.launch.folder.resize import remove_old_requests
-from lockstep.launch.folder.run_dir import GOING_BACK, is_checkpoint, run_of
+from lockstep.launch.folder.run_dir import GOING_BACK
 
 
 @dataclass(frozen=True)
@@ -35,9 +36,14 @@ class StartFrom:
 
 
 def choose_start(resume: str, run_dir: Path, attempt: int = 0) -> StartFrom:
-    """Return where this attempt starts. `resume` is the setting: never, auto, a run or a checkpoint.
+    """Return where this attempt starts. Raise a UserError if `resume` names neither a run nor a checkpoint.
 
-    Raise a UserError if it names neither a run nor a checkpoint.
+    resume                          first attempt           a restart
+    never                           the beginning           the newest checkpoint of this run
+    auto, or this run               the newest              the newest
+    a checkpoint of this run        that one                that one, or the newest once the mark is gone
+    another run, or one of its      that one                the newest, or that one if this run has none
+    a path that is gone             refused                 the newest; an error if this run has none
     """
     if resume in ("auto", "never"):
         # A restart continues the run, even if that was a new one at first.
@@ -51,7 +57,7 @@ def choose_start(resume: str, run_dir: Path, attempt: int = 0) -> StartFrom:
         return StartFrom(newest=True, named=resume)
 
     in_this_run = run_of(named).resolve() == run_dir.resolve()
-    if in_this_run and not is_checkpoint(named):
+    if in_this_run and read_path(named).name is None:
         return StartFrom(newest=True)
 
     # If the attempt before this one died before it could set the later checkpoints aside, they are still the newest.
@@ -63,7 +69,7 @@ def choose_start(resume: str, run_dir: Path, attempt: int = 0) -> StartFrom:
 
 
 def going_back_mark(run_dir: Path) -> Path:
-    """Return the file that exists until the newest checkpoint is the one that --resume named, or follows it."""
+    """Return the file that exists while a run goes back to one of its own checkpoints (`GOING_BACK`)."""
     return run_dir / GOING_BACK
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
-from lockstep.launch.folder.election import HeldTerm
+from lockstep.launch.election import HeldTerm, folder_identity
 from lockstep.launch.folder.resize import take_request
-from lockstep.launch.folder.run_dir import CheckpointFacts, folder_identity, read_checkpoint_facts
+from lockstep.launch.folder.run_dir import CheckpointFacts, read_checkpoint_facts
+from lockstep.launch.jsonl import append_event
 from lockstep.launch.times import HEARTBEAT_S, LOOK_S, LOST_AFTER_S
 
 # How long the end of a job waits for the thread that looks at the run folder, whose disk may not answer.
@@ -18,7 +21,7 @@ END_S = 2.0
 
 
 class FolderWatch:
-    """A thread that looks at the run folder once a second, and writes the coordinator's heartbeat there.
+    """A thread that looks at the run folder once a second, and writes the coordinator's heartbeat and events there.
 
     All of this is in a thread because a disk may answer slowly: the coordinator's loop must go on meanwhile, or the
     other nodes would lose it.
@@ -28,11 +31,12 @@ class FolderWatch:
         self._run_dir = run_dir
         self._held_term = held_term
 
-        # When the coordinator's loop last came round, as the loop itself says.
-        self.loop_turned_at = time.monotonic()
+        # When the last iteration of the coordinator's loop began, as the loop itself says.
+        self.last_iteration_at = time.monotonic()
 
-        # The run folder, until it is found missing or replaced.
-        self._identity: tuple[int, int] | None = folder_identity(run_dir)
+        # The run folder, once it was seen, and until it is found missing or replaced.
+        self._identity: tuple[int, int] | None = None
+        self._notice_removal()
 
         # What the coordinator's loop reads: what the checkpoints showed last, whether another node has taken over, the
         # contents of the files that `lockstep resize` left, whether the run folder is gone, and an error that ended
@@ -46,7 +50,11 @@ class FolderWatch:
         # Held during a look at the checkpoints, so that an older one does not replace a newer one.
         self._looking = threading.Lock()
 
-        self._closed = threading.Event()
+        # Events that the coordinator's loop has left, to be written to events.jsonl.
+        self._events: deque[dict[str, Any]] = deque()
+        self._awake = threading.Event()
+
+        self._closed = False
         self._thread = threading.Thread(target=self._run, daemon=True, name="lockstep-folder")
 
     def start(self) -> None:
@@ -54,13 +62,30 @@ class FolderWatch:
 
     def _run(self) -> None:
         try:
-            while not self.superseded:
+            while not self.superseded and not self._closed:
                 self.look_at_folder()
-                if self._closed.wait(HEARTBEAT_S):
-                    return
+                self._write_events_until(time.monotonic() + HEARTBEAT_S)
         except Exception as error:
             # The coordinator's loop raises it, whatever it is: without this thread there is no heartbeat.
             self.error = error
+        finally:
+            self._write_events()
+
+    def _write_events_until(self, next_look: float) -> None:
+        """Write each event at once, until it is time for the next look."""
+        while not self._closed and (seconds := next_look - time.monotonic()) > 0:
+            self._awake.wait(seconds)
+            self._awake.clear()
+            self._write_events()
+
+    def _write_events(self) -> None:
+        while self._events:
+            append_event(self._run_dir, self._events.popleft())
+
+    def log(self, event: Mapping[str, Any]) -> None:
+        """Have an event appended to the run's events. The coordinator's loop does not wait for the disk."""
+        self._events.append({"time": time.time(), **event})
+        self._awake.set()
 
     def look_at_folder(self) -> None:
         """Look once at everything that the coordinator must know."""
@@ -75,7 +100,7 @@ class FolderWatch:
         """Write the heartbeat, and check whether another node has taken over."""
         # The loop may stall, for example in a write to a terminal stopped with Ctrl-S, for as long as it takes the
         # other nodes to lose this one. Then there is no heartbeat: another node is to take over.
-        stalls = time.monotonic() - self.loop_turned_at > LOST_AFTER_S
+        stalls = time.monotonic() - self.last_iteration_at > LOST_AFTER_S
         if self._held_term is not None and not stalls:
             self._held_term.renew()
 
@@ -105,12 +130,19 @@ class FolderWatch:
         return self.checkpoints
 
     def _notice_removal(self) -> None:
-        # Nothing that is trained from now on can be saved: the coordinator says so, once.
-        if self._identity is not None and folder_identity(self._run_dir) != self._identity:
-            self._identity = None
-            self.removed = True
+        """Note that the run folder is gone or another one: nothing that is trained from now on can be saved there."""
+        # A disk error says nothing about the folder.
+        with suppress(OSError):
+            found = folder_identity(self._run_dir)
+            if self._identity is None:
+                self._identity = found
+            elif found != self._identity:
+                self._identity = None
+                self.removed = True
 
     def close(self) -> None:
-        self._closed.set()
+        """End the thread. If its disk does not answer, events that were not written are lost."""
+        self._closed = True
+        self._awake.set()
         if self._thread.is_alive():
             self._thread.join(END_S)

@@ -100,8 +100,9 @@ def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
 
 
 # Why the stacks of all ranks are collected: a process is halted; or every rank has reached its limit; or no rank has
-# advanced for a while. In the last case the job fails only if the stacks prove a deadlock.
-SuspicionKind = Literal["halted", "limit", "stall"]
+# advanced for a while. In that case the job fails only if the stacks prove a deadlock. Last: ranks that were asked to
+# save and exit take too long.
+SuspicionKind = Literal["halted", "limit", "stall", "overdue"]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from lockstep.config.sections import HangConfig
-from lockstep.launch.failure import Failure
+from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.hangs import flight_recorder
 from lockstep.launch.hangs.explanation import Evidence, explain, gil_holders, ranks_ahead
 from lockstep.launch.hangs.suspicion import (
@@ -29,8 +29,8 @@ from lockstep.launch.hangs.suspicion import (
     suspect,
 )
 
-# How long a rank that compiles is left alone before it is asked again.
-COMPILING_S = 10.0
+# How long a rank that compiles, or saves, is left alone before it is asked again.
+BUSY_S = 10.0
 
 # Seconds without progress after which the screen says where the ranks are, whatever their limits.
 STALL_S = 45.0
@@ -62,7 +62,7 @@ class Watchdog:
         self._watched_since = -math.inf
         self._last_look = -math.inf
 
-        # No suspicion before this time: some rank was found compiling.
+        # No suspicion before this time: some rank was found compiling, or saving.
         self._quiet_until = -math.inf
 
         # Rank -> when it was first seen halted.
@@ -87,6 +87,11 @@ class Watchdog:
         """Add what some ranks have sent for the current suspicion."""
         self._stacks |= stacks
         self._collectives |= collectives
+
+    def forget_answers(self) -> None:
+        """Forget what was collected for an earlier suspicion: it does not explain the next one."""
+        self._stacks = {}
+        self._collectives = {}
 
     @property
     def _all_views(self) -> list[RankView]:
@@ -125,10 +130,7 @@ class Watchdog:
             halted_s = now - self._halted.get(view.rank, now)
             seen.append(replace(view, age=min(view.age, watched), halted_s=halted_s))
 
-        # What was collected for an earlier suspicion does not explain this one.
-        self._stacks = {}
-        self._collectives = {}
-
+        self.forget_answers()
         self._suspicion = None
         if now >= self._quiet_until:
             self._suspicion = suspect(seen, self._limits, self._hang_points) or self._stall(seen)
@@ -186,8 +188,11 @@ class Watchdog:
         """Whether the current suspicion is about a limit that can be raised, and not about a halted process."""
         return self._suspicion is not None and self._suspicion.limit_can_rise
 
-    def verdict(self) -> Failure | None:
-        """Return the failure, after stacks were collected; None if the ranks turn out to be busy."""
+    def verdict(self, saves_may_take_long: bool = False) -> Failure | None:
+        """Return the failure, after stacks were collected; None if the ranks turn out to be busy.
+
+        `saves_may_take_long`: they were asked to save, and have a limit of their own for that.
+        """
         suspicion = self._suspicion
         assert suspicion is not None
 
@@ -195,8 +200,9 @@ class Watchdog:
         if self._moved(suspicion) and not suspicion.awaits_halted_rank:
             return None
 
-        if self.is_compiling(suspicion, self._stacks):
-            self._quiet_until = self._last_look + COMPILING_S
+        saves = saves_may_take_long and any(view.phase_info.saves for view in suspicion.views.values())
+        if saves or self.is_compiling(suspicion, self._stacks):
+            self._quiet_until = self._last_look + BUSY_S
             return None
 
         # Within their limits ranks may just be slow, unless they wait for each other in different collectives.
@@ -211,16 +217,29 @@ class Watchdog:
         reason = f"no rank has advanced for {youngest:.0f} s, and none can: they wait in different collectives"
         return explain(replace(suspicion, reason=reason), evidence)
 
+    def overdue(self, late: Collection[int], reason: str) -> Failure | None:
+        """Return the failure of ranks that were asked to save and exit, and have not; None if some are not known."""
+        views = [view for view in self._all_views if view.rank in late]
+        if not views or len(views) < len(late):
+            return None
+
+        suspicion = Suspicion("overdue", reason, awaited_ranks(views), {view.rank: view for view in views})
+        return replace(explain(suspicion, self._evidence(suspicion)), kind=LauncherFailure.OVERDUE)
+
     def _evidence(self, suspicion: Suspicion) -> Evidence:
         """Return the stacks, and what follows from the collectives if all ranks have sent theirs."""
+        # A process whose run is closed answers as well, and is no part of this.
+        stacks = {rank: text for rank, text in self._stacks.items() if rank in suspicion.views}
+        collectives = {rank: entered for rank, entered in self._collectives.items() if rank in suspicion.views}
+
         # If torch has changed its format, only the stacks are used. A rank that did not answer cannot be compared.
         findings = flight_recorder.Findings()
-        if len(self._collectives) >= len(suspicion.views):
+        if len(collectives) == len(suspicion.views):
             with contextlib.suppress(AttributeError, KeyError, TypeError, ValueError):
-                findings = flight_recorder.analyse(self._collectives)
+                findings = flight_recorder.analyse(collectives)
 
-        holders = gil_holders(self._stacks, self._collectives)
-        return Evidence(self._stacks, findings, holders, ranks_ahead(suspicion, findings))
+        holders = gil_holders(stacks, collectives)
+        return Evidence(stacks, findings, holders, ranks_ahead(suspicion, findings))
 
     def is_compiling(self, suspicion: Suspicion, stacks: dict[int, str]) -> bool:
         """Return whether a rank is compiling, which is not a hang.

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import ExitCode, UserError
+from lockstep.launch import election
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import WAIT_S, Coordinator
-from lockstep.launch.folder import election
 from lockstep.launch.folder.run_dir import prepare
 from lockstep.launch.job import COORDINATOR, FROM_LAUNCHER, Job
 from lockstep.launch.jsonl import append_event

@@ -13,9 +13,9 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from lockstep.errors import ExitCode, PeersMissing, Preempted, UserError
+from lockstep.launch import election
+from lockstep.launch.election import CounterWatch, HeldTerm, TakeoverWatch, Term
 from lockstep.launch.failure import Failure, LauncherFailure
-from lockstep.launch.folder import election
-from lockstep.launch.folder.election import CounterWatch, HeldTerm, TakeoverWatch, Term
 from lockstep.launch.folder.locks import break_locks, hold
 from lockstep.launch.folder.start_from import hold_for_new_job
 from lockstep.launch.job import Job, parse_address

@@ -34,8 +34,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from lockstep.launch.election import TermFile
 from lockstep.launch.failure import CLEAN, PREEMPTED, RankExit
-from lockstep.launch.folder.election import TermFile
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.wire.sockets import wait_readable
@@ -43,6 +43,9 @@ from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, TERM_FILE
 
 # How often rank 0 of a job on several machines checks whether its coordinator has been superseded.
 TERM_LOOK_S = 1.0
+
+# How long a rank that was superseded tries to say so: a terminal stopped with Ctrl-S takes nothing.
+LAST_WORDS_S = 0.1
 
 
 def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline: int) -> NoReturn:
@@ -99,7 +102,7 @@ def _die_when_abandoned(lifeline: int) -> None:
 
     while True:
         if term_file and term_file.superseded():
-            os.write(2, b"lockstep: another node coordinates this job now: this rank ends\n")
+            _say_at_most_for(LAST_WORDS_S, b"lockstep: another node coordinates this job now: this rank ends\n")
             break
 
         # Without a term file there is nothing to look for in between.
@@ -108,6 +111,18 @@ def _die_when_abandoned(lifeline: int) -> None:
 
     # This kills its worker processes too, because each rank leads its own process group.
     os.killpg(os.getpid(), signal.SIGKILL)
+
+
+def _say_at_most_for(seconds: float, text: bytes) -> None:
+    """Write a text to stderr. If nobody reads there, go on without it: the next attempt relies on this rank's end."""
+
+    def write() -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, text)
+
+    speaker = threading.Thread(target=write, daemon=True)
+    speaker.start()
+    speaker.join(seconds)
 
 
 def exit_without_teardown(code: int) -> NoReturn:

@@ -18,8 +18,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from lockstep.errors import OutOfStep, Preempted, UserError
-from lockstep.launch import records
-from lockstep.launch.failure import PREEMPTED, Failure, RankExit, follows_lost_peer
+from lockstep.launch import lost_peer, records
+from lockstep.launch.failure import PREEMPTED, Failure, RankExit
 from lockstep.launch.frames import Frame
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 
@@ -58,7 +58,7 @@ def _failure_of(error: BaseException, rank: int) -> Failure:
         traceback="".join(traceback.format_exception(error)),
         for_user=isinstance(error, UserError),
         cause=error.cause if isinstance(error, UserError) else "",
-        follows_lost_peer=follows_lost_peer(error),
+        follows_lost_peer=lost_peer.follows(error),
     )
 
 

@@ -150,6 +150,7 @@ class Zygote:
 
     def _answer(self, request: dict[str, Any], fds: list[int]) -> None:
         """Fork the rank of a request, which gets its file descriptors, and report its process."""
+        zygote = os.getpid()
         rank = request["rank"]
         folder = Path(request["env"][ATTEMPT_FOLDER])
         self._folders.add(folder)
@@ -162,9 +163,7 @@ class Zygote:
             self._report(RankChange(rank, None, code=1))
         else:
             if pid == 0:
-                # The rank inherits none of the zygote's own descriptors.
-                close_all([self._control.detach(), self._woken, self._bell])
-                _become_rank(request, fds, self._work)
+                _become_rank(request, fds, self._work, [self._control.detach(), self._woken, self._bell], zygote)
 
             self._children[pid] = rank
             self._report(RankChange(rank, pid))
@@ -174,13 +173,11 @@ class Zygote:
     def _fork(self, folder: Path) -> int:
         """Fork; try for a while if the system refuses, unless it has refused another rank of this attempt."""
         # All ranks of an attempt are asked for at once, and each of them would wait in vain as long as the first did.
-        zygote = os.getpid()
         give_up = time.monotonic() + (0.0 if folder in self._refused else FORK_S)
 
         while True:
             try:
-                pid = os.fork()
-                break
+                return os.fork()
             except OSError:
                 if time.monotonic() >= give_up:
                     raise
@@ -188,12 +185,6 @@ class Zygote:
                 # A child that has ended counts until it is reaped.
                 time.sleep(FORK_RETRY_S)
                 self._reap()
-
-        # In the rank, at once: what the kernel knows of its parent's death is not inherited by a fork.
-        if pid == 0:
-            die_with_parent(zygote)
-
-        return pid
 
     def _reap(self) -> None:
         """Report the ranks that have ended to the launcher, and kill their worker processes."""
@@ -274,9 +265,16 @@ def close_all(fds: Iterable[int]) -> None:
 # ---- in a forked rank ----
 
 
-def _become_rank(request: dict[str, Any], fds: list[int], work: Work) -> NoReturn:
-    """Turn a forked copy of the zygote into a rank, and run it. `fds` holds the lifeline."""
+def _become_rank(request: dict[str, Any], fds: list[int], work: Work, inherited: list[int], zygote: int) -> NoReturn:
+    """Turn a forked copy of the zygote into a rank, and run it. `fds` holds the lifeline.
+
+    The zygote's own descriptors are `inherited`, and `zygote` is its process.
+    """
     try:
+        # At once: what the kernel knows of its parent's death is not inherited by a fork.
+        die_with_parent(zygote)
+        close_all(inherited)
+
         # A separate process group: a signal to it reaches the rank's worker processes and no other rank.
         os.setsid()
 
@@ -302,8 +300,10 @@ def _become_rank(request: dict[str, Any], fds: list[int], work: Work) -> NoRetur
 
         rank_process.main(request["spec"], work, lifeline=fds[0])
     except BaseException:
-        # Whatever it is: a rank must not return into `Zygote.serve`.
-        traceback.print_exc()
+        # Whatever it is, and even if it cannot be printed: a rank must not return into `Zygote.serve`, and kill the
+        # other ranks at the end of that.
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
 
     os._exit(1)
 

@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 from lockstep.launch import records
+from lockstep.launch.election import Term
 from lockstep.launch.failure import Failure, RankExit
-from lockstep.launch.folder.election import Term
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import COORDINATOR, Bounds, Settings
 from lockstep.runtime.preemption import PREEMPT_SIGNALS
@@ -255,6 +255,7 @@ class CoordinatorState(Message):
     history: RestartHistory = field(default_factory=RestartHistory)
     settings: dict = field(default_factory=dict)
     preempt_signal: str | None = None  # the signal that asked the job to save and exit, if one did
+    ending: JobEnd | None = None  # how the job ends when all ranks are gone, if that is decided: it has failed
 
     @property
     def numbers(self) -> list[int]:

@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.config import DDPConfig
 from lockstep.errors import UserError
 from lockstep.parallel.batchnorm.buffers import broadcast_buffers
+from lockstep.parallel.ddp.comm_hooks import CommHook, WideHook
 from lockstep.parallel.ddp.hook_table import HOOKS, HookArguments
-from lockstep.parallel.ddp.hooks import CommHook, WideHook
 from lockstep.parallel.ddp.torch_private import FixedBucketsDDP, leave_out, split_graphs
 from lockstep.parallel.driver import (
     Driver,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lockstep.config import DDPConfig
-from lockstep.parallel.ddp.hooks import CommHook, HalfHook
+from lockstep.parallel.ddp.comm_hooks import CommHook, HalfHook
 from lockstep.parallel.ddp.powersgd import PowerSGDHook
 
 

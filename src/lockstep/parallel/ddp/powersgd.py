@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.config import DDPConfig
-from lockstep.parallel.ddp.hooks import Bucket, CommHook
+from lockstep.parallel.ddp.comm_hooks import Bucket, CommHook
 from lockstep.runtime.control_word import ControlWord
 from lockstep.runtime.seeds import derive
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lockstep.data.windows import rank_range
-from lockstep.parallel.ddp.hooks import Bucket, CommHook
+from lockstep.parallel.ddp.comm_hooks import Bucket, CommHook
 from lockstep.parallel.exact.reducers import Gradients, OrderedBuckets
 from lockstep.parallel.exact.tree import Subtree, TreeSum
 from lockstep.runtime.control_word import ControlWord

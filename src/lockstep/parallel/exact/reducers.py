@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lockstep.data.windows import rank_range
-from lockstep.parallel.driver import Driver, Reducer, check_reached, norms_of_gradients, sum_with_word
+from lockstep.parallel.driver import Driver, check_reached, norms_of_gradients, sum_with_word
 from lockstep.parallel.exact.tree import Subtree, TreeSum, roots_of
 from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import Reducer
 from lockstep.runtime.control_word import ControlWord
 from lockstep.task import MicroBatch
 

@@ -11,18 +11,19 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from lockstep.errors import UserError
-from lockstep.parallel.driver import Reducer, no_gradient
+from lockstep.parallel.driver import no_gradient
 from lockstep.parallel.exact.reducers import Gradients, add_gradients_, count_micro_batches, norm_of_rows, row_norms
 from lockstep.parallel.exact.tree import Subtree, TreeSum
 from lockstep.parallel.fsdp.torch_private import ReduceScatter
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.sharded import ShardedDriver
+from lockstep.parallel.step_parts import Reducer
 from lockstep.runtime.control_word import LENGTH, ControlWord
 from lockstep.runtime.layout import local
 from lockstep.task import MicroBatch
 
 
-class Round(NamedTuple):
+class Turn(NamedTuple):
     """The next backward of a step: one micro-batch on each rank."""
 
     number: int
@@ -33,13 +34,13 @@ class Round(NamedTuple):
 class OrderedShards(Reducer):
     """Sharded parameters, whose gradients FSDP reduce-scatters after every micro-batch.
 
-    So the ranks take micro-batches in turn: with N ranks, round k of a step computes micro-batches kN .. kN+N-1, one on
+    So the ranks take micro-batches in turn: with N ranks, turn k of a step computes micro-batches kN .. kN+N-1, one on
     each rank. The owner of a shard adds their gradients in order along a tree.
     """
 
     def __init__(self, driver: ShardedDriver):
         self.driver = driver
-        self.round: Round | None = None  # None outside a step
+        self.turn: Turn | None = None  # None outside a step
         self._scalars = [p for p in driver.parameters if p.dim() == 0]
 
         # One for each parameter group, since each needs its own tree.
@@ -49,20 +50,20 @@ class OrderedShards(Reducer):
             module.set_custom_reduce_scatter(reduction)
 
     def begin_pass(self) -> None:
-        self.round = None
-        self._scalar_terms: list[Tensor] = []  # [2, scalars] for each round, see _store_scalar_gradients
+        self.turn = None
+        self._scalar_terms: list[Tensor] = []  # [2, scalars] for each turn, see _store_scalar_gradients
 
         # An abandoned step may have left sums behind.
         for reduction in self._reductions:
             reduction.tree.roots.clear()
 
     def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
-        # The reduce-scatter of this round runs inside its backward, and reads what is set here.
-        number = self.round.number + 1 if self.round else 0
-        self.round = Round(number, count_micro_batches(progress), progress.is_last_micro_batch)
+        # The reduce-scatter of this turn runs inside its backward, and reads what is set here.
+        number = self.turn.number + 1 if self.turn else 0
+        self.turn = Turn(number, count_micro_batches(progress), progress.is_last_micro_batch)
 
         for parameter in self.driver.parameters:
-            parameter.grad = None  # FSDP would add to it, but only the last round leaves the sum
+            parameter.grad = None  # FSDP would add to it, but only the last turn leaves the sum
 
     def after_backward(self, progress: StepProgress) -> None:
         if self._scalars:
@@ -91,11 +92,11 @@ class OrderedShards(Reducer):
 
         words, rows = self._gather_rows(grads, self.driver.codec.pack(word))
         packed = words.sum(0)  # exact in any order: integers, and numbers rounded to a grid
-        self.round = None
+        self.turn = None
         return packed, torch.stack([norm_of_rows(norms) for norms in rows])
 
     def _store_scalar_gradients(self) -> None:
-        """Store this round's gradients of the zero-dimensional parameters, which FSDP does not reduce.
+        """Store this turn's gradients of the zero-dimensional parameters, which FSDP does not reduce.
 
         They become two rows [2, scalars]: the gradients, and whether there is one. float64 holds the values of every
         dtype exactly.
@@ -110,10 +111,10 @@ class OrderedShards(Reducer):
 
     def _reduce_scalars(self) -> None:
         """Add the gradients of the zero-dimensional parameters over all micro-batches, along the tree."""
-        assert self.round is not None
+        assert self.turn is not None
         gathered = self.driver.runtime.collectives.gather(torch.stack(self._scalar_terms))
-        by_round = gathered.transpose(0, 1)  # [rounds, ranks, 2, scalars], the order of micro-batches
-        terms = by_round.flatten(0, 1)[: self.round.total]  # the rest is padding
+        by_turn = gathered.transpose(0, 1)  # [turns, ranks, 2, scalars], the order of micro-batches
+        terms = by_turn.flatten(0, 1)[: self.turn.total]  # the rest is padding
 
         # On a GPU the host waits here, for models that have such parameters.
         present = terms[:, 1].bool().tolist()
@@ -157,7 +158,7 @@ class _OrderedReduceScatter(ReduceScatter):
     def __init__(self, reducer: OrderedShards) -> None:
         self.tree: TreeSum[Tensor] = TreeSum(Tensor.add_)
         self._reducer = reducer
-        self._last: Round | None = None  # the last round whose gradients were reduced
+        self._last: Turn | None = None  # the last turn whose gradients were reduced
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -165,9 +166,9 @@ class _OrderedReduceScatter(ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Add what all ranks have in `input_tensor` for this rank's shard. The last round writes `output_tensor`."""
-        # Outside a step there are no rounds: every backward is a whole sum, of one micro-batch on each rank.
-        current = self._reducer.round or Round(0, group.size(), is_last=True)
+        """Add what all ranks have in `input_tensor` for this rank's shard. The last turn writes `output_tensor`."""
+        # Outside a step there are no turns: every backward is a whole sum, of one micro-batch on each rank.
+        current = self._reducer.turn or Turn(0, group.size(), is_last=True)
 
         if current is self._last:
             raise UserError(

@@ -79,7 +79,7 @@ class FSDPDriver(ShardedDriver):
         shard(model)
         configure_sharding(model)
 
-        # Exact mode adds gradients of one round after another, and a round has a micro-batch of each rank.
+        # Exact mode adds gradients of one turn after another, and a turn has a micro-batch of each rank.
         role = replace(setup.role, in_turn=config.exact)
         super().__init__(model, setup, self._replicas, role, OrderedShards if config.exact else None)
         self._scalars = [p for p in scalars(model) if p.requires_grad]

@@ -111,9 +111,8 @@ class PipelineDriver(ShardedDriver):
         self._copies = [len(pp_ranks[name]) or ranks for name in self.names]  # how many ranks along pp hold each
         self._tied = self._tied_groups([tuple(sorted(pp_ranks[name])) for name in self.names])
 
-        self._collective_check = None
-        if self._sharded:
-            self._collective_check = CollectiveCheck(model, runtime, local_stages, self._replicas)
+        check = CollectiveCheck(model, runtime, local_stages, self._replicas) if self._sharded else None
+        self._collective_check = check
 
         self._foreign = ForeignTensors(model, {name: by_tensor[name] for name in holders}, kept)
         self._pipeline = Pipeline(

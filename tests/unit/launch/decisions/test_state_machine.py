@@ -102,7 +102,10 @@ class Stage:
         self.state_machine.heartbeat_received(node, beat, self.now)
 
     def sent(self, kind: type) -> list[int]:
-        return [c.node for c in self.commands if isinstance(c, Send) and isinstance(c.order, kind)]
+        """The nodes that got an order of this kind; the coordinating one carries it out before it sends the next."""
+        sent = [c.node for c in self.commands if isinstance(c, Send) and isinstance(c.order, kind)]
+        assert 0 not in sent[:-1]
+        return sorted(sent)
 
     def of(self, kind: type) -> list:
         return [command for command in self.commands if isinstance(command, kind)]
@@ -564,13 +567,21 @@ def test_a_stop_request_to_a_job_that_finishes_first(stage):
     assert stage.tick()[-1] == JobEnd(0)
 
 
+def overdue(stage: Stage, seconds: float) -> None:
+    """The ranks exhaust their time. Nothing is known of where they are, and no node sends stacks."""
+    stage.tick(seconds)
+    assert stage.sent(CollectStacks) == [0]
+    assert not stage.sent(Kill)
+    stage.tick(status.NODES_STACKS_S)
+    assert stage.sent(Kill) == [0]
+
+
 def test_ranks_that_do_not_stop_are_killed(stage):
     stage.beat(restart={"per_hour": 10, "grace": 30})
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.tick(29)
-    assert not stage.sent(Kill)
-    stage.tick(2)
-    assert stage.sent(Kill) == [0]
+    assert not stage.sent(CollectStacks)
+    overdue(stage, 2)
     assert "2 ranks did not exit in time and were killed" in stage.said
     stage.ranks_gone()
     assert stage.tick()[-1].code == 1
@@ -581,9 +592,8 @@ def test_when_one_rank_has_stopped_the_others_follow_soon_or_are_killed(stage):
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.exit(0, 75)
     stage.tick(19)
-    assert not stage.sent(Kill)
-    stage.tick(2)
-    assert stage.sent(Kill) == [0]
+    assert not stage.sent(CollectStacks)
+    overdue(stage, 2)
     stage.ranks_gone()
     assert stage.tick()[-1].code == 75
 
@@ -1028,6 +1038,21 @@ def taken_over(stage: Stage, nnodes: Bounds = Bounds(1, 2)) -> Stage:
     return new
 
 
+def test_a_job_that_has_failed_is_not_restarted_by_a_successor():
+    """The coordinator was lost after it had said "not restarted", while ranks were still killed."""
+    stage = nodes(1, 2, 2)
+    stage.tick()
+    stage.exit(1, 1, message="the same again")
+    stage.tick(1.1)
+    assert "not restarted: no checkpoint has been saved" in stage.said
+
+    new = taken_over(stage)
+    assert "not restarted: that was decided" in [new.tick(), new.said][1]
+    new.join(1)
+    assert not [new.tick(status.FENCE_S - 1), new.of(JobEnd)][1]
+    assert [(end.code, end.failure.message) for end in [new.tick(2), new.of(JobEnd)][1]] == [(1, "the same again")]
+
+
 def test_a_node_that_takes_over_continues_with_the_next_attempt():
     stage = nodes(1, 2, 2)
     stage.tick()
@@ -1225,9 +1250,79 @@ def test_ranks_that_stall_have_the_same_grace_as_others(stage):
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.tick(29)
     stage.state_machine.check_for_hangs(stage.now)
-    assert not [stage.tick(), stage.sent(Kill)][1]
-    stage.tick(2)
+    assert not [stage.tick(), stage.sent(CollectStacks)][1]
+    overdue(stage, 2)
+
+
+def ask(stage: Stage, reason: str) -> None:
+    """Ask the ranks to save and exit."""
+    match reason:
+        case "signal":
+            stage.state_machine.preempt_requested("SIGTERM", stage.now)
+        case "resize":
+            stage.state_machine.resize_requested(1, stage.now)
+        case "join":
+            stage.join(1)
+    stage.tick()
+    assert stage.sent(SaveAndExit) == [0]
+
+
+@pytest.mark.parametrize("reason", ["signal", "resize", "join"])
+def test_ranks_that_hang_when_they_are_asked_to_save_are_a_hang(reason):
+    """They had the whole restart.grace, 600 s, and then the lowest rank was blamed."""
+    stage = Stage(Bounds(1, 2, 2), Bounds(1, 2))
+    stage.tick(3.1)
+    stage.saved = 40
+    ask(stage, reason)
+    stall(stage)
+    stack = 'Current thread 0x1 (most recent call first):\n  File "/x/data.py", line 7 in read\n'
+    stage.state_machine.stacks_received(0, Stacks.of(0, 1, {0: "", 1: stack}, {}), stage.now)
+    stage.tick()
+    assert "rank 1 on host-0 failed at step 41, phase data" in stage.said
+    assert "data.py:7" in stage.said
+    assert ("not restarted: the job was asked to save and exit" in stage.said) == (reason == "signal")
     assert stage.sent(Kill) == [0]
+
+
+@pytest.mark.parametrize("phase", ["snapshot", "commit", "end"])
+def test_a_slow_save_has_its_grace(stage, phase):
+    ask(stage, "signal")
+    for second in range(590):
+        stage.beat(view(0, float(second), phase), view(1, float(second), "collective"))
+        stage.state_machine.check_for_hangs(stage.now)
+        for order in [command.order for command in stage.tick() if isinstance(command, Send)]:
+            assert isinstance(order, CollectStacks)
+            stage.state_machine.stacks_received(0, Stacks.of(0, order.request, {0: "", 1: ""}, {}), stage.now)
+        stage.tick(1)
+        assert not stage.sent(Kill)
+    overdue(stage, 20)
+
+
+def test_a_rank_that_has_failed_and_cleans_up_is_found_while_others_save(stage):
+    """It left a record, for which the agents look when they are asked for stacks."""
+    ask(stage, "signal")
+    for second in range(60):
+        stage.beat(view(0, float(second), "commit"), view(1, float(second), "user code"))
+        stage.state_machine.check_for_hangs(stage.now)
+        if stage.tick(1) and stage.sent(CollectStacks):
+            break
+    stage.exit(1, -9, kind="ValueError", message="the real one", origin="exception")
+    stage.beat()
+    stage.tick(1.1)
+    assert "ValueError: the real one" in stage.said
+    assert stage.sent(Kill) == [0]
+
+
+def test_of_ranks_that_take_too_long_the_one_is_named_that_the_others_wait_for(stage):
+    ask(stage, "signal")
+    stage.beat(view(0, 2.0, "exchange"), view(1, 2.0, "data"))
+    assert [stage.tick(601), stage.sent(CollectStacks)][1] == [0]
+    stack = 'Current thread 0x1 (most recent call first):\n  File "/x/data.py", line 7 in read\n'
+    stage.state_machine.stacks_received(0, Stacks.of(0, 1, {0: "", 1: stack}, {}), stage.now)
+    stage.tick()
+    assert "rank 1 on host-0 failed at step 41, phase data" in stage.said
+    assert "2 ranks did not exit in time and were killed; the others are waiting for rank 1" in stage.said
+    assert "data.py:7" in stage.said
 
 
 def test_ranks_that_are_asked_to_save_before_their_first_step_has_ended_are_killed_and_have_not_failed(stage):
@@ -1270,8 +1365,7 @@ def test_ranks_that_save_too_slowly_for_a_resize_have_not_failed():
     stage.saved = 40
     for ranks in (1, 2, 1, 2):
         stage.state_machine.resize_requested(ranks, stage.now)
-        stage.tick(601)
-        assert stage.sent(Kill) == [0]
+        overdue(stage, 601)
         assert "not exit in time and" in stage.said
         assert "continuing from the checkpoint of step 40" in stage.said
         assert "failed" not in stage.said

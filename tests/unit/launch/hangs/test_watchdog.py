@@ -206,6 +206,14 @@ def test_a_rank_that_is_behind_in_both_is_just_late():
     assert "the others are waiting for rank 0" in failure.message
 
 
+def test_the_stack_of_a_rank_whose_run_is_closed_does_not_end_the_launcher():
+    """Its process may still export something: it is no part of the hang, but it answers as well."""
+    waits, exports = stack(("/u/driver.py", 7, "backward")), stack(("/u/export.py", 9, "main"))
+    views = [view(0, "exchange", 40.0), view(1, "after run", 40.0)]
+    failure = judged(views, {0: waits, 1: exports}, {0: entries(1, 2, done=False), 1: entries(1)})
+    assert failure.rank == 0
+
+
 # watch
 
 

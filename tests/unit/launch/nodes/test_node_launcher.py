@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.launch.folder import election
-from lockstep.launch.folder.election import Term
+from lockstep.launch import election
+from lockstep.launch.election import Term
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import node_launcher
 from lockstep.launch.nodes.node_launcher import NodeLauncher, received

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.errors import ExitCode, PeersMissing, UserError
-from lockstep.launch.folder import election
-from lockstep.launch.folder.election import Term
+from lockstep.launch import election
+from lockstep.launch.election import Term
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import search as module
 from lockstep.launch.nodes.search import DELIVER_S, GONE_S, MAX_RECONNECTS, Membership, Search

@@ -1,5 +1,6 @@
 """A rank exits without tearing Python down, because torch aborts otherwise; this file notices when torch does not."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -82,3 +83,39 @@ exit_without_teardown(0)
 def test_files_that_were_left_open_are_flushed(tmp_path: Path, mode: str) -> None:
     subprocess.run([sys.executable, "-c", FILES, mode, str(tmp_path / "text")], check=True)
     assert (tmp_path / "text").read_text() == "left open"
+
+
+ABANDONED = """
+import os, sys
+from lockstep.launch.ranks import rank_process
+
+os.environ[rank_process.TERM_FILE] = sys.argv[1]
+rank_process._die_when_abandoned(os.pipe()[0])
+"""
+
+
+@pytest.mark.parametrize("stderr", ["full", "closed"])
+def test_rank_0_of_a_lost_coordinator_dies_whatever_its_terminal_does(tmp_path: Path, stderr: str) -> None:
+    """A terminal stopped with Ctrl-S blocked it for ever, and a pipe that was closed ended its thread."""
+    reader, writer = os.pipe()
+    if stderr == "closed":
+        os.close(reader)
+    else:
+        os.set_blocking(writer, False)
+        while True:
+            try:
+                os.write(writer, bytes(4096))
+            except BlockingIOError:
+                break
+        os.set_blocking(writer, True)
+
+    command = [sys.executable, "-c", ABANDONED, str(tmp_path / ".coordinator-1")]
+    rank = subprocess.Popen(command, stderr=writer, start_new_session=True)
+    try:
+        assert rank.wait(timeout=30) == -signal.SIGKILL
+    finally:
+        rank.kill()
+        rank.wait()
+        os.close(writer)
+        if stderr == "full":
+            os.close(reader)

@@ -7,10 +7,15 @@ from dataclasses import asdict
 
 import pytest
 
+from lockstep import api
+from lockstep.config import resolve
+from lockstep.engine import setup
 from lockstep.errors import OutOfStep
 from lockstep.launch import records
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.ranks import rank_record
+from lockstep.runtime import context
+from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER
 
 
 def test_records_survive_the_round_trip(recorded):
@@ -67,3 +72,27 @@ def test_the_first_record_of_a_folder_is_an_error_for_the_user_if_there_is_one(t
     assert rank_record.first_failure(tmp_path).rank == 2
     (tmp_path / "rank-2.json").write_text("")  # a rank that was killed while it wrote
     assert rank_record.first_failure(tmp_path).rank == 1
+
+
+@pytest.mark.parametrize("fails", ["in the context", "while the run is opened", "in its body"])
+def test_a_failure_is_on_disk_before_the_process_group_is_left(tmp_path, monkeypatch, fails):
+    """Leaving it may hang, and then the launcher looks for the record: it was written for the body only."""
+    attempt = tmp_path / "attempt"
+    attempt.mkdir()
+    monkeypatch.setenv(ATTEMPT_FOLDER, str(attempt))
+    recorded = []
+    monkeypatch.setattr(context.Collectives, "pause", lambda self: recorded.append(rank_record.first_failure(attempt)))
+
+    def fail(*arguments):
+        raise ValueError("the cause")
+
+    if fails == "in the context":
+        monkeypatch.setattr(context, "attention", fail)
+    elif fails == "while the run is opened":
+        monkeypatch.setattr(setup, "open_run", fail)
+
+    resolved = resolve([("test", {"device": "cpu", "run_dir": str(tmp_path / "run")})])
+    with pytest.raises(ValueError, match="the cause"), api.running(resolved, "test"):
+        fail()
+    assert [failure.message for failure in recorded] == ["the cause"]
+    assert rank_record.first_failure(attempt) is None

@@ -143,3 +143,29 @@ def test_a_process_that_is_no_rank_is_left_alone():
     rank.returncode = 5  # reaped above
     os.close(server._woken)
     os.close(server._bell)
+
+
+CLOSED_TERMINAL = """
+import os
+from lockstep.launch.ranks import zygote
+
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 2)
+lifeline, end = os.pipe()
+parent = os.getpid()
+pid = os.fork()
+if pid == 0:
+    request = {"env": {}, "log": None, "spec": {}}  # without a rank
+    try:
+        zygote._become_rank(request, [lifeline], print, [], parent)
+    finally:
+        os._exit(77)
+print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+def test_a_rank_whose_error_cannot_be_printed_does_not_become_a_second_zygote():
+    """It returned into the loop of the zygote, whose end kills all other ranks."""
+    result = subprocess.run([sys.executable, "-c", CLOSED_TERMINAL], capture_output=True, text=True, check=False)
+    assert result.stdout == "1\n"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.launch.folder.election import Term
+from lockstep.launch.election import Term
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes.node_launcher import NodeLauncher, adopt
 from lockstep.launch.wire import connections

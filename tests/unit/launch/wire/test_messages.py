@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.launch.election import Term
 from lockstep.launch.failure import Failure, RankExit
-from lockstep.launch.folder.election import Term
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds
 from lockstep.launch.wire import messages
@@ -35,12 +35,13 @@ from lockstep.launch.wire.messages import (
 
 HISTORY = RestartHistory(2, [12.5], 1, 5, [HangPoint(41, "data", 1)])
 VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_here": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
+FAILURE = Failure(1, "host", 12, "ValueError", "text")
 MESSAGES = [
     Hello("host", Bounds(1, 2, 1), {"target": "x"}, 2, 1),
     Welcome("runs/b", [], "type it again", 1, Term(2, "host", "10.0.0.1:29400")),
-    CoordinatorState([[0, 0], [2, 2]], 3, HISTORY, {"hang": {}}, "SIGTERM"),
+    CoordinatorState([[0, 0], [2, 2]], 3, HISTORY, {"hang": {}}, "SIGTERM", JobEnd(1, FAILURE)),
     RankExited(0, 1, RankExit(0)),
-    RankExited(0, 1, RankExit(1, Failure(1, "host", 12, "ValueError", "text"))),
+    RankExited(0, 1, RankExit(1, FAILURE)),
     JobEnd(75, None, 3),
     Stacks.of(3, 1, {0: "line\nline"}, {0: [{}]}),
     Start(0, 0, 2, 4, 0, Rendezvous("127.0.0.1", 5000, 5001, "a1")),

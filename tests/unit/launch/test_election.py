@@ -5,8 +5,8 @@ import shutil
 
 import pytest
 
-from lockstep.launch.folder import election
-from lockstep.launch.folder.election import CounterWatch, TakeoverWatch, Term, TermFile, begin_term
+from lockstep.launch import election
+from lockstep.launch.election import CounterWatch, TakeoverWatch, Term, TermFile, begin_term
 
 
 def test_a_term_begins_once(tmp_path):

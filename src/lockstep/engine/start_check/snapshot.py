@@ -43,8 +43,8 @@ class Changes:
     others: list[str] = field(default_factory=list)
 
 
-class StateSnapshot:
-    """Copies of the state before the check."""
+class CheckSnapshot:
+    """The state before the check."""
 
     def __init__(self, model: nn.Module, task: Any, optimizers: Iterable[Any], copies_parameters: bool):
         """`copies_parameters`: the forward changes parameters by design, so `restore` must restore them too."""

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.launch import records
-from lockstep.launch.folder.run_dir import folder_identity
 from lockstep.launch.job import COORDINATOR
 
 _TERM_NAME = re.compile(r"\.coordinator-(\d{1,15})", re.ASCII)
@@ -94,6 +93,19 @@ def _term_path(run: Path, term: int) -> Path:
     return run / f".coordinator-{term}"
 
 
+def folder_identity(run: Path) -> tuple[int, int] | None:
+    """Return device and inode, which differ for another folder at the same path; None if there is no folder.
+
+    Raises OSError if the disk does not say.
+    """
+    try:
+        found = run.stat()
+    except FileNotFoundError:
+        return None
+
+    return found.st_dev, found.st_ino
+
+
 # ---- on the coordinating node ----
 
 
@@ -103,7 +115,9 @@ class TermFile:
     def __init__(self, path: Path):
         # The user's code may change the working folder.
         self.path = Path(os.path.abspath(path))
-        self._folder_identity = folder_identity(self.path.parent)
+        self._folder_identity: tuple[int, int] | None = None
+        with suppress(OSError):
+            self._folder_identity = folder_identity(self.path.parent)
 
     def superseded(self) -> bool:
         """Return whether the file was removed from its folder, which the node that begins the next term does."""
@@ -112,7 +126,8 @@ class TermFile:
             os.close(os.open(self.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
         except FileNotFoundError:
             # If the whole run folder was removed, no other node has taken over.
-            return folder_identity(self.path.parent) == self._folder_identity
+            with suppress(OSError):
+                return folder_identity(self.path.parent) == self._folder_identity
         except OSError:
             pass  # a disk error says nothing about other nodes
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.causes import Cause, named
-from lockstep.engine.start_check.state_snapshot import Changes
+from lockstep.engine.start_check.snapshot import Changes
 from lockstep.parallel.inner_gradients import InnerGradient
 
 WEIGHT_TOLERANCE = 1e-6  # relative; weights are counts

@@ -1,0 +1,52 @@
+"""One folder of a storage, as the handle that the rest of the package passes around."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+from pathlib import Path
+
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.launch.folder.checkpoint_names import folder_name, step_in
+from lockstep.launch.folder.paths import read_path
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One folder of a storage: a checkpoint that is committed, not yet committed, or set aside."""
+
+    storage: CheckpointStorage
+    name: str
+
+    @classmethod
+    def at(cls, path: Path) -> Checkpoint:
+        """Return the checkpoint in the folder `path` of a file system."""
+        # "." and ".." are not the name that the folder has in its parent.
+        path = path.resolve() if path.name in ("", "..") else path
+        return cls(CheckpointStorage(path.parent), path.name)
+
+    @classmethod
+    def of(cls, storage: CheckpointStorage, step: int) -> Checkpoint:
+        """Return the committed checkpoint of a step."""
+        return cls(storage, folder_name(step))
+
+    @property
+    def path(self) -> Path:
+        """The folder of this checkpoint. Its tensors may be elsewhere: `open` finds them."""
+        return self.storage.root / self.name
+
+    @property
+    def step(self) -> int:
+        """The step of a committed checkpoint; no other has one."""
+        step = step_in(self.name)
+        assert step is not None, self.name
+        return step
+
+    def open(self, file: str) -> io.BufferedIOBase:
+        return self.storage.open(f"{self.name}/{file}")
+
+
+def checkpoints_at(path: Path) -> tuple[CheckpointStorage, str | None]:
+    """Return where the checkpoints are that `path` means, and the name of the one that it means; None: it is a run."""
+    meant = read_path(path)
+    return CheckpointStorage(meant.checkpoints), meant.name

@@ -1,0 +1,180 @@
+"""The rules of a commit: who may commit, how a draft becomes a checkpoint, and how one is set aside or deleted.
+
+Each rule is a few renames and deletions in a `CheckpointStorage`. A kill between two of them loses no checkpoint, and
+the next start does the rest.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Literal
+
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
+from lockstep.launch.folder.checkpoint_names import (
+    LATEST,
+    OWNER,
+    is_half_deleted,
+    name_aside,
+    name_before_replaced,
+    name_replaced,
+    name_to_delete,
+    step_in,
+    token_in,
+)
+
+
+def committed(storage: CheckpointStorage) -> list[Checkpoint]:
+    """Return the committed checkpoints, newest first. `search.newest_valid` verifies their contents."""
+    checkpoints = [Checkpoint(storage, name) for name in storage.folders() if step_in(name) is not None]
+    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
+
+
+def claim(storage: CheckpointStorage, token: str) -> None:
+    """Make the attempt with this (fencing) token the only one that may commit. Called before any file is written.
+
+    The owner is checked just before the rename that commits. A process suspended between the check and the rename can
+    still commit.
+    """
+    storage.replace(OWNER, token.encode())
+
+
+def owner_of(storage: CheckpointStorage) -> str | None:
+    """Return the token of the last claim; None before the first."""
+    # Any other error must not look as if there were no owner.
+    with suppress(FileNotFoundError), storage.open(OWNER) as file:
+        return file.read(1000).decode(errors="replace").strip()
+
+    return None
+
+
+def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
+    """Delete the folders that other attempts left half written or half deleted.
+
+    A checkpoint that was about to be replaced gets its name back. Raises OSError if that fails.
+    """
+    put_back_replaced(storage)
+    with suppress(OSError):
+        delete_replaced(storage, token)
+
+    for name in storage.folders():
+        if token_in(name) not in (None, token):
+            # If another attempt still writes into the folder, the next start will delete it.
+            with suppress(OSError):
+                storage.delete(name)
+
+
+def update_latest(storage: CheckpointStorage) -> None:
+    """Let `latest` name the newest committed checkpoint. Only people and the launcher read it.
+
+    `search.newest_valid` lists the checkpoints themselves.
+    """
+    newest = committed(storage)[:1]
+    if newest:
+        storage.replace(LATEST, newest[0].name.encode() + b"\n")
+    else:
+        storage.delete(LATEST)
+
+
+def set_aside(storage: CheckpointStorage, name: str, suffix: Literal["damaged", "rewound"]) -> str:
+    """Rename a checkpoint to `step-N.damaged` or `step-N.rewound`, so that it is ignored, but not lost.
+
+    Return its new name. Call `update_latest` after it.
+    """
+    target = name_aside(name, suffix, storage.folders())
+    _rename(storage, name, target)
+    return target
+
+
+def commit_draft(storage: CheckpointStorage, draft: str, name: str) -> None:
+    """Rename a draft to the name of its step: this is the commit. Raises NotDurable as `rename` does.
+
+    An earlier checkpoint of this step makes way as `step-N.replaced`. Until the commit it counts: if the commit fails,
+    it gets its name back, after a kill at the next start (`put_back_replaced`).
+    """
+    # A file system cannot replace a folder by another one.
+    if name in storage.folders():
+        storage.delete(name_replaced(name))
+        _rename(storage, name, name_replaced(name))
+
+    try:
+        storage.rename(draft, name)
+    except NotDurable:
+        raise
+    except OSError:
+        # If this fails as well, the next start does it.
+        with suppress(OSError):
+            put_back_replaced(storage)
+
+        raise
+
+
+def put_back_replaced(storage: CheckpointStorage) -> None:
+    """Give checkpoints their names back whose replacement was never committed. Raises OSError."""
+    folders = storage.folders()
+    for name in folders:
+        before = name_before_replaced(name)
+        if before is None or before in folders:
+            continue
+
+        try:
+            _rename(storage, name, before)
+        except OSError:
+            # Its writer may be alive, and may have committed the other one at this moment.
+            if before not in storage.folders():
+                raise
+
+
+def finish_deletions(storage: CheckpointStorage, token: str) -> OSError | None:
+    """Delete what this attempt has left half deleted: the store may be back. Return the first error, if there is one.
+
+    What other attempts have left is deleted by the next start.
+    """
+    failed = None
+    for name in storage.folders():
+        if is_half_deleted(name) and token_in(name) == token:
+            try:
+                storage.delete(name)
+            except OSError as error:
+                failed = failed or error
+
+    return failed
+
+
+def delete_replaced(storage: CheckpointStorage, token: str) -> None:
+    """Delete the checkpoints whose replacement is committed. Raises OSError."""
+    folders = storage.folders()
+    for name in folders:
+        if name_before_replaced(name) in folders:
+            delete_checkpoint(storage, name, token)
+
+
+def _rename(storage: CheckpointStorage, name: str, to: str) -> None:
+    """Rename a folder, for any purpose but a commit: if a power cut undoes it, nothing is lost."""
+    with suppress(NotDurable):
+        storage.rename(name, to)
+
+
+def set_aside_after(storage: CheckpointStorage, step: int) -> None:
+    """Set aside all checkpoints after `step`, to which the run goes back. After an OSError, call it again."""
+    # List the folder only once, however many checkpoints there are.
+    taken = set(storage.folders())
+    rewound = [checkpoint.name for checkpoint in committed(storage) if checkpoint.step > step]
+
+    for name in rewound:
+        _rename(storage, name, name_aside(name, "rewound", taken))
+
+    # Even if nothing is renamed: an earlier call may have failed here.
+    update_latest(storage)
+
+
+def delete_checkpoint(storage: CheckpointStorage, name: str, token: str) -> None:
+    """Delete a checkpoint, or one that was replaced. It is renamed first, so that no reader finds half of it."""
+    step, _, _ = name.partition(".")
+    temporary = name_to_delete(step, token)
+
+    # A run and `lockstep ckpt prune` may delete the same one.
+    with suppress(FileNotFoundError):
+        _rename(storage, name, temporary)
+
+    storage.delete(temporary)

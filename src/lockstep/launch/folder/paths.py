@@ -1,0 +1,74 @@
+"""What a path means that a user has typed: a run, or one of its checkpoints.
+
+`--resume`, `init_from`, `lockstep ckpt` and `lockstep evaluate` all ask `read_path`. The folder of a run's checkpoints
+means the run. This module imports no torch: the launcher uses it before any rank exists.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from lockstep.errors import UserError
+from lockstep.launch.folder.checkpoint_names import MANIFEST, step_in
+
+# The name of the folder of a run's checkpoints.
+CHECKPOINTS = "checkpoints"
+
+
+@dataclass(frozen=True)
+class RunPath:
+    """What a path means. Nothing of it needs to exist."""
+
+    run: Path | None  # the folder of the run; None: a checkpoint that was copied elsewhere
+    checkpoints: Path  # the folder in which the checkpoints are
+    name: str | None = None  # of the one checkpoint that is meant; None: the run is meant
+
+
+def read_path(path: Path) -> RunPath:
+    """Return what `path` means. Any path that is not a checkpoint, or the folder of checkpoints, means a run."""
+    # The folder may have been typed as ".", and the folder of the checkpoints may be a link to one with another name.
+    # A link to a checkpoint may be anywhere.
+    absolute = Path(os.path.abspath(path))
+    here = absolute if path.name in ("", "..") else path
+    resolved = path.resolve()
+
+    for checkpoint, root in ((absolute, here.parent), (resolved, resolved.parent)):
+        # A damaged checkpoint may have no manifest. One that was set aside is step-N.rewound or step-N.damaged.
+        has_name = path.is_dir() and step_in(checkpoint.name.partition(".")[0]) is not None
+        if checkpoint.parent.name == CHECKPOINTS and (has_name or _has_manifest(path)):
+            return RunPath(checkpoint.parent.parent, root, checkpoint.name)
+
+    if _has_manifest(path):
+        return RunPath(None, here.parent, here.name)
+
+    if absolute.name == CHECKPOINTS and path.is_dir() and not _is_run(path):
+        return RunPath(here.parent, here)
+
+    return RunPath(path, path / CHECKPOINTS)
+
+
+def run_of(path: Path) -> Path:
+    """Return the folder of the run that --resume means. Raise a UserError if `path` means none."""
+    meant = read_path(path)
+    if meant.run is not None and (meant.name is not None or _is_run(meant.run)):
+        return meant.run
+
+    near = [] if path.exists() else get_close_matches(str(path), ["auto", "never"], n=1)
+    instead = f"use --resume {near[0]}; or " if near else ""
+    raise UserError(
+        f"--resume {path} names neither a run's folder nor one of its checkpoints",
+        "a folder with other contents" if path.exists() else "no such folder",
+        f"{instead}use --resume RUN or --resume RUN/checkpoints/step-NNNNNNNN, where RUN is a run's folder; "
+        "or leave it out",
+    )
+
+
+def _has_manifest(path: Path) -> bool:
+    return (path / MANIFEST).exists()
+
+
+def _is_run(path: Path) -> bool:
+    return (path / CHECKPOINTS).is_dir() or (path / "metrics.jsonl").exists()

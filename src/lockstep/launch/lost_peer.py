@@ -1,0 +1,56 @@
+"""Whether an error only says that another rank is gone: what torch says then, and what follows from that."""
+
+from __future__ import annotations
+
+import re
+
+from lockstep.errors import OutOfStep, SmallerMicroBatch, UserError
+
+# What gloo, NCCL and torch's store say in a rank whose peer is gone. NCCL's watchdog says it after a timeout. A later
+# collective repeats the reason why the communicator was aborted, which may be an error of this rank, or gives none.
+_LOST_PEER = re.compile(
+    r"connection (?:was )?(?:likely )?(?:closed|reset)|broken pipe|socket (?:timeout|error)|failed to recv, got 0 bytes"
+    r"|remote process exited|ncclRemoteError|caused pair closure|connect(?:ion)? .*refused|timed out waiting"
+    r"|watchdog caught collective operation timeout|communicator was aborted on rank \d+\.(?!\s*original reason)",
+    re.IGNORECASE,
+)
+
+# A dataset may say the same about some server, so only exceptions of torch count: those that have a class of their own,
+# and the RuntimeErrors of gloo. Their text names the line of C++ that raised it: "[.../tcp/pair.cc:537] ..."; the one
+# exception is a collective after one that timed out.
+_TORCH_ERRORS = {"DistError", "DistBackendError", "DistNetworkError", "DistStoreError"}
+_RAISED_BY_GLOO = re.compile(
+    r"\[(?:enforce fail at )?\S+\.(?:cc|h):\d+\]|^Application timeout caused pair closure", re.MULTILINE
+)
+
+
+def explains_abort(text: str) -> bool:
+    """Return whether a process that aborted with this text has lost a peer."""
+    return bool(_LOST_PEER.search(text))
+
+
+def says_so(kind: str, text: str) -> bool:
+    """Return whether an exception is one of torch that reports a lost peer. `kind` is the name of its class."""
+    raised_by_gloo = kind == "RuntimeError" and bool(_RAISED_BY_GLOO.search(text))
+    return (kind in _TORCH_ERRORS or raised_by_gloo) and bool(_LOST_PEER.search(text))
+
+
+def follows(error: BaseException) -> bool:
+    """Return whether an exception, or one of those that led to it, only says that another rank is gone.
+
+    A program may catch torch's exception and raise another one. Lockstep's own exceptions have worked out the cause.
+    """
+    chain = [error]
+    for link in chain:
+        if isinstance(link, UserError | OutOfStep | SmallerMicroBatch):
+            continue
+
+        if says_so(type(link).__name__, str(link)):
+            return True
+
+        # A program may have linked them in a circle, and may say which of its errors are equal.
+        for earlier in (link.__cause__, link.__context__):
+            if earlier is not None and all(earlier is not other for other in chain):
+                chain.append(earlier)
+
+    return False
