@@ -325,7 +325,7 @@ def test_a_checkpoint_that_cannot_be_read_is_neither_called_damaged_nor_passed_o
 
     monkeypatch.setattr(together_module, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(CheckpointStorage, "open", refuse)
-    briefly = {"timeout": 0.05, "every": 6}
+    briefly = {"timeout": 0.5, "every": 6}
     named = str(tmp_path / "checkpoints" / "step-00000012")
     with pytest.raises(
         UserError, match=rf"step-00000012 cannot be read\n.*{os.strerror(number)}\n.*let this user read"
@@ -344,8 +344,8 @@ def test_a_checkpoint_that_cannot_be_read_is_neither_called_damaged_nor_passed_o
     else:
         [line] = lines
         assert f"step-00000012/rank-00000.safetensors: cannot be read: {os.strerror(number)}" in line
-        assert line.endswith("; trying again for 0.05 s (checkpoint.timeout)")
-        assert tried > 2
+        assert line.endswith("; trying again for 0.5 s (checkpoint.timeout)")
+        assert tried >= 2
     names = {path.name for path in (tmp_path / "checkpoints").glob("step-*")}
     assert names == {"step-00000006", "step-00000012"}
 
