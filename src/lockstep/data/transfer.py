@@ -28,6 +28,10 @@ class Transfer:
 
     def __call__(self, batch: Any) -> Any:
         """Return one batch on the device."""
+        # On a CPU it is there already, and this is called for every micro-batch.
+        if self.device.type == "cpu":
+            return batch
+
         return to_device(self._staged(batch), self.device)
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
