@@ -140,6 +140,9 @@ class Run:
 
     def _feed(self, batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
         """Yield `count` micro-batches and measure how long this rank waits for them."""
+        if count < 1:
+            raise _no_micro_batch(count, self.steps_done)
+
         iterator = iter(batches)
         parts = self.driver.parts
         for done in range(count):
@@ -363,4 +366,12 @@ def _wrong_count(count: int, given: str) -> UserError:
         f"the source announced {plural(count, 'micro-batch', 'micro-batches')} and gave {given}",
         "",
         "return StepBatches from take() whose count is the number of its micro_batches",
+    )
+
+
+def _no_micro_batch(count: int, step: int) -> UserError:
+    return UserError(
+        f"the source announced {count} micro-batches for step {step + 1}; every rank needs at least one in every step",
+        "the other ranks would wait for this one in the all-reduce",
+        "return one from take(); if this rank has no samples left, one with padding=True, whose weight does not count",
     )

@@ -29,6 +29,9 @@ def test_a_source_that_gives_another_number_of_micro_batches_than_it_announced_i
         list(Run._feed(run, batches, 3))
     with pytest.raises(UserError, match="announced 1 micro-batch and gave more"):
         list(Run._feed(run, batches, 1))
+    # Without a micro-batch there is nothing to reduce.
+    with pytest.raises(UserError, match="announced 0 micro-batches for step 1; every rank needs at least one"):
+        list(Run._feed(run, [], 0))
 
 
 class Counted(BatchSource):
