@@ -195,7 +195,7 @@ def test_the_command(
     found = json.loads(out.read_text())
     assert found["passed"] is False
     assert found["first"]["kind"] == kind
-    assert found["first"]["step"] == 0
+    assert found["first"]["step"] == 1
     assert [row["micro_batch"] for row in found["layouts"] if row["role"] == "split"] == [3]
     assert not list(tmp_path.glob("runs")), "a verification leaves no run folder behind"
 

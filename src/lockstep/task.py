@@ -3,7 +3,8 @@
 A loss is a **sum with a weight**. Nothing here depends on ranks, devices or precision.
 
 Everywhere in the code, `step` is the index of a step, from 0, and `steps_done` is how many have ended, skipped ones
-included. Between two steps, `steps_done` is the index of the next one.
+included. Between two steps, `steps_done` is the index of the next one. Records and messages give a step the number of
+steps that are done when it has ended, its index + 1, under the key `step`.
 """
 
 from __future__ import annotations

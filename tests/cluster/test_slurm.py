@@ -145,7 +145,7 @@ def assert_same(folder: Path, expected: bytes) -> None:
     # A step that a loss of nodes undid was trained again: its latest records count.
     records = [record for path in folder.glob("samples/rank-*.jsonl") for record in read_jsonl(path)]
     records.sort(key=lambda record: -record["time"])
-    samples: dict[int, list[tuple[int, int]]] = {step: [] for step in range(STEPS)}
+    samples: dict[int, list[tuple[int, int]]] = {step: [] for step in range(1, STEPS + 1)}
     for record in records:
         if len(samples[record["step"]]) < BATCH:
             samples[record["step"]] += [(epoch, number) for epoch, number in record["epoch_and_ids"]]

@@ -55,7 +55,7 @@ def hungry(folder: Path, *words: str):
 def test_one_rank_out_of_memory_ends_the_run_with_advice(tmp_path):
     ended = hungry(tmp_path, "task.fits=4", "task.after=16")
     assert ended.code == 2
-    assert "lockstep: step 2 with micro-batches of 8 does not fit into memory\n" in ended.output
+    assert "lockstep: step 3 with micro-batches of 8 does not fit into memory\n" in ended.output
     assert "out of memory: 2.0 GiB wanted, 1.0 GiB free; it holds parameters 20 B, gradients " in ended.output
     assert "in order: micro_batch=4; strategy=fsdp (about " in ended.output
     assert "Traceback" not in ended.output

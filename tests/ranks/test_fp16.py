@@ -111,7 +111,7 @@ def test_in_fp32_a_bad_step_is_skipped_and_training_goes_on(pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     ("values", "last"),
-    [({"nonfinite.max_in_a_row": 3}, "step 6"), ({"nonfinite.policy": "stop"}, "step 4")],
+    [({"nonfinite.max_in_a_row": 3}, "step 7"), ({"nonfinite.policy": "stop"}, "step 5")],
     ids=["three in a row", "policy=stop"],
 )
 @pytest.mark.parametrize("job", sorted(JOBS))
@@ -131,7 +131,7 @@ class OneBadParameter(Injected):
 def test_it_names_the_one_bad_parameter(pool: Pool) -> None:
     task = OneBadParameter(injected().tensors)
     errors = pool.errors(JOBS["fit"], task, BASE | {"nonfinite.policy": "stop"}, world=2)
-    assert_user_errors(errors, "step 0:", "no finite gradient for 1 of 4 parameters, first 'out.bias'")
+    assert_user_errors(errors, "step 1:", "no finite gradient for 1 of 4 parameters, first 'out.bias'")
 
 
 def test_skips_that_are_not_in_a_row_do_not_stop(pool: Pool) -> None:
@@ -145,5 +145,5 @@ def test_fp16_gives_up_at_the_smallest_scale(pool: Pool) -> None:
     values = BASE | FP16 | {"scaler.initial": 4.0, "scaler.minimum": 1.0, "nonfinite.max_in_a_row": 3}
     errors = pool.errors(JOBS["fit"], injected(*range(12)), values, world=2)
     assert_user_errors(
-        errors, "step 4:", "first 'hidden.weight' (rank 1, micro-batch 1: loss inf, samples", "3 such steps in a row"
+        errors, "step 5:", "first 'hidden.weight' (rank 1, micro-batch 1: loss inf, samples", "3 such steps in a row"
     )

@@ -343,11 +343,11 @@ def goes_backward_twice(task: Any, model: Any, optimizer: Any, step: Any) -> Non
 
 
 MISTAKES = [
-    (forgets_apply, ("step 0 ended without step.apply()", "call step.apply()")),
+    (forgets_apply, ("step 1 ended without step.apply()", "call step.apply()")),
     (steps_the_optimizer, ("optimizer.step() was called directly", "call step.apply()")),
     (applies_too_early, ("step.apply() was called after 1 of",)),
-    (applies_twice, ("step.apply() was called on step 0, which has ended", "once per step")),
-    (applies_the_previous_step, ("step.apply() was called on step 0, which has ended",)),
+    (applies_twice, ("step.apply() was called on step 1, which has ended", "once per step")),
+    (applies_the_previous_step, ("step.apply() was called on step 1, which has ended",)),
     (forgets_backward, ("step.backward was called 0 times for batch 0",)),
     (goes_backward_twice, ("step.backward was called twice for batch 0",)),
 ]

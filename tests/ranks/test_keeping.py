@@ -334,8 +334,9 @@ def test_a_spoiled_step_is_taken_back_and_its_samples_left_out(pool: Pool, tmp_p
     assert [ids_of(traces, n) for n in range(len(ran))] == [sorted(ids) for ids in expected]
     assert torch.equal(flat(traces[0].steps[8].weights), flat(traces[0].steps[5].weights))
     (event,) = events(tmp_path, "rewind")
-    assert (event["step"], event["to"]) == (6, 4)
+    assert (event["step"], event["to"]) == (7, 4)  # the seventh step, back to the state after four
     (skip,) = events(tmp_path, "skip")
+    assert skip["step"] == 7
     guilty = traces[1].steps[6].pieces[0]
     assert skip["blame"] == [
         f"rank 1, micro-batch {guilty.index}: loss {kind}, samples {guilty.ids[0]}, {guilty.ids[1]}"
@@ -371,14 +372,14 @@ def test_rewinding_again_and_again_ends(pool: Pool, tmp_path: Path) -> None:
     values = BASE | {"run_dir": str(tmp_path), "nonfinite.policy": "rewind", "nonfinite.max_in_a_row": 3}
     plan = [{"how": "nan", "rank": 0, "step": 2, "times": None}]
     errors = pool.errors(faulty, Regression(), values, plan, world=2)
-    assert_user_errors(errors, "has rewound 3 times", "step 2")
+    assert_user_errors(errors, "has rewound 3 times", "step 3")
 
 
 def test_saves_that_fail_do_not_reset_the_limit_of_rewinds(pool: Pool, tmp_path: Path) -> None:
     values = BASE | {"run_dir": str(tmp_path), "nonfinite.policy": "rewind", "nonfinite.max_in_a_row": 2}
     plan = [{"how": "nan", "step": 5, "times": None}, {"how": "disk full", "step": 4, "times": None}]
     errors = pool.errors(faulty, Regression(), values | {"checkpoint.every": 2}, plan, world=1)
-    assert_user_errors(errors, "has rewound 2 times", "step 5")
+    assert_user_errors(errors, "has rewound 2 times", "step 6")
     assert [event["to"] for event in events(tmp_path, "rewind")] == [2, 2]
 
 

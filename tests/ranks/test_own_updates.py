@@ -332,7 +332,7 @@ def skip_after_measuring(world: World, store: Any, values: dict[str, Any]) -> No
 
 def test_a_pass_that_is_only_measured_is_no_step_between_two_skipped_ones(pool: Pool) -> None:
     values = {"nonfinite.max_in_a_row": 2}
-    with pytest.raises(Exception, match=r"step 1: .*2 such steps in a row.*max_in_a_row=2"):
+    with pytest.raises(Exception, match=r"step 2: .*2 such steps in a row.*max_in_a_row=2"):
         pool.run(skip_after_measuring, values, world=1)
 
 
@@ -400,12 +400,12 @@ goes_on_after_the_end = after_one_pass(
 
 MISTAKES = [
     (names_none, 1, ("must name the optimizers to step, because there are 2", "step.apply(optimizer)")),
-    (names_the_other, 1, ("step 0 has no gradient for any parameter of the optimizer",)),
+    (names_the_other, 1, ("step 1 has no gradient for any parameter of the optimizer",)),
     (names_a_stranger, 1, ("something other than the optimizers of run.setup",)),
     (measures_last, 1, ("step.measure() was called in the last of 1 passes", "passes=2")),
-    (applies_once, 2, ("step 0 ended without step.apply() in pass 2 of 2",)),
+    (applies_once, 2, ("step 1 ended without step.apply() in pass 2 of 2",)),
     (applies_without_a_pass, 2, ("step.apply() was called after 0 of",)),
-    (goes_on_after_the_end, 1, ("went over the batches of step 0 again", "passes=2")),
+    (goes_on_after_the_end, 1, ("went over the batches of step 1 again", "passes=2")),
     (applies_once, 0, ("run.steps(passes=0)",)),
 ]
 

@@ -233,7 +233,7 @@ class CheckpointManager:
         reader = self._resumer.find_newest()
         if reader is None:
             raise UserError(
-                f"step {result.step} was not applied, and the run cannot rewind: it has no checkpoint",
+                f"step {result.step + 1} was not applied, and the run cannot rewind: it has no checkpoint",
                 result.skip_reason or "",
                 "make room on the disk, or choose the policy skip or stop",
             )
@@ -251,7 +251,9 @@ class CheckpointManager:
 
         start, stop = span
         skipped = f"{plural(stop - start, 'sample')} at positions {start} to {stop - 1}"
-        self.log_event("rewind", step=result.step, to=resumed.steps_done, reason=result.skip_reason, skipped=skipped)
+        self.log_event(
+            "rewind", step=result.step + 1, to=resumed.steps_done, reason=result.skip_reason, skipped=skipped
+        )
         return resumed
 
     def _count_rewind(self, result: StepResult, to: int) -> None:
@@ -261,8 +263,8 @@ class CheckpointManager:
         limit = self.config.nonfinite.max_in_a_row
         if self._rewinds[to] > limit:
             raise UserError(
-                f"step {result.step} was not applied, and the run has rewound {limit} times without a new checkpoint "
-                f"(nonfinite.max_in_a_row={limit})",
+                f"step {result.step + 1} was not applied, and the run has rewound {limit} times without a new "
+                f"checkpoint (nonfinite.max_in_a_row={limit})",
                 result.skip_reason or "",
                 "lower lr.peak, set clip.norm, or look at the samples that the events name",
             )

@@ -124,7 +124,7 @@ class Outcomes:
             self.empty_in_a_row += 1
             if self.empty_in_a_row == MANY_EMPTY:
                 reason = f"the loss of the last {MANY_EMPTY} steps has weight 0: nothing is learned from them"
-                self._log_event("warning", step=result.step, reason=reason)
+                self._log_event("warning", step=result.step + 1, reason=reason)
 
             return result
 
@@ -165,7 +165,7 @@ class Outcomes:
         # of marks, this is no control word.
         if 0 < word.loaded < ranks <= word.step:
             raise UserError(
-                f"{word.loaded} of {ranks} ranks loaded a checkpoint before step {step}, and the others did not",
+                f"{word.loaded} of {ranks} ranks loaded a checkpoint before step {step + 1}, and the others did not",
                 "the ranks no longer have the same weights",
                 "call load_checkpoint(path) on every rank, not under `if rank == 0:`",
             )
@@ -209,8 +209,8 @@ class Outcomes:
 
         return OutOfStep(
             f"the ranks are out of step: {who} {'were' if len(odd) > 1 else 'was'} in a collective that {whom} never "
-            f"called, and the tensor was taken for gradients of step {step} (the marks of the step add up to {marks}, "
-            f"not to {runtime.world.size * step_mark(step)}). Look in after_step, hooks, loss and data for a "
+            f"called, and the tensor was taken for gradients of step {step + 1} (the marks of the step add up to "
+            f"{marks}, not to {runtime.world.size * step_mark(step)}). Look in after_step, hooks, loss and data for a "
             "collective (all_reduce, barrier) that not every rank calls",
             odd,
         )
@@ -248,7 +248,7 @@ class Outcomes:
         if policy == "stop" or self.skips_in_a_row >= limit:
             in_a_row = f"{plural(self.skips_in_a_row, 'such step')} in a row"
             raise UserError(
-                f"step {result.step}: {reason} ({in_a_row}; {key}.policy={policy}, nonfinite.max_in_a_row={limit})",
+                f"step {result.step + 1}: {reason} ({in_a_row}; {key}.policy={policy}, nonfinite.max_in_a_row={limit})",
                 "",
                 "lower lr.peak, set clip.norm, lengthen lr.warmup, or look at the samples of this step",
             )
@@ -261,7 +261,7 @@ class Outcomes:
         gathered = self._runtime.collectives.gather_json(_blame(outcome, self._runtime.world.rank))
         blamed = [line for lines in gathered for line in lines]
         scale = {"scale": self._scaler.value} if self._scaler else {}
-        self._log_event("skip", step=result.step, reason=result.skip_reason, blame=blamed, **scale)
+        self._log_event("skip", step=result.step + 1, reason=result.skip_reason, blame=blamed, **scale)
 
         if not blamed:
             return result.skip_reason

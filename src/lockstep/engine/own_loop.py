@@ -266,11 +266,11 @@ class OwnRun(BuiltRunView):
         end_training(run)
         close(run)
 
-    def _left_alone(self, step: int, left_by: str) -> UserError:
+    def _left_alone(self, steps_done: int, left_by: str) -> UserError:
         """Return the error for a rank that has left the loop while others are still in it."""
         return UserError(
-            f"rank {self.rank} of {self.world_size} left `for step in run.steps(...)` at step {step}, and not all "
-            "of the others did",
+            f"rank {self.rank} of {self.world_size} left `for step in run.steps(...)` at step {steps_done}, and not "
+            "all of the others did",
             left_by,
             "call run.stop() instead of break or sys.exit(): it stops all ranks; or decide with "
             "`if run.agree(...): break`",

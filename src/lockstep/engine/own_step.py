@@ -34,6 +34,7 @@ class OwnStep:
 
         # What a user may read.
         self.index = run.steps_done
+        self.number = self.index + 1  # in messages, as in the log: the steps done when it has ended
         self.ended = False
         self.result: StepResult | None = None
 
@@ -49,7 +50,7 @@ class OwnStep:
     def __iter__(self) -> Iterator[Any]:
         if self.ended:
             raise UserError(
-                f"the loop went over the batches of step {self.index} again, after step.apply() had ended the step",
+                f"the loop went over the batches of step {self.number} again, after step.apply() had ended the step",
                 "",
                 f"announce the number of passes: run.steps(dataset, passes={self._passes + 1})",
             )
@@ -82,7 +83,7 @@ class OwnStep:
         micro = self._progress.micro
         if micro is None:
             raise UserError(
-                f"step.sample_offset was read outside of the batches of step {self.index}",
+                f"step.sample_offset was read outside of the batches of step {self.number}",
                 "",
                 "read it in the body of `for batch in step:`, before step.apply()",
             )
@@ -136,7 +137,7 @@ class OwnStep:
             reduced = reduced.drop_others(self._run.model_setup.optimizers.parameter_ids(indices))
             if not reduced.parameters:
                 raise UserError(
-                    f"step {self.index} has no gradient for any parameter of the optimizer in step.apply(optimizer)",
+                    f"step {self.number} has no gradient for any parameter of the optimizer in step.apply(optimizer)",
                     "the loss does not depend on them",
                     "pass the optimizer of the parameters that the loss depends on",
                     cause="unused",
@@ -154,7 +155,7 @@ class OwnStep:
         self._check_pass("step.measure()")
         if self._progress.ends_step:
             raise UserError(
-                f"step.measure() was called in the last of {self._passes} passes over the batches of step {self.index}",
+                f"step.measure() was called in the last of {self._passes} passes over step {self.number}",
                 "a step ends with step.apply()",
                 f"add a pass over the batches: run.steps(dataset, passes={self._passes + 1})",
             )
@@ -174,7 +175,7 @@ class OwnStep:
         several = self._passes > 1
         in_pass = f" in pass {self.passes_done + 1} of {self._passes}" if several else ""
         raise UserError(
-            f"step {self.index} ended without step.apply(){in_pass}",
+            f"step {self.number} ended without step.apply(){in_pass}",
             "",
             "call step.apply() after the loop over its batches" + (", once per pass" if several else ""),
         )
@@ -205,7 +206,7 @@ class OwnStep:
         """Raise unless every batch of the current pass has had its backward."""
         if self.ended or self._progress is not self._run.stepper.progress:
             raise UserError(
-                f"{call} was called on step {self.index}, which has ended",
+                f"{call} was called on step {self.number}, which has ended",
                 "",
                 "call apply() once per step, before the next one begins; to go over its batches more than once, "
                 "run.steps(dataset, passes=2)",
@@ -251,7 +252,7 @@ class OwnStep:
 
     def _backward_count_error(self, times: str) -> UserError:
         return UserError(
-            f"step.backward was called {times} for batch {self._yielded - 1} of step {self.index}",
+            f"step.backward was called {times} for batch {self._yielded - 1} of step {self.number}",
             "",
             "call step.backward exactly once per batch; pass weight=0 if a batch should not count",
         )

@@ -148,7 +148,7 @@ def _record(evaluations: list[Evaluation], target: str, weights: str | None, wor
         }
         for evaluation in evaluations
     }
-    return {"target": target, "weights": weights, "step": evaluations[0].step, "world": world, "sets": sets}
+    return {"target": target, "weights": weights, "step": evaluations[0].steps_done, "world": world, "sets": sets}
 
 
 def _show(run_dir: Path, copy: Path | None) -> None:

@@ -175,7 +175,7 @@ class Recorder:
             for display in self._displays:
                 display.update(self.last)
 
-    def write_rest(self, sums: Sums, step: int) -> None:
+    def write_rest(self, sums: Sums, steps_done: int) -> None:
         """Write the metrics that were logged after the last line, as the event `metrics`. Collective."""
         logged = {name for names in self.runtime.collectives.gather_json(sums.names()) for name in names}
         names = sorted(logged - {"loss"})
@@ -184,7 +184,7 @@ class Recorder:
 
         totals = [from_exact(exact_from_text(total)) for total in sums.take_global(names, self.runtime.collectives)]
         if metrics := quotients(names, totals):
-            self.event("metrics", step=step, metrics=metrics)
+            self.event("metrics", step=steps_done, metrics=metrics)
 
     def agree_on_names(self, seen: set[str]) -> None:
         """Set `names` to the metrics that any rank has seen; `seen` are this rank's. Collective.
@@ -234,14 +234,14 @@ class Recorder:
         self._spent = spent
         return slots.flatten().to(self.runtime.device, non_blocking=True)
 
-    def _report_waiting(self, values: list[float], step: int) -> None:
+    def _report_waiting(self, values: list[float], steps_done: int) -> None:
         """Write a warning if a rank waits for data, or if one is slower than the others."""
         rows = stragglers.unpack(values)
         if self.watch_data and (late := self._late_data.look(rows)):
-            self.event("warning", step=step, reason=late)
+            self.event("warning", step=steps_done, reason=late)
 
         if slow := self._slow_ranks.look(rows):
-            self.event("slow rank", step=step, rank=slow.rank, cause=slow.work, reason=str(slow))
+            self.event("slow rank", step=steps_done, rank=slow.rank, cause=slow.work, reason=str(slow))
 
     # ---- events ----
 

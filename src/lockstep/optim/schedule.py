@@ -142,8 +142,8 @@ class GuardedRates:
     def uncount_step(self, optimizers: Sequence[int]) -> None:
         """Undo the count of a step that the device skipped."""
 
-    def observe(self, loss: float, step: int) -> bool:
-        """Pass an evaluation loss to the scheduler. Return False if this step already had one."""
+    def observe(self, loss: float, steps_done: int) -> bool:
+        """Pass an evaluation loss to the scheduler. Return False if there was one after this step already."""
         return True
 
     def release(self) -> None:

@@ -112,14 +112,14 @@ class SchedulerRate(GuardedRates):
         for optimizer in optimizers:
             self._optimizer_steps[optimizer] -= 1
 
-    def observe(self, loss: float, step: int) -> bool:
+    def observe(self, loss: float, steps_done: int) -> bool:
         if not self.needs_evaluations:
             return True
-        if self._last_evaluated == step:
+        if self._last_evaluated == steps_done:
             return False
 
         self.check()
-        self._last_evaluated = step
+        self._last_evaluated = steps_done
         self.evaluations += 1
         for scheduler, _, by_evaluations in self._entries:
             if by_evaluations:

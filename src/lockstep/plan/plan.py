@@ -41,9 +41,9 @@ class Plan:
         """Return the plan as files hold it. There `data_size` is called `world`."""
         return {"world" if key == "data_size" else key: value for key, value in asdict(self).items()}
 
-    def epochs_after(self, step: int) -> float | None:
-        """Return how many epochs of the data have been trained after this step, or None for a stream."""
-        return (step + self.ahead) / self.steps_per_epoch if self.steps_per_epoch else None
+    def epochs_after(self, steps_done: int) -> float | None:
+        """Return how many epochs of the data have been trained after so many steps, or None for a stream."""
+        return (steps_done + self.ahead) / self.steps_per_epoch if self.steps_per_epoch else None
 
     def resumed(self, config: RunConfig, steps_done: int, steps_counted: int) -> Plan:
         """Return the plan of a resumed run, whose data is where `steps_counted` steps of this size lead."""

@@ -283,9 +283,9 @@ def _about_rounding(trials: TrialCache) -> list[str]:
         return []
 
     return [
-        f"a change in the last bit of the weights changes the gradients of step {step} by as much as their own size (a "
-        "decision that depends on a single bit, or chaos): from that step on, verify cannot distinguish a mistake from "
-        "rounding"
+        f"a change in the last bit of the weights changes the gradients of step {step + 1} by as much as their own "
+        "size (a decision that depends on a single bit, or chaos): from that step on, verify cannot distinguish a "
+        "mistake from rounding"
     ]
 
 
@@ -371,7 +371,7 @@ def json_of(report: VerifyReport) -> dict[str, Any]:
         "device": report.facts["device"],
         "precision": report.facts["precision"],
         "layouts": [_row_json(row) for row in report.rows],
-        "first": first and finite({"layout": first[0].trial.text, **asdict(first[1])}),
+        "first": first and finite({"layout": first[0].trial.text, **asdict(first[1]), "step": first[1].steps_done}),
         "causes": [asdict(cause) for cause in report.causes],
         "notes": report.notes,
         "seconds": round(report.seconds, 3),

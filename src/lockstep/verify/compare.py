@@ -40,19 +40,24 @@ ALWAYS = ("gradient", "parameter", "state")  # kinds in which a name of the refe
 class Divergence:
     """A value that is further from the reference than rounding explains."""
 
-    step: int
+    step: int  # its index; the number of steps if that differs
     kind: str
     name: str
     gap: float  # largest difference of an element
     allowed: float
 
     @property
+    def steps_done(self) -> int:
+        """The number of steps that are done when it shows: reports name a step by it, as the log does."""
+        return self.step + (self.kind not in ("initial weights", "number of steps"))
+
+    @property
     def text(self) -> str:
         if self.kind == "number of steps":
-            return f"another number of steps: it ended after {self.step}"
+            return f"another number of steps: it ended after {self.steps_done}"
 
         thing = f"{self.kind} {self.name}".rstrip()
-        when = KINDS[self.kind].format(step=self.step)
+        when = KINDS[self.kind].format(step=self.steps_done)
         return f"{thing} {when} is off by {self.gap:.1e}; rounding explains {self.allowed:.1e}"
 
 

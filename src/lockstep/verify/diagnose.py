@@ -204,7 +204,7 @@ def _of_batchnorm(comparison: Comparison, step: int) -> Cause:
     statistics = [name for name in names if name.endswith(("running_mean", "running_var"))] or names
     return named(
         "batchnorm",
-        f"losses, gradients and parameters of step {step} agree, "
+        f"losses, gradients and parameters of step {step + 1} agree, "
         f"{' and '.join(statistics[:2])} do not ({len(names)} buffers in all)",
     )
 
@@ -224,7 +224,7 @@ def _settings_differ(record: TrialRecord, reference: TrialRecord, step: int) -> 
                     if group.get(key) != expected[key]:
                         return named(
                             "schedule",
-                            f"{key} in step {number}: {group.get(key)} on rank {rank} of {record.trial.world}, "
+                            f"{key} in step {number + 1}: {group.get(key)} on rank {rank} of {record.trial.world}, "
                             f"{expected[key]} on one process",
                         )
 
@@ -240,7 +240,7 @@ def _ranks_differ(record: TrialRecord, reference: TrialRecord, step: int) -> Cau
     # Snapshot `step + 1` was taken after the step that diverged.
     # The first difference in time is the cause: later ones follow from it.
     for number in range(min(step + 2, record.steps + 1)):
-        when = f"after step {number - 1}" if number else "before the first step"
+        when = f"after step {number}" if number else "before the first step"
         for rank in range(record.trial.world):
             for name, digest in record.digests(number, rank).items():
                 if digest != record.digests(number, 0)[name]:
@@ -280,7 +280,7 @@ def _explain_rows(
 ) -> Cause:
     """Return why a step has other samples than on one process; both are counted by their contents."""
     unexpected = rows - expected
-    of_step = f"{unexpected.total()} of {rows.total()} samples of step {step}"
+    of_step = f"{unexpected.total()} of {rows.total()} samples of step {step + 1}"
     if any(row in expected for row in unexpected):
         return named("data", f"{of_step} came more than once")
 
@@ -308,14 +308,14 @@ def _of_loss(trials: TrialCache, comparison: Comparison, step: int) -> Cause:
 
     # Name the first micro-batch that differs, if micro-batches can be compared.
     rank = differing[0].rank if differing else 0
-    where = f"micro-batch {differing[0].index} of step {step}, on rank {rank}" if differing else f"step {step}"
+    where = f"micro-batch {differing[0].index} of step {step + 1}, on rank {rank}" if differing else f"step {step + 1}"
     only_training = f"{where}: equal with the model in eval mode, different in training"
 
     # First what the records themselves show, then what needs another run.
     ratios = _ratios(record, reference, step)
     factor = next(iter(ratios), 0.0)
     if factor and not _close(factor, 1.0) and all(_close(ratio, factor) for ratio in ratios):
-        return named("rank-in-loss", f"every loss of step {step} is {factor:.3g} times that of one process")
+        return named("rank-in-loss", f"every loss of step {step + 1} is {factor:.3g} times that of one process")
 
     if own := reference.drawn & {"numpy", "random"}:
         return named("randomness", f"loss() draws from the global generator of {' and '.join(sorted(own))}: {where}")

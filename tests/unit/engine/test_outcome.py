@@ -53,7 +53,7 @@ def test_the_rank_that_does_not_notice_it_is_the_one_at_fault() -> None:
 
 
 def test_ranks_that_loaded_alone_are_named_although_they_are_in_another_step() -> None:
-    with pytest.raises(UserError, match="1 of 3 ranks loaded a checkpoint before step 7"):
+    with pytest.raises(UserError, match="1 of 3 ranks loaded a checkpoint before step 8"):
         concluded(7, word=ControlWord(weight=4.0, step=2 * step_mark(7) + step_mark(2), loaded=1))
 
 

@@ -101,7 +101,7 @@ def a_builder(folder: Path, phase: str = "compute", **values: Any) -> Any:
         config=config,
         plan=make_plan(config, 1, 100),
         runtime=runtime,
-        steps_done=3,
+        stepper=SimpleNamespace(progress=SimpleNamespace(step=2)),
         folder=SimpleNamespace(path=folder),
     )
     return SimpleNamespace(

@@ -44,20 +44,20 @@ def evaluate(task: Task, builder: RunBuilder, global_batch: int | None) -> list[
         model = task.model()
 
     setup = builder.setup_model(model, task.optimizer, task, task.data)
-    step = _restore_more(task, setup, builder)
+    steps_done = _restore_more(task, setup, builder)
 
     # The loss may need what this hook keeps.
-    Hooks(EvaluatedView(builder, setup, step), task).before_training()
+    Hooks(EvaluatedView(builder, setup, steps_done), task).before_training()
 
     # A file of weights does not say its global batch. We take that of a run with these settings.
     local_batch = config.local_batch and config.local_batch * setup.driver.role.data_size
     batch = evaluation_batch(config, global_batch or config.global_batch or local_batch or MAX_EVALUATION_BATCH)
     with setup.averaged_weights():
-        evaluations = setup.evaluator.evaluate_all(sets, batch, step, may_preempt=True)
+        evaluations = setup.evaluator.evaluate_all(sets, batch, steps_done, may_preempt=True)
 
     # There is nothing to save: the command can be repeated.
     if evaluations is None:
-        raise Preempted(step, runtime.notice.signal or "SIGTERM", None)
+        raise Preempted(steps_done, runtime.notice.signal or "SIGTERM", None)
 
     # The ranks end together, and the folder is free for another command.
     builder.recorder.close()
@@ -69,14 +69,14 @@ def evaluate(task: Task, builder: RunBuilder, global_batch: int | None) -> list[
 class EvaluatedView(BuiltRunView):
     """What a task's `before_training` gets: there is a model, and there are no steps."""
 
-    def __init__(self, builder: RunBuilder, setup: ModelSetup, step: int):
+    def __init__(self, builder: RunBuilder, setup: ModelSetup, steps_done: int):
         super().__init__(builder)
         self._model = setup.driver.model
-        self._step = step
+        self._steps_done = steps_done
 
     @property
     def steps_done(self) -> int:
-        return self._step
+        return self._steps_done
 
     @property
     def model(self) -> nn.Module:
@@ -93,7 +93,7 @@ class EvaluatedView(BuiltRunView):
 def _restore_more(task: Task, setup: ModelSetup, builder: RunBuilder) -> int:
     """Restore the averages of the weights, and the task's own state, on which its evaluation may depend.
 
-    Return the step of the weights; 0 for a file.
+    Return the number of steps that trained the weights; 0 for a file.
     """
     assert builder.config.init_from is not None
     path = Path(builder.config.init_from)

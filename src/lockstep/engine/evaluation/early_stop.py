@@ -25,7 +25,7 @@ class EarlyStop:
     best_step: int = 0
     evaluations_since: int = 0
 
-    def observe(self, results: Mapping[str, float], step: int) -> None:
+    def observe(self, results: Mapping[str, float], steps_done: int) -> None:
         """Compare the results of a new evaluation with the best ones."""
         if self.config.patience is None:
             return
@@ -36,7 +36,7 @@ class EarlyStop:
         # An equal value is no improvement, nor is one within `stop.min_delta`.
         if self._improves(value):
             self.best = value
-            self.best_step = step
+            self.best_step = steps_done
             self.evaluations_since = 0
         else:
             self.evaluations_since += 1

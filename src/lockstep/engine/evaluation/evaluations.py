@@ -71,7 +71,7 @@ class Evaluations:
         """Let early stopping, the best checkpoint and the learning rate follow a new evaluation."""
         self.newest = evaluation
         results = self.results()
-        self.early_stop.observe(results, evaluation.step)
+        self.early_stop.observe(results, evaluation.steps_done)
         self.stop_if_no_improvement()
 
         # The best checkpoint is that of the best evaluation, so it is saved now and not when the next save is due. If
@@ -79,19 +79,19 @@ class Evaluations:
         if self._best_metric:
             check_metric("checkpoint.best", self._best_metric, results)
 
-        if not self._checkpoints.add_metrics(evaluation.step, results):
+        if not self._checkpoints.add_metrics(evaluation.steps_done, results):
             self._requests.save_agreed |= self._checkpoints.is_new_best(results)
 
         # Unlike the others, ReduceLROnPlateau counts calls: a second evaluation at one step would be a bad step for it.
-        if not self._learning_rate.observe(evaluation.loss, evaluation.step):
-            self._warn_of_second(evaluation.step)
+        if not self._learning_rate.observe(evaluation.loss, evaluation.steps_done):
+            self._warn_of_second(evaluation.steps_done)
 
     def stop_if_no_improvement(self) -> None:
         """End the loop if the evaluations no longer improve."""
         if self.early_stop.reason:
             self._requests.stop_now(self.early_stop.reason)
 
-    def _warn_of_second(self, step: int) -> None:
+    def _warn_of_second(self, steps_done: int) -> None:
         """Warn once that a second evaluation of one step did not move the learning rate."""
         if self._warned_of_second:
             return
@@ -99,7 +99,7 @@ class Evaluations:
         self._warned_of_second = True
         reason = (
             f"ReduceLROnPlateau follows the first evaluation of a step, and run.evaluate was called a second time at "
-            f"step {step}: pass monitor=False for every dataset except the one that it should follow"
+            f"step {steps_done}: pass monitor=False for every dataset except the one that it should follow"
         )
         self._recorder.event("warning", reason=reason)
 
@@ -111,8 +111,8 @@ class Evaluations:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue the early stopping of a checkpoint. What a rewind undoes no longer counts."""
         steps_done = self._requests.stepper.counters.steps_done
-        self.by_set = {name: other for name, other in self.by_set.items() if other.step <= steps_done}
-        if self.newest is not None and self.newest.step > steps_done:
+        self.by_set = {name: other for name, other in self.by_set.items() if other.steps_done <= steps_done}
+        if self.newest is not None and self.newest.steps_done > steps_done:
             self.newest = None
 
         if state.get("early_stop"):
@@ -123,7 +123,7 @@ class Evaluations:
 
     def is_current(self, steps_done: int) -> bool:
         """Return whether the newest evaluation used the weights after so many steps."""
-        return self.newest is not None and self.newest.step == steps_done
+        return self.newest is not None and self.newest.steps_done == steps_done
 
     def results(self) -> dict[str, float]:
         """Return the newest results by the names that settings use: `eval_loss`, `accuracy`, `val/accuracy`.
@@ -134,7 +134,7 @@ class Evaluations:
             return {}
 
         # Results of another step do not belong to these weights.
-        current = [other for other in self.by_set.values() if other.step == self.newest.step]
+        current = [other for other in self.by_set.values() if other.steps_done == self.newest.steps_done]
         return {"eval_loss": self.newest.loss, **self.newest.metrics, **_named(current)}
 
 

@@ -45,7 +45,7 @@ Row = dict[str, list[float]]  # the sums of one batch: name -> [sum, weight]
 class Evaluation:
     """The weighted means over an evaluation set."""
 
-    step: int  # of the weights that were evaluated
+    steps_done: int  # before the evaluation
     loss: float
     metrics: dict[str, float]
     samples: int
@@ -201,13 +201,15 @@ class Evaluator:
     def _transfer(self) -> Transfer:
         return Transfer(self.runtime.device)
 
-    def evaluate(self, chosen: EvaluationSet, batch: int, step: int, may_preempt: bool = False) -> Evaluation | None:
-        """Evaluate the weights of `step` and log the result. `batch`: samples of a forward, unless the set has its own.
+    def evaluate(
+        self, chosen: EvaluationSet, batch: int, steps_done: int, may_preempt: bool = False
+    ) -> Evaluation | None:
+        """Evaluate the weights and log the result. `batch`: samples of a forward, unless the set has its own.
 
         With `may_preempt` all ranks stop when one is preempted, and None is returned.
         """
         began = time.perf_counter()
-        evaluation = self.measure(chosen, batch, step, may_preempt)
+        evaluation = self.measure(chosen, batch, steps_done, may_preempt)
 
         # A preempted evaluation is repeated after the resume, and logged then.
         if evaluation is not None:
@@ -216,13 +218,15 @@ class Evaluator:
 
         return evaluation
 
-    def measure(self, chosen: EvaluationSet, batch: int, step: int, may_preempt: bool = False) -> Evaluation | None:
+    def measure(
+        self, chosen: EvaluationSet, batch: int, steps_done: int, may_preempt: bool = False
+    ) -> Evaluation | None:
         """Do what `evaluate` does, without a record."""
         # A set may have a batch size of its own, such as one of long samples.
         batch = chosen.batch or batch
 
         # The launcher allows an evaluation more time than a step.
-        self.runtime.heartbeat.beat("evaluate", step)
+        self.runtime.heartbeat.beat("evaluate", steps_done)
         check_data(chosen.dataset, chosen.name)
 
         # Buffers differ between ranks. Evaluate with those that a checkpoint would save.
@@ -244,7 +248,7 @@ class Evaluator:
         # Sums of batches, not of ranks: the rows are then the same ones on any number of ranks.
         all_rows = [row for rows, _, _ in gathered for row in rows]
         total_samples = sum(samples for _, samples, _ in gathered)
-        evaluation = _combine(all_rows, total_samples, step, chosen.name)
+        evaluation = _combine(all_rows, total_samples, steps_done, chosen.name)
 
         # Metrics that are not sums: reduced by their own states.
         _add_metrics(evaluation, metrics.compute(self.runtime.collectives))
@@ -267,13 +271,13 @@ class Evaluator:
         return [*(name for name, *_ in metric_terms(loss)), *metrics.results()]
 
     def evaluate_all(
-        self, sets: Sequence[EvaluationSet], batch: int, step: int, may_preempt: bool = False
+        self, sets: Sequence[EvaluationSet], batch: int, steps_done: int, may_preempt: bool = False
     ) -> list[Evaluation] | None:
         """Evaluate on one set after the other; None if a preemption interrupted one of them."""
         evaluations = []
 
         for chosen in sets:
-            evaluation = self.evaluate(chosen, batch, step, may_preempt)
+            evaluation = self.evaluate(chosen, batch, steps_done, may_preempt)
             if evaluation is None:
                 return None
 
@@ -283,10 +287,10 @@ class Evaluator:
 
     def _log(self, evaluation: Evaluation, chosen: EvaluationSet, seconds: float) -> None:
         # The usual case, one set that is monitored, has no fields for that.
-        fields = {key: value for key, value in vars(evaluation).items() if key != "name"}
+        fields = {key: value for key, value in vars(evaluation).items() if key not in ("steps_done", "name")}
         named = {"set": chosen.name} if chosen.name else {}
         followed = {} if chosen.monitored else {"monitor": False}
-        self.recorder.event("eval", **fields, **named, **followed, seconds=seconds)
+        self.recorder.event("eval", step=evaluation.steps_done, **fields, **named, **followed, seconds=seconds)
 
     def _split(self, length: int, batch: int) -> tuple[list[range], list[range]]:
         """Return the samples of each of this rank's batches, and those of batches that it only repeats."""
@@ -367,7 +371,7 @@ def _on_host(result: list[Term]) -> Row:
     return {name: [float(total), float(weight)] for name, total, weight in result}
 
 
-def _combine(rows: list[Row], samples: int, step: int, set_name: str | None) -> Evaluation:
+def _combine(rows: list[Row], samples: int, steps_done: int, set_name: str | None) -> Evaluation:
     """Return the means over all batches: each sum of a name, divided by the sum of its weights."""
     names = sorted({"loss", *(name for row in rows for name in row)})
 
@@ -382,4 +386,4 @@ def _combine(rows: list[Row], samples: int, step: int, set_name: str | None) -> 
     means = dict.fromkeys(names, math.nan) | quotients(names, sums)
     loss = means.pop("loss")
     loss_weight = sums[2 * names.index("loss") + 1]
-    return Evaluation(step, loss, means, samples, loss_weight, set_name)
+    return Evaluation(steps_done, loss, means, samples, loss_weight, set_name)

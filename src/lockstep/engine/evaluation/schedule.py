@@ -31,10 +31,10 @@ class EvaluationSchedule:
         """Whether there are evaluations during the run."""
         return any((self.config.every, self.config.epochs, self.config.minutes))
 
-    def due_after(self, step: int) -> bool:
-        """Return whether the number of the step alone makes an evaluation due."""
+    def due_after(self, steps_done: int) -> bool:
+        """Return whether the number of steps alone makes an evaluation due."""
         every, epochs = self.config.every, self.config.epochs
-        if every and step % every == 0:
+        if every and steps_done % every == 0:
             return True
 
         if not epochs or not self.steps_per_epoch:
@@ -43,8 +43,8 @@ class EvaluationSchedule:
         # Half an epoch may end within a step: the evaluation comes after the first step that reaches its end. As a
         # fraction, because 1.1 * 10 is more than 11 in floats, and step 11 would not reach it.
         period = Fraction(str(epochs)) * self.steps_per_epoch
-        step += self.ahead
-        return step // period > (step - 1) // period
+        counted = steps_done + self.ahead
+        return counted // period > (counted - 1) // period
 
     def due_by_clock(self, seconds: float) -> bool:
         """Return whether a run that has taken this many seconds should evaluate. Only rank 0's answer counts."""

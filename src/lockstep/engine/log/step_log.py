@@ -34,7 +34,8 @@ class SampleLog(StepPart):
         """Write the line of a step. A step that is repeated has one line per attempt, of which the last counts."""
         # The epoch comes first: an id alone does not name a sample whose dataset changes between epochs.
         ids = [[batch.epoch, *map(int, batch.ids)] for batch in progress.trained]
-        self._sink.write({"step": progress.step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
+        step = progress.step + 1
+        self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
 
     def close(self) -> None:
         self._sink.close()

@@ -236,7 +236,7 @@ class RunBuilder:
                 "set evaluate.batch=64",
             )
 
-        self.evaluation = self.model_setup.evaluator.evaluate(chosen, batch, step=0)
+        self.evaluation = self.model_setup.evaluator.evaluate(chosen, batch, steps_done=0)
         assert self.evaluation is not None, "only an evaluation that may be preempted ends early"
         return self.evaluation
 

@@ -83,7 +83,7 @@ def _names_of_all(run: Run, sets: Sequence[EvaluationSet]) -> dict[str, None]:
     evaluator = run.model_setup.evaluator
     batch = evaluation_batch(run.config, run.plan.global_batch)
 
-    evaluations = [evaluator.measure(chosen, batch, step=0) for chosen in sets]
+    evaluations = [evaluator.measure(chosen, batch, steps_done=0) for chosen in sets]
     found = [evaluation.metrics if evaluation else () for evaluation in evaluations]
     return _names(zip(sets, found, strict=True))
 
