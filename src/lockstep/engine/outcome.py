@@ -108,7 +108,6 @@ class Outcomes:
 
         # Counts so far.
         self.skipped = 0
-        self._skipped_since_log = 0
         self.skips_in_a_row = 0  # not counting overflows of fp16 at a scale that can still be lowered
         self.empty_in_a_row = 0  # steps of weight 0
 
@@ -228,7 +227,6 @@ class Outcomes:
     def _skip(self, outcome: Outcome, result: StepResult, overflowed: bool) -> None:
         """Log a skipped step and apply the policy. Collective: every rank must call it."""
         self.skipped += 1
-        self._skipped_since_log += 1
         reason = self._log_skip(outcome, result)
 
         # An overflow of fp16 is not a failure: this is how the scaler finds its value. One of several that
@@ -267,12 +265,6 @@ class Outcomes:
             return result.skip_reason
 
         return f"{result.skip_reason} ({'; '.join(blamed[:3])})"
-
-    def take_skipped(self) -> int:
-        """Return how many steps were skipped since the last call: those of a line of the log."""
-        skipped = self._skipped_since_log
-        self._skipped_since_log = 0
-        return skipped
 
     def check_something_learned(self, steps: int, applied: int) -> None:
         """Raise at the end of a run if no step was applied, so that untrained weights do not pass for a result."""
@@ -320,7 +312,6 @@ class Outcomes:
         self.skips_in_a_row = skips["failures_in_a_row"]
         self._overflows = skips.get("scale_backoffs", 0)  # older checkpoints do not have it
 
-        self._skipped_since_log = 0
         self.empty_in_a_row = 0
 
         self.spikes.recent.clear()

@@ -107,7 +107,7 @@ class Run:
 
         Iterating over them measures the wait for data and calls the hooks `before_batch`.
         """
-        self.recorder.start_clock()
+        self.stepper.interval.restart_clock()
         self.model_setup.guard.late_hooks.check()
         is_first = True
 
@@ -156,8 +156,8 @@ class Run:
             if micro is None:
                 raise _wrong_count(count, str(done))
 
-            self.recorder.data_wait_s += time.perf_counter() - began
-            self.recorder.micro_batches += 1
+            self.stepper.interval.data_wait_s += time.perf_counter() - began
+            self.stepper.interval.micro_batches += 1
 
             # From now on a signal takes effect after the step, with a save.
             self.runtime.notice.waits = True
@@ -281,7 +281,7 @@ class Run:
         """Return to the last checkpoint and leave out the samples of the skipped step from now on."""
         self.stepper.outcomes.rewind_after = None
         self.checkpoints.rewind(skipped.result, skipped.span)
-        self.recorder.start_clock()
+        self.stepper.interval.restart_clock()
 
     def check_replicas(self) -> None:
         """Check that all ranks hold the same parameters, if they should. Collective."""
@@ -299,7 +299,7 @@ class Run:
         self.requests.saved()
         self.runtime.notice.saved()
 
-        self.recorder.exclude(time.perf_counter() - began)  # the time of a save is not the time of a step
+        self.stepper.interval.exclude(time.perf_counter() - began)  # the time of a save is not that of a step
 
     def save_if_agreed(self) -> None:
         """Save if the evaluation that a resumed run repeats has asked for it, and this step is not saved here yet."""
@@ -330,7 +330,9 @@ class Run:
         With `ema.decay` the averages of the weights are evaluated. Collective.
         """
         self.log.write_if_due()
+        began = time.perf_counter()
         evaluations = self._evaluate_all(sets, may_preempt)
+        self.stepper.interval.exclude(time.perf_counter() - began)  # the time of an evaluation is not that of a step
 
         # Some rank was preempted. The checkpoint records that the resumed run must evaluate first.
         if evaluations is None:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from lockstep.engine.hooks.trained_parameters import TrainedParameters
 from lockstep.engine.outcome import Outcome, Outcomes, skip_on_device
-from lockstep.observe.metrics import ExactSums, Sums
+from lockstep.observe.metrics import ExactSums, Interval, Sums
 from lockstep.optim.optimizers import Optimizers, Update
 from lockstep.optim.schedule import GuardedRates
 from lockstep.parallel.driver import Driver, LossFn, Reduced
@@ -86,7 +86,7 @@ class Stepper:
         # Changed by every step.
         self.progress = StepProgress(context, StepBatches(0, (), 0), 0)  # of the current step; empty before the first
         self.counters = Counters()
-        self.sums = self._new_sums()  # of the steps applied since the last log line
+        self.interval = Interval(self._new_sums())  # since the last log line
         self.lr = learning_rate.at(0)
         self._pending: Pending | None = None
 
@@ -151,7 +151,9 @@ class Stepper:
 
         # In place, because the user reads `p.grad` until the next pass.
         self.update.multiply(reduced.parameters, to_mean)
-        return self.outcomes.conclude_measured(outcome)
+        result = self.outcomes.conclude_measured(outcome)
+        self.interval.skipped += result.skip_reason is not None
+        return result
 
     def _apply_now(self, progress: StepProgress, reduced: Reduced, norm: Tensor) -> StepResult:
         """Wait for the control word and the norm, then apply the step or skip it."""
@@ -234,11 +236,13 @@ class Stepper:
         self.learning_rate.uncount_step(progress.optimizer_indices)
 
     def _conclude(self, outcome: Outcome) -> StepResult:
-        """Add the losses of an applied step to those of the next log line. Count the step, and react to a skip."""
+        """Count the step, also in the interval of the next log line, and react to a skip."""
         if outcome.applied:
-            self.sums.add(outcome.progress.losses, outcome.progress.metrics)
+            self.interval.sums.add(outcome.progress.losses, outcome.progress.metrics)
 
-        return self.outcomes.conclude(outcome)
+        result = self.outcomes.conclude(outcome)
+        self.interval.skipped += result.skip_reason is not None
+        return result
 
     def _norm_and_factor(self, reduced: Reduced, norm: Any, weight: Any) -> tuple[Any, Any]:
         """Return the norm of the mean loss's gradient, and the factor by which to multiply the summed gradients.
@@ -267,8 +271,8 @@ class Stepper:
         self.counters = Counters(state["counters"]["step"], state["counters"]["applied"])
         self.outcomes.load_state_dict(state)
 
-        # Sums and a pending outcome belong to steps that this load undoes.
-        self.sums = self._new_sums()
+        # The interval and a pending outcome belong to steps that this load undoes.
+        self.interval = Interval(self._new_sums())
         self._pending = None
         self.learning_rate.remember_rates()  # loading replaced the parameter groups
         self.lr = self.learning_rate.at(self.counters.steps_applied)

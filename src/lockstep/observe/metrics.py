@@ -7,7 +7,9 @@ depend on their order. The grid of `exact` for the control word (`engine/determi
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -175,6 +177,70 @@ class ExactSums(Sums):
         """Add to the sum and to the weight of a name."""
         before = self._exact.get(name, [0, 0])
         self._exact[name] = [add_exact(before[0], total), add_exact(before[1], weight)]
+
+
+@dataclass
+class Interval:
+    """The steps since the last line of metrics, which the next line covers, as this rank sees them."""
+
+    sums: Sums  # of the losses and metrics of applied steps
+    late: int = 0  # earlier steps whose losses arrive in this interval: 0, or 1 on a GPU
+
+    # Counts.
+    steps: int = 0
+    samples: int = 0  # of all ranks
+    skipped: int = 0  # skipped steps
+    micro_batches: int = 0  # of this rank, which has waited for their data
+    carried_weight: float = 0.0  # the part of the loss's weight from before a resume, which took none of the time
+
+    # Times.
+    began: float = field(default_factory=time.perf_counter)  # `exclude` moves it on
+    seconds: float = 0.0  # set by `end`
+    data_wait_s: float = 0.0
+
+    summed: int = 0  # steps in the sums, set by `end`: on a GPU they lag one step behind, except in the last line
+
+    def restart_clock(self) -> None:
+        """Count the time from here on: what came before was no training."""
+        self.began = time.perf_counter()
+        self.data_wait_s = 0.0
+        self.micro_batches = 0
+
+    def exclude(self, seconds: float) -> None:
+        """Exclude time that was spent on something other than training."""
+        self.began += seconds
+
+    def end(self, unread: int) -> None:
+        """End the interval. `unread` steps of it are not in its sums yet, because their outcome is on the device."""
+        self.seconds = time.perf_counter() - self.began
+        self.summed = self.steps + self.late - unread
+
+    def following(self, unread: int) -> Interval:
+        """Return the next interval, which begins where this one has ended."""
+        # The sums are empty, but for names that only this rank knows.
+        return Interval(self.sums, late=unread, began=self.began + self.seconds)
+
+    # ---- checkpoints ----
+
+    def state_dict(self, names: list[str], collectives: Collectives) -> dict[str, Any]:
+        """Return the global sums of these names for a checkpoint. Collective.
+
+        From now on rank 0 holds them, and the other ranks start from 0, so that nothing is counted twice.
+        """
+        totals = self.sums.take_global(names, collectives)
+        if collectives.world.rank == 0:
+            self.sums.put(names, totals)
+
+        return {"names": names, "totals": totals}
+
+    def load_state_dict(self, state: dict[str, Any], collectives: Collectives) -> None:
+        """Continue the interval of a checkpoint, on any number of ranks."""
+        if collectives.world.rank == 0:
+            self.sums.put(state["names"], state["totals"])
+
+        # `totals` holds the sum and the weight of each name in turn.
+        weight = state["totals"][2 * state["names"].index("loss") + 1]
+        self.carried_weight = from_exact(exact_from_text(weight))
 
 
 def check_metric_name(name: str) -> None:

@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +19,9 @@ import torch
 
 from lockstep.observe import stragglers
 from lockstep.observe.console import Display, fact_lines, open_display
-from lockstep.observe.metrics import Sums, exact_from_text, from_exact, quotients
+from lockstep.observe.metrics import Interval, Sums, exact_from_text, from_exact, quotients
 from lockstep.observe.sinks import RunJsonl, SinkList
 from lockstep.runtime.context import Runtime
-
-
-@dataclass(frozen=True)
-class Interval:
-    """The steps that one line of metrics covers."""
-
-    steps: int
-    samples: int  # of all ranks
-    skipped: int  # skipped steps
-    summed: int  # steps in the sums of losses and metrics: on a GPU these lag one step behind, except in the last line
 
 
 class Recorder:
@@ -49,7 +38,6 @@ class Recorder:
         `sinks` names sinks besides the JSON lines, which rank 0 always writes.
         """
         self.runtime = runtime
-        self.names = ["loss"]  # the metrics that all ranks know, in the order of the log
         self.last: dict[str, Any] = {}  # the last line of metrics
 
         self._slow_ranks = stragglers.SlowRankWatch(slow_rank)
@@ -69,8 +57,6 @@ class Recorder:
         # Lines of metrics whose numbers are still on their way from the device: (has it arrived?, make the line).
         self._pending: list[tuple[Callable[[], bool], Callable[[], dict[str, Any]]]] = []
 
-        self.start_clock()
-        self._carried_weight = 0.0  # of the interval's steps from before a resume
         self._process = psutil.Process()
 
     def open(self, mode: Any, steps: int, unit: str, start: dict[str, Any]) -> None:
@@ -97,62 +83,48 @@ class Recorder:
 
     # ---- metrics ----
 
-    def start_clock(self) -> None:
-        """Begin an interval, with counters for this rank alone."""
-        self._since = time.perf_counter()
-        self.data_wait_s = 0.0
-        self.micro_batches = 0
-
-    def exclude(self, seconds: float) -> None:
-        """Exclude time that was spent on something other than training from the running interval."""
-        self._since += seconds
-
-    def end_interval(self, sums: Sums, interval: Interval, numbers: dict[str, Any]) -> None:
+    def end_interval(self, interval: Interval, unread: int, names: Sequence[str], numbers: dict[str, Any]) -> None:
         """End an interval: reduce its sums over ranks, and write its line once they have arrived. Collective.
 
-        `numbers` are those of the line that are equal on all ranks: step, learning rate, norm, epoch, loss scale.
+        unread: its steps whose losses are not in its sums yet
+        names: of the metrics of the line, the same on all ranks
+        numbers: those of the line that are equal on all ranks: step, learning rate, norm, epoch, loss scale
         """
         # One all-reduce carries both the sums and the times of all ranks.
-        names = list(self.names)
+        names = list(names)
         packed = self.runtime.collectives.all_reduce_(
-            torch.cat([sums.take(names, self.runtime.device), self._times(interval.steps)])
+            torch.cat([interval.sums.take(names, self.runtime.device), self._times(interval)])
         )
 
-        seconds = time.perf_counter() - self._since
-        known = self._known_numbers(interval, seconds, numbers)
-        self.start_clock()
+        interval.end(unread)
+        known = self._known_numbers(interval, numbers)
 
         # The other ranks were needed for the all-reduce, but have no line to write.
         if self._jsonl is not None:
-            self._queue_line(names, packed, interval, seconds, known)
+            self._queue_line(names, packed, interval, known)
             self.poll()
 
-    def _known_numbers(self, interval: Interval, seconds: float, numbers: dict[str, Any]) -> dict[str, Any]:
+    def _known_numbers(self, interval: Interval, numbers: dict[str, Any]) -> dict[str, Any]:
         """Return the numbers of a line that the host knows when the interval ends. Time and memory are this rank's."""
         return {
             "time": time.time(),
             **numbers,
             "memory_mb": self._memory_bytes() / 2**20,
-            "step_s": seconds / interval.steps,
-            "data_wait_s": self.data_wait_s / interval.steps,
+            "step_s": interval.seconds / interval.steps,
+            "data_wait_s": interval.data_wait_s / interval.steps,
             "samples": interval.samples,
-            "samples_per_s": interval.samples / seconds,
+            "samples_per_s": interval.samples / interval.seconds,
         }
 
-    def _queue_line(
-        self, names: list[str], packed: torch.Tensor, interval: Interval, seconds: float, known: dict[str, Any]
-    ) -> None:
+    def _queue_line(self, names: list[str], packed: torch.Tensor, interval: Interval, known: dict[str, Any]) -> None:
         """Copy the reduced sums to the host, where `poll` makes the line of them."""
-        # Training continues during the copy. The next interval may end before this line is written, so `make_line`
-        # uses this interval's own values.
+        # Training continues during the copy, and the next interval may end before this line is written.
         host = packed.to("cpu", non_blocking=True)
-        carried = self._carried_weight
-        self._carried_weight = 0.0
 
         def make_line() -> dict[str, Any]:
             values = host.tolist()
             self._report_waiting(values[2 * len(names) :], known["step"])
-            return _metrics_line(names, values, interval, seconds, known, carried)
+            return _metrics_line(names, values, interval, known)
 
         self._pending.append((_arrival(packed), make_line))
 
@@ -175,7 +147,7 @@ class Recorder:
             for display in self._displays:
                 display.update(self.last)
 
-    def write_rest(self, sums: Sums, steps_done: int) -> None:
+    def write_late_metrics(self, sums: Sums, steps_done: int) -> None:
         """Write the metrics that were logged after the last line, as the event `metrics`. Collective."""
         logged = {name for names in self.runtime.collectives.gather_json(sums.names()) for name in names}
         names = sorted(logged - {"loss"})
@@ -186,39 +158,7 @@ class Recorder:
         if metrics := quotients(names, totals):
             self.event("metrics", step=steps_done, metrics=metrics)
 
-    def agree_on_names(self, seen: set[str]) -> None:
-        """Set `names` to the metrics that any rank has seen; `seen` are this rank's. Collective.
-
-        From now on every rank sums them in the same order.
-        """
-        names = {name for names in self.runtime.collectives.gather_json(sorted(seen)) for name in names}
-        self.names = ["loss", *sorted(names - {"loss"})]
-
-    def interval_state(self, sums: Sums) -> dict[str, Any]:
-        """Return the global sums of the running interval for a checkpoint. Collective.
-
-        From now on rank 0 holds them, and the other ranks start from 0, so that nothing is counted twice.
-        """
-        names = list(self.names)
-        totals = sums.take_global(names, self.runtime.collectives)
-        if self.runtime.is_main:
-            sums.put(names, totals)
-
-        return {"names": names, "totals": totals}
-
-    def resume_interval(self, sums: Sums, state: dict[str, Any] | None) -> None:
-        """Continue the interval of a checkpoint; `state` comes from `interval_state`, on any number of ranks."""
-        if state is None:
-            return
-
-        self.names = list(state["names"])
-        if self.runtime.is_main:
-            sums.put(state["names"], state["totals"])
-
-        # `totals` holds the sum and the weight of each name in turn.
-        self._carried_weight = from_exact(exact_from_text(state["totals"][2 * self.names.index("loss") + 1]))
-
-    def _times(self, steps: int) -> torch.Tensor:
+    def _times(self, interval: Interval) -> torch.Tensor:
         """Return shape (ranks * WIDTH,): this rank's figures in its slot, and 0 elsewhere, to be summed over ranks."""
         slots = torch.zeros(
             (self.runtime.world.size, stragglers.WIDTH),
@@ -229,7 +169,7 @@ class Recorder:
         # The heartbeat counts the seconds of every phase since the start.
         spent = dict(self.runtime.heartbeat.spent)
 
-        figures = stragglers.pack(self._spent, spent, steps, self.micro_batches)
+        figures = stragglers.pack(self._spent, spent, interval.steps, interval.micro_batches)
         slots[self.runtime.world.rank] = torch.tensor(figures, dtype=torch.float64)
         self._spent = spent
         return slots.flatten().to(self.runtime.device, non_blocking=True)
@@ -316,18 +256,10 @@ def _arrival(tensor: torch.Tensor) -> Callable[[], bool]:
     return event.query
 
 
-def _metrics_line(
-    names: list[str],
-    packed: list[float],
-    interval: Interval,
-    seconds: float,
-    known: dict[str, Any],
-    carried: float = 0.0,
-) -> dict[str, Any]:
+def _metrics_line(names: list[str], packed: list[float], interval: Interval, known: dict[str, Any]) -> dict[str, Any]:
     """Return a line of metrics, with the numbers that were `known` when the interval ended.
 
-    packed: (sum, weight) of every name, followed by the figures of the ranks
-    carried: the part of the weight from before a resume, which took none of these `seconds`
+    `packed` holds (sum, weight) of every name, followed by the figures of the ranks.
     """
     means = quotients(names, packed[: 2 * len(names)])
     weight = packed[2 * names.index("loss") + 1]
@@ -337,6 +269,6 @@ def _metrics_line(
     loss = means.pop("loss", math.nan if interval.skipped else None)
 
     # The weight may be that of one step more or less than the interval has, so it is divided by as many steps' time.
-    step_s = seconds / interval.steps
-    rate = (weight - carried) / (interval.summed * step_s) if interval.summed else None
+    step_s = interval.seconds / interval.steps
+    rate = (weight - interval.carried_weight) / (interval.summed * step_s) if interval.summed else None
     return {"loss": loss, **known, "weight": weight, "weight_per_s": rate, "metrics": means}

@@ -18,6 +18,7 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.observe.metrics import Term, metric_terms
 from lockstep.precision import DynamicScaler, Precision
+from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import EventLogger, Runtime, log_nothing
 from lockstep.runtime.control_word import ControlWord, step_mark
 from lockstep.runtime.seeds import derive, seed_host, seed_torch
@@ -37,7 +38,7 @@ class MetricNames:
     """Names of metrics. The log shows a metric only when all ranks have its name."""
 
     seen: set[str] = field(default_factory=set)  # by this rank
-    known: set[str] = field(default_factory=set)  # to all ranks
+    known: list[str] = field(default_factory=lambda: ["loss"])  # to all ranks, in the order of the log
     new: bool = True  # some rank may have seen a name that is not in `known`
 
     def see(self, names: Iterable[str]) -> None:
@@ -48,18 +49,20 @@ class MetricNames:
         """Note that some rank has seen new names: a control word says so, and all ranks have it."""
         self.new = True
 
-    def unshared(self) -> list[str]:
-        """Return the names that this rank has seen and others may not know."""
-        return sorted(self.seen - self.known)
+    @property
+    def unshared(self) -> set[str]:
+        """The names that this rank has seen and others may not know."""
+        return self.seen.difference(self.known)
 
-    def agree(self, names: Iterable[str]) -> None:
-        """Make these the names that all ranks know, after they have exchanged those of each."""
-        self.known = set(names)
+    def agree(self, collectives: Collectives) -> None:
+        """Make all ranks know the metrics of each of them. Collective. They sum them in this order from now on."""
+        gathered = collectives.gather_json(sorted(self.seen.union(self.known)))
+        self.known = ["loss", *sorted({name for names in gathered for name in names} - {"loss"})]
         self.new = False
 
     def restore(self, names: Iterable[str]) -> None:
         """Make these, from a checkpoint, the names that all ranks know. They still have to exchange newer ones."""
-        self.known = set(names)
+        self.known = list(names)
 
 
 @dataclass
@@ -206,7 +209,7 @@ class StepProgress:
             exhausted=int(self.batches.exhausted),
             step=step_mark(self.step),
             scale=math.log2(context.scaler.value) if context.scaler else 0.0,
-            new_metrics=int(not context.metric_names.seen <= context.metric_names.known),
+            new_metrics=int(bool(context.metric_names.unshared)),
             preempt=int(context.runtime.notice.signal is not None),
             loss=self._loss,
             **context.flags,

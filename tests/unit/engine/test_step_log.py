@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from lockstep.engine.log.step_log import StepLog
-from lockstep.observe.metrics import Sums
-from lockstep.observe.recorder import Interval
+from lockstep.observe.metrics import Interval, Sums
 from lockstep.parallel.progress import MetricNames
+
+COLLECTIVES: Any = SimpleNamespace(gather_json=lambda value: [value])
 
 
 class Lines:
@@ -17,11 +19,9 @@ class Lines:
     def __init__(self) -> None:
         self.intervals: list[Interval] = []
 
-    def end_interval(self, sums: Sums, interval: Interval, numbers: dict[str, Any]) -> None:
+    def end_interval(self, interval: Interval, unread: int, names: Sequence[str], numbers: dict[str, Any]) -> None:
+        interval.end(unread)
         self.intervals.append(interval)
-
-    def resume_interval(self, sums: Sums, state: Any) -> None:
-        self.names: list[str] = []
 
     def poll(self) -> None:
         pass
@@ -31,9 +31,9 @@ def logged(late: bool) -> tuple[StepLog, Lines, Any]:
     """A log with a line every 3 of 8 steps; on a GPU, outcomes come `late`."""
     stepper: Any = SimpleNamespace(
         counters=SimpleNamespace(steps_done=0),
-        outcomes=SimpleNamespace(skipped=0, take_skipped=lambda: 0),
-        context=SimpleNamespace(metric_names=MetricNames(new=False)),
-        sums=Sums(),
+        outcomes=SimpleNamespace(skipped=0),
+        context=SimpleNamespace(metric_names=MetricNames(new=False), runtime=SimpleNamespace(collectives=COLLECTIVES)),
+        interval=Interval(Sums()),
         lr=0.1,
         scaler=None,
         awaits_outcome=late,
@@ -68,6 +68,7 @@ def test_a_rewind_leaves_no_outcome_open() -> None:
     """A checkpoint waits for the outcome of its step, so its sums have all losses."""
     log, lines, stepper = logged(late=True)
     run_steps(log, stepper, 3)
+    stepper.interval = Interval(Sums())  # as `Stepper.load_state_dict` does
     log.load_state_dict({})
     run_steps(log, stepper, 6)
     assert [line.summed for line in lines.intervals] == [2, 2]
@@ -77,8 +78,8 @@ def test_names_from_a_checkpoint_do_not_end_an_exchange_that_is_due() -> None:
     names = MetricNames()
     names.see(["accuracy", "loss"])
     names.restore(["loss"])
-    assert (names.new, names.unshared()) == (True, ["accuracy"])
-    names.agree(["accuracy", "loss"])
-    assert (names.new, names.unshared()) == (False, [])
+    assert (names.new, names.unshared) == (True, {"accuracy"})
+    names.agree(COLLECTIVES)
+    assert (names.new, names.unshared, names.known) == (False, set(), ["loss", "accuracy"])
     names.announce()
     assert names.new

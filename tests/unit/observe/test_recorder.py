@@ -12,35 +12,35 @@ import lockstep
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.errors import UserError
 from lockstep.observe import recorder
-from lockstep.observe.metrics import ExactSums, Sums, exact_from_text, from_exact, metric_terms
-from lockstep.observe.recorder import Interval, _metrics_line
+from lockstep.observe.metrics import ExactSums, Interval, Sums, exact_from_text, from_exact, metric_terms
+from lockstep.observe.recorder import _metrics_line
 from lockstep.observe.sinks import read_jsonl
 from lockstep.recipes.char_lm import CharLM
 from lockstep.task import Loss
 
-ONE = Interval(steps=1, samples=4, skipped=0, summed=1)
+ONE = Interval(Sums(), steps=1, samples=4, summed=1, seconds=1.0)
 
 
 def test_what_nothing_was_counted_for_is_left_out():
     names = ["loss", "cell", "exact"]
-    line = _metrics_line(names, [6.0, 3.0, 0.0, 0.0, 1.0, 2.0], ONE, 2.0, {}, carried=1.0)
+    line = _metrics_line(names, [6.0, 3.0, 0.0, 0.0, 1.0, 2.0], replace(ONE, seconds=2.0, carried_weight=1.0), {})
     assert line["loss"] == 2.0
     assert (line["weight"], line["weight_per_s"]) == (3.0, 1.0)
     assert line["metrics"] == {"exact": 0.5}
 
 
 def test_no_outcome_yet_is_not_a_loss_of_nan():
-    assert _metrics_line(["loss"], [0.0, 0.0], ONE, 1.0, {"skipped": 7})["loss"] is None
-    assert math.isnan(_metrics_line(["loss"], [0.0, 0.0], replace(ONE, skipped=2), 1.0, {"skipped": 9})["loss"])
-    assert math.isnan(_metrics_line(["loss"], [math.nan, 4.0], ONE, 1.0, {})["loss"])
+    assert _metrics_line(["loss"], [0.0, 0.0], ONE, {"skipped": 7})["loss"] is None
+    assert math.isnan(_metrics_line(["loss"], [0.0, 0.0], replace(ONE, skipped=2), {"skipped": 9})["loss"])
+    assert math.isnan(_metrics_line(["loss"], [math.nan, 4.0], ONE, {})["loss"])
 
 
 def test_the_rate_of_a_line_counts_the_steps_that_its_weight_has():
     """Ten steps in ten seconds, of weight 6 each. On a GPU the last step of a line is known only in the next one."""
     for summed, weight in ((9, 54.0), (10, 60.0), (11, 66.0)):
-        line = _metrics_line(["loss"], [1.0, weight], Interval(10, 40, 0, summed), 10.0, {})
+        line = _metrics_line(["loss"], [1.0, weight], replace(ONE, steps=10, summed=summed, seconds=10.0), {})
         assert (line["weight"], line["weight_per_s"]) == (weight, 6.0)
-    assert _metrics_line(["loss"], [0.0, 0.0], replace(ONE, summed=0), 1.0, {})["weight_per_s"] is None
+    assert _metrics_line(["loss"], [0.0, 0.0], replace(ONE, summed=0), {})["weight_per_s"] is None
 
 
 def test_a_checkpoint_has_the_metrics_of_its_steps_on_disk(tmp_path, monkeypatch):

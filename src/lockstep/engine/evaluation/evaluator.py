@@ -214,7 +214,6 @@ class Evaluator:
         # A preempted evaluation is repeated after the resume, and logged then.
         if evaluation is not None:
             self._log(evaluation, chosen, time.perf_counter() - began)
-            self.recorder.exclude(time.perf_counter() - began)  # the time of an evaluation is not the time of a step
 
         return evaluation
 

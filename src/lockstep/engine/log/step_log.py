@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from lockstep.engine.step import Stepper
-from lockstep.observe.recorder import Interval, Recorder
+from lockstep.observe.recorder import Recorder
 from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.sinks import JsonlSink
 from lockstep.parallel.progress import StepProgress
@@ -42,23 +42,19 @@ class SampleLog(StepPart):
 
 
 class StepLog:
-    """Writes log lines. It owns the interval: the steps since the last line.
+    """Writes log lines, and begins the intervals that they cover.
 
     A line is due after every `log.every` steps and after the last one. It is written later, when the user's code has
     logged what belongs to the step.
     """
 
     def __init__(self, every: int, plan: Plan, stepper: Stepper, recorder: Recorder):
-        # Fixed for the run.
         self._every = every
         self._plan = plan
         self._stepper = stepper
         self._recorder = recorder
+        self._collectives = stepper.context.runtime.collectives
 
-        # Of the interval. The sums of losses and metrics are `Stepper.sums`.
-        self._steps = 0
-        self._samples = 0
-        self._late = 0  # earlier steps whose losses arrive in this interval: 0, or 1 on a GPU
         self._newest: StepResult | None = None  # the newest known result
         self.line_due = False  # the line of this step is not written yet
 
@@ -66,12 +62,13 @@ class StepLog:
         """Add to a metric of the next line."""
         # A name is only noted here. Ranks may log different ones, and agree on them with the control word of a step.
         self._stepper.context.metric_names.see([name])
-        self._stepper.sums.add([], [(name, total, weight)])
+        self._stepper.interval.sums.add([], [(name, total, weight)])
 
     def end_step(self, samples: int, result: StepResult | None, is_last: bool) -> None:
         """Count a step. `result` is the newest known result, which is that of the step itself if it is the last."""
-        self._steps += 1
-        self._samples += samples
+        interval = self._stepper.interval
+        interval.steps += 1
+        interval.samples += samples
         self._newest = result
 
         # Between two lines, the one before may be ready by now: its sums come from the device without anything waiting
@@ -88,15 +85,15 @@ class StepLog:
 
     def write_rest(self, last: StepResult | None) -> None:
         """Write the line of steps that have none yet: those before a `break` in a custom loop. Collective."""
-        if self._steps:
+        if self._stepper.interval.steps:
             self._write(last or self._newest)
 
     def _write(self, result: StepResult | None) -> None:
         """Write the line of the interval, and begin the next one. Collective."""
         self.line_due = False
-        stepper, outcomes = self._stepper, self._stepper.outcomes
+        stepper = self._stepper
         steps_done = stepper.counters.steps_done
-        numbers: dict[str, Any] = {"step": steps_done, "lr": float(stepper.lr), "skipped": outcomes.skipped}
+        numbers: dict[str, Any] = {"step": steps_done, "lr": float(stepper.lr), "skipped": stepper.outcomes.skipped}
 
         # Numbers that not every run has.
         if result is not None:
@@ -111,43 +108,30 @@ class StepLog:
 
         # `new` comes from the control word, so all ranks enter this collective together. It is set for the first line
         # of a process: a hook may have logged its first values after the control word of this step.
-        if stepper.context.metric_names.new:
-            self.agree_on_names()
+        names = stepper.context.metric_names
+        if names.new:
+            names.agree(self._collectives)
 
         # The sums stay on the device. The recorder reduces them over the ranks and reads them later, without waiting.
         # On a GPU the outcome of a step is known one step later. So the sums may lack the last step of this interval,
         # and hold the last one of the interval before.
-        late = int(stepper.awaits_outcome)
-        summed = self._steps + self._late - late
-        interval = Interval(self._steps, self._samples, outcomes.take_skipped(), summed)
-        self._recorder.end_interval(stepper.sums, interval, numbers)
-
-        self._begin_interval(late)
-
-    def _begin_interval(self, late: int = 0) -> None:
-        """Count from 0 again. `late` is 1 if the losses of the last step are still to come, as on a GPU."""
-        self._steps = 0
-        self._samples = 0
-        self._late = late
-
-    def agree_on_names(self) -> None:
-        """Make all ranks know the metrics of each of them. Collective."""
-        names = self._stepper.context.metric_names
-        self._recorder.agree_on_names(names.seen | names.known)
-        names.agree(self._recorder.names)
+        unread = int(stepper.awaits_outcome)
+        self._recorder.end_interval(stepper.interval, unread, names.known, numbers)
+        stepper.interval = stepper.interval.following(unread)
 
     # ---- checkpoints ----
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of the interval. Collective."""
-        unshared = self._stepper.context.metric_names.unshared()
-        if any(self._recorder.runtime.collectives.gather_json(unshared)):
-            self.agree_on_names()
+        names = self._stepper.context.metric_names
+        if any(self._collectives.gather_json(bool(names.unshared))):
+            names.agree(self._collectives)
 
-        return {"interval": self._recorder.interval_state(self._stepper.sums)}
+        return {"interval": self._stepper.interval.state_dict(names.known, self._collectives)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Return to the interval in a checkpoint."""
-        self._recorder.resume_interval(self._stepper.sums, state.get("interval"))
-        self._stepper.context.metric_names.restore(self._recorder.names)
-        self._begin_interval()
+        """Return to the interval in a checkpoint, which has the outcomes of all its steps."""
+        saved = state.get("interval")
+        if saved is not None:
+            self._stepper.context.metric_names.restore(saved["names"])
+            self._stepper.interval.load_state_dict(saved, self._collectives)
