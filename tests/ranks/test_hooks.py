@@ -109,7 +109,7 @@ def exchange(world: World, store: Any, values: dict[str, Any], steps: list[Step]
         setup = DriverSetup(config, runtime, PRECISIONS["fp32"])
         driver = DDPDriver(Linear(steps[0][0][0]).to(DEVICE), setup)
         for gradients, words, scale in steps:
-            driver.begin()
+            driver.begin_pass()
             driver.before_forward(MicroBatch(None, 0, 1), Progress(scale, words[world.rank]))
             total = driver.model([gradient.to(DEVICE) for gradient in gradients[world.rank]])
             with Sent() as sent:
@@ -468,7 +468,7 @@ def gradient_bytes(world: World, store: Any, views: bool) -> int:
         assert driver.hook is not None
         original = driver.hook.reduce_bucket
         driver.hook.reduce_bucket = lambda bucket: note(bucket.buffer) or original(bucket)
-        driver.begin()
+        driver.begin_pass()
         progress = Progress(1.0, ControlWord(weight=1))
         driver.before_forward(MicroBatch(None, 0, 1), progress)
         driver.backward(Loss(driver.model(torch.ones(2, 30)).sum(), 1), progress)

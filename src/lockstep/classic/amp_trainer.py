@@ -244,9 +244,9 @@ class AMPTrainer:
         # The first micro-batch of an optimizer step begins the step.
         if self._open_step is None:
             self._open_step = StepBatches(count, [], samples * count)
-            self.stepper.begin(self._open_step)
+            self.stepper.begin_pass(self._open_step)
             self._checkpoint_calls.begin_step()
-            self.driver.begin()
+            self.driver.begin_pass()
 
         self._open_step.exhausted = exhausted
 

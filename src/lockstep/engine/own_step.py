@@ -184,9 +184,9 @@ class OwnStep:
         """Begin a pass: its sums start at 0, and all gradients are cleared."""
         self._yielded = 0
         self._reduced = None
-        self._progress = self._run.stepper.begin(self._batches, self.passes_done, self._passes)
+        self._progress = self._run.stepper.begin_pass(self._batches, self.passes_done, self._passes)
         self._gradients.forget()
-        self._driver.begin()
+        self._driver.begin_pass()
 
     def _end_pass(self) -> None:
         """Count a pass. The last one ends the step."""

@@ -3,12 +3,12 @@
 One exception: where the host reads the outcome late (see the end of this text), ranks that are in different steps are
 noticed only after the update, and the run then ends.
 
-    progress = self.begin(batches)                                       sums and counts start at 0
+    progress = self.begin_pass(batches)                                  sums and counts start at 0
     reduced  = self.driver.forward_backward(batches, loss_fn, progress)  reduced over micro-batches and ranks
     factor   = to_sum x clipping / (global weight x loss scale)          to_sum: ranks, if gradients are means; else 1
     if finite and no spike: optimizer.step(factor), else skip            the same answer on every rank
 
-A custom loop runs the micro-batches itself, between `begin` and `apply`.
+A custom loop runs the micro-batches itself, between `begin_pass` and `apply`.
 
 This module knows no strategy. It treats GPUs differently in one respect: if the optimizers can skip on the device, the
 device itself decides, and the host reads the outcome one step late.
@@ -92,11 +92,11 @@ class Stepper:
 
     def step(self, batches: StepBatches, loss_fn: LossFn) -> StepResult | None:
         """Run a whole step. Return the newest known result: on a GPU it may be that of the previous step."""
-        progress = self.begin(batches)
+        progress = self.begin_pass(batches)
         reduced = self.driver.forward_backward(batches, loss_fn, progress)
         return self.apply(progress, reduced)
 
-    def begin(self, batches: StepBatches, pass_index: int = 0, passes: int = 1) -> StepProgress:
+    def begin_pass(self, batches: StepBatches, pass_index: int = 0, passes: int = 1) -> StepProgress:
         """Begin a step, or pass number `pass_index` of the `passes` that a custom loop makes over its batches."""
         self.progress = StepProgress(self.context, batches, self.counters.steps_done, pass_index, passes)
         return self.progress

@@ -231,7 +231,7 @@ class PlacedModel:
 class Driver(PlacedModel):
     """Executes the steps of a model, one micro-batch after another. Subclasses sum over ranks.
 
-    A custom loop calls `begin`, `before_forward` and `backward` itself.
+    A custom loop calls `begin_pass`, `before_forward` and `backward` itself.
     """
 
     to_sum = 1.0  # see `Reduced`
@@ -242,7 +242,7 @@ class Driver(PlacedModel):
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: StepProgress) -> Reduced:
         """Run the micro-batches of this rank and reduce their gradients, with the control word, over all ranks."""
-        self.begin()
+        self.begin_pass()
         loss_fn = self.watch.around(loss_fn)
         reduced = None
 
@@ -256,8 +256,8 @@ class Driver(PlacedModel):
         assert reduced is not None, "a step without its last micro-batch"
         return reduced
 
-    def begin(self) -> None:
-        """Begin a step: clear the gradients of the last one."""
+    def begin_pass(self) -> None:
+        """Begin a pass: clear the gradients of the last one."""
         for parameter in self.parameters:
             parameter.grad = None
 

@@ -126,8 +126,8 @@ class DDPDriver(Driver):
         fits = mean_is_exact(self.runtime.world.size) and not self.reducer
         return ControlWordCodec(self.runtime.device, in_bucket if fits else torch.float64)
 
-    def begin(self) -> None:
-        super().begin()
+    def begin_pass(self) -> None:
+        super().begin_pass()
         self._word_parameter.grad = None
         split_graphs(None)  # the last forward may have failed
 

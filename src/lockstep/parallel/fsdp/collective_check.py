@@ -38,7 +38,7 @@ VERBS = ("is done", "is about to use", "has a gradient for")
 class CollectiveCheck:
     """Compares the next collective of all ranks.
 
-    The driver calls `begin_step` before the first forward of each step, and `compare(END)` after its last backward.
+    The driver calls `begin_pass` before the first forward of each pass, and `compare(END)` after its last backward.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class CollectiveCheck:
                 )
                 self._in_mesh = "dp" in torch_private.mesh_axes(module)
 
-    def begin_step(self) -> None:
+    def begin_pass(self) -> None:
         self.steps += 1
 
     @property

@@ -90,9 +90,9 @@ class FSDPDriver(ShardedDriver):
         if is_meta:
             self.sync_buffers()  # each rank initialised its own
 
-    def begin(self) -> None:
-        super().begin()
-        self._collective_check.begin_step()
+    def begin_pass(self) -> None:
+        super().begin_pass()
+        self._collective_check.begin_pass()
 
     def use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
         # Layers that tp has sharded have no full gradients.

@@ -126,14 +126,14 @@ class PipelineDriver(ShardedDriver):
             shard_group=self._replicas if self._sharded else None,
         )
 
-    def begin(self) -> None:
-        super().begin()
-        self._foreign.begin_step()
+    def begin_pass(self) -> None:
+        super().begin_pass()
+        self._foreign.begin_pass()
         if self._collective_check:
-            self._collective_check.begin_step()
+            self._collective_check.begin_pass()
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: StepProgress) -> Reduced:
-        self.begin()
+        self.begin_pass()
         loss_fn = self.watch.around(loss_fn)
         micros = list(batches)
 

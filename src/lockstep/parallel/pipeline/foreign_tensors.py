@@ -37,21 +37,21 @@ class ForeignTensors:
         held: the names of the tensors that this rank holds
         """
         self.stages = stages
-        self._steps = 0
+        self._passes = 0
 
         # Under all names of a tied tensor, so that the error has the name that the user's code uses.
         self._tensors = {name: tensor for name, tensor in named_tensors(model) if name in stages and name not in held}
         self._read: set[str] = set()
 
-    def begin_step(self) -> None:
-        self._steps += 1
+    def begin_pass(self) -> None:
+        self._passes += 1
 
     def were_read(self, loss: Loss, output: Any, compute_loss: Callable[[Any], Any]) -> bool:
         """Return whether the loss read a placeholder, in this micro-batch or in an earlier one.
 
         `compute_loss` computes the loss from the model's `output`.
         """
-        if self._read or not self._tensors or (loss.total.is_cuda and self._steps > FIRST_STEPS):
+        if self._read or not self._tensors or (loss.total.is_cuda and self._passes > FIRST_STEPS):
             return bool(self._read)
 
         # A NaN may have other causes. A second call of the loss shows which tensors it reads.

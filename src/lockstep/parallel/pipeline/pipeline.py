@@ -153,7 +153,7 @@ class Pipeline:
     def run(self, micros: Sequence[MicroBatch], loss_fn: LossFn, progress: StepProgress) -> None:
         """Run forward and backward of all micro-batches.
 
-        Micro-batches of different shapes (a short one at the end of an epoch) go through separate passes.
+        Micro-batches of different shapes (a short one at the end of an epoch) go through the schedule separately.
         """
         self._set_mode()
         self.reached = False
@@ -162,7 +162,7 @@ class Pipeline:
         inputs = [model_input(loss_fn, self.model, micro.data) for micro in micros]
         shapes = [_shape_of(arguments) for arguments in inputs]
 
-        for group, is_new in self._passes(shapes):
+        for group, is_new in self._same_shape_groups(shapes):
             shape = shapes[group[0]]
             if is_new:
                 _, self._stage_inputs[shape] = self._forward_once(inputs[group[0]])
@@ -177,7 +177,7 @@ class Pipeline:
         """A hook on the model's output."""
         self.reached = True
 
-    def _passes(self, shapes: Sequence[Any]) -> list[tuple[list[int], bool]]:
+    def _same_shape_groups(self, shapes: Sequence[Any]) -> list[tuple[list[int], bool]]:
         """Return which micro-batches go through the schedule together, and whether their shapes must be inferred first.
 
         The result is the same on all ranks of a shard group, even if their micro-batches have different shapes.
