@@ -24,7 +24,7 @@ from lockstep.engine.start_check.data import check_different
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
-from lockstep.optim.schedule import LearningRate
+from lockstep.optim.schedule import ScheduleRate
 from lockstep.parallel.apply import parallelize
 from lockstep.parallel.progress import StepContext
 from lockstep.precision import DynamicScaler, check_storage, choose_precision
@@ -87,7 +87,7 @@ class AMPTrainer:
         more = {"lr.peak": None} if optimizer is not None else {}
         settings = self.config.run_config(**self.settings(), **more)
 
-        rate = LearningRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
+        rate = ScheduleRate(settings.lr, self.optimizers.all, self.config.total_steps or 1, 1)
         rate.advice = "set learning_rate, lr_schedule and warmup_steps in AMPConfig, and step no scheduler yourself"
 
         context = StepContext(settings, self.runtime, self.precision, 1, reports_loss=self.driver.role.reports_loss)

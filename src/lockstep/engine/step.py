@@ -28,7 +28,7 @@ from lockstep.engine.hooks.trained_parameters import TrainedParameters
 from lockstep.engine.outcome import Outcome, Outcomes, skip_on_device
 from lockstep.observe.metrics import ExactSums, Interval, Sums
 from lockstep.optim.optimizers import Optimizers, Update
-from lockstep.optim.schedule import GuardedRates
+from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.driver import Driver, LossFn, Reduced
 from lockstep.parallel.progress import StepContext, StepProgress
 from lockstep.runtime.control_word import ControlWord
@@ -60,7 +60,7 @@ class Stepper:
         context: StepContext,
         driver: Driver,
         optimizers: Optimizers,
-        learning_rate: GuardedRates,
+        learning_rate: LearningRate,
         trained_parameters: TrainedParameters | None = None,
     ):
         """`trained_parameters` says which ones each step trains, if a hook delays some."""

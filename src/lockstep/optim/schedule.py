@@ -82,7 +82,7 @@ def batch_scaling(config: LrConfig, global_batch: int) -> float:
     return ratio if config.scaling == "linear" else math.sqrt(ratio)
 
 
-class GuardedRates:
+class LearningRate:
     """Sets the learning rates of all parameter groups. Raises if other code sets them, which would be lost silently.
 
     A rate that a user's code sets directly would be overwritten in the next step. A rate that is a tensor on the device
@@ -169,7 +169,7 @@ def _identity(rate: Any) -> Any:
     return (id(rate), rate._version) if _is_tensor(rate) else rate
 
 
-class LearningRate(GuardedRates):
+class ScheduleRate(LearningRate):
     """Sets the rate of every parameter group: its own peak x the batch rule x the schedule.
 
     `lr.peak` is the peak of the first group; the other groups keep their ratio to it.

@@ -19,7 +19,7 @@ from lockstep.config import LrConfig
 from lockstep.config.settings import typed
 from lockstep.errors import UserError, some_names
 from lockstep.optim.optimizers import as_list
-from lockstep.optim.schedule import GuardedRates, LearningRate, set_rate
+from lockstep.optim.schedule import LearningRate, ScheduleRate, set_rate
 from lockstep.optim.scheduler_state import InitialState, load, state_of
 
 # Settings of the peak. A function of the step returns shares of the peak, so it does not conflict with them.
@@ -39,7 +39,7 @@ def make_learning_rate(
     schedulers: Any,
     total_steps: int,
     global_batch: int,
-) -> GuardedRates:
+) -> LearningRate:
     """Return the object that sets the rates, by the configured schedule or by the user's scheduler.
 
     `schedulers` is a scheduler, a list of them, a function of the step, or None. Raise if it conflicts with settings;
@@ -56,7 +56,7 @@ def make_learning_rate(
     if torch_schedulers:
         return SchedulerRate(torch_schedulers, optimizers)
 
-    return LearningRate(config, optimizers, total_steps, global_batch, given[0] if given else None)
+    return ScheduleRate(config, optimizers, total_steps, global_batch, given[0] if given else None)
 
 
 class _Entry(NamedTuple):
@@ -67,7 +67,7 @@ class _Entry(NamedTuple):
     by_evaluations: bool  # stepped by evaluations, not by optimizer steps
 
 
-class SchedulerRate(GuardedRates):
+class SchedulerRate(LearningRate):
     """Lets the user's schedulers set the rates (and momenta, as OneCycleLR does).
 
     An optimizer without a scheduler keeps its rate.
@@ -306,5 +306,5 @@ def check_schedulers_passed(optimizers: Any, schedulers: Any) -> None:
             raise UserError(
                 f"this {type(optimizer).__name__} has a scheduler that was not passed to Lockstep",
                 "its parameter groups have initial_lr: their rates are those of the scheduler's first step, not peaks",
-                GuardedRates.advice,
+                LearningRate.advice,
             )

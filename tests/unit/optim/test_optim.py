@@ -17,7 +17,7 @@ from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.capabilities import traits_of
 from lockstep.optim.optimizers import Optimizers, clip_elements_
 from lockstep.optim.registry import OPTIMIZERS, TRAITS, OptimizerSpec, OptimizerTraits, build_optimizers, describe
-from lockstep.optim.schedule import SCHEDULES, LearningRate, batch_scaling, share_of_peak
+from lockstep.optim.schedule import SCHEDULES, ScheduleRate, batch_scaling, share_of_peak
 from lockstep.optim.zero1 import ShardedOptimizers
 from lockstep.runtime.world import World
 
@@ -79,7 +79,7 @@ def test_batch_rules(rule, expected):
 def test_peak_sets_the_first_group_and_the_others_keep_their_ratio():
     a, b = (nn.Parameter(torch.ones(2)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [a], "lr": 0.1}, {"params": [b], "lr": 0.02}])
-    rate = LearningRate(lr_config(peak=1.0), [optimizer], total_steps=10, global_batch=8)
+    rate = ScheduleRate(lr_config(peak=1.0), [optimizer], total_steps=10, global_batch=8)
     rate.set(0)
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([1.0, 0.2])
     assert list(rate.landmarks()) == ["start", "warm-up end", "half", "end"]
@@ -129,7 +129,7 @@ def test_a_schedule_is_one_function_and_one_entry(monkeypatch):
 def test_an_unknown_schedule_is_refused_with_the_known_ones():
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(UserError, match=r"lr\.schedule=cosin(.|\n)*constant, linear, cosine, wsd(.|\n)*=cosine"):
-        LearningRate(lr_config(schedule="cosin"), [optimizer], total_steps=10, global_batch=8)
+        ScheduleRate(lr_config(schedule="cosin"), [optimizer], total_steps=10, global_batch=8)
 
 
 def test_an_optimizer_is_one_entry(monkeypatch):

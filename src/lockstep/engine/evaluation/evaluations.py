@@ -12,7 +12,7 @@ from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet
 from lockstep.engine.evaluation.schedule import EvaluationSchedule
 from lockstep.engine.requests import Requests
 from lockstep.observe.recorder import Recorder
-from lockstep.optim.schedule import GuardedRates
+from lockstep.optim.schedule import LearningRate
 
 
 class Evaluations:
@@ -27,7 +27,7 @@ class Evaluations:
         schedule: EvaluationSchedule,
         requests: Requests,
         checkpoints: CheckpointManager,
-        learning_rate: GuardedRates,
+        learning_rate: LearningRate,
         recorder: Recorder,
         newest: Evaluation | None = None,
     ):

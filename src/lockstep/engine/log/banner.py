@@ -16,7 +16,7 @@ from lockstep.config.strategies import Strategy
 from lockstep.engine.load_balance import describe_speeds
 from lockstep.errors import plural
 from lockstep.optim.registry import describe as describe_optimizer
-from lockstep.optim.schedule import GuardedRates
+from lockstep.optim.schedule import LearningRate
 from lockstep.parallel.apply import wants_compile
 from lockstep.parallel.blocks import class_name, find_blocks, suggest_block_class
 from lockstep.parallel.cudagraph.graphs import wants_graph
@@ -42,7 +42,7 @@ def describe_run(
     driver: Driver,
     config: RunConfig,
     plan: Plan,
-    rate: GuardedRates,
+    rate: LearningRate,
     precision: Precision,
     runtime: Runtime,
 ) -> dict[str, str]:
@@ -156,7 +156,7 @@ def _data(plan: Plan, config: RunConfig) -> str:
     )
 
 
-def _learning_rate(rate: GuardedRates, config: RunConfig, plan: Plan) -> str:
+def _learning_rate(rate: LearningRate, config: RunConfig, plan: Plan) -> str:
     """Return the rates at the landmarks of the schedule, and the rule by which they were scaled."""
     landmarks = rate.describe()
     if config.lr.scaling == "none":
