@@ -65,7 +65,7 @@ HEARTBEAT_S = 1.0  # between two heartbeats of a node
 THREADS = 32  # that connect at the same time
 CULPRIT = 5  # the rank for which the others wait in a hang
 LAST = 10_000  # the collective in which they wait
-LONGEST = {"data": 0.02, "compute": 0.31, "exchange": 0.42, "update": 0.03, "collective": 0.1, "snapshot": 0.8}
+LONGEST = {"data": 0.02, "compute": 0.31, "all-reduce": 0.42, "update": 0.03, "collective": 0.1, "snapshot": 0.8}
 
 
 def allow_files() -> None:
@@ -130,7 +130,7 @@ class Ranks:
                 age=age,
                 step=step,
                 steps_here=step,
-                phase="compute" if number == CULPRIT else "exchange",
+                phase="compute" if number == CULPRIT else "all-reduce",
                 detail="",
                 longest=LONGEST,
             )

@@ -595,7 +595,7 @@ def run_lockstep(folder, checks):
         fail_at(rank=1, step=6, how="kill"),
         fail_at(rank=1, step=11, how="stop"),
         fail_at(step=12, how="corrupt"),
-        fail_at(rank=0, step=15, how="kill", phase="exchange"),
+        fail_at(rank=0, step=15, how="kill", phase="all-reduce"),
     ):
         lockstep.fit(Classify(), nproc=2, run_dir=folder / "stormy", **settings)
 

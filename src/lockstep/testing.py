@@ -1,6 +1,6 @@
 """Make a rank fail at a chosen moment, in your own tests, and see that your training survives it.
 
-    with lockstep.testing.fail_at(rank=1, step=5, phase="exchange", how="kill"):
+    with lockstep.testing.fail_at(rank=1, step=5, phase="all-reduce", how="kill"):
         lockstep.fit(task, nproc=2)
 
 The kinds, in `how`: "kill" (SIGKILL), "stop" (SIGSTOP), "term" (SIGTERM), "raise" (RuntimeError), "hang", "slow" (give

@@ -32,7 +32,7 @@ def test_eight_three_five_one(tmp_path: Path) -> None:
     stopped: Ended | None = None
     for nproc, stops_after, kill in (
         (8, 4, None),
-        (3, 9, Fault("kill", rank=1, step=7, phase="exchange")),
+        (3, 9, Fault("kill", rank=1, step=7, phase="all-reduce")),
         (5, 12, None),
     ):
         faults = (Fault("term", rank=0, step=stops_after, phase="compute"), *([kill] if kill else []))

@@ -20,7 +20,7 @@ ONCE = (*TINY, "restart.per_hour=0", "hang.least=4")
 PLACE = {"rank": 1, "step": 12}
 
 CASES = {
-    "killed": (Fault("kill", phase="exchange", **PLACE), 1),
+    "killed": (Fault("kill", phase="all-reduce", **PLACE), 1),
     "killed-while-saving": (Fault("kill", phase="write", rank=0, step=10), 1),
     "exception": (Fault("raise", phase="compute", **PLACE), 1),
     "segfault": (Fault("segfault", phase="compute", **PLACE), 1),
@@ -29,13 +29,13 @@ CASES = {
     "vanish": (Fault("vanish", phase="compute", **PLACE), 1),
     "stopped": (Fault("stop", phase="compute", **PLACE), 1),
     "hangs": (Fault("hang", phase="update", **PLACE), 1),
-    "hangs-in-backward": (Fault("hang", phase="exchange", **PLACE), 1),
+    "hangs-in-backward": (Fault("hang", phase="all-reduce", **PLACE), 1),
     "nan": (Fault("nan", **PLACE), 2),
     "disk-full": (Fault("disk full", rank=1, step=10), 0),
 }
 MORE = {"nan": ("nonfinite.policy=stop",), "killed-while-saving": ("checkpoint.asynchronous=false",)}
 WHAT_MUST_BE_SAID = {
-    "killed": ("rank 1", "step 12", "phase exchange", "SIGKILL", "To resume: lockstep train"),
+    "killed": ("rank 1", "step 12", "phase all-reduce", "SIGKILL", "To resume: lockstep train"),
     "killed-while-saving": ("rank 0", "step 10", "phase snapshot", "SIGKILL", "To resume: lockstep train"),
     "exception": ("rank 1", "step 12", "phase compute", "RuntimeError: injected", "To resume"),
     "segfault": ("rank 1", "step 12", "phase compute", "SIGSEGV", "_segfault", "To resume"),
@@ -44,7 +44,14 @@ WHAT_MUST_BE_SAID = {
     "vanish": ("rank 1", "step 12", "phase compute", "ended with code 0 before its work was done", "To resume"),
     "stopped": ("rank 1", "step 12", "phase compute", "suspended by a signal", "To resume"),
     "hangs": ("rank 1", "step 12", "phase update", "no rank has advanced", "_hang", "To resume"),
-    "hangs-in-backward": ("waiting for rank 1", "step 12", "phase exchange", "_hang", "never entered it", "To resume"),
+    "hangs-in-backward": (
+        "waiting for rank 1",
+        "step 12",
+        "phase all-reduce",
+        "_hang",
+        "never entered it",
+        "To resume",
+    ),
     "nan": ("step 12", "rank 1, micro-batch 1: loss nan", "do:"),
     "disk-full": ("STEP 10 WAS NOT WRITTEN", "rank 1: no space left", "Training continues", "step-00000005"),
 }

@@ -129,7 +129,7 @@ def test_a_user_error_is_shown_without_a_traceback(run, capfd):
 def test_a_killed_rank_is_the_culprit_and_all_are_started_again(run, tmp_path, capfd):
     code = """
     me.note()
-    me.heartbeat.beat("exchange", 41)
+    me.heartbeat.beat("all-reduce", 41)
     if me.attempt == 0 and me.rank == 1:
         while not (me.run_dir / "0-0").exists():
             time.sleep(0.01)
@@ -142,7 +142,7 @@ def test_a_killed_rank_is_the_culprit_and_all_are_started_again(run, tmp_path, c
     assert (ending.code, ending.restarts) == (0, 1)
     head, *rest = capfd.readouterr().err.splitlines()
     assert head.startswith("lockstep: rank 1 on ")
-    assert " failed at step 41, phase exchange, " in head
+    assert " failed at step 41, phase all-reduce, " in head
     assert ": SIGKILL: killed" in head
     assert rest[0] == "  my last words"
     assert rest[-1] == "  restarting 2 ranks from the checkpoint of step 40 (restart 1 of 10 in an hour)"

@@ -20,7 +20,7 @@ PARTS = ((1, 6), (3, 12), (2, 18))  # (ranks, steps): three epochs of six steps
 
 def train(folder: Path, kind: str, ranks: int, steps: int) -> None:
     """Train up to `steps` in `folder`. Each rank is killed once, in different phases."""
-    phases = ("compute", "exchange", "data")
+    phases = ("compute", "all-reduce", "data")
     faults = [Fault("kill", rank, steps - 4 + rank, phases[rank]) for rank in range(ranks)]
     (folder / f"marks-{steps}").mkdir(parents=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | faults_environment(folder / f"marks-{steps}", *faults)

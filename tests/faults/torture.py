@@ -24,7 +24,7 @@ from lockstep.faults import Fault
 from lockstep.testing import faults_environment
 
 EVERY = 3  # steps between checkpoints
-IN_A_STEP = ("data", "compute", "exchange", "update")
+IN_A_STEP = ("data", "compute", "all-reduce", "update")
 IN_A_SAVE = ("snapshot", "write", "rename", "latest", "committed")  # the last ones happen on rank 0 only
 BATCH = 128
 

@@ -29,7 +29,7 @@ def test_phases_take_as_long_as_on_the_device(cycles_per_ms):
     heartbeat = DeviceHeartbeat()
     begin = time.monotonic()
     for step in range(5):
-        for phase, milliseconds in (("data", 0), ("compute", 30), ("exchange", 60), ("update", 10)):
+        for phase, milliseconds in (("data", 0), ("compute", 30), ("all-reduce", 60), ("update", 10)):
             heartbeat.beat(phase, step)
             busy(milliseconds, cycles_per_ms)
     handed_out = time.monotonic() - begin
@@ -38,7 +38,7 @@ def test_phases_take_as_long_as_on_the_device(cycles_per_ms):
     heartbeat.beat("data")
     assert handed_out < 0.4  # of the 0.5 s that the device needs: the host ran ahead
     assert heartbeat.spent["compute"] == pytest.approx(0.15, rel=0.2)
-    assert heartbeat.spent["exchange"] == pytest.approx(0.30, rel=0.2)
+    assert heartbeat.spent["all-reduce"] == pytest.approx(0.30, rel=0.2)
     assert heartbeat.spent["update"] == pytest.approx(0.05, rel=0.2)
     assert heartbeat.spent["data"] < 0.02
 
@@ -48,7 +48,7 @@ def test_a_beat_never_synchronises(cycles_per_ms):
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(20):
-            for phase in ("data", "compute", "exchange", "update", "collective"):
+            for phase in ("data", "compute", "all-reduce", "update", "collective"):
                 heartbeat.beat(phase, step)
                 busy(1, cycles_per_ms)
     finally:

@@ -131,8 +131,8 @@ def test_ranks_meet_when_they_have_compiled(pool: Any, tmp_path: Any) -> None:
     for (expected, _), (weights, phases) in zip(plain, found, strict=True):
         assert all(torch.equal(expected[name], weights[name]) for name in expected)
         # The ranks meet once when the first rank of the machine has compiled, and once when all have.
-        order = [phase for phase in phases if phase in ("compile", "compiled", "exchange")]
-        assert order[:3] == ["compile", "compiled", "exchange"]
+        order = [phase for phase in phases if phase in ("compile", "compiled", "all-reduce")]
+        assert order[:3] == ["compile", "compiled", "all-reduce"]
         assert phases.count("compile") == phases.count("compiled") == 1
 
 

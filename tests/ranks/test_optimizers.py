@@ -227,7 +227,7 @@ def leave_before_apply(world: Any, store: Any, launchers_folder: Path) -> int:
 
 
 def test_a_rank_that_leaves_before_apply_exchanges_nothing_any_more(pool: Pool, tmp_path: Path) -> None:
-    """Its heartbeat still said "exchange", so that it took itself for a rank that waits for the others."""
+    """Its heartbeat still said "all-reduce", so that it took itself for a rank that waits for the others."""
     assert pool.run(leave_before_apply, tmp_path, world=2) == [2, 2]
 
 

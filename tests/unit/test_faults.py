@@ -23,7 +23,7 @@ from lockstep.runtime.heartbeat import Heartbeat
 heartbeat = Heartbeat()
 faults.install(heartbeat)
 for step in range(1, 4):
-    for phase in ("data", "compute", "exchange"):
+    for phase in ("data", "compute", "all-reduce"):
         print(step, phase, flush=True)
         heartbeat.beat(phase, step)
 print("end")
@@ -64,7 +64,7 @@ def test_only_the_rank_that_was_named(tmp_path):
 
 
 def test_stopped_and_hanging_ranks_stay_where_they_are(tmp_path):
-    stopped = walk(faults_environment(tmp_path / "stop", Fault("stop", phase="exchange")))
+    stopped = walk(faults_environment(tmp_path / "stop", Fault("stop", phase="all-reduce")))
     hanging = walk(faults_environment(tmp_path / "hang", Fault("hang", phase="compute")))
     try:
         _, status = os.waitpid(stopped.pid, os.WUNTRACED)
@@ -134,7 +134,7 @@ def test_slow_is_slow_every_time_and_times_none_never_ends():
     ("wrong", "named"),
     [
         ({"how": "explode"}, "segfault"),
-        ({"how": "kill", "phase": "dta"}, "exchange"),
+        ({"how": "kill", "phase": "dta"}, "all-reduce"),
         ({"how": "kill", "seconds": 1.0}, "slow"),
         ({"how": "slow"}, "seconds"),
         ({"how": "inf", "phase": "data"}, "loss"),

@@ -3,7 +3,7 @@
 The answer comes from four figures per rank, which are reduced together with the metrics.
 
 All ranks end a step together, so a step takes the same time on each: a rank that works longer waits less. A slow rank
-shows twice: its own work takes longer, and its wait in the exchange is shorter by the same amount. Slow communication
+shows twice: its own work takes longer, and its wait in the all-reduce is shorter by the same amount. Slow communication
 costs all ranks the same time, wherever the bad cable is, so these figures cannot attribute it to a rank.
 A rank with more micro-batches is compared with the time that the others would need for the same number.
 """
@@ -18,7 +18,7 @@ from statistics import median
 from lockstep.runtime.heartbeat import PHASES
 
 # Each adds up the phases of a heartbeat that name it.
-COLUMNS = ("data", "compute", "exchange")
+COLUMNS = ("data", "compute", "all-reduce")
 WIDTH = len(COLUMNS) + 1  # figures of a rank: the last one is its number of micro-batches
 
 MIN_SHARE = 0.1  # share of a step that must be lost before a slow rank is reported
@@ -84,9 +84,9 @@ def slowest(rows: Sequence[Mapping[str, float]], threshold: float = 1.3) -> Slow
     usual = median(_work_s(row) * _scale(slow, row) for row in others)
 
     excess = work_s - usual
-    waits = median(row["exchange"] for row in others) - slow["exchange"]
+    waits = median(row["all-reduce"] for row in others) - slow["all-reduce"]
 
-    share = min(excess, waits) / max(work_s + slow["exchange"], 1e-9)
+    share = min(excess, waits) / max(work_s + slow["all-reduce"], 1e-9)
 
     # A slow rank is much slower than usual, the others wait for it, and that costs a share of the step.
     if work_s < threshold * usual or waits < excess / 2 or share < MIN_SHARE:
@@ -180,4 +180,4 @@ class LateDataWatch:
 
 
 def _share_of_data(row: Mapping[str, float]) -> float:
-    return row["data"] / max(_work_s(row) + row["exchange"], 1e-9)
+    return row["data"] / max(_work_s(row) + row["all-reduce"], 1e-9)

@@ -203,7 +203,7 @@ class StepProgress:
         Gradients may be reduced during the last backward, so for most drivers that is before this backward.
         """
         context = self._context
-        context.runtime.heartbeat.beat("exchange")
+        context.runtime.heartbeat.beat("all-reduce")
         return ControlWord(
             weight=self._weight,
             exhausted=int(self.batches.exhausted),

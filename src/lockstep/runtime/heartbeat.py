@@ -30,7 +30,7 @@ class Phase:
     duration: Duration = "unpredictable"
     waits: bool = False  # the rank waits for other ranks in this phase, so it is not blamed for a hang
     saves: bool = False  # the phase saves what was trained, and must not be cut short
-    before_exchange: bool = False  # other ranks may wait in their exchange until this phase ends
+    before_all_reduce: bool = False  # other ranks may wait in the all-reduce until this phase ends
     after_run: bool = False  # the run is closed: how long the program goes on is not judged
     column: str = ""  # the column in the table of slow ranks, for a phase that is part of a step; a GPU times it
 
@@ -41,11 +41,11 @@ PHASES = {
     "build": Phase(),  # making the model, the data and the optimizers
     "load": Phase(),  # reading a checkpoint
     "compile": Phase(),  # the model, before the first gradient all-reduce
-    "data": Phase("files", before_exchange=True, column="data"),  # waiting for the next micro-batch
-    "compute": Phase("steady", before_exchange=True, column="compute"),  # forward, and each backward but the last
-    "exchange": Phase("steady", waits=True, column="exchange"),  # the last backward, with the gradient all-reduce
+    "data": Phase("files", before_all_reduce=True, column="data"),  # waiting for the next micro-batch
+    "compute": Phase("steady", before_all_reduce=True, column="compute"),  # forward, and each backward but the last
+    "all-reduce": Phase("steady", waits=True, column="all-reduce"),  # the last backward, with the gradient all-reduce
     "update": Phase("steady", column="compute"),  # the optimizer
-    "collective": Phase("steady", waits=True, column="exchange"),  # outside the step; the detail names it
+    "collective": Phase("steady", waits=True, column="all-reduce"),  # outside the step; the detail names it
     "evaluate": Phase("files"),
     "snapshot": Phase("files", saves=True),  # copying the state for a checkpoint: training waits
     "commit": Phase("files", saves=True),  # waiting for a checkpoint to be on disk
@@ -165,14 +165,14 @@ class Heartbeat:
 
 
 def waits_in_step(step: int, ranks: int) -> bool:
-    """Return whether some rank of this machine waits for the others in the exchange of this step.
+    """Return whether some rank of this machine waits for the others in the all-reduce of this step.
 
-    A rank that will not take part in this exchange calls it. Without a launcher there are no heartbeat files, and the
+    A rank that will not take part in it calls it. Without a launcher there are no heartbeat files, and the
     answer is False.
     """
     folder = from_launcher(ATTEMPT_FOLDER)
     views = [read(Path(folder) / f"heartbeat-{rank}") for rank in range(ranks)] if folder else []
-    return any(view is not None and view.phase == "exchange" and view.step == step for view in views)
+    return any(view is not None and view.phase == "all-reduce" and view.step == step for view in views)
 
 
 def read(path: Path) -> HeartbeatView | None:

@@ -485,12 +485,12 @@ def test_a_rank_that_waits_for_a_slow_write_of_an_aborted_save_does_not_look_lik
     tmp_path: Path,
 ) -> None:
     heartbeat = Heartbeat(None)
-    heartbeat.beat("exchange", 3)
+    heartbeat.beat("all-reduce", 3)
     phases = []
     pending = pending_alone(tmp_path, heartbeat)
     pending.save = failed_save(abort=lambda _: phases.append(heartbeat.phase))
     assert pending.abort_if_failed()
-    assert [*phases, heartbeat.phase] == ["commit", "exchange"]
+    assert [*phases, heartbeat.phase] == ["commit", "all-reduce"]
 
 
 def test_a_registered_object_never_replaces_one_of_the_run(tmp_path: Path) -> None:

@@ -8,15 +8,15 @@ from lockstep.observe.stragglers import LASTING, LateDataWatch, SlowRankWatch, p
 from lockstep.runtime.heartbeat import Heartbeat
 
 
-def row(data, compute, exchange, micro_batches=1):
-    return {"data": data, "compute": compute, "exchange": exchange, "micro_batches": micro_batches}
+def row(data, compute, all_reduce, micro_batches=1):
+    return {"data": data, "compute": compute, "all-reduce": all_reduce, "micro_batches": micro_batches}
 
 
-def job(works, exchange=0.05, micro_batches=None):
+def job(works, all_reduce=0.05, micro_batches=None):
     """Rows of ranks that leave every step together: who works longer, waits less."""
     longest = max(data + compute for data, compute in works)
     assigned = micro_batches or [1] * len(works)
-    return [row(d, c, longest - d - c + exchange, many) for (d, c), many in zip(works, assigned, strict=True)]
+    return [row(d, c, longest - d - c + all_reduce, many) for (d, c), many in zip(works, assigned, strict=True)]
 
 
 def test_a_rank_that_waits_for_its_data():
@@ -35,17 +35,17 @@ def test_a_rank_that_computes_slowly():
 
 def test_equal_ranks_and_slow_communication_name_no_rank():
     assert slowest(job([(0.01, 0.2)] * 4)) is None
-    assert slowest(job([(0.01, 0.2)] * 4, exchange=5.0)) is None
+    assert slowest(job([(0.01, 0.2)] * 4, all_reduce=5.0)) is None
 
 
 def test_less_than_the_threshold_is_no_news():
     works = [(0.0, 0.1), (0.0, 0.125)]
-    assert slowest(job(works, exchange=0.0)) is None
-    assert slowest(job(works, exchange=0.0), threshold=1.2).rank == 1
+    assert slowest(job(works, all_reduce=0.0)) is None
+    assert slowest(job(works, all_reduce=0.0), threshold=1.2).rank == 1
 
 
 def test_a_slow_part_of_a_long_step_is_no_news():
-    assert slowest(job([(0.0, 0.001), (0.0, 0.01)], exchange=1.0)) is None
+    assert slowest(job([(0.0, 0.001), (0.0, 0.01)], all_reduce=1.0)) is None
 
 
 def test_no_rank_is_slow_if_none_waits():
@@ -89,7 +89,7 @@ def test_the_slow_rank_is_found(case):
 def test_figures_travel_as_plain_numbers():
     heartbeat = Heartbeat()
     before = dict(heartbeat.spent)
-    heartbeat.spent |= {"data": 1.0, "compute": 2.0, "update": 0.5, "exchange": 3.0, "collective": 0.5}
+    heartbeat.spent |= {"data": 1.0, "compute": 2.0, "update": 0.5, "all-reduce": 3.0, "collective": 0.5}
     heartbeat.spent["evaluate"] = 99.0
     packed = pack(before, heartbeat.spent, 10, 40)
     assert packed == pytest.approx([0.1, 0.25, 0.35, 4.0])

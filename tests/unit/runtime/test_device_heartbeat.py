@@ -42,7 +42,7 @@ def step(heartbeat, stream, number, work):
         stream.clock += milliseconds
 
 
-WORK = {"data": 0.0, "compute": 30.0, "exchange": 50.0, "update": 10.0}
+WORK = {"data": 0.0, "compute": 30.0, "all-reduce": 50.0, "update": 10.0}
 
 
 def test_phases_take_as_long_as_the_device_took():
@@ -65,22 +65,22 @@ def test_a_host_that_runs_ahead_reads_later_and_loses_nothing():
     assert heartbeat.spent["compute"] == 0.0
     stream.done = 100.0  # one step and a part
     heartbeat.beat("evaluate")
-    assert heartbeat.spent["exchange"] == pytest.approx(0.05)
+    assert heartbeat.spent["all-reduce"] == pytest.approx(0.05)
     assert heartbeat.spent["update"] == pytest.approx(0.01)
     stream.done = stream.clock
     heartbeat.beat("data")
-    assert heartbeat.spent["exchange"] == pytest.approx(0.3)
+    assert heartbeat.spent["all-reduce"] == pytest.approx(0.3)
 
 
 def test_micro_batches_add_up():
     stream = Stream()
     heartbeat = DeviceHeartbeat(event=stream.event)
-    for phase in ("data", "compute", "data", "compute", "exchange", "update", "end"):
+    for phase in ("data", "compute", "data", "compute", "all-reduce", "update", "end"):
         heartbeat.beat(phase, 1)
         stream.clock += 10.0
     stream.done = stream.clock
     heartbeat.beat("end")
-    assert [heartbeat.spent[phase] for phase in ("data", "compute", "exchange")] == pytest.approx([0.02, 0.02, 0.01])
+    assert [heartbeat.spent[phase] for phase in ("data", "compute", "all-reduce")] == pytest.approx([0.02, 0.02, 0.01])
 
 
 def test_events_are_used_again():

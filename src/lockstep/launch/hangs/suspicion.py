@@ -23,7 +23,7 @@ from lockstep.launch import records
 from lockstep.runtime import heartbeat
 
 # The phases of ranks that have not yet entered a collective in which other ranks may already wait.
-BEFORE_EXCHANGE = {name for name, phase in heartbeat.PHASES.items() if phase.before_exchange}
+BEFORE_ALL_REDUCE = {name for name, phase in heartbeat.PHASES.items() if phase.before_all_reduce}
 
 # Minimum limit, in multiples of `hang.least`, for phases that read or write files.
 IO_FACTOR = 6.0
@@ -216,7 +216,7 @@ def limit_of(view: RankView, peers: Peers, limits: HangConfig) -> Limit:
 
     # In a collective this rank also waits for everything that the other ranks do before they enter it.
     steady = view.phase_info.duration == "steady"
-    phases = {view.phase} | BEFORE_EXCHANGE if steady else {view.phase}
+    phases = {view.phase} | BEFORE_ALL_REDUCE if steady else {view.phase}
     longest = max(peers.longest.get(phase, 0.0) for phase in phases)
 
     least = limits.least * (1.0 if steady else IO_FACTOR)

@@ -22,7 +22,7 @@ from lockstep.runtime.context import Runtime
 KIND_OF_PHASE = {
     "data": "data wait",
     "compute": "forward",
-    "exchange": "backward",
+    "all-reduce": "backward",
     "update": "optimizer",
     "snapshot": "save",
     "commit": "save",

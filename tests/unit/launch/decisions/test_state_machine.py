@@ -130,7 +130,7 @@ def test_all_done(stage):
 
 
 def test_a_kill_stops_all_and_starts_all_again(stage):
-    stage.exit(1, -9, step=41, phase="exchange")
+    stage.exit(1, -9, step=41, phase="all-reduce")
     stage.tick()
     assert stage.sent(Kill) == [0]
     assert not stage.of(StartAttempt)  # not before the last one is gone
@@ -1173,7 +1173,7 @@ def view(rank: int, age: float, phase: str) -> RankView:
 def stall(stage: Stage, **settings) -> None:
     """Rank 1 stays in its data while rank 0 waits, as seen once a second."""
     for second in range(0, 40, 2):
-        stage.beat(view(0, float(second), "exchange"), view(1, float(second), "data"), **settings)
+        stage.beat(view(0, float(second), "all-reduce"), view(1, float(second), "data"), **settings)
         stage.state_machine.check_for_hangs(stage.now)
         if CollectStacks in [type(command.order) for command in stage.tick(2) if isinstance(command, Send)]:
             return
@@ -1193,7 +1193,7 @@ def test_a_hang_is_explained_and_restarted(stage):
 
 def test_stacks_of_an_earlier_request_say_nothing(stage):
     stall(stage)
-    stage.beat(replace(view(0, 6.0, "exchange"), beats=10), view(1, 6.0, "data"))
+    stage.beat(replace(view(0, 6.0, "all-reduce"), beats=10), view(1, 6.0, "data"))
     stage.tick(6)  # the stacks are late, and rank 0 has advanced: no hang
     assert stage.said == ""
 
@@ -1246,7 +1246,7 @@ def test_a_limit_that_cannot_rise_is_not_said_to(stage):
 
 
 def test_ranks_that_stall_have_the_same_grace_as_others(stage):
-    stage.beat(view(0, 30.0, "exchange"), view(1, 30.0, "user code"), restart={"grace": 30})
+    stage.beat(view(0, 30.0, "all-reduce"), view(1, 30.0, "user code"), restart={"grace": 30})
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.tick(29)
     stage.state_machine.check_for_hangs(stage.now)
@@ -1315,7 +1315,7 @@ def test_a_rank_that_has_failed_and_cleans_up_is_found_while_others_save(stage):
 
 def test_of_ranks_that_take_too_long_the_one_is_named_that_the_others_wait_for(stage):
     ask(stage, "signal")
-    stage.beat(view(0, 2.0, "exchange"), view(1, 2.0, "data"))
+    stage.beat(view(0, 2.0, "all-reduce"), view(1, 2.0, "data"))
     assert [stage.tick(601), stage.sent(CollectStacks)][1] == [0]
     stack = 'Current thread 0x1 (most recent call first):\n  File "/x/data.py", line 7 in read\n'
     stage.state_machine.stacks_received(0, Stacks.of(0, 1, {0: "", 1: stack}, {}), stage.now)
@@ -1393,7 +1393,7 @@ def test_a_job_of_which_a_rank_has_finished_is_not_restarted_for_a_hang(stage):
     stage.saved = 40
     stage.exit(0, 0)
     for second in range(0, 8, 2):
-        stage.beat(view(1, float(second), "exchange"))
+        stage.beat(view(1, float(second), "all-reduce"))
         stage.state_machine.check_for_hangs(stage.now)
         stage.tick(2)
     stage.tick(6)
@@ -1413,7 +1413,7 @@ def test_ranks_that_wait_for_a_cause_do_not_hang(stage):
     """Rank 0 has raised and the launcher waits for a cause: that rank 1 stalls meanwhile says nothing."""
     stalled = view(1, 70.0, "data")
     for _ in range(80):  # the watchdog has watched for long enough
-        stage.beat(view(0, 0.1, "exchange"), view(1, 0.1, "data"))
+        stage.beat(view(0, 0.1, "all-reduce"), view(1, 0.1, "data"))
         stage.state_machine.check_for_hangs(stage.now)
         stage.tick(1)
     stage.exit(0, 1, message="the real cause")
@@ -1447,7 +1447,7 @@ def test_a_rank_that_ends_before_the_others_is_named(stage):
 def test_a_rank_that_ends_before_rank_0_aborts_is_named(stage):
     """NCCL aborts a rank that has lost a peer; why rank 0 aborted is on the terminal, where nobody can look it up."""
     stage.exit(1, 0)
-    stage.exit(0, -6, message=ABORTED_UNREAD, phase="exchange")
+    stage.exit(0, -6, message=ABORTED_UNREAD, phase="all-reduce")
     stage.tick()
     assert "rank 1 on host-0 failed" in stage.said
     assert "ended with code 0 while other ranks were training: rank 0 then aborted" in stage.said
@@ -1475,7 +1475,7 @@ def test_a_rank_that_ends_before_the_others_is_named_with_its_line(stage):
 def test_a_rank_that_others_blame_is_named_with_its_own_host_and_step():
     stage = nodes(2, 2, 2)
     stage.tick()
-    stage.beat(replace(view(0, 0.1, "exchange"), step=7), node=0)
+    stage.beat(replace(view(0, 0.1, "all-reduce"), step=7), node=0)
     stage.beat(replace(view(1, 0.1, "collective"), step=6), node=1)
     blamed = Failure(1, "", time.time(), "OutOfStep", "the ranks are out of step: rank 1 was in a collective")
     stage.state_machine.rank_exited(RankExited(0, 0, RankExit(1, blamed)), stage.now)

@@ -25,7 +25,7 @@ from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import Settings
 from lockstep.runtime.heartbeat import PHASES, Heartbeat
 
-LONGEST = {"data": 0.1, "compute": 0.5, "exchange": 0.2, "update": 0.1, "collective": 0.1}
+LONGEST = {"data": 0.1, "compute": 0.5, "all-reduce": 0.2, "update": 0.1, "collective": 0.1}
 LONGEST |= {"evaluate": 20.0, "snapshot": 0.5}
 
 
@@ -39,7 +39,7 @@ def view(rank, phase, age, step=41, state="S", detail="", host="node-a", **longe
 
 
 def test_no_alarm_while_all_ranks_advance():
-    assert suspect([view(0, "exchange", 0.3), view(1, "data", 0.1)], HangConfig()) is None
+    assert suspect([view(0, "all-reduce", 0.3), view(1, "data", 0.1)], HangConfig()) is None
 
 
 def test_no_alarm_without_ranks():
@@ -47,30 +47,30 @@ def test_no_alarm_without_ranks():
 
 
 def test_a_rank_stuck_in_its_computation_is_named():
-    views = [view(0, "exchange", 8.5), view(1, "compute", 8.0), view(2, "exchange", 8.4)]
+    views = [view(0, "all-reduce", 8.5), view(1, "compute", 8.0), view(2, "all-reduce", 8.4)]
     suspicion = suspect(views, HangConfig())
     assert suspicion.awaited == [1]
     assert suspicion.reason == "no rank has advanced for 8.0 s (limit 5.0 s, by hang.least)"
 
 
 def test_one_rank_within_its_own_limit_is_enough_to_wait():
-    waiting = [view(0, "exchange", 20.0), view(2, "exchange", 20.0)]
+    waiting = [view(0, "all-reduce", 20.0), view(2, "all-reduce", 20.0)]
     assert suspect([*waiting, view(1, "data", 20.0)], HangConfig()) is None
     assert suspect([*waiting, view(1, "data", 31.0)], HangConfig()).awaited == [1]
 
 
 def test_limits_grow_with_what_was_seen_on_any_rank():
-    stuck = [view(0, "exchange", 40.0), view(1, "compute", 40.0)]
+    stuck = [view(0, "all-reduce", 40.0), view(1, "compute", 40.0)]
     assert suspect(stuck, HangConfig()) is not None
     assert suspect([stuck[0], view(1, "compute", 40.0, compute=9.0)], HangConfig()) is None
-    assert suspect([view(0, "exchange", 40.0, compute=9.0), stuck[1]], HangConfig()) is None
-    assert suspect([view(0, "exchange", 40.0, data=9.0), stuck[1]], HangConfig()) is None
+    assert suspect([view(0, "all-reduce", 40.0, compute=9.0), stuck[1]], HangConfig()) is None
+    assert suspect([view(0, "all-reduce", 40.0, data=9.0), stuck[1]], HangConfig()) is None
     limit = limit_of(stuck[0], Peers([*stuck, view(2, "data", 0.0, compute=9.0)]), HangConfig())
     assert limit == (45.0, "hang.factor", 5.0)
 
 
 def test_limits_come_from_the_configuration():
-    stuck = [view(0, "exchange", 2.0, compute=0.1), view(1, "compute", 2.0, compute=0.1)]
+    stuck = [view(0, "all-reduce", 2.0, compute=0.1), view(1, "compute", 2.0, compute=0.1)]
     assert suspect(stuck, HangConfig()) is None
     assert suspect(stuck, HangConfig(least=1.0)) is not None
     assert suspect(stuck, HangConfig(least=1.0, factor=50.0)) is None
@@ -93,12 +93,12 @@ def test_the_first_evaluation_may_take_long():
 
 def test_the_first_step_may_compile():
     first = replace(view(0, "compute", 600.0, step=1, state="R"), steps_here=0)
-    assert suspect([first, view(1, "exchange", 600.0)], HangConfig()) is None
+    assert suspect([first, view(1, "all-reduce", 600.0)], HangConfig()) is None
 
 
 def test_a_long_save_on_one_rank_is_no_hang():
-    assert suspect([view(0, "snapshot", 25.0), view(1, "exchange", 25.0)], HangConfig()) is None
-    assert suspect([view(0, "snapshot", 31.0), view(1, "exchange", 31.0)], HangConfig()).awaited == [0]
+    assert suspect([view(0, "snapshot", 25.0), view(1, "all-reduce", 25.0)], HangConfig()) is None
+    assert suspect([view(0, "snapshot", 31.0), view(1, "all-reduce", 31.0)], HangConfig()).awaited == [0]
 
 
 def test_ranks_that_have_finished_do_not_count():
@@ -121,35 +121,35 @@ def test_a_hang_at_the_end_of_a_run_is_noticed(phase):
 
 
 def test_a_debugger_is_not_disturbed():
-    assert suspect([view(0, "exchange", 999.0), view(1, "compute", 999.0, state="t")], HangConfig()) is None
+    assert suspect([view(0, "all-reduce", 999.0), view(1, "compute", 999.0, state="t")], HangConfig()) is None
 
 
 # the awaited rank
 
 
 def test_a_rank_behind_is_odd_even_when_it_waits():
-    assert suspect([view(0, "exchange", 9.0), view(1, "exchange", 9.0, step=40)], HangConfig()).awaited == [1]
+    assert suspect([view(0, "all-reduce", 9.0), view(1, "all-reduce", 9.0, step=40)], HangConfig()).awaited == [1]
 
 
 def test_the_one_in_another_collective_is_odd():
     views = [
         view(0, "collective", 9.0, detail="metrics"),
         view(1, "collective", 9.0, detail="stop"),
-        view(2, "exchange", 9.0),
+        view(2, "all-reduce", 9.0),
     ]
     assert suspect(views, HangConfig()).awaited == []
-    views[1] = view(1, "exchange", 9.0)
+    views[1] = view(1, "all-reduce", 9.0)
     assert suspect(views, HangConfig()).awaited == [0]
 
 
 def test_no_rank_is_blamed_when_all_wait_in_the_same_collective():
-    suspicion = suspect([view(0, "exchange", 9.0), view(1, "exchange", 9.5)], HangConfig())
+    suspicion = suspect([view(0, "all-reduce", 9.0), view(1, "all-reduce", 9.5)], HangConfig())
     assert suspicion.awaited == []
     assert "cannot tell which rank is at fault" in explain(suspicion, Evidence()).message
 
 
 def test_stacks_tell_who_is_odd_when_phases_do_not():
-    suspicion = suspect([view(rank, "exchange", 9.0) for rank in range(3)], HangConfig())
+    suspicion = suspect([view(rank, "all-reduce", 9.0) for rank in range(3)], HangConfig())
     stacks = {0: stack(("/u/train.py", 7, "f")), 1: stack(("/u/train.py", 9, "g")), 2: stack(("/u/train.py", 7, "f"))}
     assert explain(suspicion, Evidence(stacks)).rank == 1
 
@@ -170,9 +170,9 @@ def judged(views, stacks, collectives):
 
 
 def test_a_hang_in_the_last_backward_is_attributed_between_two_ranks():
-    """Both are in the phase exchange and their stacks differ, one each: only the collectives tell them apart."""
+    """Both are in the phase all-reduce and their stacks differ, one each: only the collectives tell them apart."""
     waits, works = stack(("/u/driver.py", 7, "backward")), stack(("/u/layer.py", 9, "backward"))
-    views = [view(0, "exchange", 9.0), view(1, "exchange", 9.0)]
+    views = [view(0, "all-reduce", 9.0), view(1, "all-reduce", 9.0)]
     failure = judged(views, {0: waits, 1: works}, {0: entries(1, 2, done=False), 1: entries(1)})
     assert failure.rank == 1
     assert "the others are waiting for rank 1" in failure.message
@@ -181,7 +181,7 @@ def test_a_hang_in_the_last_backward_is_attributed_between_two_ranks():
 
 def test_a_rank_that_holds_the_gil_is_not_in_the_collective():
     waits, works = stack(("/u/driver.py", 7, "backward")), stack(("/u/layer.py", 9, "backward"))
-    views = [view(0, "exchange", 9.0), view(1, "exchange", 9.0, state="R")]
+    views = [view(0, "all-reduce", 9.0), view(1, "all-reduce", 9.0, state="R")]
     failure = judged(views, {0: waits, 1: works}, {0: entries(1, 2, done=False)})
     assert failure.rank == 1
     assert "rank 1 shows its stack but not its collectives: most likely it holds Python's lock" in failure.traceback
@@ -189,7 +189,7 @@ def test_a_rank_that_holds_the_gil_is_not_in_the_collective():
 
 def test_a_rank_that_calls_a_collective_of_its_own_is_ahead_although_its_step_is_behind():
     views = [
-        view(0, "exchange", 9.0, step=25),
+        view(0, "all-reduce", 9.0, step=25),
         view(1, "collective", 9.0, step=49),
         view(2, "collective", 9.0, step=49),
     ]
@@ -201,7 +201,7 @@ def test_a_rank_that_calls_a_collective_of_its_own_is_ahead_although_its_step_is
 
 
 def test_a_rank_that_is_behind_in_both_is_just_late():
-    views = [view(0, "exchange", 9.0, step=40), view(1, "exchange", 9.0, step=41)]
+    views = [view(0, "all-reduce", 9.0, step=40), view(1, "all-reduce", 9.0, step=41)]
     failure = judged(views, {0: "", 1: ""}, {0: entries(40), 1: entries(40, 41, done=False)})
     assert "the others are waiting for rank 0" in failure.message
 
@@ -209,7 +209,7 @@ def test_a_rank_that_is_behind_in_both_is_just_late():
 def test_the_stack_of_a_rank_whose_run_is_closed_does_not_end_the_launcher():
     """Its process may still export something: it is no part of the hang, but it answers as well."""
     waits, exports = stack(("/u/driver.py", 7, "backward")), stack(("/u/export.py", 9, "main"))
-    views = [view(0, "exchange", 40.0), view(1, "after run", 40.0)]
+    views = [view(0, "all-reduce", 40.0), view(1, "after run", 40.0)]
     failure = judged(views, {0: waits, 1: exports}, {0: entries(1, 2, done=False), 1: entries(1)})
     assert failure.rank == 0
 
@@ -224,7 +224,7 @@ def look(watch, views, now):
 
 def test_a_stopped_rank_is_noticed_after_three_seconds_and_not_before():
     watch = Watchdog(HangConfig())
-    seen = [look(watch, [view(0, "exchange", s), view(1, "data", s, state="T")], now=s) for s in range(6)]
+    seen = [look(watch, [view(0, "all-reduce", s), view(1, "data", s, state="T")], now=s) for s in range(6)]
     assert [bool(suspicion) for suspicion in seen] == [False] * 4 + [True] * 2
     assert seen[4].awaited == [1]
     assert "suspended by a signal" in seen[4].reason
@@ -238,16 +238,16 @@ def test_a_rank_stopped_for_a_moment_is_forgiven():
 
 def test_a_rank_that_is_gone_is_noticed():
     watch = Watchdog(HangConfig())
-    seen = [look(watch, [view(0, "exchange", 0.1), view(1, "data", s, state="Z")], now=s) for s in range(5)]
+    seen = [look(watch, [view(0, "all-reduce", 0.1), view(1, "data", s, state="Z")], now=s) for s in range(5)]
     assert seen[-1].awaited == [1]
     assert not any(seen[:-1])
 
 
 def test_after_the_launcher_itself_was_stopped_all_ranks_get_the_full_time_again():
     watch = Watchdog(HangConfig())
-    hanging = [view(0, "exchange", 3600.0, state="T"), view(1, "compute", 3600.0, state="T")]
+    hanging = [view(0, "all-reduce", 3600.0, state="T"), view(1, "compute", 3600.0, state="T")]
     assert not look(watch, hanging, now=0.0)
-    going_on = [view(0, "exchange", 3600.0), view(1, "compute", 3600.0)]
+    going_on = [view(0, "all-reduce", 3600.0), view(1, "compute", 3600.0)]
     assert not any(look(watch, going_on, now=3600.0 + s) for s in range(6))
     assert look(watch, going_on, now=3606.0).awaited == [1]
 
@@ -256,7 +256,7 @@ def test_compiling_again_is_no_hang_but_not_for_ever():
     compiling = 'File "/x/site-packages/torch/_dynamo/convert_frame.py", line 9 in _compile\n'
     backward = 'File "/x/site-packages/torch/_inductor/compile_fx.py", line 9 in fx_codegen_and_compile\n'
     running = 'File "/x/site-packages/torch/_dynamo/eval_frame.py", line 9 in compile_wrapper\n'
-    views = [view(0, "exchange", 60.0), view(1, "compute", 60.0)]
+    views = [view(0, "all-reduce", 60.0), view(1, "compute", 60.0)]
     suspicion = suspect(views, HangConfig())
     assert not Watchdog(HangConfig()).is_compiling(suspicion, {0: "", 1: running})
     assert not Watchdog(HangConfig(first=50.0)).is_compiling(suspicion, {0: "", 1: compiling})
@@ -273,7 +273,7 @@ def test_a_rank_that_compiles_is_no_excuse_for_one_that_is_stopped():
 
 def test_a_rank_that_compiles_is_left_alone_for_a_while():
     watch = Watchdog(HangConfig())
-    views = [view(0, "exchange", 60.0), view(1, "compute", 60.0)]
+    views = [view(0, "all-reduce", 60.0), view(1, "compute", 60.0)]
     alarms = [look(watch, views, now=second) for second in range(7)]
     assert alarms[-1]
     watch.add_answers({1: 'File "/x/torch/_dynamo/convert_frame.py", line 9 in _compile'}, {})
@@ -311,7 +311,7 @@ def test_the_explanation_begins_with_the_odd_rank_and_its_line():
         ("/venv/lib/python3.11/site-packages/torch/utils/data/dataloader.py", 5, "next"),
         (package + "data/loader.py", 50, "batches"),
     )
-    views = [view(rank, "exchange", 38.0) for rank in range(4)]
+    views = [view(rank, "all-reduce", 38.0) for rank in range(4)]
     views[1] = view(1, "data", 37.0, state="S")
     evidence = Evidence({0: waits, 1: reads, 2: waits, 3: waits}, Findings(["rank 1 never entered it"]))
     failure = explain(suspect(views, HangConfig()), evidence)
@@ -326,7 +326,7 @@ def test_the_explanation_begins_with_the_odd_rank_and_its_line():
         "  urllib3/pool.py:77 urlopen",
         "  /u/data.py:3 read",
         "  lockstep/data/loader.py:50 batches",
-        "3 ranks wait at: lockstep/parallel/ddp/driver.py:131 backward (ranks 0, 2, 3), phase exchange",
+        "3 ranks wait at: lockstep/parallel/ddp/driver.py:131 backward (ranks 0, 2, 3), phase all-reduce",
         "rank 1 never entered it",
         "if this is slow work, not a hang: hang.least=10",
     ]
@@ -334,12 +334,12 @@ def test_the_explanation_begins_with_the_odd_rank_and_its_line():
 
 def test_a_stopped_rank_shows_no_stack_and_the_explanation_says_why():
     watch = Watchdog(HangConfig())
-    views = [view(0, "exchange", 9.0), view(1, "data", 9.0, state="T")]
+    views = [view(0, "all-reduce", 9.0), view(1, "data", 9.0, state="T")]
     suspicion = [look(watch, views, now=second) for second in range(5)][-1]
     failure = explain(suspicion, Evidence({0: stack(("/u/train.py", 1, "f")), 1: ""}))
     assert "process suspended" in failure.message
     assert "SIGCONT" in failure.traceback
-    assert "1 rank waits at: /u/train.py:1 f (rank 0), phase exchange" in failure.traceback
+    assert "1 rank waits at: /u/train.py:1 f (rank 0), phase all-reduce" in failure.traceback
 
 
 def stall(watch, views):
@@ -353,7 +353,7 @@ def stall(watch, views):
 
 def test_within_the_limits_ranks_are_only_asked_where_they_are():
     watch = Watchdog(HangConfig())
-    views = [view(0, "exchange", 50.0), view(1, "compute", 50.0, state="R")]
+    views = [view(0, "all-reduce", 50.0), view(1, "compute", 50.0, state="R")]
     assert stall(watch, views).kind == "stall"
     watch.add_answers({0: stack(("/u/driver.py", 7, "backward")), 1: stack(("/u/layer.py", 9, "forward"))}, {})
     assert watch.verdict() is None
@@ -367,7 +367,7 @@ def test_within_the_limits_ranks_are_only_asked_where_they_are():
 
 def test_a_barrier_on_one_rank_is_proof_long_before_the_limit_of_user_code():
     watch = Watchdog(HangConfig())
-    views = [view(0, "user code", 50.0), view(1, "exchange", 50.0), view(2, "exchange", 50.0)]
+    views = [view(0, "user code", 50.0), view(1, "all-reduce", 50.0), view(2, "all-reduce", 50.0)]
     assert stall(watch, views).kind == "stall"
     reduces = entries(100, 101, done=False)
     stacks = {0: stack(("/u/task.py", 12, "after_step")), 1: "", 2: ""}
@@ -383,7 +383,7 @@ def test_a_barrier_on_one_rank_is_proof_long_before_the_limit_of_user_code():
 @pytest.mark.parametrize("change", [{"profiling_name": None}, {"collective_seq_id": "101"}], ids=str)
 def test_if_torch_changes_its_format_a_hang_is_explained_by_the_stacks(change):
     watch = Watchdog(HangConfig())
-    stall(watch, [view(0, "exchange", 9.0), view(1, "exchange", 9.0)])
+    stall(watch, [view(0, "all-reduce", 9.0), view(1, "all-reduce", 9.0)])
     (entry,) = entries(100)
     other = entry | {"profiling_name": "gloo:barrier"}
     stacks = {0: stack(("/u/task.py", 12, "after_step")), 1: ""}
@@ -397,7 +397,7 @@ def test_if_torch_changes_its_format_a_hang_is_explained_by_the_stacks(change):
 def test_a_proven_deadlock_is_no_reason_to_raise_the_limit(name):
     """More time would not help: the next attempt would only take longer to end at the same place."""
     watch = Watchdog(HangConfig())
-    assert stall(watch, [view(0, "exchange", 9.0), view(1, "exchange", 9.0)]).kind == "limit"
+    assert stall(watch, [view(0, "all-reduce", 9.0), view(1, "all-reduce", 9.0)]).kind == "limit"
     reduces = entries(100, 101, done=False)
     watch.add_answers({0: "", 1: ""}, {0: [reduces[0], reduces[1] | {"profiling_name": name}], 1: reduces})
     failure = watch.verdict()
@@ -408,7 +408,7 @@ def test_a_proven_deadlock_is_no_reason_to_raise_the_limit(name):
 
 
 def test_a_limit_that_a_repeat_hits_is_raised():
-    stuck = [view(0, "exchange", 40.0), view(1, "data", 40.0)]
+    stuck = [view(0, "all-reduce", 40.0), view(1, "data", 40.0)]
     assert suspect(stuck, HangConfig()) is not None
     assert suspect(stuck, HangConfig(), {(40, "data"): 1, (41, "compute"): 1}) is not None  # another place
     assert suspect(stuck, HangConfig(), {(41, "data"): 1}) is None
@@ -423,7 +423,7 @@ def test_a_limit_that_a_repeat_hits_is_raised():
     [("data", 0.1, "hang.least"), ("data", 20.0, "hang.factor"), ("build", 0.0, "hang.first")],
 )
 def test_the_setting_that_applies_is_named(phase, longest, setting):
-    stuck = [view(0, "exchange", 999.0), view(1, phase, 999.0, **{phase: longest})]
+    stuck = [view(0, "all-reduce", 999.0), view(1, phase, 999.0, **{phase: longest})]
     assert f"by {setting})" in suspect(stuck, HangConfig()).reason
 
 
@@ -625,7 +625,7 @@ def test_a_heartbeat_of_our_own_is_judged(tmp_path):
     """The two sides fit: what a heartbeat learns is what the limits need."""
     heartbeat = Heartbeat(tmp_path / "heartbeat-0")
     for step in range(1, 5):
-        for phase in ("data", "compute", "exchange", "update"):
+        for phase in ("data", "compute", "all-reduce", "update"):
             heartbeat.beat(phase, step)
     heartbeat.beat("compute")
     seen = view_of(0, "here", os.getpid(), tmp_path)
@@ -637,8 +637,8 @@ def test_a_heartbeat_of_our_own_is_judged(tmp_path):
 
 def test_a_rank_that_visibly_works_gets_more_time():
     """One long batch is no hang; a rank that sleeps while the others wait for it is."""
-    views = [view(0, "exchange", 20.0), view(1, "compute", 20.0, state="R")]
+    views = [view(0, "all-reduce", 20.0), view(1, "compute", 20.0, state="R")]
     assert suspect(views, HangConfig()) is None
     assert suspect([views[0], view(1, "compute", 20.0, state="S")], HangConfig()).awaited == [1]
-    assert suspect([view(0, "exchange", 70.0), view(1, "compute", 70.0, state="R")], HangConfig()).awaited == [1]
+    assert suspect([view(0, "all-reduce", 70.0), view(1, "compute", 70.0, state="R")], HangConfig()).awaited == [1]
     assert suspect([view(0, "compute", 20.0, state="S"), view(1, "compute", 20.0, state="S")], HangConfig()) is None

@@ -68,11 +68,11 @@ def test_the_code_of_a_preemption_after_an_end_as_planned_is_a_failure(local_ran
 
 
 def test_the_text_names_rank_step_phase_and_cause(local_rank):
-    Heartbeat(local_rank.folder / "heartbeat-1").beat("exchange", 41)
+    Heartbeat(local_rank.folder / "heartbeat-1").beat("all-reduce", 41)
     local_rank.log.write_text("\n".join(f"line {n}" for n in range(20)))
     text = examine(local_rank, -signal.SIGKILL, WHEN).failure.text().splitlines()
     assert text[0] == (
-        "lockstep: rank 1 on node-a failed at step 41, phase exchange, 12:03:10: SIGKILL: "
+        "lockstep: rank 1 on node-a failed at step 41, phase all-reduce, 12:03:10: SIGKILL: "
         "killed, but not by the kernel's OOM killer"
     )
     assert text[1:] == [f"  line {n}" for n in range(10, 20)]
@@ -150,8 +150,8 @@ def test_signals_without_a_name(local_rank):
 
 def test_a_failure_of_another_rank_does_not_get_the_phase_of_the_rank_that_noticed_it(tmp_path, monkeypatch, recorded):
     monkeypatch.setenv("LOCKSTEP_ATTEMPT_FOLDER", str(tmp_path))
-    Heartbeat.from_env(0).beat("exchange", 7)
+    Heartbeat.from_env(0).beat("all-reduce", 7)
     noticed = recorded(0, OutOfStep("the ranks are out of step", [1]))
     assert (noticed.rank, noticed.host, noticed.step, noticed.phase) == (1, "", None, None)
     own = recorded(0, ValueError("its own"))
-    assert (own.rank, own.host, own.step, own.phase) == (0, "node-a", 7, "exchange")
+    assert (own.rank, own.host, own.step, own.phase) == (0, "node-a", 7, "all-reduce")
