@@ -434,7 +434,7 @@ def test_a_loss_that_is_no_loss_is_named_in_the_note_too(tmp_path: Any) -> None:
         for line in file.read_text().splitlines()
         if "not checked" in line
     ]
-    assert "loss() must return lockstep.Loss(sum, weight); it returned a Tensor" in note
+    assert "loss() must return lockstep.Loss(total, weight); it returned a Tensor" in note
     assert "AttributeError" not in note
 
 

@@ -456,7 +456,7 @@ class Task:
 
     def loss(self, model: nn.Module, batch: Any) -> Loss:
         """Return the SUM of the loss over `batch`, and its weight. `model` is the one that `model()` made."""
-        raise NotImplementedError(f"{type(self).__name__}.loss(model, batch) must return lockstep.Loss(sum, weight)")
+        raise NotImplementedError(f"{type(self).__name__}.loss(model, batch) must return lockstep.Loss(total, weight)")
 
     # ---- optional ----
 

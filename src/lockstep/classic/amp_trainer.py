@@ -284,7 +284,7 @@ class AMPTrainer:
             raise UserError(
                 f"{maker} must return a loss for the batch; it returned {what}",
                 "",
-                "return the mean loss of the batch as one number, or lockstep.Loss(sum, weight); or pass loss_fn=",
+                "return the mean loss of the batch as one number, or lockstep.Loss(total, weight); or pass loss_fn=",
             )
 
         # The mean over samples becomes the sum that it stands for.

@@ -57,7 +57,8 @@ class Exactness(StepPart):
         # Clone the buffers only now, after a resume may have restored them.
         self._first_buffers = {name: buffer.detach().clone() for name, buffer in self.model.named_buffers()}
 
-        text = f"the same bits on 1 to {plan.micro_batches} ranks, with {self.platform['threads']} CPU thread(s) each"
+        ranks = plan.num_micro_batches
+        text = f"the same bits on 1 to {ranks} ranks, with {self.platform['threads']} CPU thread(s) each"
         if self._unfused:
             text += "; fused optimizers step without their fused kernels"
 

@@ -350,7 +350,7 @@ def _blame(outcome: Outcome, rank: int) -> list[str]:
     """Return one line for each micro-batch of this rank that may have caused the skip."""
     # The host waits for the losses here. Skipped steps are rare, so this is acceptable.
     progress = outcome.progress
-    pairs = [(batch, float(total)) for batch, (total, _) in zip(progress.trained, progress.losses, strict=True)]
+    pairs = [(batch, float(total)) for batch, (total, _) in zip(progress.micro_batches, progress.losses, strict=True)]
 
     # Every micro-batch contributes to a spike of the global mean: name the one with the largest loss.
     if outcome.finite:

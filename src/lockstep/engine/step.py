@@ -119,7 +119,7 @@ class Stepper:
             progress.seed("update")
 
         if self._trained_parameters is not None:
-            reduced = self._trained_parameters.drop_others(reduced, progress.step)
+            reduced = self._trained_parameters.drop_untrained(reduced, progress.step)
 
         # The schedule follows the applied steps, so a skipped one does not move it. On a GPU the previous outcome is
         # not known yet: if it is a skip, this step's rate is one point ahead.

@@ -110,7 +110,7 @@ class StepProgress:
 
         # The micro-batches so far without their data, their losses in the same order, and their metrics. Losses and
         # metrics are detached from the graph, and those on a GPU stay there.
-        self.trained: list[MicroBatch] = []
+        self.micro_batches: list[MicroBatch] = []
         self.losses: list[tuple[Number, Weight]] = []
         self.metrics: list[Term] = []
 
@@ -241,7 +241,7 @@ class StepProgress:
 
         # Losses on a GPU are only collected in a list: adding them would launch one more kernel per micro-batch.
         total = loss.total.detach() if loss.total.is_cuda else loss.total.item()
-        self.trained.append(MicroBatch(None, micro.index, micro.num_samples, micro.epoch, micro.ids))
+        self.micro_batches.append(MicroBatch(None, micro.index, micro.num_samples, micro.epoch, micro.ids))
         self.losses.append((total, weight))
         if loss.metrics:
             self.metrics += metric_terms(loss)
@@ -262,7 +262,7 @@ def check_total(loss: Loss) -> None:
     """Raise unless the loss is a Loss, with a total that can be backpropagated."""
     if not isinstance(loss, Loss):
         raise UserError(
-            f"loss() must return lockstep.Loss(sum, weight); it returned a {type(loss).__name__}",
+            f"loss() must return lockstep.Loss(total, weight); it returned a {type(loss).__name__}",
             "",
             "return lockstep.Loss(total, weight=...): the SUM over the micro-batch, and how many terms it has",
         )

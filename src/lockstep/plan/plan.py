@@ -26,7 +26,7 @@ class Plan:
     data_size: int  # data-parallel ranks, as in `RankRole`
     global_batch: int
     micro_batch: int
-    micro_batches: int  # of one full global step
+    num_micro_batches: int  # of one full global step
     accumulation: int  # the most micro-batches that a rank runs in a step
     steps: int
     steps_per_epoch: int | None  # None: a stream, whose length is not known
@@ -38,8 +38,9 @@ class Plan:
     ahead: int = 0
 
     def as_record(self) -> dict[str, Any]:
-        """Return the plan as files hold it. There `data_size` is called `world`."""
-        return {"world" if key == "data_size" else key: value for key, value in asdict(self).items()}
+        """Return the plan as files hold it, under the keys of the file format."""
+        names = {"data_size": "world", "num_micro_batches": "micro_batches"}
+        return {names.get(key, key): value for key, value in asdict(self).items()}
 
     def epochs_after(self, steps_done: int) -> float | None:
         """Return how many epochs of the data have been trained after so many steps, or None for a stream."""
@@ -80,9 +81,9 @@ def make_plan(config: RunConfig, data_size: int, samples: int | None, most: int 
         micro_batch = _largest_divisor(share, largest) if samples is None else largest
         reasons["micro_batch"] = f"{share} samples for each pipeline / {depth} stages"
 
-    micro_batches = math.ceil(global_batch / micro_batch)
-    accumulation = math.ceil(micro_batches / data_size)
-    reasons["accumulation"] = f"{micro_batches} micro-batches on {_ranks(config, data_size)}"
+    num_micro_batches = math.ceil(global_batch / micro_batch)
+    accumulation = math.ceil(num_micro_batches / data_size)
+    reasons["accumulation"] = f"{num_micro_batches} micro-batches on {_ranks(config, data_size)}"
 
     if config.ddp.static_graph and data_size > 1 and accumulation > 1:
         raise UserError(
@@ -94,7 +95,8 @@ def make_plan(config: RunConfig, data_size: int, samples: int | None, most: int 
     # The run: how many steps.
     per_epoch = None if samples is None else _steps_per_epoch(config, global_batch, samples)
     steps, reasons["steps"] = _steps(config, per_epoch)
-    return Plan(data_size, global_batch, micro_batch, micro_batches, accumulation, steps, per_epoch, samples, reasons)
+    sizes = (data_size, global_batch, micro_batch, num_micro_batches)
+    return Plan(*sizes, accumulation, steps, per_epoch, samples, reasons)
 
 
 def _steps_per_epoch(config: RunConfig, global_batch: int, samples: int) -> int:

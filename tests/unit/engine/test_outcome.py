@@ -66,7 +66,7 @@ def test_a_tensor_that_is_no_control_word_does_not_say_that_ranks_loaded(marks: 
 def outcome_of(word: ControlWord, grad_norm: float) -> Outcome:
     names = ["weight"]
     reduced: Any = SimpleNamespace(norms=torch.tensor([grad_norm]), names=names)
-    progress: Any = SimpleNamespace(step=0, trained=[], losses=[], batches=SimpleNamespace(span=None))
+    progress: Any = SimpleNamespace(step=0, micro_batches=[], losses=[], batches=SimpleNamespace(span=None))
     return Outcome(progress, reduced, loss_limit=math.inf, word=word, grad_norm=grad_norm)
 
 

@@ -42,7 +42,7 @@ def test_the_latest_step_counts_and_a_name_that_is_left_out_is_trained_at_once()
     names = []
     for step in (0, 2, 3):
         reduced = Reduced(made.parameters, NAMES, torch.ones(2), torch.zeros(0), None, 1.0)  # pyrefly: ignore
-        names.append(trained.drop_others(reduced, step).names)
+        names.append(trained.drop_untrained(reduced, step).names)
     assert names == [["head"], ["head"], NAMES]
 
 

@@ -105,10 +105,10 @@ def check_equal_work(model: nn.Module, plan: Plan, tail: str) -> None:
         return
 
     short = tail == "short" and (plan.samples or 0) % plan.global_batch > 0
-    if plan.micro_batches % plan.data_size or short:
+    if plan.num_micro_batches % plan.data_size or short:
         raise UserError(
             "SyncBatchNorm needs the same number of micro-batches on every rank: its statistics would include padding",
-            f"{plan.micro_batches} on {plan.data_size} data-parallel ranks{', and a short last step' if short else ''}",
+            f"{plan.num_micro_batches} on {plan.data_size} data-parallel ranks{short * ', and a short last step'}",
             f"set tail=drop and a global_batch that is a multiple of {plan.data_size} x micro_batch; or use GroupNorm",
         )
 

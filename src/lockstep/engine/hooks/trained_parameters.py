@@ -35,7 +35,7 @@ class TrainedParameters:
         # From this step on nothing is dropped, and the step pays for one comparison.
         self._all_from = max(self._first_steps.values())
 
-    def drop_others(self, reduced: Reduced, step: int) -> Reduced:
+    def drop_untrained(self, reduced: Reduced, step: int) -> Reduced:
         """Drop the gradients of parameters that `step` does not train yet."""
         if step >= self._all_from:
             return reduced

@@ -168,12 +168,12 @@ def _check_global_batch(run: Run) -> None:
             "set strategy=ddp or strategy=fsdp",
         )
 
-    if run.plan.micro_batches > role.data_size:
+    if run.plan.num_micro_batches > role.data_size:
         # Rounded up: with one micro-batch of this size for each rank, the batch is whole.
         size = -(-run.plan.global_batch // role.data_size)
         raise UserError(
-            f"run.all_gather sees one micro-batch of each rank, and the global batch has {run.plan.micro_batches} on "
-            f"{role.data_size} of them",
+            f"run.all_gather sees one micro-batch of each rank, and the global batch has {run.plan.num_micro_batches} "
+            f"on {role.data_size} of them",
             "the loss would depend on how the batch is split",
             f"set micro_batch={size}, so that each rank has one; or train on more ranks",
             cause="gathered",

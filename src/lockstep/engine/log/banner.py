@@ -126,10 +126,10 @@ def _parameters(model: nn.Module) -> str:
 def _batch(plan: Plan) -> str:
     """`global 64 (set) = 8 micro-batches of 8 (derived), at most 4 per rank`"""
     rest = plan.global_batch % plan.micro_batch
-    last = f", the last one {rest}" if rest and plan.micro_batches > 1 else ""
+    last = f", the last one {rest}" if rest and plan.num_micro_batches > 1 else ""
     return (
         f"global {plan.global_batch} ({plan.reasons['global_batch']}) = "
-        f"{plural(plan.micro_batches, 'micro-batch', 'micro-batches')} of {plan.micro_batch}{last} "
+        f"{plural(plan.num_micro_batches, 'micro-batch', 'micro-batches')} of {plan.micro_batch}{last} "
         f"({plan.reasons['micro_batch']}), at most {plan.accumulation} per rank"
     )
 

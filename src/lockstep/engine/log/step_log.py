@@ -33,7 +33,7 @@ class SampleLog(StepPart):
     def end_step(self, progress: StepProgress) -> None:
         """Write the line of a step. A step that is repeated has one line per attempt, of which the last counts."""
         # The epoch comes first: an id alone does not name a sample whose dataset changes between epochs.
-        ids = [[batch.epoch, *map(int, batch.ids)] for batch in progress.trained]
+        ids = [[batch.epoch, *map(int, batch.ids)] for batch in progress.micro_batches]
         step = progress.step + 1
         self._sink.write({"step": step, "attempt": self._attempt, "time": time.time(), "epoch_and_ids": ids})
 

@@ -103,7 +103,7 @@ class ProfiledSteps(StepPart):
         # steps after a profile must be those of a run without one.
         self._flops.unwatch()
         with preserve_rng(run.runtime.device):
-            mine["flops"] = self._flops.of_step(len(run.stepper.progress.trained))
+            mine["flops"] = self._flops.of_step(len(run.stepper.progress.micro_batches))
 
         # The rate is measured on this device, now: a data sheet knows neither its power limit nor a CPU's cores.
         mine["peak_flops"] = matmul_rate(run.runtime.device)

@@ -89,7 +89,7 @@ def attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunCo
             seed=config.seed,
             global_batch=plan.global_batch,
             micro_batch_size=plan.micro_batch,
-            mine=rank_range(plan.micro_batches, role.data_rank, role.data_size),
+            mine=rank_range(plan.num_micro_batches, role.data_rank, role.data_size),
             ranks=role.data_size,
             collective_forwards=role.collective_forwards,
             # Only one rank of each tp or pp group contributes, because all of them have the same values.
