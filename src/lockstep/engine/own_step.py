@@ -92,7 +92,7 @@ class OwnStep:
 
     @property
     def padding(self) -> bool:
-        """Whether this batch is padding, with weight 0. It runs only because collectives need every rank."""
+        """True if this batch is padding, with weight 0. It runs only because collectives need every rank."""
         return self._progress.micro is not None and self._progress.micro.padding
 
     def backward(self, loss_sum: Tensor, weight: Weight, **metrics: Metric) -> None:

@@ -18,7 +18,7 @@ from lockstep.task import StepResult
 
 @dataclass(eq=False)
 class Requests:
-    """What this rank requests, and what all ranks have agreed on and not carried out yet."""
+    """The requests of this rank, and those that all ranks have agreed on and not carried out yet."""
 
     stepper: Stepper
     checkpoints: CheckpointManager
@@ -41,7 +41,7 @@ class Requests:
 
     @property
     def is_stopping(self) -> bool:
-        """Whether all ranks have agreed that this step is the last one."""
+        """True if all ranks have agreed that this step is the last one."""
         return self.stop_agreed or self.preempt_agreed
 
     def accept(self, result: StepResult | None) -> None:

@@ -232,7 +232,7 @@ class Run:
 
     @cached_property
     def _has_time_limits(self) -> bool:
-        """Whether an evaluation, or the end of the run, is due by the clock."""
+        """True if evaluations, or the end of the run, follow the clock."""
         return self.config.evaluate.minutes is not None or self.config.stop.max_minutes is not None
 
     # ---- between two steps ----

@@ -195,7 +195,7 @@ class Stepper:
 
     @property
     def awaits_outcome(self) -> bool:
-        """Whether the host has not read the outcome of the last step yet, so that `sums` lack its losses."""
+        """True if the host has not read the outcome of the last step yet, so that the interval lacks its losses."""
         return self._pending is not None
 
     def wait_for_outcome(self) -> StepResult | None:

@@ -104,7 +104,7 @@ class RunRecord:
 
     @property
     def unit(self) -> str:
-        """What a loss weight of 1 counts, such as one token."""
+        """The thing that a loss weight of 1 counts, such as one token."""
         return str(self.about.get("unit", SAMPLE))
 
     def last_event(self, kind: str) -> Record:

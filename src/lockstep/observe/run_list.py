@@ -41,7 +41,7 @@ RECENT_S = 600.0
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run folder tells about its run."""
+    """The facts about a run that its folder holds."""
 
     path: str
     state: State

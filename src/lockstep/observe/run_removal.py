@@ -53,7 +53,7 @@ CHECKPOINTS = ("checkpoints",)
 
 @dataclass(frozen=True)
 class Removal:
-    """What will be deleted of one run, and what will stay in its folder because Lockstep did not write it."""
+    """The files of one run that will be deleted, and those that stay because Lockstep did not write them."""
 
     run: Path
     delete: list[Path]

@@ -1,4 +1,4 @@
-"""Which rank do the others wait for, and why? And do all of them wait for data?
+"""Finds the rank that the others wait for, and why they do, and whether all of them wait for data.
 
 The answer comes from four figures per rank, which are reduced together with the metrics.
 

@@ -67,7 +67,7 @@ def evaluate(task: Task, builder: RunBuilder, global_batch: int | None) -> list[
 
 
 class EvaluatedView(BuiltRunView):
-    """What a task's `before_training` gets: there is a model, and there are no steps."""
+    """The argument of a task's `before_training` here, where there is a model and there are no steps."""
 
     def __init__(self, builder: RunBuilder, setup: ModelSetup, steps_done: int):
         super().__init__(builder)

@@ -43,7 +43,7 @@ class EarlyStop:
 
     @property
     def reason(self) -> str | None:
-        """Why the run should stop, or None if it should not."""
+        """The reason why the run should stop, or None if it should not."""
         patience = self.config.patience
         if patience is None or self.evaluations_since < patience:
             return None

@@ -1,4 +1,4 @@
-"""When a run evaluates: every few steps or epochs, as all ranks know, or minutes, which only rank 0 measures."""
+"""The schedule of evaluations: every few steps or epochs, as all ranks know, or minutes, which only rank 0 measures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class EvaluationSchedule:
 
     @property
     def is_on(self) -> bool:
-        """Whether there are evaluations during the run."""
+        """True if there are evaluations during the run."""
         return any((self.config.every, self.config.epochs, self.config.minutes))
 
     def due_after(self, steps_done: int) -> bool:

@@ -1,1 +1,1 @@
-"""Hooks: which functions of a task and of its callbacks a run calls, and the view of the run that they get."""
+"""The hooks of a run: the functions of a task and of its callbacks that it calls, and the view of it that they get."""

@@ -20,7 +20,7 @@ HEADER = 10
 
 @dataclass
 class RowGathering:
-    """Whether `run.all_gather` has anything to gather, and whether it did."""
+    """Says whether `run.all_gather` has anything to gather, and notes whether it did."""
 
     batches_are_whole: bool = False  # in an evaluation: a batch is not split over the ranks
     used: bool = False  # a step has called `run.all_gather`

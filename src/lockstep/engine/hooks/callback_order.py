@@ -16,7 +16,7 @@ class CallbackOrder:
     """
 
     def __init__(self, callbacks: Mapping[str, Sequence[Any]]):
-        """`callbacks`: by the name that they share, in the order of the list."""
+        """`callbacks` are given by the name that they share, in the order of the list."""
         self._made = {name: [_plain_attributes(one) for one in sharing] for name, sharing in callbacks.items()}
 
     def state_dict(self) -> dict[str, Any]:

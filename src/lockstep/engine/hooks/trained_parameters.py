@@ -1,4 +1,4 @@
-"""Which parameters a step updates, if the hook `first_steps` delays some of them (`Unfreeze`)."""
+"""The parameters that a step updates, if the hook `first_steps` delays some of them (`Unfreeze`)."""
 
 from __future__ import annotations
 

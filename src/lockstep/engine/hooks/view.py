@@ -121,7 +121,7 @@ class BuiltRunView:
 
     @property
     def row_offset(self) -> int:
-        """Where this rank's rows begin in the result of the last `all_gather`: see `RunView`."""
+        """The first of this rank's rows in the result of the last `all_gather`: see `RunView`."""
         run = self._builder.run
         if run is None or run.gathering.batches_are_whole:
             return 0

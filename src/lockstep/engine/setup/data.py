@@ -1,4 +1,4 @@
-"""What `RunBuilder.setup_run` makes around the data: the plan, and what the source must know."""
+"""The plan of a run, and the options of its data source, which `RunBuilder.setup_run` makes from the data."""
 
 from __future__ import annotations
 

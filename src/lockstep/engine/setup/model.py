@@ -1,4 +1,4 @@
-"""What `RunBuilder.setup_model` makes around the model: checks, first weights, optimizers, the moving average."""
+"""The checks, first weights, optimizers and moving average with which `RunBuilder.setup_model` surrounds the model."""
 
 from __future__ import annotations
 

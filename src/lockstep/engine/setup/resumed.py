@@ -1,4 +1,4 @@
-"""What `RunBuilder.setup_run` continues if the run resumes: the plan, and the last line of the log."""
+"""The plan and the last line of the log, which `RunBuilder.setup_run` continues if the run resumes."""
 
 from __future__ import annotations
 

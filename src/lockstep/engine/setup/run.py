@@ -43,7 +43,7 @@ LAST_SAVE_S = 5.0  # seconds that a save in flight gets when the run fails
 
 
 def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate) -> Run:
-    """Make what is around the model of a run, in the order in which one needs the other, and the Run. Collective."""
+    """Make all that a run needs besides its model, each after what it needs itself, and the Run. Collective."""
     # A DataLoader may set what the configuration leaves open, so it comes first.
     data, collate, loader_lines = _take_loader(builder, data, collate)
     config, runtime, driver = builder.config, builder.runtime, setup.driver

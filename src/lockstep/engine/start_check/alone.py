@@ -67,7 +67,7 @@ def as_one_rank() -> Iterator[None]:
 
 
 class _Done:
-    """What a collective with async_op=True returns where there is nothing to wait for."""
+    """The result of a collective with async_op=True: here there is nothing to wait for."""
 
     def wait(self, *_: Any) -> bool:
         return True

@@ -35,7 +35,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far two sums of the same terms may differ, relative to their size."""
+    """The relative difference that two sums of the same terms may have."""
 
     total: float
     gradient: float

@@ -1,4 +1,4 @@
-"""Whether this process is the kernel of a notebook, and which notebook that is."""
+"""The notebook whose kernel this process is, if it is one."""
 
 from __future__ import annotations
 

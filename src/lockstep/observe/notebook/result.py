@@ -1,4 +1,4 @@
-"""How the result of a run shows itself: a few lines of text, or HTML with the curve of its loss."""
+"""The result of a run as it shows itself: a few lines of text, or HTML with the curve of its loss."""
 
 from __future__ import annotations
 

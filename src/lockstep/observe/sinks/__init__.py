@@ -1,4 +1,4 @@
-"""Sinks: where the records of a run go.
+"""The sinks, to which the records of a run go.
 
 A sink gets every record of rank 0: metrics, and events, which have the key `event`. `metrics.jsonl` and
 `events.jsonl` are always written. Other sinks are chosen by name (`log.sinks=[tensorboard]`, or a class of the user's:

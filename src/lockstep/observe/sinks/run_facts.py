@@ -1,4 +1,4 @@
-"""What sinks for services say about a run: its settings, and a name that stays the same after every resume."""
+"""The facts about a run for sinks of services: its settings, and a name that stays the same after every resume."""
 
 from __future__ import annotations
 

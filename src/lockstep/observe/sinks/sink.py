@@ -1,4 +1,4 @@
-"""What a sink is: a class that takes the records of a run."""
+"""The base class of sinks, which take the records of a run."""
 
 from __future__ import annotations
 
