@@ -100,7 +100,7 @@ class WatchedRun(Run):
         result = result or self.stepper.wait_for_outcome()  # on a GPU it may still be on its way
         assert result is not None
         grads = {name: p.grad for name, p in self.driver.model.named_parameters() if p.requires_grad}
-        groups = [group for optimizer in self.model_setup.optimizers.all for group in optimizer.param_groups]
+        groups = [group for optimizer in self.trained_model.optimizers.all for group in optimizer.param_groups]
         note = StepNote(
             result,
             self._pieces,

@@ -76,13 +76,13 @@ def counted(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
         grads = [p.grad for p in parameters if p.grad is not None]
         states: list[Tensor] = [
             value
-            for optimizer in run.model_setup.optimizers.all
+            for optimizer in run.trained_model.optimizers.all
             for state in optimizer.state.values()
             for value in state.values()
             if isinstance(value, Tensor)
         ]
-        if run.model_setup.optimizers.masters:
-            states += run.model_setup.optimizers.masters.persistent_tensors()
+        if run.trained_model.optimizers.masters:
+            states += run.trained_model.optimizers.masters.persistent_tensors()
         run.checkpoints.close()
         found = {"parameters": parameters, "gradients": grads, "moments": states}
         # The whole memory behind a part: a small view into something large would be no saving.

@@ -218,8 +218,8 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
     to_come = 0
 
     # An error may come before there are optimizers.
-    if builder.model_setup:
-        optimizers = builder.model_setup.optimizers
+    if builder.trained_model:
+        optimizers = builder.trained_model.optimizers
         for optimizer in optimizers.all:
             state += [value for values in optimizer.state.values() for value in values.values()]
 

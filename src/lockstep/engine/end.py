@@ -80,13 +80,13 @@ def _save_final_weights(run: Run) -> None:
     # Averages are exchanged with the weights below, and a save may still be copying them.
     run.stepper.update.wait_for_copy()
 
-    setup = run.model_setup
-    setup.driver.sync_buffers()
-    with setup.evaluation_weights():
+    trained = run.trained_model
+    trained.driver.sync_buffers()
+    with trained.evaluation_weights():
         _save_weights(run, "model.safetensors")
 
-    if setup.average:
-        with setup.averaged_weights():
+    if trained.average:
+        with trained.averaged_weights():
             _save_weights(run, "ema.safetensors", ema=True)
 
 
@@ -220,13 +220,13 @@ def _describe_best(run: Run) -> dict[str, Any] | None:
 
 def _release(run: Run) -> None:
     """Return the model and the optimizers to the user without our hooks, with the weights to use from now on."""
-    setup = run.model_setup
-    setup.optimizers.use_evaluation_weights(setup.driver.drop_gathered)
-    setup.optimizers.release()
+    trained = run.trained_model
+    trained.optimizers.use_evaluation_weights(trained.driver.drop_gathered)
+    trained.optimizers.release()
     run.stepper.learning_rate.release()
 
-    release_captures(setup.driver.model)
-    setup.driver.close()
+    release_captures(trained.driver.model)
+    trained.driver.close()
     run.checkpoints.close()
 
 

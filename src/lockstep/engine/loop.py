@@ -112,7 +112,7 @@ class Training:
             self._evaluate()
 
         # On all ranks, even if only rank 0 calls `show`: changing the weights may be collective.
-        with run.model_setup.evaluation_weights():
+        with run.trained_model.evaluation_weights():
             text = call_show(self.task, run)
 
         return close(run, text)

@@ -26,10 +26,10 @@ from lockstep.engine.end import close, end_training
 from lockstep.engine.evaluation.evaluator import make_set
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.hooks.view import BuiltRunView
-from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.own_step import OwnStep
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
+from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import UserError
 from lockstep.optim.user_scheduler import is_scheduler
 from lockstep.parallel.meta.init import check_init, fill_model, init_as_configured
@@ -78,20 +78,20 @@ class OwnRun(BuiltRunView):
         if _are_trained_in_turn(models, optimizers):
             self._builder.expect_unused_parameters("each of several models has an optimizer of its own")
 
-        setup = self._builder.setup_model(several or model, lambda _: optimizers, schedulers=lambda _: schedulers)
-        self._check_setup(setup, len(optimizers))
+        trained = self._builder.setup_model(several or model, lambda _: optimizers, schedulers=lambda _: schedulers)
+        self._check_setup(trained, len(optimizers))
 
         # A direct optimizer.step() would apply gradient sums that are not divided yet.
-        setup.optimizers.refuse_direct_steps()
+        trained.optimizers.refuse_direct_steps()
 
         # One model is returned as it is. The setting `optimizer` may have replaced optimizers.
         replaced: dict[int, Any] = {id(model): proxy for model, proxy in zip(models, several or models, strict=True)}
-        replaced |= {id(own): new for own, new in zip(optimizers, setup.optimizers.all, strict=True)}
+        replaced |= {id(own): new for own, new in zip(optimizers, trained.optimizers.all, strict=True)}
         return tuple(replaced.get(id(one), one) for one in given)
 
-    def _check_setup(self, setup: ModelSetup, optimizers: int) -> None:
+    def _check_setup(self, trained: TrainedModel, optimizers: int) -> None:
         """Raise if a custom loop cannot run this model, or if the user has made another number of optimizers."""
-        if not setup.driver.role.runs_whole_model:
+        if not trained.driver.role.runs_whole_model:
             raise UserError(
                 "a pipeline (mesh.pp) cannot run in a custom loop",
                 "such a loop computes the loss of one micro-batch after another; in a pipeline all of them are in "
@@ -99,7 +99,7 @@ class OwnRun(BuiltRunView):
                 "write a Task and use lockstep.fit or `lockstep train`; or set strategy=fsdp",
             )
 
-        if len(setup.optimizers.all) != optimizers:
+        if len(trained.optimizers.all) != optimizers:
             raise UserError(
                 f"optimizer={self._builder.config.optimizer} makes two optimizers of one",
                 "a custom loop names the optimizers that it steps",
@@ -188,7 +188,7 @@ class OwnRun(BuiltRunView):
         run.check_start()
         run.hooks.inject_faults()
 
-        gradients = GradientGuard(run.model_setup.optimizers)
+        gradients = GradientGuard(run.trained_model.optimizers)
 
         # `close` finds it True if the user's code left the loop with `break`.
         self._in_loop = True
@@ -296,7 +296,7 @@ class OwnRun(BuiltRunView):
             )
 
     def _check_model(self, call: str) -> None:
-        if self._builder.model_setup is None:
+        if self._builder.trained_model is None:
             raise UserError(
                 f"{call} was called before run.setup",
                 "no model yet",

@@ -134,7 +134,7 @@ class OwnStep:
 
         # Only these optimizers are stepped, so the gradients of all other parameters are dropped.
         if indices is not None:
-            reduced = reduced.drop_others(self._run.model_setup.optimizers.parameter_ids(indices))
+            reduced = reduced.drop_others(self._run.trained_model.optimizers.parameter_ids(indices))
             if not reduced.parameters:
                 raise UserError(
                     f"step {self.number} has no gradient for any parameter of the optimizer in step.apply(optimizer)",
@@ -225,7 +225,7 @@ class OwnStep:
 
     def _indices(self, optimizers: Sequence[torch.optim.Optimizer]) -> list[int] | None:
         """Return the indices of the optimizers to step, or None for all of them."""
-        known = self._run.model_setup.optimizers.all
+        known = self._run.trained_model.optimizers.all
         if len(known) == 1 and not optimizers:
             return None
 

@@ -29,12 +29,12 @@ from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, eval
 from lockstep.engine.hooks.all_gather import RowGathering
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.log.step_log import StepLog
-from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.outcome import SkippedStep
 from lockstep.engine.requests import Requests
 from lockstep.engine.start_check import check as start_check
 from lockstep.engine.start_check.data import take_and_compare
 from lockstep.engine.step import Stepper
+from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import UserError, plural
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.run_folder import RunFolder
@@ -57,7 +57,7 @@ class Run:
     recorder: Recorder
 
     # The model, the data and the step.
-    model_setup: ModelSetup
+    trained_model: TrainedModel
     plan: Plan
     source: BatchSource
     stepper: Stepper
@@ -79,7 +79,7 @@ class Run:
 
     @property
     def driver(self) -> Driver:
-        return self.model_setup.driver
+        return self.trained_model.driver
 
     @property
     def steps_done(self) -> int:
@@ -108,11 +108,11 @@ class Run:
         Iterating over them measures the wait for data and calls the hooks `before_batch`.
         """
         self.stepper.interval.restart_clock()
-        self.model_setup.guard.late_hooks.check()
+        self.trained_model.guard.late_hooks.check()
         is_first = True
 
         while (steps_left := self.plan.steps - self.steps_done) > 0 and not self.requests.stop_agreed:
-            self.model_setup.guard.check()
+            self.trained_model.guard.check()
             for part in self.driver.parts:
                 part.begin_step(steps_left)
 
@@ -185,7 +185,7 @@ class Run:
 
         # Iterating over all modules is too slow for every step.
         if steps_done % self.config.checks.every == 0:
-            self.model_setup.guard.check_structure()
+            self.trained_model.guard.check_structure()
 
         self._request_what_is_due()
 
@@ -197,8 +197,8 @@ class Run:
 
         # After the hooks, which may change the weights: clip them, for example. The optimizers' update has waited for a
         # save that was still copying the averages, and a step without an update leaves them as they are.
-        if self.model_setup.average:
-            self.model_setup.average.update(self.stepper.progress.skipped)
+        if self.trained_model.average:
+            self.trained_model.average.update(self.stepper.progress.skipped)
 
     def _accept(self, batches: StepBatches, result: StepResult | None, steps_done: int) -> StepResult | None:
         """Accept the requests in a step's control word and count the step in the log. Return the newest result."""
@@ -274,7 +274,7 @@ class Run:
         elif steps_done == steps_at_start + 1:
             # Allocate the snapshot after the first step of this process, which makes the first save shorter. By now
             # the optimizers have their state, so the size is known. If the forward adds parameters, it has done so.
-            self.model_setup.guard.check_structure()
+            self.trained_model.guard.check_structure()
             self.checkpoints.prepare()
 
     def _rewind(self, skipped: SkippedStep) -> None:
@@ -308,7 +308,7 @@ class Run:
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint of the current state. Collective."""
-        self.model_setup.guard.check_structure()  # the state of a replaced parameter would have no name
+        self.trained_model.guard.check_structure()  # the state of a replaced parameter would have no name
 
         # Checkpoints hold the buffers of rank 0.
         self.driver.sync_buffers()
@@ -318,7 +318,7 @@ class Run:
         metrics = self.evaluations.results() if self.evaluations.is_current(steps_done) else {}
 
         # The weights are copied at once; only the optimizers' state and the averages are copied later.
-        with self.model_setup.evaluation_weights():
+        with self.trained_model.evaluation_weights():
             self.checkpoints.save(steps_done, self.plan, metrics)
 
     # ---- an evaluation ----
@@ -351,7 +351,7 @@ class Run:
 
     def _evaluate_all(self, sets: Sequence[EvaluationSet], may_preempt: bool) -> list[Evaluation] | None:
         """Return the evaluations of all sets, or None if a preemption interrupted one of them."""
-        setup = self.model_setup
+        trained = self.trained_model
 
         # Not the micro-batch of the plan: the results must not depend on the number of ranks.
         batch = evaluation_batch(self.config, self.plan.global_batch)
@@ -359,8 +359,8 @@ class Run:
 
         # The samples may be those that worker processes read, too.
         here = self.source.reading_here()
-        with here, setup.evaluation_weights(), setup.averaged_weights(), self.gathering.whole_batches():
-            return setup.evaluator.evaluate_all(sets, batch, steps_done, may_preempt)
+        with here, trained.evaluation_weights(), trained.averaged_weights(), self.gathering.whole_batches():
+            return trained.evaluator.evaluate_all(sets, batch, steps_done, may_preempt)
 
 
 def _wrong_count(count: int, given: str) -> UserError:

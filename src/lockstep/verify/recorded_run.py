@@ -26,10 +26,10 @@ from lockstep.checkpoint.manifest import float_of
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.state_tree import pack
 from lockstep.data.map_source import MapSource
-from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder, builder
 from lockstep.engine.start_check import check as start_check
+from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.observe.metrics import metric_terms
@@ -69,7 +69,7 @@ class RecordedBuilder(RunBuilder):
         task: Any = None,
         data: Any = None,
         schedulers: Callable[[Any], Any] = lambda _: None,
-    ) -> ModelSetup:
+    ) -> TrainedModel:
         """Set up as usual, and note what wrapping might hide."""
         self._task = task
         tied = _tied(model)  # wrapping might untie them
@@ -190,13 +190,15 @@ class RecordedRun(Run):
         grads = {name: full_tensor(p.grad) for name, p in self.driver.model.named_parameters() if p.grad is not None}
         self._put(f"gradients-{len(self._steps)}", grads)
 
-        settings = [_plain(group) for optimizer in self.model_setup.optimizers.all for group in optimizer.param_groups]
+        settings = [
+            _plain(group) for optimizer in self.trained_model.optimizers.all for group in optimizer.param_groups
+        ]
         self._steps.append({"micros": self._micros, "settings": settings})
         self._facts["gathers"] = self.gathering.used
         super().end_step(batches, result)
 
     def maintain(self) -> None:
-        self.model_setup.guard.check_structure()  # after every step, before a checkpoint fails for that reason
+        self.trained_model.guard.check_structure()  # after every step, before a checkpoint fails for that reason
         super().maintain()
 
     def end_training(self) -> None:

@@ -108,7 +108,7 @@ def a_builder(folder: Path, phase: str = "compute", **values: Any) -> Any:
         config=config,
         runtime=runtime,
         driver=SimpleNamespace(model=model, role=RankRole(), compiler=None),
-        model_setup=SimpleNamespace(optimizers=Optimizers(optimizer, model)),
+        trained_model=SimpleNamespace(optimizers=Optimizers(optimizer, model)),
         run=run,
     )
 
@@ -147,7 +147,7 @@ def test_a_limit_counts_and_so_does_what_the_optimizer_has_still_to_make(tmp_pat
     )
     builder = a_builder(tmp_path)
     model = builder.driver.model
-    builder.model_setup.optimizers = Optimizers(torch.optim.AdamW(model.parameters()), model)
+    builder.trained_model.optimizers = Optimizers(torch.optim.AdamW(model.parameters()), model)
     found = str(explain(builder, torch.OutOfMemoryError(message)))
     assert "600 B wanted, 300 B free of the 2.0 KiB that gpu_memory allows" in found
     assert "optimizer 0 B (and 320 B from its first step on)" in found
@@ -182,7 +182,7 @@ def test_an_evaluation_that_does_not_fit(tmp_path: Path) -> None:
 
 def test_before_there_is_a_model(tmp_path: Path) -> None:
     builder = a_builder(tmp_path)
-    builder.driver = builder.model_setup = builder.run = None
+    builder.driver = builder.trained_model = builder.run = None
     assert "the model does not fit into the memory of this device" in str(
         explain(builder, torch.OutOfMemoryError(TORCH_SAYS))
     )

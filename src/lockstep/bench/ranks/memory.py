@@ -46,7 +46,7 @@ def measure(arguments: dict[str, Any]) -> Generator[Any, str, None]:
 def _categories(run: Run, saved: list[int], peak: int, before: int) -> dict[str, Any]:
     """Return the bytes that this rank holds, by category."""
     # A state has a dict for each parameter, with tensors and plain numbers.
-    states = [state for optimizer in run.model_setup.optimizers.all for state in optimizer.state.values()]
+    states = [state for optimizer in run.trained_model.optimizers.all for state in optimizer.state.values()]
     held = [value for state in states for value in state.values() if isinstance(value, Tensor)]
 
     return {

@@ -18,9 +18,9 @@ from lockstep.checkpoint.storage import Checkpoint
 from lockstep.engine.evaluation.evaluator import MAX_EVALUATION_BATCH, Evaluation, evaluation_batch, evaluation_sets
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.hooks.view import BuiltRunView
-from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
+from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import Preempted, UserError
 from lockstep.launch.folder.paths import read_path
 from lockstep.parallel.meta.init import init_as_configured
@@ -43,17 +43,17 @@ def evaluate(task: Task, builder: RunBuilder, global_batch: int | None) -> list[
     with init_as_configured(config):
         model = task.model()
 
-    setup = builder.setup_model(model, task.optimizer, task, task.data)
-    steps_done = _restore_more(task, setup, builder)
+    trained = builder.setup_model(model, task.optimizer, task, task.data)
+    steps_done = _restore_more(task, trained, builder)
 
     # The loss may need what this hook keeps.
-    Hooks(EvaluatedView(builder, setup, steps_done), task).before_training()
+    Hooks(EvaluatedView(builder, trained, steps_done), task).before_training()
 
     # A file of weights does not say its global batch. We take that of a run with these settings.
-    local_batch = config.local_batch and config.local_batch * setup.driver.role.data_size
+    local_batch = config.local_batch and config.local_batch * trained.driver.role.data_size
     batch = evaluation_batch(config, global_batch or config.global_batch or local_batch or MAX_EVALUATION_BATCH)
-    with setup.averaged_weights():
-        evaluations = setup.evaluator.evaluate_all(sets, batch, steps_done, may_preempt=True)
+    with trained.averaged_weights():
+        evaluations = trained.evaluator.evaluate_all(sets, batch, steps_done, may_preempt=True)
 
     # There is nothing to save: the command can be repeated.
     if evaluations is None:
@@ -69,9 +69,9 @@ def evaluate(task: Task, builder: RunBuilder, global_batch: int | None) -> list[
 class EvaluatedView(BuiltRunView):
     """The argument of a task's `before_training` here, where there is a model and there are no steps."""
 
-    def __init__(self, builder: RunBuilder, setup: ModelSetup, steps_done: int):
+    def __init__(self, builder: RunBuilder, trained: TrainedModel, steps_done: int):
         super().__init__(builder)
-        self._model = setup.driver.model
+        self._model = trained.driver.model
         self._steps_done = steps_done
 
     @property
@@ -90,7 +90,7 @@ class EvaluatedView(BuiltRunView):
         )
 
 
-def _restore_more(task: Task, setup: ModelSetup, builder: RunBuilder) -> int:
+def _restore_more(task: Task, trained: TrainedModel, builder: RunBuilder) -> int:
     """Restore the averages of the weights, and the task's own state, on which its evaluation may depend.
 
     Return the number of steps that trained the weights; 0 for a file.
@@ -106,8 +106,8 @@ def _restore_more(task: Task, setup: ModelSetup, builder: RunBuilder) -> int:
     reader = CheckpointReader(checkpoint, manifest)
 
     # A run without averages left none. Those of the model are then equal to its weights.
-    if setup.average:
-        restore_parameter_tensors(EMA, setup.average, reader)
+    if trained.average:
+        restore_parameter_tensors(EMA, trained.average, reader)
 
     saved = manifest.state_of("task")
     if saved and hasattr(task, "load_state_dict"):

@@ -57,7 +57,7 @@ class BuiltRunView:
 
     @property
     def optimizers(self) -> Sequence[torch.optim.Optimizer]:
-        return self._started("optimizers").model_setup.optimizers.all
+        return self._started("optimizers").trained_model.optimizers.all
 
     # ---- what a hook may ask for ----
 

@@ -46,8 +46,8 @@ def summary_of(run: Run, best: Mapping[str, Any] | None) -> dict[str, Any]:
     if run.requests.stop_reason:
         summary["stopped"] = run.requests.stop_reason
 
-    if run.model_setup.initial:
-        summary["init_from"] = run.model_setup.initial.state_dict()
+    if run.trained_model.initial:
+        summary["init_from"] = run.trained_model.initial.state_dict()
 
     # The losses come last, so that a metric named "loss" cannot replace them.
     goals = judge(run.config.goals, evaluations.results() | metrics | losses)

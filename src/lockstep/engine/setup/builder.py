@@ -30,10 +30,10 @@ from lockstep.engine.determinism import Exactness
 from lockstep.engine.evaluation.evaluator import Evaluation, EvaluationSet, Evaluator
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.hooks.view import BuiltRunView
-from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.run import Run
 from lockstep.engine.setup.model import check_model, initial_weights, make_average, wrap_optimizers
 from lockstep.engine.setup.run import make_run
+from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import ConfigError, Preempted, UserError
 from lockstep.launch import records
 from lockstep.observe.recorder import Recorder
@@ -73,7 +73,7 @@ class RunBuilder:
     # From `setup_model`. The driver is set first: if making the optimizers fails, the error message needs it.
     task: Any = None  # None in a custom loop
     driver: Driver | None = None
-    model_setup: ModelSetup | None = None
+    trained_model: TrainedModel | None = None
     evaluation: Evaluation | None = None  # made before the first step
 
     # From `setup_run`.
@@ -96,7 +96,7 @@ class RunBuilder:
         task: Any = None,
         data: Callable[[], Any] | None = None,
         schedulers: Callable[[Any], Any] = lambda _: None,
-    ) -> ModelSetup:
+    ) -> TrainedModel:
         """Put the model on its device and under its driver, and make its optimizers.
 
         Sharding may follow the plan of `task`, or samples of `data`. `schedulers` is called with the optimizer, or the
@@ -142,7 +142,7 @@ class RunBuilder:
         if average:
             self.state.add(EMA, average)
 
-        self.model_setup = ModelSetup(
+        self.trained_model = TrainedModel(
             driver=driver,
             optimizers=wrapped,
             evaluator=Evaluator(self.config, self.precision, driver, self.runtime, self.recorder),
@@ -152,7 +152,7 @@ class RunBuilder:
             average=average,
             initial=initial,
         )
-        return self.model_setup
+        return self.trained_model
 
     def _place_model(self, model: nn.Module, task: Any, data: Callable[[], Any] | None) -> Driver:
         """Put the model under its driver, and save the driver's own state, such as PowerSGD's errors, with the run."""
@@ -219,15 +219,15 @@ class RunBuilder:
 
     def setup_run(self, data: Any, collate: Collate) -> Run:
         """Make everything that depends on the data, resume if there is a checkpoint, and print the banner."""
-        assert self.model_setup is not None, "setup_run() before setup_model()"
+        assert self.trained_model is not None, "setup_run() before setup_model()"
 
         # Set last: while `self.run` is None, an error counts as a set-up error.
-        self.run = make_run(self, self.model_setup, data, collate)
+        self.run = make_run(self, self.trained_model, data, collate)
         return self.run
 
     def evaluate(self, chosen: EvaluationSet) -> Evaluation:
         """Evaluate the model before the first step. No batch size is derived yet, so evaluate.batch must be set."""
-        assert self.model_setup is not None, "evaluate() before setup_model()"
+        assert self.trained_model is not None, "evaluate() before setup_model()"
         batch = self.config.evaluate.batch
         if batch is None:
             raise UserError(
@@ -236,7 +236,7 @@ class RunBuilder:
                 "set evaluate.batch=64",
             )
 
-        self.evaluation = self.model_setup.evaluator.evaluate(chosen, batch, steps_done=0)
+        self.evaluation = self.trained_model.evaluator.evaluate(chosen, batch, steps_done=0)
         assert self.evaluation is not None, "only an evaluation that may be preempted ends early"
         return self.evaluation
 

@@ -21,13 +21,13 @@ from lockstep.engine.hooks.trained_parameters import TrainedParameters
 from lockstep.engine.load_balance import balance_load
 from lockstep.engine.log.banner import describe_resume, describe_run
 from lockstep.engine.log.step_log import SampleLog, StepLog
-from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.profile.steps import ProfiledSteps
 from lockstep.engine.requests import Requests
 from lockstep.engine.run import Run
 from lockstep.engine.setup.data import attach_source, largest_input, plan_data, source_options
 from lockstep.engine.setup.resumed import continue_plan, last_log_line
 from lockstep.engine.step import Stepper
+from lockstep.engine.trained_model import TrainedModel
 from lockstep.observe.run_folder import write_head
 from lockstep.optim.user_scheduler import SchedulerRate, make_learning_rate
 from lockstep.parallel.driver import Driver, trainable
@@ -42,21 +42,21 @@ if TYPE_CHECKING:
 LAST_SAVE_S = 5.0  # seconds that a save in flight gets when the run fails
 
 
-def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate) -> Run:
+def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Collate) -> Run:
     """Make all that a run needs besides its model, each after what it needs itself, and the Run. Collective."""
     # A DataLoader may set what the configuration leaves open, so it comes first.
     data, collate, loader_lines = _take_loader(builder, data, collate)
-    config, runtime, driver = builder.config, builder.runtime, setup.driver
+    config, runtime, driver = builder.config, builder.runtime, trained.driver
     for hook in builder.hooks.named("before_batch"):
         check_before_batch(config, driver.role, runtime.world.alone, hook)
 
     # The length of the data determines the plan: how a batch is split, and the number of steps.
     plan, source = _open_data(builder, driver, data, collate)
     balance_load(config.load_balance, plan, source, driver, runtime, builder.recorder.event)
-    stepper = _make_stepper(builder, setup, plan)
+    stepper = _make_stepper(builder, trained, plan)
 
     # Resuming restores everything that is registered, so all of it must exist by now.
-    checkpoints = _open_checkpoints(builder, setup, stepper, source)
+    checkpoints = _open_checkpoints(builder, trained, stepper, source)
     resumed = checkpoints.resume()
     if resumed:
         plan = continue_plan(resumed, plan, source, stepper, config)
@@ -75,11 +75,11 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
     state.add_to_loop(requests, rewound=False)
     state.add_to_loop(evaluations)
 
-    facts = _describe(builder, setup, plan, source, stepper) | loader_lines
+    facts = _describe(builder, trained, plan, source, stepper) | loader_lines
     if resumed:
         facts["resumed"] = _continue_records(builder, resumed, requests, plan)
 
-    facts |= _describe_weights(setup, plan, source, resumed)
+    facts |= _describe_weights(trained, plan, source, resumed)
     _write_start(builder, facts, plan, driver)
 
     run = builder.run_class(
@@ -89,7 +89,7 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
         clock=builder.clock,
         folder=builder.folder,
         recorder=builder.recorder,
-        model_setup=setup,
+        trained_model=trained,
         plan=plan,
         source=source,
         stepper=stepper,
@@ -108,7 +108,7 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
 def _begin(run: Run) -> None:
     """Do what comes between the set-up and the first step. Collective."""
     # A custom loop may have loaded weights since `run.setup`.
-    average = run.model_setup.average
+    average = run.trained_model.average
     if average and not run.resumed:
         average.restart(average.parameter_tensors)
 
@@ -165,13 +165,13 @@ def _open_data(builder: RunBuilder, driver: Driver, data: Any, collate: Collate)
 # ---- the step and its checkpoints ----
 
 
-def _make_stepper(builder: RunBuilder, setup: ModelSetup, plan: Plan) -> Stepper:
+def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan) -> Stepper:
     """Make the learning rate and the step."""
     rate = make_learning_rate(
         builder.config.lr,
         builder.resolved.sources,
-        optimizers=setup.optimizers.all,
-        schedulers=setup.schedulers,
+        optimizers=trained.optimizers.all,
+        schedulers=trained.schedulers,
         total_steps=plan.steps,
         global_batch=plan.global_batch,
     )
@@ -184,15 +184,15 @@ def _make_stepper(builder: RunBuilder, setup: ModelSetup, plan: Plan) -> Stepper
         builder.runtime,
         builder.precision,
         plan.global_batch,
-        reports_loss=setup.driver.role.reports_loss,
+        reports_loss=trained.driver.role.reports_loss,
         reads_loss=builder.reads_loss,
         log_event=builder.recorder.event,
     )
 
     # Only a hook that delays parameters makes the step ask which ones it trains.
     delaying = builder.hooks.named("first_steps")
-    trained = TrainedParameters(setup.driver, delaying) if delaying else None
-    return Stepper(context, setup.driver, setup.optimizers, rate, trained)
+    parameters = TrainedParameters(trained.driver, delaying) if delaying else None
+    return Stepper(context, trained.driver, trained.optimizers, rate, parameters)
 
 
 def _make_requests(plan: Plan, stepper: Stepper, checkpoints: CheckpointManager, resumed: Resumed | None) -> Requests:
@@ -216,21 +216,21 @@ def _make_evaluations(builder: RunBuilder, plan: Plan, stepper: Stepper, request
 
 
 def _open_checkpoints(
-    builder: RunBuilder, setup: ModelSetup, stepper: Stepper, source: BatchSource
+    builder: RunBuilder, trained: TrainedModel, stepper: Stepper, source: BatchSource
 ) -> CheckpointManager:
     """Return the checkpoint manager. Nothing can be registered after this."""
     builder.state.is_open = False
     state = RunState(
-        model=setup.driver.model,
-        optimizers=setup.optimizers,
+        model=trained.driver.model,
+        optimizers=trained.optimizers,
         stepper=stepper,
         source=source,
         registered=builder.state,
         keep_frozen=builder.config.checkpoint.frozen,
         frozen_advice=getattr(builder.task, "frozen_advice", Task.frozen_advice),
-        holders=setup.driver.role.holders,
+        holders=trained.driver.role.holders,
         rank=builder.runtime.world.rank,
-        duplicates=setup.driver.role.duplicates,
+        duplicates=trained.driver.role.duplicates,
         on_any_rank=lambda value: any(builder.runtime.collectives.gather_json(value)),
     )
 
@@ -254,29 +254,31 @@ def _open_checkpoints(
 
 
 def _describe(
-    builder: RunBuilder, setup: ModelSetup, plan: Plan, source: BatchSource, stepper: Stepper
+    builder: RunBuilder, trained: TrainedModel, plan: Plan, source: BatchSource, stepper: Stepper
 ) -> dict[str, str]:
     """Return the lines of the banner about the settings and the plan. Collective."""
     rate = stepper.learning_rate
-    facts = describe_run(setup.driver, builder.config, plan, rate, builder.precision, builder.runtime)
+    facts = describe_run(trained.driver, builder.config, plan, rate, builder.precision, builder.runtime)
 
     # The driver, the optimizers and the source may add some.
-    facts |= setup.driver.facts
-    facts |= setup.optimizers.facts
+    facts |= trained.driver.facts
+    facts |= trained.optimizers.facts
     if source.about:
         facts["data"] = source.about
 
     return facts
 
 
-def _describe_weights(setup: ModelSetup, plan: Plan, source: BatchSource, resumed: Resumed | None) -> dict[str, str]:
+def _describe_weights(
+    trained: TrainedModel, plan: Plan, source: BatchSource, resumed: Resumed | None
+) -> dict[str, str]:
     """Return the lines of the banner about weights that were loaded, and about their exactness."""
     facts = {}
-    if setup.initial:
-        facts["init_from"] = setup.initial.describe(resumed is not None)
+    if trained.initial:
+        facts["init_from"] = trained.initial.describe(resumed is not None)
 
-    if setup.exactness:
-        facts["exact"] = setup.exactness.begin(source, plan, resumed.changed_settings if resumed else [])
+    if trained.exactness:
+        facts["exact"] = trained.exactness.begin(source, plan, resumed.changed_settings if resumed else [])
 
     return facts
 

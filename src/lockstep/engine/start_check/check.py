@@ -198,7 +198,7 @@ def _measure_and_judge(run: Run, task: Any, samples: Samples | None) -> tuple[Ca
     assert samples is not None
     probe = Probe(run, run.hooks.around_loss(task.loss))
     model = run.driver.model
-    optimizers = run.model_setup.optimizers.all
+    optimizers = run.trained_model.optimizers.all
 
     accepted = accepted_causes(run.config)
     snapshot = CheckSnapshot(model, task, optimizers, copies_parameters="changed-in-forward" in accepted)

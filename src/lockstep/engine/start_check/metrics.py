@@ -61,7 +61,7 @@ def _without_a_trace(run: Run, task: Any) -> Iterator[None]:
 
 def _names_of_first_batches(run: Run, sets: Sequence[EvaluationSet]) -> dict[str, None] | None:
     """Return the names of the results of one batch of each set; None if it fails. The first evaluation reports that."""
-    evaluator = run.model_setup.evaluator
+    evaluator = run.trained_model.evaluator
     batch = evaluation_batch(run.config, run.plan.global_batch)
 
     try:
@@ -80,7 +80,7 @@ def _names_of_first_batches(run: Run, sets: Sequence[EvaluationSet]) -> dict[str
 
 def _names_of_all(run: Run, sets: Sequence[EvaluationSet]) -> dict[str, None]:
     """Return the names of the results of whole evaluations. Collective."""
-    evaluator = run.model_setup.evaluator
+    evaluator = run.trained_model.evaluator
     batch = evaluation_batch(run.config, run.plan.global_batch)
 
     evaluations = [evaluator.measure(chosen, batch, steps_done=0) for chosen in sets]

@@ -1,4 +1,4 @@
-"""The model of a run, as its set-up leaves it."""
+"""The model that a run trains, with what belongs to it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lockstep.parallel.driver import Driver
 
 
 @dataclass(frozen=True)
-class ModelSetup:
+class TrainedModel:
     """The model under its driver, with its optimizers, evaluator and guards."""
 
     driver: Driver
