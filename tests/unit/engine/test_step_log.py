@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
-from lockstep.engine.log.step_log import StepLog
+from lockstep.engine.log.step_log import SampleLog, StepLog
 from lockstep.observe.metrics import Interval, Sums
-from lockstep.parallel.progress import MetricNames
+from lockstep.observe.sinks import read_jsonl
+from lockstep.parallel.progress import MetricNames, StepProgress
+from lockstep.precision import PRECISIONS
+from lockstep.task import StepBatches
 
 COLLECTIVES: Any = SimpleNamespace(gather_json=lambda value: [value])
 
@@ -72,6 +76,16 @@ def test_a_rewind_leaves_no_outcome_open() -> None:
     log.load_state_dict({})
     run_steps(log, stepper, 6)
     assert [line.summed for line in lines.intervals] == [2, 2]
+
+
+def test_the_sample_log_numbers_steps_as_the_log_lines_do(tmp_path: Path) -> None:
+    """The first step is step 1 in both: it is the step that ends as `step 1/8`."""
+    folder: Any = SimpleNamespace(path=tmp_path, attempt=0)
+    (tmp_path / "samples").mkdir()
+    log = SampleLog(folder, 0)
+    log.end_step(StepProgress(cast(Any, SimpleNamespace(precision=PRECISIONS["fp32"])), StepBatches(1, [], 4), 0))
+    log.close()
+    assert [line["step"] for line in read_jsonl(tmp_path / "samples" / "rank-0.jsonl")] == [1]
 
 
 def test_names_from_a_checkpoint_do_not_end_an_exchange_that_is_due() -> None:
