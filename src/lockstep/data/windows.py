@@ -21,6 +21,7 @@ from lockstep.data.samplers import Sampler
 from lockstep.data.samplers.sampler import OrderCache, checked_ids
 from lockstep.data.samplers.shuffled import SequentialSampler, ShuffledSampler
 from lockstep.errors import UserError
+from lockstep.runtime.world import World
 from lockstep.task import MicroBatch
 
 
@@ -82,6 +83,20 @@ def rank_range(count: int, rank: int, size: int, speeds: Sequence[float] | None 
     counts = rank_counts(count, tuple(speeds))
     start = sum(counts[:rank])
     return range(start, start + counts[rank])
+
+
+def rank_share(count: int, world: World, in_turn: bool = False, speeds: Sequence[float] | None = None) -> range:
+    """Return the indices of this rank's micro-batches, of the `count` of a step: in turn, or a contiguous range."""
+    return range(world.rank, count, world.size) if in_turn else rank_range(count, world.rank, world.size, speeds)
+
+
+def padding_count(count: int, local: int, world: World, collective_forwards: bool) -> int:
+    """Return how many micro-batches a rank with `local` of the `count` of a step runs as padding, with weight 0.
+
+    If forwards are collective every rank runs as many as the others, or else at least one, for the all-reduce.
+    """
+    needed = -(-count // world.size) if collective_forwards else 1
+    return max(0, needed - local)
 
 
 @lru_cache(maxsize=64)
@@ -284,23 +299,17 @@ class StepOrder:
         if after in self._assigned:
             return self._assigned[after]
 
+        # By the speeds that apply where the window begins.
         count = self.count(window)
-        rank = self.data_world.rank
-        size = self.data_world.size
+        begin = window.epoch * self.epoch_length + window.start
+        speeds = next((speeds for since, speeds in reversed(self._speeds) if since <= begin), None)
+        local = rank_share(count, self.data_world, self.options.in_turn, speeds)
 
-        # In turn, or in ranges by the speeds that apply where the window begins.
-        if self.options.in_turn:
-            local = range(rank, count, size)
-        else:
-            begin = window.epoch * self.epoch_length + window.start
-            speeds = next((speeds for since, speeds in reversed(self._speeds) if since <= begin), None)
-            local = rank_range(count, rank, size, speeds)
-
-        # Padding repeats a micro-batch with weight 0, since collectives need every rank.
-        needed = -(-count // size) if self.options.collective_forwards else 1
+        # Padding repeats a micro-batch, since collectives need every rank.
+        padding = padding_count(count, len(local), self.data_world, self.options.collective_forwards)
         repeated = local[0] if local else 0
         assigned = [Assigned(index, padding=False) for index in local]
-        assigned += [Assigned(repeated, padding=True)] * (needed - len(local))
+        assigned += [Assigned(repeated, padding=True)] * padding
         self._assigned[after] = assigned
         return assigned
 

@@ -31,7 +31,7 @@ from lockstep.data.streams.cursor import Cursor, Reread, ShardEpoch, has_state
 from lockstep.data.streams.epochs import EpochSource, comparable_copy
 from lockstep.data.streams.shards import Shards
 from lockstep.data.torch_private import forget_worker
-from lockstep.data.windows import rank_range
+from lockstep.data.windows import rank_range, rank_share
 from lockstep.errors import UserError, plural
 from lockstep.task import MicroBatch, StepBatches, StepResult
 
@@ -74,9 +74,9 @@ class ResumableStreamSource(EpochSource):
 
         _refuse_repeated_streams(shards)
         self.shards = shards
-        self.cells = micro_batches_of(options)
+        self.cells = local_micro_batches(options)
         self._own_shards = shards_of(self.cells, shards, options)
-        super().__init__(collate, options, -(-options.num_micro_batches // options.data_world.size))
+        super().__init__(collate, options)
         self.about = self._describe()
 
         # By shard: the position behind the last step that has ended. Empty at the beginning of an epoch.
@@ -289,12 +289,9 @@ def _refuse_repeated_streams(shards: Shards) -> None:
         )
 
 
-def micro_batches_of(options: SourceOptions) -> range:
+def local_micro_batches(options: SourceOptions) -> range:
     """Return the indices of this rank's micro-batches in a global step."""
-    world = options.data_world
-    if options.in_turn:
-        return range(world.rank, options.num_micro_batches, world.size)
-    return rank_range(options.num_micro_batches, world.rank, world.size)
+    return rank_share(options.num_micro_batches, options.data_world, options.in_turn)
 
 
 def places_of(cell: int, options: SourceOptions) -> range:
@@ -340,7 +337,7 @@ class _StepReader(IterableDataset):
         forget_worker()
 
         # This worker's range of its rank's micro-batches, and the shards that they lie in.
-        of_rank = micro_batches_of(self.options)
+        of_rank = local_micro_batches(self.options)
         of_worker = rank_range(len(of_rank), worker, workers)
         cells = of_rank[of_worker.start : of_worker.stop]
         needed = shards_of(cells, self.shards, self.options)

@@ -55,7 +55,8 @@ class StridedStreamSource(EpochSource):
                 f"choose a global_batch that is a multiple of {ranks} ranks x {micro_batch}",
             )
 
-        super().__init__(collate, options, micro_batches_per_step)
+        super().__init__(collate, options)
+        self._micro_batches_per_step = micro_batches_per_step
         self.dataset = dataset
         self._batches: Iterator[Any] | None = None
         self._next: _Item | None = None  # the item after the current one, read one ahead
