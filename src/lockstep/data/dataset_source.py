@@ -73,6 +73,7 @@ class DatasetSource(BatchSource):
         self.collate = collate
         self.options = options
         self._transfer = Transfer(options.device, options.pins_here)
+        self._needs_transfer = options.device.type != "cpu"  # on a CPU a batch is there as soon as it has been read
 
     def close(self) -> None:
         """End the worker processes, if there are any."""

@@ -125,13 +125,6 @@ def rank_counts(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
 # ---- one run ----
 
 
-class Assigned(NamedTuple):
-    """A micro-batch of a window that this rank runs."""
-
-    index: int  # among the micro-batches of all ranks
-    padding: bool  # runs only because collectives need every rank; its weight is 0
-
-
 class StepOrder:
     """Which samples each step of a map-style dataset has, and which of its micro-batches are this rank's.
 
@@ -162,8 +155,8 @@ class StepOrder:
         # (position, speeds of the ranks from there on), oldest first.
         self._speeds: list[tuple[int, tuple[float, ...]]] = []
 
-        # This rank's micro-batches of each window in progress, by the window's end position.
-        self._assigned: dict[int, list[Assigned]] = {}
+        # This rank's micro-batches of each window in progress, without data, by the window's end position.
+        self._assigned: dict[int, list[MicroBatch]] = {}
 
         self._divisions = OrderCache()  # the last windows that were divided by length
 
@@ -270,9 +263,8 @@ class StepOrder:
             stop = self.epoch_length
             yield window.epoch - 1, self.ids(window.epoch - 1, max(0, stop + start), stop).tolist()
 
-    def micro_batch(self, window: Window, assigned: Assigned) -> MicroBatch:
+    def _micro_batch(self, window: Window, index: int, padding: bool = False) -> MicroBatch:
         """Return a micro-batch of a window without its data: which samples it has, and its place in the step."""
-        index, padding = assigned
         if self.sample_lengths is not None:
             # It has no place in the global batch: its samples lie anywhere in it.
             ids = self._divisions.get(window, lambda: self._divide(window))[index]
@@ -290,10 +282,11 @@ class StepOrder:
 
     # ---- the ranks ----
 
-    def assign(self, window: Window) -> list[Assigned]:
-        """Return this rank's micro-batches of a window. A rank without work runs one as padding.
+    def micro_batches(self, window: Window) -> list[MicroBatch]:
+        """Return this rank's micro-batches of a window, without their data. A rank without work runs one as padding.
 
-        A window is assigned once, when it is read ahead or taken, and stays so until its step has ended.
+        A window is assigned once, when it is read ahead or taken, and stays so until its step has ended. The list is
+        kept until then, so the caller must not put data into it.
         """
         after = self.end_position(window)
         if after in self._assigned:
@@ -308,8 +301,8 @@ class StepOrder:
         # Padding repeats a micro-batch, since collectives need every rank.
         padding = padding_count(count, len(local), self.data_world, self.options.collective_forwards)
         repeated = local[0] if local else 0
-        assigned = [Assigned(index, padding=False) for index in local]
-        assigned += [Assigned(repeated, padding=True)] * padding
+        assigned = [self._micro_batch(window, index) for index in local]
+        assigned += [self._micro_batch(window, repeated, padding=True) for _ in range(padding)]
         self._assigned[after] = assigned
         return assigned
 

@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pack_sequence
 from lockstep.config import DataConfig
 from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.sources import open_source
-from lockstep.data.transfer import pin, to_device
+from lockstep.data.transfer import Transfer, pin, to_device
 from lockstep.runtime.world import World
 
 Pair = namedtuple("Pair", "x y")
@@ -110,6 +110,14 @@ class Stream(torch.utils.data.IterableDataset):
 
     def __iter__(self):
         return iter([torch.ones(3, device=self.device)] * 4)
+
+
+@pytest.mark.parametrize("data", [list(torch.ones(4, 3)), Stream("cpu")], ids=["dataset", "stream"])
+def test_on_a_cpu_no_batch_passes_the_transfer(data, monkeypatch):
+    for name in ("__call__", "ahead"):
+        monkeypatch.setattr(Transfer, name, None)
+    source = open_source(data, torch.stack, SourceOptions(4, 2, "short", DataConfig(), 0, World(), torch.device("cpu")))
+    assert [micro.data.shape for micro in source.take()] == [(2, 3), (2, 3)]
 
 
 @pytest.mark.parametrize(("device", "count"), [("cpu", 2), ("meta", 0)])

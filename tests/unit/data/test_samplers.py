@@ -139,6 +139,29 @@ def test_the_state_of_a_sampled_dataset_is_its_position():
     assert second.upcoming() == first.upcoming()
 
 
+def test_reading_ahead_asks_for_the_ids_of_a_micro_batch_once():
+    asked = []
+
+    class Counted(Sampler):
+        def __len__(self):
+            return 8
+
+        def ids(self, epoch, start, stop):
+            asked.append((epoch, start))
+            return np.arange(start, stop)
+
+    options = SourceOptions(4, 2, "short", DataConfig(workers=1), 0, World(), torch.device("cpu"))
+    one = open_source(Sampled(torch.utils.data.TensorDataset(torch.arange(8)), Counted()), default_collate, options)
+    asked.clear()
+    for _ in range(2):
+        batches = one.take()
+        assert [micro.data[0].shape for micro in batches] == [(2,), (2,)]
+        one.commit(batches, None)
+    one.close()
+    assert asked[:4] == [(0, 0), (0, 2), (0, 4), (0, 6)]
+    assert len(set(asked)) == len(asked)
+
+
 def test_a_sampler_needs_a_dataset_with_an_index():
     with pytest.raises(UserError, match="a sampler needs a dataset with __getitem__"):
         source(SequentialSampler(4), 0, 1, iter(range(4)))

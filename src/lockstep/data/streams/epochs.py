@@ -60,6 +60,10 @@ class EpochSource(DatasetSource):
 
         batches, self._peeked = self._peeked or self._read_step(), None
 
+        # Copies, because the engine may replace the data of a micro-batch, and the last one is kept here.
+        if not self._needs_transfer:
+            return replace(batches, micro_batches=map(replace, batches))
+
         # `map`, because a generator would keep the last one on the device until it has the next.
         moved = self._transfer.ahead(micro.data for micro in batches)
         return replace(batches, micro_batches=map(_with_data, batches, moved))
