@@ -13,7 +13,7 @@ from lockstep.data.transfer import Transfer
 from lockstep.data.worker_process import LoaderBatches
 from lockstep.runtime.context import EventLogger, log_nothing
 from lockstep.runtime.world import World
-from lockstep.task import BatchSource
+from lockstep.task import BatchSource, MicroBatch
 
 
 def _alone(value: Any) -> list[Any]:
@@ -65,8 +65,13 @@ class SourceOptions:
 
 
 class DatasetSource(BatchSource):
-    """A source that reads the user's dataset. If worker processes read it, `_reading` is set, and `close` ends them."""
+    """A source that reads the user's dataset. If worker processes read it, `_reading` is set, and `close` ends them.
 
+    The first step of a run compares what ranks and worker processes read, by what a source says here.
+    """
+
+    # The first sample of a stream, or the names of its files; None if it is not known.
+    same_on_all_ranks: Any = None
     _reading: Iterator[Any] | None = None
 
     def __init__(self, collate: Callable[[list[Any]], Any], options: SourceOptions):
@@ -74,6 +79,10 @@ class DatasetSource(BatchSource):
         self.options = options
         self._transfer = Transfer(options.device, options.pins_here)
         self._needs_transfer = options.device.type != "cpu"  # on a CPU a batch is there as soon as it has been read
+
+    def read_again(self, micro: MicroBatch) -> Any:
+        """Read a micro-batch again, in another process than the first time. Return None if it need not be the same."""
+        return None
 
     def close(self) -> None:
         """End the worker processes, if there are any."""

@@ -37,9 +37,7 @@ class MapSource(DatasetSource):
     ):
         super().__init__(reader.collate, options)
         self.reader = reader
-        self.step_order: StepOrder = StepOrder(  # pyrefly: ignore[bad-override-mutable-attribute]
-            sampler, len(reader.dataset), options, sample_lengths
-        )
+        self.step_order = StepOrder(sampler, len(reader.dataset), options, sample_lengths)
 
         # Nothing overlaps with reading ahead on a CPU without workers, where a batch needs no `Transfer` either.
         self._reads_ahead = bool(options.config.workers) or self._needs_transfer
@@ -105,10 +103,12 @@ class MapSource(DatasetSource):
         return self._copies.ignore_changes() if self._copies else nullcontext()
 
     def read_samples(self, epoch: int, ids: Sequence[int]) -> Any:
+        """Read these samples in this process, and return them as they are before collate."""
         with self.reading_here():
             return self.reader.read_samples(Request(epoch, ids))
 
     def first_sample(self) -> Any:
+        """Return a sample, to see how large one is; None if none can be read before the worker processes start."""
         # A dataset may open files for its first sample, which forked workers would share.
         if self.options.config.workers and not isinstance(self.reader.innermost, TensorDataset | list | tuple):
             return None
@@ -120,6 +120,7 @@ class MapSource(DatasetSource):
             return None
 
     def start_workers(self) -> None:
+        """Start the worker processes, if there are any. It is called before this process reads a sample."""
         if self.options.config.workers and self._prefetched is None:
             self._prefetched = self._start_reading()
             self._prefetched_position = self.step_order.position

@@ -253,7 +253,10 @@ class StepOrder:
         return window.epoch, self.ids(window.epoch, window.start, stop).tolist()
 
     def recent_ids(self, count: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (epoch, ids) for the samples of the next step, and for up to `count` samples that came before them."""
+        """Yield (epoch, ids) for the samples of the next step, and for up to `count` samples that came before them.
+
+        The newest epoch comes first; the ids of each epoch are in their order.
+        """
         window = self.window(self.position)
         start = window.start - count
         yield window.epoch, self.ids(window.epoch, max(0, start), window.stop).tolist()

@@ -53,7 +53,7 @@ class _StepRead(NamedTuple):
     states: dict[int, State]  # by shard, after this step
     ended: bool  # all shards of this worker have ended
     reread: list[Reread]  # in the first step, of each shard: what was read again to restore the position
-    beginning: Any  # in the first step, the first sample of a single shard, to compare between ranks
+    first_sample: Any  # in the first step, that of a single shard, to compare between ranks
     spare: _Read | None  # samples of other readers, for a rank that has none of its own in this step
 
 
@@ -201,9 +201,9 @@ class ResumableStreamSource(EpochSource):
 
     def _note_start(self, parts: list[_StepRead]) -> None:
         """Note where the stream begins, and how much was read again after a resume."""
-        beginnings = [part.beginning for part in parts if part.beginning is not None]
-        if beginnings:
-            self.beginning = beginnings[0]
+        first_samples = [part.first_sample for part in parts if part.first_sample is not None]
+        if first_samples:
+            self.same_on_all_ranks = first_samples[0]
 
         # Worker processes read at the same time, and each of them one shard after another.
         samples = sum(reread.samples for part in parts for reread in part.reread)
@@ -219,7 +219,7 @@ class ResumableStreamSource(EpochSource):
         self._turn = 0
 
         # A single stream may split itself by rank, so ranks compare its first sample; otherwise the names of the files.
-        self.beginning = list(map(str, self._paths())) if self.shards.shards > 1 else None
+        self.same_on_all_ranks = list(map(str, self._paths())) if self.shards.shards > 1 else None
 
         self._reading = start_loader(
             _StepReader(self.shards, self.collate, options, self.epoch, dict(self._states)),
@@ -369,7 +369,7 @@ class _StepReader(IterableDataset):
         each = self.options.global_batch // self.shards.shards
         begins = {shard: cursor.taken for shard, cursor in cursors.items()}
         samples = {shard: [] if cursor.ended else cursor.take(each) for shard, cursor in cursors.items()}
-        beginning = self._beginning(samples) if opens else None
+        first_sample = self._first_sample(samples) if opens else None
 
         # Without those whose places are all empty.
         found = [self._micro_batch(cell, each, samples, begins) for cell in cells]
@@ -379,7 +379,7 @@ class _StepReader(IterableDataset):
             {shard: cursor.state for shard, cursor in cursors.items()},
             all(cursor.ended for cursor in cursors.values()),
             [cursor.reread for cursor in cursors.values()] if opens else [],
-            beginning,
+            first_sample,
             None if micro_batches else self._spare(samples),
         )
 
@@ -410,7 +410,7 @@ class _StepReader(IterableDataset):
     def _collate(self, samples: list[Any], ids: list[int]) -> Any:
         return collate_samples(self.collate, samples, ids, self._where)
 
-    def _beginning(self, samples: dict[int, list[Any]]) -> Any:
+    def _first_sample(self, samples: dict[int, list[Any]]) -> Any:
         """Return the first sample of a single shard, for ranks to compare, or None if there is no need."""
         world = self.options.data_world
         all_read_it = self.shards.shards == 1 and self.options.num_micro_batches >= world.size
