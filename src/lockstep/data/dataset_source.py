@@ -11,21 +11,9 @@ import torch
 from lockstep.config import DataConfig
 from lockstep.data.transfer import Transfer
 from lockstep.data.worker_process import LoaderBatches
-from lockstep.runtime.context import EventLogger, log_nothing
+from lockstep.runtime.context import EventLogger
 from lockstep.runtime.world import World
 from lockstep.task import BatchSource, MicroBatch
-
-
-def _alone(value: Any) -> list[Any]:
-    return [value]
-
-
-def _accept(state: Any) -> None:
-    pass
-
-
-def _no_beat() -> None:
-    pass
 
 
 @dataclass(frozen=True)
@@ -39,14 +27,17 @@ class SourceOptions:
     seed: int
     data_world: World  # this rank among the ranks that train on different samples
     device: torch.device
+
+    # What a source calls.
+    gather_states: Callable[[Any], list[Any]]  # returns the states of all ranks, by rank; collective
+    log_event: EventLogger
+    beat: Callable[[], None]  # tells the watchdog that this rank is making progress
+    check_state: Callable[[Any], None]  # raises if a checkpoint cannot hold this state of a stream
+
     in_turn: bool = False  # micro-batches are assigned to ranks in turn, not in contiguous ranges
     collective_forwards: bool = False  # forwards contain collectives: all ranks must run the same number of them
     exact: bool = False
     watches_dataset: bool = True  # a change of the dataset that worker processes do not see is an error
-    gather_states: Callable[[Any], list[Any]] = _alone  # returns the states of all ranks, by rank; collective
-    log_event: EventLogger = log_nothing
-    beat: Callable[[], None] = _no_beat  # tells the watchdog that this rank is making progress
-    check_state: Callable[[Any], None] = _accept  # raises if a checkpoint cannot hold this state of a stream
 
     @property
     def num_micro_batches(self) -> int:
