@@ -336,7 +336,7 @@ class RunView(Protocol):
 
     @property
     def row_offset(self) -> int:
-        """Where this rank's rows begin in the result of the last `all_gather` of this micro-batch.
+        """The place of this rank's first row in the result of the last `all_gather` of this micro-batch.
 
         With any data source; 0 in an evaluation.
         """
@@ -349,7 +349,7 @@ class RunView(Protocol):
 
 
 class Task:
-    """What to train. Subclass it, or write a class with the same methods.
+    """The definition of what to train. Subclass it, or write a class with the same methods.
 
     The constructor's keyword arguments are the task's options:
     `lockstep train my.py:MyTask task.width=512` calls `MyTask(width=512)`.

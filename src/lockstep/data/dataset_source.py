@@ -46,12 +46,13 @@ class SourceOptions:
 
     @property
     def pins_memory(self) -> bool:
+        """True if batches are put into pinned memory, from which a copy to a GPU does not block the host."""
         pin_memory = self.config.pin_memory
         return self.device.type == "cuda" if pin_memory == "auto" else pin_memory
 
     @property
     def pins_here(self) -> bool:
-        """Whether this process pins the batches. With worker processes, the DataLoader does."""
+        """True if this process pins the batches. With worker processes, the DataLoader does."""
         return self.pins_memory and not self.config.workers
 
 

@@ -126,7 +126,7 @@ def rank_counts(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
 
 
 class StepOrder:
-    """Which samples each step of a map-style dataset has, and which of its micro-batches are this rank's.
+    """The order of a map-style dataset: which samples each step has, and which of its micro-batches are this rank's.
 
     A step is the window at its position. Skipped samples (`tail=drop`, `skip`) keep their positions. Spans skipped
     after a rewind are saved with the position.
@@ -195,7 +195,7 @@ class StepOrder:
 
     @property
     def steps_counted(self) -> int:
-        """How many steps of the current size lead to the position, without those whose spans are left out.
+        """The number of steps of the current size that lead to the position, without those whose spans are left out.
 
         It is the number of steps done, unless the run was resumed with another batch size.
         """

@@ -1,4 +1,4 @@
-"""What all stream sources share. A step is read whole, and an epoch ends when the stream has ended on all ranks.
+"""The base of all sources over a stream. A step is read whole; an epoch ends when the stream has ended on all ranks.
 
 A step waits in host memory. Its micro-batches are moved to the device when they are needed.
 """

@@ -46,7 +46,7 @@ class _Read(NamedTuple):
 
 
 class _StepRead(NamedTuple):
-    """What one worker process has read of a step."""
+    """The part of a step that one worker process has read."""
 
     micro_batches: list[_Read]
     states: dict[int, State]  # by shard, after this step
