@@ -32,6 +32,7 @@ from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.packing import PackedDataset, attention_mask, packed_batch
 from lockstep.data.samplers import BucketedSampler, Sampled
 from lockstep.data.sources import open_source
+from lockstep.runtime.context import log_nothing
 from lockstep.runtime.world import World
 
 WORDS, WIDTH, HEADS, LAYERS = 1000, 128, 4, 4
@@ -134,7 +135,20 @@ def train(way: Way, model: nn.Module, batch: int, micro_batch: int, ranks: int, 
     micro_batch = max(1, min(batch // ranks, round(micro_batch / way.samples_per_batch)))
     sources = []
     for rank in range(ranks):
-        options = SourceOptions(batch, micro_batch, "short", way.config, 0, World(rank, ranks), torch.device("cpu"))
+        options = SourceOptions(
+            global_batch=batch,
+            micro_batch_size=micro_batch,
+            tail="short",
+            config=way.config,
+            seed=0,
+            data_world=World(rank, ranks),
+            device=torch.device("cpu"),
+            # There is no run to call.
+            gather_states=lambda state: [state],
+            log_event=log_nothing,
+            beat=lambda: None,
+            check_state=lambda state: None,
+        )
         sources.append(open_source(way.data, way.collate, options))
 
     seconds, counted, computed = 0.0, 0, 0

@@ -58,17 +58,17 @@ class Precision:
 
     @property
     def casts(self) -> bool:
-        """Whether the forward runs under autocast."""
+        """True if the forward runs under autocast."""
         return self.compute in (torch.bfloat16, torch.float16)
 
     @property
     def stores_bf16(self) -> bool:
-        """Whether parameters and gradients are stored in bfloat16."""
+        """True if parameters and gradients are stored in bfloat16."""
         return self.rounding is not None
 
     @property
     def loses_bits(self) -> bool:
-        """Whether something is computed in fewer bits than float32 has."""
+        """True if something is computed in fewer bits than float32 has."""
         return self.casts or self.own_eps is not None
 
     def eps(self, stored: torch.dtype) -> float:

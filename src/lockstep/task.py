@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -158,41 +157,11 @@ class StepResult:
     flags: Flags = field(default_factory=Flags)  # how many ranks have set each flag: stop, save, ...
 
 
-class SampleOrder(Protocol):
-    """Which samples each step has, as a function of a position: `BatchSource.step_order`. The engine's checks read it.
-
-    data/windows.py has the one of a dataset with an index, `StepOrder`.
-    """
-
-    dataset_length: int  # the number of samples
-    epoch_length: int  # the number of positions in an epoch
-
-    @property
-    def steps_counted(self) -> int:
-        """The number of steps up to the position."""
-
-    @property
-    def assigned_until(self) -> int:
-        """The position up to which micro-batches are assigned to ranks."""
-
-    def next_ids(self, count: int) -> tuple[int, list[int]]:
-        """Return the epoch and the ids of the next samples, at most `count`, up to the end of the step."""
-
-    def recent_ids(self, count: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (epoch, ids) for the samples of the next step, and for up to `count` samples that came before them.
-
-        The newest epoch comes first; the ids of each epoch are in their order.
-        """
-
-    def assign_by(self, speeds: Sequence[float], position: int = 0) -> None:
-        """Give ranks micro-batches in proportion to their speeds, from a position on."""
-
-
 class BatchSource(ABC):
     """A source of micro-batches: a dataset, a stream, a rollout. Derive a class from it, and return one from `data()`.
 
-    Four methods must be written. The engine calls the others, too, and by default they do nothing or return nothing.
-    `skip`, `first_micro_batch`, `read_samples` and `collate` have no default: each says which sources need it.
+    Four methods must be written. The engine calls the others, too, and by default they do nothing or return nothing;
+    only `skip` has no default.
     """
 
     # ---- required ----
@@ -251,38 +220,6 @@ class BatchSource(ABC):
     def skipped_spans(self) -> Sequence[tuple[int, int]]:
         """All spans that were skipped, for a source with `skip`."""
         return ()
-
-    # ---- optional: a source over a dataset. Checks and error messages use what it says here ----
-
-    # Which samples each step has, if that follows from a position; else None.
-    step_order: SampleOrder | None = None
-    # The first sample of a stream, which must be the same on all ranks; None if it is not known.
-    beginning: Any = None
-    # What makes a batch of the samples that `read_samples` returns. For a source with `step_order`; no default.
-    collate: Callable[[list[Any]], Any]
-
-    def start_workers(self) -> None:  # noqa: B027
-        """Start the worker processes, if there are any. It is called before this process reads a sample."""
-
-    def first_sample(self) -> Any:
-        """Return a sample, to see how large one is; None if none can be read before the worker processes start."""
-        return None
-
-    def first_micro_batch(self) -> MicroBatch:
-        """Return the first micro-batch of the next step, which `take` then returns again. For a stream."""
-        raise NotImplementedError(f"{type(self).__name__} has no method first_micro_batch()")
-
-    def reading_here(self) -> AbstractContextManager[None]:
-        """Return a context for reading samples in this process, though worker processes read the same dataset."""
-        return nullcontext()
-
-    def read_samples(self, epoch: int, ids: Sequence[int]) -> Any:
-        """Read these samples here, and return them as they are before collate. For a source with `step_order`."""
-        raise NotImplementedError(f"{type(self).__name__} has no method read_samples(epoch, ids)")
-
-    def read_again(self, micro: MicroBatch) -> Any:
-        """Read a micro-batch again, in another process than the first time. Return None if it need not be the same."""
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +337,7 @@ class RunView(Protocol):
 
     @property
     def row_offset(self) -> int:
-        """Where this rank's rows begin in the result of the last `all_gather` of this micro-batch.
+        """The place of this rank's first row in the result of the last `all_gather` of this micro-batch.
 
         With any data source; 0 in an evaluation.
         """
@@ -413,7 +350,7 @@ class RunView(Protocol):
 
 
 class Task:
-    """What to train. Subclass it, or write a class with the same methods.
+    """The definition of what to train. Subclass it, or write a class with the same methods.
 
     The constructor's keyword arguments are the task's options:
     `lockstep train my.py:MyTask task.width=512` calls `MyTask(width=512)`.

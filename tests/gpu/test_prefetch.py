@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch.utils.data import TensorDataset, default_collate
 
+from data_sources import source_options
 from lockstep.config import DataConfig
-from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.sources import open_source
 from lockstep.data.transfer import CopyStream, prefetch_to_device
-from lockstep.runtime.world import World
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: run it on one, see CONTRIBUTING.md")
 
@@ -20,7 +19,7 @@ def test_the_same_batches_as_on_the_cpu(workers: int) -> None:
     rows = TensorDataset(torch.randn(40, 3), torch.arange(40))
 
     def batches(device: torch.device) -> list[list[torch.Tensor]]:
-        options = SourceOptions(16, 4, "short", DataConfig(workers=workers), 0, World(), device)
+        options = source_options(16, 4, config=DataConfig(workers=workers), device=device)
         source = open_source(rows, default_collate, options)
         found = []
         for step in range(9):  # three epochs, each with a short last step
@@ -90,7 +89,7 @@ def test_a_batch_that_is_there_already_is_not_copied() -> None:
 
 def test_a_dataset_may_keep_its_tensors_on_the_gpu() -> None:
     rows = TensorDataset(torch.arange(40, device="cuda"), torch.randn(40, 3, device="cuda").t().contiguous().t())
-    options = SourceOptions(16, 4, "short", DataConfig(), 0, World(), torch.device("cuda", 0))
+    options = source_options(16, 4, device="cuda:0")
     source = open_source(rows, default_collate, options)
     for micro in source.take():
         ids, values = micro.data

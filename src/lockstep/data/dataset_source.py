@@ -11,21 +11,9 @@ import torch
 from lockstep.config import DataConfig
 from lockstep.data.transfer import Transfer
 from lockstep.data.worker_process import LoaderBatches
-from lockstep.runtime.context import EventLogger, log_nothing
+from lockstep.runtime.context import EventLogger
 from lockstep.runtime.world import World
-from lockstep.task import BatchSource
-
-
-def _alone(value: Any) -> list[Any]:
-    return [value]
-
-
-def _accept(state: Any) -> None:
-    pass
-
-
-def _no_beat() -> None:
-    pass
+from lockstep.task import BatchSource, MicroBatch
 
 
 @dataclass(frozen=True)
@@ -39,14 +27,17 @@ class SourceOptions:
     seed: int
     data_world: World  # this rank among the ranks that train on different samples
     device: torch.device
+
+    # What a source calls.
+    gather_states: Callable[[Any], list[Any]]  # returns the states of all ranks, by rank; collective
+    log_event: EventLogger
+    beat: Callable[[], None]  # tells the watchdog that this rank is making progress
+    check_state: Callable[[Any], None]  # raises if a checkpoint cannot hold this state of a stream
+
     in_turn: bool = False  # micro-batches are assigned to ranks in turn, not in contiguous ranges
     collective_forwards: bool = False  # forwards contain collectives: all ranks must run the same number of them
     exact: bool = False
     watches_dataset: bool = True  # a change of the dataset that worker processes do not see is an error
-    gather_states: Callable[[Any], list[Any]] = _alone  # returns the states of all ranks, by rank; collective
-    log_event: EventLogger = log_nothing
-    beat: Callable[[], None] = _no_beat  # tells the watchdog that this rank is making progress
-    check_state: Callable[[Any], None] = _accept  # raises if a checkpoint cannot hold this state of a stream
 
     @property
     def num_micro_batches(self) -> int:
@@ -55,24 +46,35 @@ class SourceOptions:
 
     @property
     def pins_memory(self) -> bool:
+        """True if batches are put into pinned memory, from which a copy to a GPU does not block the host."""
         pin_memory = self.config.pin_memory
         return self.device.type == "cuda" if pin_memory == "auto" else pin_memory
 
     @property
     def pins_here(self) -> bool:
-        """Whether this process pins the batches. With worker processes, the DataLoader does."""
+        """True if this process pins the batches. With worker processes, the DataLoader does."""
         return self.pins_memory and not self.config.workers
 
 
 class DatasetSource(BatchSource):
-    """A source that reads the user's dataset. If worker processes read it, `_reading` is set, and `close` ends them."""
+    """A source that reads the user's dataset. If worker processes read it, `_reading` is set, and `close` ends them.
 
+    The first step of a run compares what ranks and worker processes read, by what a source says here.
+    """
+
+    # The first sample of a stream, or the names of its files; None if it is not known.
+    same_on_all_ranks: Any = None
     _reading: Iterator[Any] | None = None
 
     def __init__(self, collate: Callable[[list[Any]], Any], options: SourceOptions):
         self.collate = collate
         self.options = options
         self._transfer = Transfer(options.device, options.pins_here)
+        self._needs_transfer = options.device.type != "cpu"  # on a CPU a batch is there as soon as it has been read
+
+    def read_again(self, micro: MicroBatch) -> Any:
+        """Read a micro-batch again, in another process than the first time. Return None if it need not be the same."""
+        return None
 
     def close(self) -> None:
         """End the worker processes, if there are any."""

@@ -32,7 +32,7 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class TakenLoader:
-    """What a run takes from a DataLoader."""
+    """The parts that a run takes from a DataLoader."""
 
     data: Any  # the dataset, or Sampled(dataset, sampler)
     collate: Collate

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch.utils.data import TensorDataset
 from lockstep.data.dataset_source import DatasetSource, SourceOptions
 from lockstep.data.loader import Request, SampleReader, is_empty, read_all
 from lockstep.data.samplers import Sampler
-from lockstep.data.windows import Assigned, StepOrder, Window
+from lockstep.data.windows import StepOrder, Window
 from lockstep.data.worker_copies import WorkerCopies
 from lockstep.errors import UserError
 from lockstep.task import MicroBatch, StepBatches, StepResult
@@ -36,9 +37,10 @@ class MapSource(DatasetSource):
     ):
         super().__init__(reader.collate, options)
         self.reader = reader
-        self.step_order: StepOrder = StepOrder(  # pyrefly: ignore[bad-override-mutable-attribute]
-            sampler, len(reader.dataset), options, sample_lengths
-        )
+        self.step_order = StepOrder(sampler, len(reader.dataset), options, sample_lengths)
+
+        # Nothing overlaps with reading ahead on a CPU without workers, where a batch needs no `Transfer` either.
+        self._reads_ahead = bool(options.config.workers) or self._needs_transfer
 
         # An iterator over batches that are read and copied ahead, and the position of its next step.
         self._prefetched: Iterator[Any] | None = None
@@ -60,10 +62,10 @@ class MapSource(DatasetSource):
         window = order.window(order.position)
         after = order.end_position(window)
         size = window.size
-        assigned = order.assign(window)
+        micros = order.micro_batches(window)
         return StepBatches(
-            len(assigned),
-            self._load(window, assigned),
+            len(micros),
+            self._load(window, micros),
             size,
             global_num_micro_batches=order.count(window),
             span=(after - size, after),
@@ -101,10 +103,12 @@ class MapSource(DatasetSource):
         return self._copies.ignore_changes() if self._copies else nullcontext()
 
     def read_samples(self, epoch: int, ids: Sequence[int]) -> Any:
+        """Read these samples in this process, and return them as they are before collate."""
         with self.reading_here():
             return self.reader.read_samples(Request(epoch, ids))
 
     def first_sample(self) -> Any:
+        """Return a sample, to see how large one is; None if none can be read before the worker processes start."""
         # A dataset may open files for its first sample, which forked workers would share.
         if self.options.config.workers and not isinstance(self.reader.innermost, TensorDataset | list | tuple):
             return None
@@ -116,6 +120,7 @@ class MapSource(DatasetSource):
             return None
 
     def start_workers(self) -> None:
+        """Start the worker processes, if there are any. It is called before this process reads a sample."""
         if self.options.config.workers and self._prefetched is None:
             self._prefetched = self._start_reading()
             self._prefetched_position = self.step_order.position
@@ -132,27 +137,21 @@ class MapSource(DatasetSource):
 
     # ---- reading samples ----
 
-    def _load(self, window: Window, assigned: list[Assigned]) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches of a window with their data. None of them is kept here."""
-        # Without workers or a GPU, prefetching would overlap with nothing.
-        prefetches = self.options.config.workers or self.options.device.type == "cuda"
-        batches = self._prefetch(window) if prefetches else None
-        for one in assigned:
-            micro = self.step_order.micro_batch(window, one)
-            # What is read ahead comes in the same order, by the same assignment (`_requests`).
-            if batches is None:
-                micro.data = self._transfer(self.reader(Request(window.epoch, micro.ids)))
-            else:
-                micro.data = next(batches)
+    def _load(self, window: Window, micros: list[MicroBatch]) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of a window with their data. None of them is kept here."""
+        # What is read ahead comes in the same order, by the same assignment (`_requests`).
+        requests = (Request(micro.epoch, micro.ids) for micro in micros)
+        batches = self._prefetch(window) if self._reads_ahead else map(self.reader, requests)
 
-            # A batch that collate has emptied still takes part in the step, with weight 0.
-            if is_empty(micro.data):
-                self._make_padding(micro)
+        # `map` ends with the micro-batches, and a variable here would keep the last one until the next is there.
+        yield from map(self._with_data, micros, batches)
 
-            yield micro
+    def _with_data(self, micro: MicroBatch, data: Any) -> MicroBatch:
+        # A batch that collate has emptied still takes part in the step, with weight 0.
+        return self._as_padding(micro) if is_empty(data) else replace(micro, data=data)
 
-    def _make_padding(self, micro: MicroBatch) -> None:
-        """Turn a micro-batch that collate emptied into padding: its weight is 0, but every rank must run it."""
+    def _as_padding(self, micro: MicroBatch) -> MicroBatch:
+        """Return a micro-batch that collate emptied as padding: its weight is 0, but every rank must run it."""
         if self.options.exact:
             raise UserError(
                 f"exact=true needs samples in every micro-batch, and collate dropped all of {micro.ids.tolist()}",
@@ -167,8 +166,7 @@ class MapSource(DatasetSource):
 
             self._padding_batch = self._transfer(batch)
 
-        micro.data = self._padding_batch
-        micro.padding = True
+        return replace(micro, data=self._padding_batch, padding=True)
 
     def _prefetch(self, window: Window) -> Iterator[Any]:
         """Return an endless iterator over batches on the device, from the current position on."""
@@ -191,12 +189,12 @@ class MapSource(DatasetSource):
         requests = self._requests(self.step_order.position)
         batches = read_all(self.reader, requests, config.workers, config.prefetch, self.options.pins_memory)
         self._reading = batches
-        return self._transfer.ahead(batches)
+        return self._transfer.ahead(batches) if self._needs_transfer else batches
 
     def _requests(self, position: int) -> Iterator[Request]:
         """Yield requests for this rank's micro-batches from a position on, endlessly."""
         while True:
             window = self.step_order.window(position)
             position = self.step_order.end_position(window)
-            for assigned in self.step_order.assign(window):
-                yield Request(window.epoch, self.step_order.micro_batch(window, assigned).ids)
+            for micro in self.step_order.micro_batches(window):
+                yield Request(micro.epoch, micro.ids)

@@ -28,11 +28,11 @@ class Transfer:
 
     def __call__(self, batch: Any) -> Any:
         """Return one batch on the device."""
-        # On a CPU it is there already, and this is called for every micro-batch.
+        # On a CPU it is there already. (Sources then do not call this at all.)
         if self.device.type == "cpu":
             return batch
 
-        return to_device(self._staged(batch), self.device)
+        return to_device(self._pinned(batch), self.device)
 
     def ahead(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Return an iterator over the batches on the device. On a GPU, each copy starts one batch ahead."""
@@ -40,13 +40,13 @@ class Transfer:
         if self.device.type != "cuda":
             return map(self, batches)
 
-        return prefetch_to_device(map(self._staged, batches), self._copy_stream)
+        return prefetch_to_device(map(self._pinned, batches), self._copy_stream)
 
     @cached_property
     def _copy_stream(self) -> CopyStream:
         return CopyStream(self.device)
 
-    def _staged(self, batch: Any) -> Any:
+    def _pinned(self, batch: Any) -> Any:
         return pin(batch) if self._pins else batch
 
 

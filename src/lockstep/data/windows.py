@@ -21,6 +21,7 @@ from lockstep.data.samplers import Sampler
 from lockstep.data.samplers.sampler import OrderCache, checked_ids
 from lockstep.data.samplers.shuffled import SequentialSampler, ShuffledSampler
 from lockstep.errors import UserError
+from lockstep.runtime.world import World
 from lockstep.task import MicroBatch
 
 
@@ -84,6 +85,20 @@ def rank_range(count: int, rank: int, size: int, speeds: Sequence[float] | None 
     return range(start, start + counts[rank])
 
 
+def rank_share(count: int, world: World, in_turn: bool = False, speeds: Sequence[float] | None = None) -> range:
+    """Return the indices of this rank's micro-batches, of the `count` of a step: in turn, or a contiguous range."""
+    return range(world.rank, count, world.size) if in_turn else rank_range(count, world.rank, world.size, speeds)
+
+
+def padding_count(count: int, local: int, world: World, collective_forwards: bool) -> int:
+    """Return how many micro-batches a rank with `local` of the `count` of a step runs as padding, with weight 0.
+
+    If forwards are collective every rank runs as many as the others, or else at least one, for the all-reduce.
+    """
+    needed = -(-count // world.size) if collective_forwards else 1
+    return max(0, needed - local)
+
+
 @lru_cache(maxsize=64)
 def rank_counts(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
     """Return how many of `count` equal items each rank gets, so that the slowest rank finishes as early as possible.
@@ -110,15 +125,8 @@ def rank_counts(count: int, speeds: tuple[float, ...]) -> tuple[int, ...]:
 # ---- one run ----
 
 
-class Assigned(NamedTuple):
-    """A micro-batch of a window that this rank runs."""
-
-    index: int  # among the micro-batches of all ranks
-    padding: bool  # runs only because collectives need every rank; its weight is 0
-
-
 class StepOrder:
-    """Which samples each step of a map-style dataset has, and which of its micro-batches are this rank's.
+    """The order of a map-style dataset: which samples each step has, and which of its micro-batches are this rank's.
 
     A step is the window at its position. Skipped samples (`tail=drop`, `skip`) keep their positions. Spans skipped
     after a rewind are saved with the position.
@@ -147,8 +155,8 @@ class StepOrder:
         # (position, speeds of the ranks from there on), oldest first.
         self._speeds: list[tuple[int, tuple[float, ...]]] = []
 
-        # This rank's micro-batches of each window in progress, by the window's end position.
-        self._assigned: dict[int, list[Assigned]] = {}
+        # This rank's micro-batches of each window in progress, without data, by the window's end position.
+        self._assigned: dict[int, list[MicroBatch]] = {}
 
         self._divisions = OrderCache()  # the last windows that were divided by length
 
@@ -187,7 +195,7 @@ class StepOrder:
 
     @property
     def steps_counted(self) -> int:
-        """How many steps of the current size lead to the position, without those whose spans are left out.
+        """The number of steps of the current size that lead to the position, without those whose spans are left out.
 
         It is the number of steps done, unless the run was resumed with another batch size.
         """
@@ -245,7 +253,10 @@ class StepOrder:
         return window.epoch, self.ids(window.epoch, window.start, stop).tolist()
 
     def recent_ids(self, count: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield (epoch, ids) for the samples of the next step, and for up to `count` samples that came before them."""
+        """Yield (epoch, ids) for the samples of the next step, and for up to `count` samples that came before them.
+
+        The newest epoch comes first; the ids of each epoch are in their order.
+        """
         window = self.window(self.position)
         start = window.start - count
         yield window.epoch, self.ids(window.epoch, max(0, start), window.stop).tolist()
@@ -255,9 +266,8 @@ class StepOrder:
             stop = self.epoch_length
             yield window.epoch - 1, self.ids(window.epoch - 1, max(0, stop + start), stop).tolist()
 
-    def micro_batch(self, window: Window, assigned: Assigned) -> MicroBatch:
+    def _micro_batch(self, window: Window, index: int, padding: bool = False) -> MicroBatch:
         """Return a micro-batch of a window without its data: which samples it has, and its place in the step."""
-        index, padding = assigned
         if self.sample_lengths is not None:
             # It has no place in the global batch: its samples lie anywhere in it.
             ids = self._divisions.get(window, lambda: self._divide(window))[index]
@@ -275,32 +285,27 @@ class StepOrder:
 
     # ---- the ranks ----
 
-    def assign(self, window: Window) -> list[Assigned]:
-        """Return this rank's micro-batches of a window. A rank without work runs one as padding.
+    def micro_batches(self, window: Window) -> list[MicroBatch]:
+        """Return this rank's micro-batches of a window, without their data. A rank without work runs one as padding.
 
-        A window is assigned once, when it is read ahead or taken, and stays so until its step has ended.
+        A window is assigned once, when it is read ahead or taken, and stays so until its step has ended. The list is
+        kept until then, so the caller must not put data into it.
         """
         after = self.end_position(window)
         if after in self._assigned:
             return self._assigned[after]
 
+        # By the speeds that apply where the window begins.
         count = self.count(window)
-        rank = self.data_world.rank
-        size = self.data_world.size
+        begin = window.epoch * self.epoch_length + window.start
+        speeds = next((speeds for since, speeds in reversed(self._speeds) if since <= begin), None)
+        local = rank_share(count, self.data_world, self.options.in_turn, speeds)
 
-        # In turn, or in ranges by the speeds that apply where the window begins.
-        if self.options.in_turn:
-            local = range(rank, count, size)
-        else:
-            begin = window.epoch * self.epoch_length + window.start
-            speeds = next((speeds for since, speeds in reversed(self._speeds) if since <= begin), None)
-            local = rank_range(count, rank, size, speeds)
-
-        # Padding repeats a micro-batch with weight 0, since collectives need every rank.
-        needed = -(-count // size) if self.options.collective_forwards else 1
+        # Padding repeats a micro-batch, since collectives need every rank.
+        padding = padding_count(count, len(local), self.data_world, self.options.collective_forwards)
         repeated = local[0] if local else 0
-        assigned = [Assigned(index, padding=False) for index in local]
-        assigned += [Assigned(repeated, padding=True)] * (needed - len(local))
+        assigned = [self._micro_batch(window, index) for index in local]
+        assigned += [self._micro_batch(window, repeated, padding=True) for _ in range(padding)]
         self._assigned[after] = assigned
         return assigned
 

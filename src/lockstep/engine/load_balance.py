@@ -15,14 +15,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lockstep.data.windows import rank_counts, rank_range
+from lockstep.data.map_source import MapSource
+from lockstep.data.windows import StepOrder, rank_counts, rank_range
 from lockstep.errors import UserError, plural
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime
-from lockstep.task import BatchSource, SampleOrder
+from lockstep.task import BatchSource
 
 WARM_UP = 3  # the first steps are not measured: they compile, allocate and connect
 MEASURED = 5  # steps per measurement
@@ -85,7 +86,7 @@ def balance_load(
         return
 
     # Ranks will run different numbers of micro-batches.
-    if source.step_order is None:
+    if not isinstance(source, MapSource):
         raise UserError(
             f"load_balance cannot be used with data from a {type(source).__name__}",
             "every rank reads its own samples of a stream, or of a custom source",
@@ -111,7 +112,7 @@ class LoadBalancer(StepPart):
 
     place = "balance"
 
-    def __init__(self, plan: Plan, order: SampleOrder, runtime: Runtime, log_event: EventLogger):
+    def __init__(self, plan: Plan, order: StepOrder, runtime: Runtime, log_event: EventLogger):
         self._num_micro_batches = plan.num_micro_batches
         self._order = order
         self._runtime = runtime

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.resume import Resumed
 from lockstep.config import RunConfig
+from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.clock import RunClock
 from lockstep.engine.end import end_preempted
@@ -85,6 +87,10 @@ class Run:
     def steps_done(self) -> int:
         """The number of steps so far, including skipped ones."""
         return self.stepper.counters.steps_done
+
+    def reading_here(self) -> AbstractContextManager[None]:
+        """Return a context for reading samples in this process, though worker processes may read the same dataset."""
+        return self.source.reading_here() if isinstance(self.source, MapSource) else nullcontext()
 
     # ---- before the first step ----
 
@@ -357,8 +363,7 @@ class Run:
         batch = evaluation_batch(self.config, self.plan.global_batch)
         steps_done = self.steps_done
 
-        # The samples may be those that worker processes read, too.
-        here = self.source.reading_here()
+        here = self.reading_here()
         with here, trained.evaluation_weights(), trained.averaged_weights(), self.gathering.whole_batches():
             return trained.evaluator.evaluate_all(sets, batch, steps_done, may_preempt)
 

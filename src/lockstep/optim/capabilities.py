@@ -1,4 +1,4 @@
-"""What an optimizer can do, by the traits of its class, by what that declares, and by its hooks."""
+"""The abilities of an optimizer, by the traits of its class, by what that declares, and by its hooks."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ OWN = "task"
 
 @dataclass(frozen=True)
 class OptimizerTraits:
-    """What Lockstep knows about one class of optimizers, and not about its subclasses. The defaults assume nothing."""
+    """The known facts about one class of optimizers, and not about its subclasses. The defaults assume nothing."""
 
     # Bytes of state per element of a large matrix. None: a float32 if the group has momentum, and nothing otherwise.
     state_bytes: float | None = None
@@ -73,7 +73,7 @@ TRAITS = {
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """How a run builds an optimizer by name."""
+    """The way in which a run builds an optimizer by name."""
 
     path: str  # of its class, as in TRAITS
     # Keys of the task's groups that it takes over. Other keys, such as the betas of another optimizer, are dropped.

@@ -47,7 +47,7 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True)
 class RankRole:
-    """How a driver places the model on the ranks, and which data this rank trains on. It is fixed for a run."""
+    """The layout of the model on the ranks, and the data on which this rank trains. It is fixed for a run."""
 
     replicated: bool = True  # every rank holds every parameter in full, and can evaluate by itself
     collective_forwards: bool = False  # forwards in training wait for other ranks, which must run as many; see apply.py
@@ -99,7 +99,7 @@ class Reduced:
 
 @dataclass(frozen=True)
 class DriverSetup:
-    """What a driver is made from, besides the model. The record of a strategy names what makes its driver."""
+    """The arguments of all drivers, besides the model. The record of a strategy names what makes its driver."""
 
     config: RunConfig
     runtime: Runtime

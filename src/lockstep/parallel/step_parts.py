@@ -1,7 +1,7 @@
-"""What takes part in the steps of a run besides the model, its data and its optimizers.
+"""The parts of a step besides the model, its data and its optimizers.
 
-It times, compiles, traces, checks or records a step, or changes how a driver runs it. `Driver.parts` lists what a run
-has; a run without such features has an empty list, and pays nothing for them.
+A part times, compiles, traces, checks or records a step, or changes how a driver runs it. `Driver.parts` lists those
+of a run; without such features the list is empty, and the run pays nothing for them.
 """
 
 from __future__ import annotations

@@ -11,12 +11,11 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from data_sources import source_options
 from lockstep.config import DataConfig
-from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.sources import open_source
 from lockstep.errors import UserError
 from lockstep.runtime.preemption import WORKER_NAME
-from lockstep.runtime.world import World
 
 FORKED = "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, you must use 'spawn'"
 
@@ -54,8 +53,7 @@ class Stream(IterableDataset):
 
 
 def first_batch(data: Any, collate: Callable[[list[Any]], Any], workers: int) -> Any:
-    config = DataConfig(workers=workers)
-    source: Any = open_source(data, collate, SourceOptions(4, 2, "short", config, 0, World(), torch.device("cpu")))
+    source: Any = open_source(data, collate, source_options(4, 2, config=DataConfig(workers=workers)))
     try:
         return next(iter(source.take().micro_batches)).data
     finally:

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
+from data_sources import source_options
 from lockstep.config import DataConfig
-from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.sources import open_source
-from lockstep.data.transfer import pin, to_device
-from lockstep.runtime.world import World
+from lockstep.data.transfer import Transfer, pin, to_device
 
 Pair = namedtuple("Pair", "x y")
 
@@ -112,10 +111,17 @@ class Stream(torch.utils.data.IterableDataset):
         return iter([torch.ones(3, device=self.device)] * 4)
 
 
+@pytest.mark.parametrize("data", [list(torch.ones(4, 3)), Stream("cpu")], ids=["dataset", "stream"])
+def test_on_a_cpu_no_batch_passes_the_transfer(data, monkeypatch):
+    for name in ("__call__", "ahead"):
+        monkeypatch.setattr(Transfer, name, None)
+    source = open_source(data, torch.stack, source_options(4, 2))
+    assert [micro.data.shape for micro in source.take()] == [(2, 3), (2, 3)]
+
+
 @pytest.mark.parametrize(("device", "count"), [("cpu", 2), ("meta", 0)])
 def test_a_stream_is_locked_alike(device, count, locked):
-    config = DataConfig(pin_memory=True)
-    options = SourceOptions(4, 2, "keep", config, 0, World(), torch.device("meta"))
+    options = source_options(4, 2, config=DataConfig(pin_memory=True), device="meta")
     source = open_source(Stream(device), torch.stack, options)
     list(source.take())
     assert len(locked) == count

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
+from data_sources import source_options
 from lockstep import Shards, read_jsonl, read_lines, read_tar
 from lockstep.config import DataConfig
-from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.from_loader import is_stateful_stream
 from lockstep.data.sources import open_source
 from lockstep.data.streams import cursor
@@ -62,14 +62,11 @@ class Job:
         return open_source(
             self.make(),
             samples_of,
-            SourceOptions(
+            source_options(
                 self.global_batch,
                 2,
-                "short",
-                DataConfig(workers=self.workers, resume=self.resume),  # pyrefly: ignore
-                0,
-                World(rank, self.ranks),
-                torch.device("cpu"),
+                config=DataConfig(workers=self.workers, resume=self.resume),  # pyrefly: ignore
+                world=World(rank, self.ranks),
                 gather_states=gather,
                 beat=lambda: self.events.append("beat"),
                 log_event=lambda event, **fields: self.events.append(f"{event}: {fields['reason']}"),

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import default_collate
 
+from data_sources import source_options
 from lockstep.config import DataConfig
-from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.samplers import BLOCK, Sampled, Sampler, SequentialSampler, ShuffledSampler, make_sampler
 from lockstep.data.sources import open_source
 from lockstep.errors import UserError
@@ -92,7 +92,7 @@ class Weighted:
 
 
 def source(sampler, rank, ranks, dataset, micro_batch=2):
-    options = SourceOptions(6, micro_batch, "short", DataConfig(), 0, World(rank, ranks), torch.device("cpu"))
+    options = source_options(6, micro_batch, world=World(rank, ranks))
     return open_source(Sampled(dataset, sampler), default_collate, options)
 
 
@@ -139,13 +139,36 @@ def test_the_state_of_a_sampled_dataset_is_its_position():
     assert second.upcoming() == first.upcoming()
 
 
+def test_reading_ahead_asks_for_the_ids_of_a_micro_batch_once():
+    asked = []
+
+    class Counted(Sampler):
+        def __len__(self):
+            return 8
+
+        def ids(self, epoch, start, stop):
+            asked.append((epoch, start))
+            return np.arange(start, stop)
+
+    options = source_options(4, 2, config=DataConfig(workers=1))
+    one = open_source(Sampled(torch.utils.data.TensorDataset(torch.arange(8)), Counted()), default_collate, options)
+    asked.clear()
+    for _ in range(2):
+        batches = one.take()
+        assert [micro.data[0].shape for micro in batches] == [(2,), (2,)]
+        one.commit(batches, None)
+    one.close()
+    assert asked[:4] == [(0, 0), (0, 2), (0, 4), (0, 6)]
+    assert len(set(asked)) == len(asked)
+
+
 def test_a_sampler_needs_a_dataset_with_an_index():
     with pytest.raises(UserError, match="a sampler needs a dataset with __getitem__"):
         source(SequentialSampler(4), 0, 1, iter(range(4)))
 
 
 def test_a_skipped_span_at_the_start_of_an_epoch_stays_out_with_a_dropped_tail():
-    options = SourceOptions(4, 4, "drop", DataConfig(), 0, World(0, 1), torch.device("cpu"))
+    options = source_options(4, 4, "drop")
     one = open_source(list(range(10)), default_collate, options)
     one.load_state_dict({"position": 8, "length": 10, "skipped_spans": []})
     assert one.take().span == (10, 14)
@@ -208,7 +231,7 @@ def test_ids_may_be_a_list():
 
 
 def test_a_sampler_and_data_shuffle_are_refused_together():
-    options = SourceOptions(2, 2, "short", DataConfig(shuffle=False), 0, World(0, 1), torch.device("cpu"))
+    options = source_options(2, 2, config=DataConfig(shuffle=False))
     with pytest.raises(UserError, match=r"data\.shuffle=false has no effect: the training data has a sampler"):
         open_source(Sampled([1, 2], SequentialSampler(2)), default_collate, options)
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, default_collate
 
-from lockstep.config import DataConfig
+from data_sources import source_options
 from lockstep.data import transfer
-from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.sources import open_source
 from lockstep.data.streams.shards import Shards
 from lockstep.runtime.world import World
@@ -24,7 +23,7 @@ class Five(IterableDataset):
 
 
 def source(rank, ranks):
-    options = SourceOptions(4, 2, "short", DataConfig(), 0, World(rank, ranks), torch.device("cpu"))
+    options = source_options(4, 2, world=World(rank, ranks))
     return open_source(Five(), default_collate, options)
 
 
@@ -58,7 +57,7 @@ def test_a_stream_moves_a_micro_batch_to_the_device_when_it_is_needed(data, monk
         return found
 
     monkeypatch.setattr(transfer, "to_device", move)
-    options = SourceOptions(6, 2, "short", DataConfig(), 0, World(0, 1), torch.device("meta"))
+    options = source_options(6, 2, device="meta")
     one = open_source(data, default_collate, options)
 
     # Before the first step, a check looks at the first micro-batch. It stays in host memory.

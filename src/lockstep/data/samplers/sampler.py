@@ -1,4 +1,4 @@
-"""What a sampler is, a dataset together with one, and the parts that samplers share.
+"""The base of all samplers, a dataset together with one, and the parts that samplers share.
 
 A sampler is a pure function from (epoch, offset) to the id of a sample. That is why a run can resume anywhere, on any
 number of ranks: a position is all that has to be saved.

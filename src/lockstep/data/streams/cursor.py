@@ -24,7 +24,7 @@ _END = object()  # in place of a sample: the shard has ended
 
 @dataclass(frozen=True)
 class ShardEpoch:
-    """What a cursor reads: one virtual shard in one epoch."""
+    """One virtual shard in one epoch, which a cursor reads."""
 
     shards: Shards
     files: list[Any]  # those of this shard, in the order of the epoch

@@ -1,4 +1,4 @@
-"""What all stream sources share. A step is read whole, and an epoch ends when the stream has ended on all ranks.
+"""The base of all sources over a stream. A step is read whole; an epoch ends when the stream has ended on all ranks.
 
 A step waits in host memory. Its micro-batches are moved to the device when they are needed.
 """
@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.data.dataset_source import DatasetSource, SourceOptions
 from lockstep.data.loader import is_empty
 from lockstep.data.sample_errors import check_sendable
+from lockstep.data.windows import padding_count
 from lockstep.errors import UserError
 from lockstep.task import MicroBatch, StepBatches, StepResult
 
@@ -25,11 +26,9 @@ class EpochSource(DatasetSource):
     nothing left repeats its last micro-batch with weight 0.
     """
 
-    def __init__(self, collate: Callable[[list[Any]], Any], options: SourceOptions, micro_batches_per_step: int):
-        """`micro_batches_per_step`: of this rank. If forwards are collective, missing ones are run as padding."""
+    def __init__(self, collate: Callable[[list[Any]], Any], options: SourceOptions):
         super().__init__(collate, options)
         self.epoch = 0
-        self._micro_batches_per_step = micro_batches_per_step
         self._last: MicroBatch | None = None  # the newest of this epoch, which is repeated as padding
         self._ended = False  # whether this rank has read everything of the epoch
         self._first_step = 0  # the first step of this epoch
@@ -61,6 +60,10 @@ class EpochSource(DatasetSource):
 
         batches, self._peeked = self._peeked or self._read_step(), None
 
+        # Copies, because the engine may replace the data of a micro-batch, and the last one is kept here.
+        if not self._needs_transfer:
+            return replace(batches, micro_batches=map(replace, batches))
+
         # `map`, because a generator would keep the last one on the device until it has the next.
         moved = self._transfer.ahead(micro.data for micro in batches)
         return replace(batches, micro_batches=map(_with_data, batches, moved))
@@ -74,11 +77,12 @@ class EpochSource(DatasetSource):
         # If this rank's shard ends before the others, repeat its last micro-batch with weight 0.
         self._last = last = micros[-1] if micros else self._last or self._find_padding()
 
-        # If forwards are collective every rank must run as many as the others, or else one, for the all-reduce.
-        needed = self._micro_batches_per_step if self.options.collective_forwards else 1
+        options = self.options
+        count = options.num_micro_batches
+        padding = padding_count(count, len(micros), options.data_world, options.collective_forwards)
         micros += [
             MicroBatch(last.data, last.index, last.num_samples, self.epoch, padding=True, place=last.place)
-            for _ in range(needed - len(micros))
+            for _ in range(padding)
         ]
         return StepBatches(len(micros), micros, samples, exhausted=self._ended)
 

@@ -5,8 +5,7 @@ shard 1, and so on, and is cut into micro-batches, which are assigned to the ran
 rank, and each of its workers, reads the shards of its own micro-batches. If a micro-batch of another one is in the same
 shard, both read that shard.
 
-When a shard has ended, its places in the global batch stay empty until all shards have ended. A *cell* is the index of
-a micro-batch in the global step.
+When a shard has ended, its places in the global batch stay empty until all shards have ended.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from lockstep.data.streams.cursor import Cursor, Reread, ShardEpoch, has_state
 from lockstep.data.streams.epochs import EpochSource, comparable_copy
 from lockstep.data.streams.shards import Shards
 from lockstep.data.torch_private import forget_worker
-from lockstep.data.windows import rank_range
+from lockstep.data.windows import rank_range, rank_share
 from lockstep.errors import UserError, plural
 from lockstep.task import MicroBatch, StepBatches, StepResult
 
@@ -47,13 +46,13 @@ class _Read(NamedTuple):
 
 
 class _StepRead(NamedTuple):
-    """What one worker process has read of a step."""
+    """The part of a step that one worker process has read."""
 
     micro_batches: list[_Read]
     states: dict[int, State]  # by shard, after this step
     ended: bool  # all shards of this worker have ended
     reread: list[Reread]  # in the first step, of each shard: what was read again to restore the position
-    beginning: Any  # in the first step, the first sample of a single shard, to compare between ranks
+    first_sample: Any  # in the first step, that of a single shard, to compare between ranks
     spare: _Read | None  # samples of other readers, for a rank that has none of its own in this step
 
 
@@ -74,9 +73,9 @@ class ResumableStreamSource(EpochSource):
 
         _refuse_repeated_streams(shards)
         self.shards = shards
-        self.cells = micro_batches_of(options)
-        self._own_shards = shards_of(self.cells, shards, options)
-        super().__init__(collate, options, -(-options.num_micro_batches // options.data_world.size))
+        self.indices = local_micro_batches(options)
+        self._own_shards = shards_of(self.indices, shards, options)
+        super().__init__(collate, options)
         self.about = self._describe()
 
         # By shard: the position behind the last step that has ended. Empty at the beginning of an epoch.
@@ -201,9 +200,9 @@ class ResumableStreamSource(EpochSource):
 
     def _note_start(self, parts: list[_StepRead]) -> None:
         """Note where the stream begins, and how much was read again after a resume."""
-        beginnings = [part.beginning for part in parts if part.beginning is not None]
-        if beginnings:
-            self.beginning = beginnings[0]
+        first_samples = [part.first_sample for part in parts if part.first_sample is not None]
+        if first_samples:
+            self.same_on_all_ranks = first_samples[0]
 
         # Worker processes read at the same time, and each of them one shard after another.
         samples = sum(reread.samples for part in parts for reread in part.reread)
@@ -219,7 +218,7 @@ class ResumableStreamSource(EpochSource):
         self._turn = 0
 
         # A single stream may split itself by rank, so ranks compare its first sample; otherwise the names of the files.
-        self.beginning = list(map(str, self._paths())) if self.shards.shards > 1 else None
+        self.same_on_all_ranks = list(map(str, self._paths())) if self.shards.shards > 1 else None
 
         self._reading = start_loader(
             _StepReader(self.shards, self.collate, options, self.epoch, dict(self._states)),
@@ -261,7 +260,7 @@ class ResumableStreamSource(EpochSource):
 
     def _samples_on_all_ranks(self, micros: list[MicroBatch]) -> int:
         """Return the global batch, or an estimate if places in it are empty."""
-        places = sum(len(places_of(cell, self.options)) for cell in self.cells)
+        places = sum(len(places_of(index, self.options)) for index in self.indices)
         samples = sum(micro.num_samples for micro in micros if not micro.padding)
         return samples * self.options.global_batch // places if places else 0
 
@@ -289,24 +288,21 @@ def _refuse_repeated_streams(shards: Shards) -> None:
         )
 
 
-def micro_batches_of(options: SourceOptions) -> range:
+def local_micro_batches(options: SourceOptions) -> range:
     """Return the indices of this rank's micro-batches in a global step."""
-    world = options.data_world
-    if options.in_turn:
-        return range(world.rank, options.num_micro_batches, world.size)
-    return rank_range(options.num_micro_batches, world.rank, world.size)
+    return rank_share(options.num_micro_batches, options.data_world, options.in_turn)
 
 
-def places_of(cell: int, options: SourceOptions) -> range:
+def places_of(index: int, options: SourceOptions) -> range:
     """Return the places of a micro-batch in the global batch."""
-    start = cell * options.micro_batch_size
+    start = index * options.micro_batch_size
     return range(start, min(start + options.micro_batch_size, options.global_batch))
 
 
-def shards_of(cells: range, shards: Shards, options: SourceOptions) -> list[int]:
+def shards_of(indices: range, shards: Shards, options: SourceOptions) -> list[int]:
     """Return the virtual shards in which these micro-batches lie."""
     each = options.global_batch // shards.shards
-    return sorted({place // each for cell in cells for place in places_of(cell, options)})
+    return sorted({place // each for index in indices for place in places_of(index, options)})
 
 
 def open_cursor(shards: Shards, options: SourceOptions, epoch: int, shard: int, state: State | None = None) -> Cursor:
@@ -340,15 +336,15 @@ class _StepReader(IterableDataset):
         forget_worker()
 
         # This worker's range of its rank's micro-batches, and the shards that they lie in.
-        of_rank = micro_batches_of(self.options)
+        of_rank = local_micro_batches(self.options)
         of_worker = rank_range(len(of_rank), worker, workers)
-        cells = of_rank[of_worker.start : of_worker.stop]
-        needed = shards_of(cells, self.shards, self.options)
+        indices = of_rank[of_worker.start : of_worker.stop]
+        needed = shards_of(indices, self.shards, self.options)
 
         cursors: dict[int, Cursor] = {}
         first = True
         while True:
-            read = partial(self._read_step, cursors, needed, cells, first)
+            read = partial(self._read_step, cursors, needed, indices, first)
             step = batch_to_send(read, [], self._where, first and bool(info))
             yield step
             if isinstance(step, WorkerError):
@@ -357,7 +353,9 @@ class _StepReader(IterableDataset):
             # None: the position is not restored yet, and the first step is still to come.
             first = first and step is None
 
-    def _read_step(self, cursors: dict[int, Cursor], needed: list[int], cells: range, opens: bool) -> _StepRead | None:
+    def _read_step(
+        self, cursors: dict[int, Cursor], needed: list[int], indices: range, opens: bool
+    ) -> _StepRead | None:
         # Here and not before the loop, so that errors are sent too.
         if not cursors:
             for shard in needed:
@@ -372,27 +370,29 @@ class _StepReader(IterableDataset):
         each = self.options.global_batch // self.shards.shards
         begins = {shard: cursor.taken for shard, cursor in cursors.items()}
         samples = {shard: [] if cursor.ended else cursor.take(each) for shard, cursor in cursors.items()}
-        beginning = self._beginning(samples) if opens else None
+        first_sample = self._first_sample(samples) if opens else None
 
         # Without those whose places are all empty.
-        found = [self._micro_batch(cell, each, samples, begins) for cell in cells]
+        found = [self._micro_batch(index, each, samples, begins) for index in indices]
         micro_batches = [read for read in found if read is not None]
         return _StepRead(
             micro_batches,
             {shard: cursor.state for shard, cursor in cursors.items()},
             all(cursor.ended for cursor in cursors.values()),
             [cursor.reread for cursor in cursors.values()] if opens else [],
-            beginning,
+            first_sample,
             None if micro_batches else self._spare(samples),
         )
 
-    def _micro_batch(self, cell: int, each: int, samples: dict[int, list[Any]], begins: dict[int, int]) -> _Read | None:
+    def _micro_batch(
+        self, index: int, each: int, samples: dict[int, list[Any]], begins: dict[int, int]
+    ) -> _Read | None:
         """Return a micro-batch, or None if all its places are empty.
 
         `samples`: of this step, by shard, `each` of them if the shard has not ended. `begins`: the number of the first.
         """
         # (shard, number among the samples of this step) of each place.
-        places = [divmod(place, each) for place in places_of(cell, self.options)]
+        places = [divmod(place, each) for place in places_of(index, self.options)]
         filled = [(shard, number) for shard, number in places if number < len(samples[shard])]
         if not filled:
             return None
@@ -400,7 +400,7 @@ class _StepReader(IterableDataset):
         # Unique in the epoch, and the same on any number of ranks.
         ids = [(begins[shard] + number) * self.shards.shards + shard for shard, number in filled]
         chosen = [samples[shard][number] for shard, number in filled]
-        return _Read(cell, np.array(ids, dtype=np.int64), self._collate(chosen, ids))
+        return _Read(index, np.array(ids, dtype=np.int64), self._collate(chosen, ids))
 
     def _spare(self, samples: dict[int, list[Any]]) -> _Read | None:
         """Return a micro-batch of samples that other readers train. Small, and rare: at the end of an epoch."""
@@ -413,7 +413,7 @@ class _StepReader(IterableDataset):
     def _collate(self, samples: list[Any], ids: list[int]) -> Any:
         return collate_samples(self.collate, samples, ids, self._where)
 
-    def _beginning(self, samples: dict[int, list[Any]]) -> Any:
+    def _first_sample(self, samples: dict[int, list[Any]]) -> Any:
         """Return the first sample of a single shard, for ranks to compare, or None if there is no need."""
         world = self.options.data_world
         all_read_it = self.shards.shards == 1 and self.options.num_micro_batches >= world.size

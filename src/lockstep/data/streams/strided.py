@@ -30,7 +30,7 @@ class _Item(NamedTuple):
 
     num_samples: int
     batch: Any  # collated
-    beginning: Any  # in the first item, the first sample of the stream, for comparison between ranks
+    first_sample: Any  # in the first item, that of the stream, for comparison between ranks
 
 
 class StridedStreamSource(EpochSource):
@@ -55,7 +55,8 @@ class StridedStreamSource(EpochSource):
                 f"choose a global_batch that is a multiple of {ranks} ranks x {micro_batch}",
             )
 
-        super().__init__(collate, options, micro_batches_per_step)
+        super().__init__(collate, options)
+        self._micro_batches_per_step = micro_batches_per_step
         self.dataset = dataset
         self._batches: Iterator[Any] | None = None
         self._next: _Item | None = None  # the item after the current one, read one ahead
@@ -83,7 +84,7 @@ class StridedStreamSource(EpochSource):
         if self._batches is None:
             self._batches = iter(self._open())
             self._next = next(self._batches, None)
-            self.beginning = self._next.beginning if self._next else None
+            self.same_on_all_ranks = self._next.first_sample if self._next else None
 
         # Micro-batches of a stream are numbered rank by rank, because their order in the stream is unknown. So they
         # have no place in the global batch either.
@@ -159,7 +160,7 @@ class _Shard(IterableDataset):
     options: SourceOptions
     epoch: int
     only_worker: int | None = None  # this worker process reads everything; None: workers take turns
-    beginning: Any = None  # the first sample of the stream, until the first micro-batch is sent with it
+    first_sample: Any = None  # of the stream, until the first micro-batch is sent with it
 
     def __iter__(self) -> Iterator[_Item | WorkerError]:
         info = get_worker_info()
@@ -207,9 +208,9 @@ class _Shard(IterableDataset):
             return batch
 
         # Sent once.
-        beginning = self.beginning
-        self.beginning = None
-        return _Item(len(samples), batch, beginning)
+        first_sample = self.first_sample
+        self.first_sample = None
+        return _Item(len(samples), batch, first_sample)
 
     @property
     def _where(self) -> str:
@@ -236,6 +237,6 @@ class _Shard(IterableDataset):
 
             # The first sample must be the same on all ranks, unless the stream shards itself.
             if number == 0 and self.options.config.sharding == "stride" and not self.options.data_world.alone:
-                self.beginning = comparable_copy(sample)
+                self.first_sample = comparable_copy(sample)
 
             yield number, sample

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lockstep.data.map_source import MapSource
 from lockstep.errors import DeviceLostError, UserError, some_names
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def _on_gpu(error: Exception, run: Run) -> UserError:
     rows, name = max(tables, default=(0, ""))
 
     # Without an embedding there is nothing to look for, and only a source with an order can read samples again.
-    order = run.source.step_order if rows else None
+    order = run.source.step_order if rows and isinstance(run.source, MapSource) else None
     recent = order.recent_ids(LATE_STEPS * run.plan.global_batch) if order else ()
     for epoch, ids in recent:
         for index, numbers in _numbers(run, epoch, ids):
@@ -157,6 +158,9 @@ def _on_gpu(error: Exception, run: Run) -> UserError:
 
 def _numbers(run: Run, epoch: int, ids: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the id of each sample and all integers in it. Samples that cannot be read again have none."""
+    if not isinstance(run.source, MapSource):
+        return
+
     try:
         samples: Sequence[Any] = run.source.read_samples(epoch, ids)
     except Exception:  # the dataset is the user's code

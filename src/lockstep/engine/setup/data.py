@@ -13,7 +13,8 @@ from torch.utils._pytree import tree_leaves
 from lockstep.checkpoint.state.state_tree import gather_state, pack
 from lockstep.config import RunConfig
 from lockstep.data.dataset_source import SourceOptions
-from lockstep.data.windows import rank_range
+from lockstep.data.map_source import MapSource
+from lockstep.data.windows import rank_share
 from lockstep.engine.checks.model import check_equal_work, refuse_single_samples
 from lockstep.engine.checks.settings import check_enough_micro_batches
 from lockstep.engine.diagnose import recorded_micro_batch
@@ -89,7 +90,7 @@ def attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunCo
             seed=config.seed,
             global_batch=plan.global_batch,
             micro_batch_size=plan.micro_batch,
-            mine=rank_range(plan.num_micro_batches, role.data_rank, role.data_size),
+            mine=rank_share(plan.num_micro_batches, World(role.data_rank, role.data_size), role.in_turn),
             ranks=role.data_size,
             collective_forwards=role.collective_forwards,
             # Only one rank of each tp or pp group contributes, because all of them have the same values.
@@ -100,6 +101,9 @@ def attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunCo
 
 def largest_input(source: BatchSource) -> Tensor | None:
     """Return the largest tensor of the first sample, or None if it cannot be read before the workers start."""
+    if not isinstance(source, MapSource):
+        return None
+
     leaves = tree_leaves(source.first_sample())
     try:
         tensors = [torch.as_tensor(leaf) for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]

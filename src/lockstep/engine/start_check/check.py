@@ -20,6 +20,8 @@ import torch
 from lockstep.causes import Cause, in_own_loop, named
 from lockstep.config import RunConfig
 from lockstep.data.loader import Request
+from lockstep.data.map_source import MapSource
+from lockstep.data.streams.epochs import EpochSource
 from lockstep.engine.hooks.calls import overridden
 from lockstep.engine.start_check import data
 from lockstep.engine.start_check.alone import as_one_rank
@@ -41,7 +43,6 @@ from lockstep.errors import UserError
 from lockstep.parallel.call_chain import run_eagerly
 from lockstep.parallel.sharded import RanksDiffer
 from lockstep.runtime.seeds import preserve_rng, rng_states
-from lockstep.task import BatchSource
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run  # which calls this check
@@ -67,8 +68,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
     if run.config.checks.loss == "off" or (task is None and alone):
         return None
 
-    is_stream = type(source).first_micro_batch is not BatchSource.first_micro_batch
-    if source.step_order is None and not is_stream:
+    if not isinstance(source, MapSource | EpochSource):
         _note(run, f"a {type(source).__name__} makes its own batches")
         return None
 
@@ -81,14 +81,14 @@ def find_cause(run: Run, task: Any) -> Cause | None:
         samples = None
 
         # All ranks must see the same dataset.
-        if source.step_order is not None:
+        if isinstance(source, MapSource):
             # Workers start before the first sample is read here: a dataset may open files for it, which a fork would
             # share.
             source.start_workers()
             request = Request(*source.step_order.next_ids(count))
             samples = read_samples(source, request)
 
-            cause = None if alone else data.find_difference(run, source.step_order, request, samples)
+            cause = None if alone else data.find_difference(run, source, request, samples)
             if cause:
                 return cause
 
@@ -96,7 +96,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
         if task is None or not _can_call(run, task):
             return None
 
-        if is_stream:
+        if isinstance(source, EpochSource):
             samples = read_stream_samples(source, count)
 
         # One rank alone may fail to read its samples, and forwards may be collective: either all ranks go on or none.
@@ -108,7 +108,7 @@ def find_cause(run: Run, task: Any) -> Cause | None:
         cause, measured, reason = _measure_and_judge(run, task, samples)
 
         # Ranks read different samples of a stream, so their losses cannot be compared.
-        if is_stream:
+        if isinstance(source, EpochSource):
             measured = None
 
     return _combine_ranks(run, cause, measured, reason)

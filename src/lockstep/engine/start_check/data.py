@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from lockstep.causes import Cause, named
 from lockstep.checkpoint.state.digests import digest
+from lockstep.data.dataset_source import DatasetSource
 from lockstep.data.loader import Request
+from lockstep.data.map_source import MapSource
 from lockstep.engine.start_check.samples import Samples, read_samples
 from lockstep.errors import UserError, some_names
 from lockstep.runtime.context import Runtime
-from lockstep.task import BatchSource, MicroBatch, SampleOrder, StepBatches
+from lockstep.task import BatchSource, MicroBatch, StepBatches
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run  # which calls this check
@@ -27,10 +29,10 @@ SOME = 8  # how many samples are read to see whether a dataset has different one
 # ---- the same dataset ----
 
 
-def find_difference(run: Run, order: SampleOrder, request: Request, samples: Samples | None) -> Cause | None:
+def find_difference(run: Run, source: MapSource, request: Request, samples: Samples | None) -> Cause | None:
     """Return a cause if the dataset's length or first samples differ between ranks. Collective."""
     local_digests = samples.digests() if samples else []
-    first, *others = run.runtime.collectives.gather_json([order.epoch_length, local_digests])
+    first, *others = run.runtime.collectives.gather_json([source.step_order.epoch_length, local_digests])
 
     # The length of an epoch decides about all positions.
     for rank, (length, _) in enumerate(others, start=1):
@@ -44,14 +46,14 @@ def find_difference(run: Run, order: SampleOrder, request: Request, samples: Sam
     for rank, (_, digests) in enumerate(others, start=1):
         for index, a, b in zip(request.ids, first[1], digests, strict=False):
             if a != b:
-                return _sample_differs(run, request, local_digests, int(index), rank)
+                return _sample_differs(run, source, request, local_digests, int(index), rank)
 
     return None
 
 
-def _sample_differs(run: Run, request: Request, digests: list[str], index: int, rank: int) -> Cause:
+def _sample_differs(run: Run, source: MapSource, request: Request, digests: list[str], index: int, rank: int) -> Cause:
     """Return the cause: read the samples once more, to distinguish random samples from different datasets."""
-    repeated = read_samples(run.source, request)
+    repeated = read_samples(source, request)
     again = repeated.digests() if repeated else []
 
     if not all(run.runtime.collectives.gather_json(again == digests)):
@@ -69,16 +71,16 @@ def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> S
     If two ranks read the same samples, these count twice, and nothing else would reveal it. Ranks with the same
     `data_rank` (one tp or pp group) must read the same samples.
     """
-    batches, local_digest, beginning = None, None, None
+    batches, local_digest, same = None, None, None
     problem: UserError | None = None
 
     # The others must learn of an error here, so it is kept until all ranks have gathered.
     try:
-        batches, local_digest, beginning = _take_and_digest(source)
+        batches, local_digest, same = _take_and_digest(source)
     except UserError as error:
         problem = error
 
-    gathered = runtime.collectives.gather_json([data_rank, local_digest, beginning, problem and list(problem.args)])
+    gathered = runtime.collectives.gather_json([data_rank, local_digest, same, problem and list(problem.args)])
 
     # A rank that failed raises its own error. The other ranks raise a copy of the first error.
     for rank, (*_, error_args) in enumerate(gathered):
@@ -86,7 +88,7 @@ def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> S
             raise problem or UserError(error_args[0], f"rank {rank}: {error_args[1]}", error_args[2])
 
     assert batches is not None
-    _check_one_stream([beginning for _, _, beginning, _ in gathered])
+    _check_one_stream([same for _, _, same, _ in gathered])
 
     # Ranks of one group read the same samples, and so have one digest.
     digests: dict[int, str | None] = {}  # by data rank
@@ -101,7 +103,7 @@ def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> S
 
     # A source over a dataset gives every rank different ids, so equal first batches are suspicious only if the whole
     # dataset looks the same, as with a dataset that ignores the index.
-    samples = _spread_samples(source, source.step_order) if source.step_order else []
+    samples = _spread_samples(source) if isinstance(source, MapSource) else []
     if len(digests) > 1 and len({digest(sample) for sample in samples}) <= 1:
         check_different(
             list(digests.values()),
@@ -112,17 +114,17 @@ def take_and_compare(source: BatchSource, runtime: Runtime, data_rank: int) -> S
     return batches
 
 
-def _spread_samples(source: BatchSource, order: SampleOrder) -> list[Any]:
+def _spread_samples(source: MapSource) -> list[Any]:
     """Return a few samples, evenly spread over the dataset."""
     # A set, because a small dataset has some of these indices twice.
-    ids = {index * order.dataset_length // SOME for index in range(SOME)}
+    ids = {index * source.step_order.dataset_length // SOME for index in range(SOME)}
     return [source.read_samples(0, [index]) for index in sorted(ids)]
 
 
 def _take_and_digest(source: BatchSource) -> tuple[StepBatches, str | None, str | None]:
-    """Return the batches of a step, and digests of the first one and of the first sample of a stream.
+    """Return the batches of a step, and digests of the first one and of `same_on_all_ranks`.
 
-    A digest is None for padding, or if the source does not know where a stream begins.
+    A digest is None for padding, or if the source knows nothing that must be the same.
     """
     batches = source.take()
     later = iter(batches)
@@ -133,16 +135,20 @@ def _take_and_digest(source: BatchSource) -> tuple[StepBatches, str | None, str 
     # Only the first one is read here, and `chain` drops it when the step asks for the next.
     batches = replace(batches, micro_batches=chain(iter([first]), later))
     read = None if first.padding else digest(first.data)
+    if not isinstance(source, DatasetSource):
+        return batches, read, None
+
     if read is not None:
         _check_workers(source, first, read)
 
-    return batches, read, None if source.beginning is None else digest(source.beginning)
+    same = source.same_on_all_ranks
+    return batches, read, None if same is None else digest(same)
 
 
-def _check_one_stream(beginnings: Sequence[str | None]) -> None:
-    """Check that all ranks read the same stream. `beginnings` are digests of its first sample, by rank."""
-    for rank, beginning in enumerate(beginnings):
-        if beginning != beginnings[0]:
+def _check_one_stream(digests: Sequence[str | None]) -> None:
+    """Check that all ranks read the same stream. `digests` are those of its `same_on_all_ranks`, by rank."""
+    for rank, value in enumerate(digests):
+        if value != digests[0]:
             raise UserError(
                 f"the stream begins with a different sample on rank {rank} than on rank 0",
                 "with data.sharding=stride every rank reads the whole stream and keeps every k-th sample: if the "
@@ -153,7 +159,7 @@ def _check_one_stream(beginnings: Sequence[str | None]) -> None:
             )
 
 
-def _check_workers(source: BatchSource, micro: MicroBatch, read_by_worker: str) -> None:
+def _check_workers(source: DatasetSource, micro: MicroBatch, read_by_worker: str) -> None:
     """Check that a worker process read what this process reads: data.workers must not change the training."""
     try:
         again = source.read_again(micro)

@@ -13,7 +13,8 @@ from torch.utils.data import default_collate
 
 from lockstep.checkpoint.state.digests import digest
 from lockstep.data.loader import Request
-from lockstep.task import BatchSource
+from lockstep.data.map_source import MapSource
+from lockstep.data.streams.epochs import EpochSource
 
 Array = Tensor | np.ndarray
 
@@ -77,7 +78,7 @@ class Samples:
         return sorted(range(self.count), key=lambda position: _size(self._samples[position]))
 
 
-def read_stream_samples(source: BatchSource, count: int) -> Samples | None:
+def read_stream_samples(source: EpochSource, count: int) -> Samples | None:
     """Return the first samples of this rank's first micro-batch, or None if it cannot be read.
 
     A stream cannot be read twice, so training uses the same micro-batch afterwards.
@@ -96,7 +97,7 @@ def read_stream_samples(source: BatchSource, count: int) -> Samples | None:
     return Samples(whole.batch(range(count)), count, None)
 
 
-def read_samples(source: BatchSource, request: Request) -> Samples | None:
+def read_samples(source: MapSource, request: Request) -> Samples | None:
     """Return the samples of a request, or None if one cannot be read. The first step will report that error."""
     try:
         return Samples(source.read_samples(*request), len(request.ids), source.collate)

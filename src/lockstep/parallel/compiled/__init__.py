@@ -10,7 +10,7 @@ compiler.py        the sequence, and the choice between compiled and eager code 
 payoff.py          whether it pays: the rule
 judge.py           the facts for the rule: the time of a step, the size of the model, earlier runs on this machine
 kernel_times.py    what there is to gain, from the kernels of a step
-cudnn_pause.py     no plan of cuDNN for each new size of a batch, with and without compiled code
+cudnn_pause.py     keeps cuDNN from a plan for each new size of a batch, with and without compiled code
 batch_sizes.py     which sizes of batches vary, and which calls fit compiled code
 compilation.py     compiles a target on all ranks, compares it with eager, and gives up what takes too long
 targets.py         what can be compiled, how it is put on the model, and how it is taken off again

@@ -359,7 +359,7 @@ def explain(error: Exception) -> str:
 
 @dataclass
 class CallResult:
-    """What one forward and backward computed."""
+    """The results of one forward and backward."""
 
     results: list[Tensor]  # those that have a gradient; of a Loss, its total, and its weight
     gradients: list[Tensor | None]

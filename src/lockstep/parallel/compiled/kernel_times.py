@@ -1,4 +1,4 @@
-"""How much of a step compiled code could save, from the times of its kernels on a GPU.
+"""Estimates how much of a step compiled code could save, from the times of its kernels on a GPU.
 
 Matrix products and attention stay as they are, and so do the optimizer, copies and collectives. What compiling saves
 is the rest: element-wise kernels and reductions, which it fuses, and products of odd sizes, which it pads. The parts

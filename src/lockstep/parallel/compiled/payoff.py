@@ -1,4 +1,4 @@
-"""Whether compiling pays: a pure function of facts that are the same on all ranks, so that they decide alike."""
+"""Decides whether compiling pays, by a pure function of facts that are the same on all ranks: so they decide alike."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ UNFINISHED = 2.0
 
 @dataclass(frozen=True)
 class Payoff:
-    """What compiling costs and gains. `measured`: in a run on this machine; otherwise it is an estimate."""
+    """The costs and gains of compiling. `measured`: in a run on this machine; otherwise it is an estimate."""
 
     cost_s: float
     speedup: float
@@ -57,7 +57,7 @@ class Payoff:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known about a run when it decides."""
+    """The facts of a run when it decides."""
 
     # The run.
     steps_left: int

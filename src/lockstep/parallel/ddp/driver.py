@@ -47,7 +47,7 @@ SMALLEST_BUCKET, LARGEST_BUCKET = 1.0, 25.0
 
 
 class _WithControlWord(nn.Module):
-    """What DDP wraps: the model, and one more parameter whose gradient is this rank's control word.
+    """The module that DDP wraps: the model, and one more parameter whose gradient is this rank's control word.
 
     So DDP sums the control word in a gradient bucket that is sent anyway, and it needs no separate collective (which on
     gloo would cost about a fifth of the step of a tiny model).

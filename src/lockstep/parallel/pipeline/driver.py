@@ -297,7 +297,7 @@ class PipelineDriver(ShardedDriver):
 
 
 class _Placement(NamedTuple):
-    """Which ranks along pp hold the tensors of the model."""
+    """The ranks along pp that hold the tensors of the model."""
 
     pp_ranks: dict[str, set[int]]  # tensor -> the ranks whose stages use it; empty if no stage does: then all hold it
     held: set[str]  # the tensors that this rank holds
