@@ -97,7 +97,8 @@ def verify(path: Path) -> tuple[str, int]:
     checkpoints = [Checkpoint(storage, name)] if name else committed(storage_of(path))
     for checkpoint in checkpoints:
         _, problems = _verify_with_metrics(checkpoint)
-        if problems and name is None and _is_gone(checkpoint):
+        # A run may have deleted it since it was listed: that is no damage.
+        if problems and name is None and not checkpoint.exists():
             continue
 
         rows.append((checkpoint.name, problems[0].label if problems else "ok"))
@@ -119,11 +120,6 @@ def _verify_with_metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], Sequ
         return {}, [problem]
 
 
-def _is_gone(checkpoint: Checkpoint) -> bool:
-    """Whether a run has deleted a checkpoint since it was listed: that is no damage."""
-    return checkpoint.name not in checkpoint.storage.folders()
-
-
 def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tuple[str, int]:
     """Delete all but the newest `keep` valid checkpoints, and those that the run keeps by its other rules.
 
@@ -140,7 +136,7 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
     lines = []
     for checkpoint in reversed(checkpoints):
         found, problems = _verify_with_metrics(checkpoint)
-        if problems and _is_gone(checkpoint):
+        if problems and not checkpoint.exists():
             continue
 
         if problems:

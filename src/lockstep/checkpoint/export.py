@@ -16,7 +16,7 @@ from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.retention import Retention, best_checkpoint
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, checkpoints_at, committed
-from lockstep.checkpoint.verify import verify_checkpoint
+from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
 from lockstep.launch.folder.paths import read_path
 
@@ -94,6 +94,9 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> Weights:
                 else:
                     tensors[name] = reader.read(f"{_AVERAGE}{name}" if ema and name in averages else full_name)
     except InvalidCheckpoint as problem:
+        if not checkpoint.exists():
+            raise deleted(checkpoint) from None
+
         raise UserError(
             f"the checkpoint {checkpoint.path} {problem.verdict} and cannot be exported",
             str(problem),

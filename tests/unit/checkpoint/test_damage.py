@@ -23,11 +23,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.checkpoint import search
+from lockstep.checkpoint.export import read_weights
 from lockstep.checkpoint.manifest import FORMAT, Damaged, File, Manifest, Piece, TensorEntry, encode
 from lockstep.checkpoint.manifest_reader import decode, read_manifest
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.search import ReportedProblem, newest_valid
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim, delete_checkpoint
 from lockstep.checkpoint.storage.together import StorageUnavailable
 from lockstep.checkpoint.verify import find_problems
 from lockstep.errors import UserError
@@ -272,6 +273,64 @@ def test_all_ranks_stop_if_one_of_them_cannot_list_the_checkpoints(root, method)
 
 def test_no_checkpoint_at_all_is_none(tmp_path):
     assert newest_valid(CheckpointStorage(tmp_path / "checkpoints"), 0, 1, alone) is None
+
+
+# ---- a run that is alive ----
+
+
+def test_a_checkpoint_that_its_run_deletes_is_not_damaged(tmp_path):
+    """The run commits the next one, and deletes this one, while it is verified."""
+    root = tmp_path / "checkpoints"
+    commit(root, 1, 2)
+
+    def commit_next() -> None:
+        if not (root / "step-00000002").exists():
+            commit(root, 2, 2)
+            delete_checkpoint(CheckpointStorage(root), "step-00000001", "token")
+
+    reader = newest_valid(CheckpointStorage(root), 0, 1, alone, beat=commit_next)
+    assert reader is not None
+    assert (reader.checkpoint.name, reader.skipped) == ("step-00000002", [])
+
+
+def test_a_damaged_checkpoint_is_still_skipped_if_the_one_before_it_is_deleted(root):
+    flip(root / "step-00000020" / file_name(1), 150)
+    commit(root, 15)
+
+    def delete() -> None:
+        delete_checkpoint(CheckpointStorage(root), "step-00000015", "token")
+
+    found = newest_valid(CheckpointStorage(root), 0, 1, alone, beat=delete)
+    assert found is not None
+    assert found.checkpoint.name == "step-00000010"
+    assert [damaged.checkpoint.name for damaged in found.skipped] == ["step-00000020"]
+
+
+def test_a_run_that_deletes_all_checkpoints_in_time_is_named(tmp_path):
+    """The search ends."""
+    root = tmp_path / "checkpoints"
+    commit(root, 1)
+    steps = iter(range(2, 1000))
+
+    def commit_next() -> None:
+        step = next(steps)
+        commit(root, step)
+        delete_checkpoint(CheckpointStorage(root), f"step-{step - 1:08}", "token")
+
+    with pytest.raises(UserError, match=r"is missing: it was deleted.*\n.*checkpoint.keep=10"):
+        newest_valid(CheckpointStorage(root), 0, 1, alone, beat=commit_next)
+
+
+def test_one_checkpoint_that_was_chosen_and_deleted_is_missing(root):
+    def delete() -> None:
+        delete_checkpoint(CheckpointStorage(root), "step-00000010", "token")
+
+    with pytest.raises(UserError, match=r"step-00000010 is missing: it was deleted"):
+        newest_valid(CheckpointStorage(root), 0, 1, alone, "step-00000010", delete)
+
+    # As for an export.
+    with pytest.raises(UserError, match=r"step-00000010 is missing: it was deleted"):
+        read_weights(Checkpoint(CheckpointStorage(root), "step-00000010"))
 
 
 # ---- several ranks ----

@@ -42,6 +42,10 @@ class Checkpoint:
         assert step is not None, self.name
         return step
 
+    def exists(self) -> bool:
+        """Return whether this folder is there. A run deletes its checkpoints while others read them."""
+        return self.name in self.storage.folders()
+
     def open(self, file: str) -> io.BufferedIOBase:
         return self.storage.open(f"{self.name}/{file}")
 
