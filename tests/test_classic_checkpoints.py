@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from classic_net import among, net, numbers, weights
+from lockstep.checkpoint.choose import choose
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.storage import Checkpoint
 from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.classic import AMPConfig, AMPTrainer, DistributedAMPTrainer, checkpoints
 from lockstep.errors import UserError
@@ -50,7 +50,7 @@ def wait(what: str) -> None:
 def test_a_machine_verifies_the_bytes_on_its_own_disk(tmp_path: Path) -> None:
     trainer = AMPTrainer(net(), FP32)
     trainer.training_step(numbers(8))
-    checkpoint = Checkpoint.at(Path(trainer.save_checkpoint(tmp_path)))
+    checkpoint = choose(Path(trainer.save_checkpoint(tmp_path)))
     manifest, _ = verify_checkpoint(checkpoint)
     choice = {"checkpoint": checkpoint.name, "digest": manifest.digest, "folder": str(tmp_path)}
     alone_there = World(rank=1, size=2, local_rank=0, local_size=1)

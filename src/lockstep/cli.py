@@ -498,7 +498,7 @@ def _allow_store(options: argparse.Namespace) -> None:
 
 
 def _export_hf(options: argparse.Namespace) -> str:
-    from lockstep.checkpoint.export import choose
+    from lockstep.checkpoint.choose import choose
     from lockstep.hf.export import ExportOptions, export
 
     checkpoint = choose(options.path, options.step, options.best)

@@ -14,18 +14,13 @@ from pathlib import Path
 
 from rich.filesize import decimal as size_text
 
-from lockstep.checkpoint.export import (
-    choose,
-    export_weights,
-    retention_of,
-    run_folder_of,
-    storage_of,
-)
+from lockstep.checkpoint.choose import checkpoints_at, choose, retention_of, run_folder_of, storage_of
+from lockstep.checkpoint.export import export_weights
 from lockstep.checkpoint.manifest import InvalidCheckpoint, Manifest
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics, read_metrics
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, steps_to_delete
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, checkpoints_at, committed, delete_checkpoint
+from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, delete_checkpoint
 from lockstep.checkpoint.verify import check_size, verify_checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.launch.folder.checkpoint_names import folder_name, is_half_deleted, is_set_aside, step_in

@@ -1,24 +1,18 @@
-"""The weights of a checkpoint, for other programs: which checkpoint is meant, and its tensors without the optimizers'.
+"""The weights of a checkpoint, for other programs: its tensors without those of the optimizers.
 
-`lockstep ckpt export`, `lockstep evaluate`, the end of a run and the export for Hugging Face use this. Only what reads
-tensors imports torch, when it is called.
+`lockstep ckpt export`, the end of a run and the export for Hugging Face use this. It imports torch only when it is
+called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.checkpoint.manifest import EMA, MODEL, InvalidCheckpoint
-from lockstep.checkpoint.manifest_reader import read_manifest
-from lockstep.checkpoint.metrics import CheckpointMetrics
-from lockstep.checkpoint.retention import Retention, best_checkpoint
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, checkpoints_at, committed
+from lockstep.checkpoint.storage import Checkpoint
 from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
-from lockstep.launch.folder.paths import read_path
 
 # `export` writes the tensors whose names begin with this.
 _PREFIX = f"{MODEL}."
@@ -104,71 +98,3 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> Weights:
         ) from None
 
     return Weights(tensors, aliases, manifest.frozen_digests)
-
-
-def choose(path: Path, step: int | None = None, best: bool = False) -> Checkpoint:
-    """Return the checkpoint at `path`. If `path` is a run, return its checkpoint of `step`, its best, or its newest."""
-    if best:
-        return _best(path)
-
-    storage, name = checkpoints_at(path)
-    if name is not None and step is None:
-        return Checkpoint(storage, name)
-
-    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(storage_of(path))}
-    if not checkpoints:
-        raise UserError(f"{path} has no committed checkpoint", "", "choose another run folder")
-
-    chosen = max(checkpoints) if step is None else step
-    if chosen not in checkpoints:
-        steps = ", ".join(map(str, sorted(checkpoints)))
-        raise UserError(f"{path} has no checkpoint of step {step}", f"it has steps {steps}", "use one of them")
-
-    return checkpoints[chosen]
-
-
-def _best(path: Path) -> Checkpoint:
-    """Return the best checkpoint of the run at `path`, by its setting `checkpoint.best`."""
-    storage = storage_of(path)
-    try:
-        best = best_checkpoint(CheckpointMetrics(storage), retention_of(committed(storage)))
-    except OSError as error:
-        raise UserError(
-            f"the checkpoints of {path} cannot be compared now",
-            str(error),
-            "try again, or choose one by its step: lockstep ckpt ls RUN",
-        ) from None
-
-    if best is None:
-        raise UserError(
-            f"{path} has no best checkpoint",
-            "its newest checkpoint was saved without checkpoint.best, or none has an evaluation",
-            "choose one by its step: lockstep ckpt ls RUN",
-        )
-
-    return best.checkpoint
-
-
-def retention_of(checkpoints: Sequence[Checkpoint]) -> Retention:
-    """Return the rule of a run, except `keep`, as the settings in its newest checkpoint with a valid manifest say."""
-    for checkpoint in checkpoints:
-        with suppress(InvalidCheckpoint):
-            return Retention.from_saved(read_manifest(checkpoint).settings)
-
-    return Retention()
-
-
-def storage_of(path: Path) -> CheckpointStorage:
-    """Return the storage of the checkpoints of the run at `path`. Raises a UserError."""
-    storage, name = checkpoints_at(path)
-    if name is None and storage.root.is_dir():
-        return storage
-
-    why = "has no folder checkpoints" if path.is_dir() else "does not exist"
-    raise UserError(f"{path} {why}", "", "give the folder of a run, such as runs/char_lm-...")
-
-
-def run_folder_of(path: Path) -> Path:
-    """Return the folder of the run to which `path` belongs; for a checkpoint elsewhere, that above its folder."""
-    meant = read_path(path)
-    return meant.run or meant.checkpoints.absolute().parent

@@ -11,11 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.choose import checkpoints_at
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.search import wait_for_newest_valid
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.state.saved_values import check_run_values
-from lockstep.checkpoint.storage import CheckpointStorage, checkpoints_at, set_aside, set_aside_after
+from lockstep.checkpoint.storage import CheckpointStorage, set_aside, set_aside_after
 from lockstep.checkpoint.storage.together import retry_on_rank0
 from lockstep.config import RunConfig
 from lockstep.config.changes import Change, config_changes

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lockstep.checkpoint.choose import checkpoints_at
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
@@ -28,7 +29,6 @@ from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage import (
     Checkpoint,
     CheckpointStorage,
-    checkpoints_at,
     claim,
     delete_leftovers,
     owner_of,

@@ -29,6 +29,11 @@ def as_storage(place: Path | CheckpointStorage) -> CheckpointStorage:
     return CheckpointStorage(place) if isinstance(place, Path) else place
 
 
+def at(path: Path) -> Checkpoint:
+    """Return the checkpoint in this folder."""
+    return Checkpoint(CheckpointStorage(path.parent), path.name)
+
+
 def state(step: int) -> dict[str, torch.Tensor]:
     """Return the tensors of a run at this step: their values differ from step to step."""
     return {

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import commit, state
+from checkpoints import at, commit, state
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
 from lockstep.checkpoint import command
 from lockstep.checkpoint.export import export_weights
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, set_aside
+from lockstep.checkpoint.storage import CheckpointStorage, committed, set_aside
 from lockstep.cli import main
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import file_name
@@ -103,7 +103,17 @@ def test_a_checkpoint_of_another_version_is_named_and_stays(run, capsys, tmp_pat
     assert "step-00000015 was written by another version of Lockstep and stays" in text
     assert "deleted step-00000005" in text
     with pytest.raises(UserError, match="was written by another version of Lockstep and cannot be exported"):
-        export_weights(Checkpoint.at(checkpoint), tmp_path)
+        export_weights(at(checkpoint), tmp_path)
+
+
+def test_a_step_of_one_checkpoint_is_refused(run, capsys):
+    one = run / "checkpoints" / "step-00000010"
+    for options in (["--step", "5"], ["--best"]):
+        code, text = lockstep(capsys, "ckpt", "export", one, *options)
+        assert code == 2
+        assert f"{one} is not a run, so it has no steps to choose from" in text
+
+    assert f"{one} is one checkpoint, and not a run" in lockstep(capsys, "ckpt", "ls", one)[1]
 
 
 def test_verify_names_every_bad_file_and_fails(run, capsys):

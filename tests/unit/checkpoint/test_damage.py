@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from checkpoints import alone, commit, load, same, state, together
+from checkpoints import alone, at, commit, load, same, state, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -136,7 +136,7 @@ def test_a_copy_under_the_name_of_a_later_step_is_not_the_newest(root):
 
     # A name that is no step's claims nothing.
     shutil.copytree(root / "step-00000010", root / "the one I like")
-    assert read_manifest(Checkpoint.at(root / "the one I like")).step == 10
+    assert read_manifest(at(root / "the one I like")).step == 10
 
 
 @pytest.mark.parametrize("how", ["a pipe", "endless", "huge"])
@@ -390,7 +390,7 @@ def test_an_old_listing_of_the_folder_is_looked_at_again(root, monkeypatch, stal
 
 def test_ranks_that_read_different_manifests_are_told(root, tmp_path):
     other = shutil.copytree(root, tmp_path / "other")
-    manifest = read_manifest(Checkpoint.at(other / "step-00000020"))
+    manifest = read_manifest(at(other / "step-00000020"))
     manifest.values["list"].append(1)
     (other / "step-00000020" / "manifest.json").write_bytes(encode(manifest))
     answers = together(2, lambda rank, gather: newest_valid(CheckpointStorage([root, other][rank]), rank, 2, gather))
@@ -429,7 +429,7 @@ def test_any_edit_is_noticed_or_changes_nothing(pristine, tmp_path_factory, file
         assert json.loads(path.read_bytes())["format"] != FORMAT
     elif found.manifest.step == 20:
         assert same({k: v for k, v in loaded.items() if k != "t"}, state(20))
-        assert repr(found.manifest) == repr(read_manifest(Checkpoint.at(pristine / "step-00000020")))
+        assert repr(found.manifest) == repr(read_manifest(at(pristine / "step-00000020")))
     else:
         assert found.skipped[0].file == file
         assert same(loaded, state(10))
@@ -471,7 +471,7 @@ def surgery(data: st.DataObject, document: dict) -> None:
 
 
 def read_everything(folder: Path) -> dict[str, torch.Tensor] | Damaged:
-    checkpoint = Checkpoint.at(folder)
+    checkpoint = at(folder)
     try:
         manifest = read_manifest(checkpoint)
         if found := find_problems(checkpoint, manifest, manifest.files):
@@ -556,7 +556,7 @@ def test_each_lie_of_a_manifest_is_named(pristine, change, why):
     text = json.dumps(document["content"], sort_keys=True, separators=(",", ":"))
     document["digest"] = xxhash.xxh3_128(text.encode()).hexdigest()
     with pytest.raises(Damaged, match=why):
-        decode(json.dumps(document).encode(), Checkpoint.at(pristine))
+        decode(json.dumps(document).encode(), at(pristine))
 
 
 @pytest.mark.parametrize(
@@ -572,11 +572,11 @@ def test_each_lie_of_a_manifest_is_named(pristine, change, why):
 )
 def test_what_is_no_manifest_is_damaged(tmp_path, text, why):
     with pytest.raises(Damaged, match=why):
-        decode(text, Checkpoint.at(tmp_path))
+        decode(text, at(tmp_path))
 
 
 def test_a_file_with_another_dtype_than_the_manifest_says_is_a_problem_before_anything_is_read(root):
-    checkpoint = Checkpoint.at(root / "step-00000020")
+    checkpoint = at(root / "step-00000020")
     manifest = read_manifest(checkpoint)
     entry = manifest.tensors["model.weight"]
     manifest.tensors["model.weight"] = replace(entry, dtype="I32")
@@ -595,12 +595,12 @@ def of_pieces(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[i
 def test_the_pieces_of_a_tensor_are_a_grid(tmp_path):
     side = 40
     whole = of_pieces((2 * side, side), [((2 * row, column), (2, 1)) for row in range(side) for column in range(side)])
-    assert decode(encode(whole), Checkpoint.at(tmp_path)) == whole
+    assert decode(encode(whole), at(tmp_path)) == whole
 
     # Every row is cut in another place, which no way of sharding does.
     rows = [((row, start), (1, size)) for row in range(30) for start, size in ((0, row + 1), (row + 1, 39 - row))]
     with pytest.raises(Damaged, match="the pieces of tensor 'x' are not a grid"):
-        decode(encode(of_pieces((30, 40), rows)), Checkpoint.at(tmp_path))
+        decode(encode(of_pieces((30, 40), rows)), at(tmp_path))
 
 
 def test_a_manifest_is_written_in_one_fixed_way(pristine):
@@ -611,7 +611,7 @@ def test_a_manifest_is_written_in_one_fixed_way(pristine):
 
 def test_a_file_that_changes_after_it_was_verified_is_noticed_by_the_reader(root):
     path = root / "step-00000020"
-    reader = CheckpointReader(Checkpoint.at(path), read_manifest(Checkpoint.at(path)))
+    reader = CheckpointReader(at(path), read_manifest(at(path)))
     os.truncate(path / file_name(0), (path / file_name(0)).stat().st_size - 8)
     with pytest.raises(Damaged, match=file_name(0)):
         [reader.read(name) for name in reader.names()]

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from checkpoints import at
 
 from lockstep.checkpoint import command, manifest_reader
 from lockstep.checkpoint.format import FileLayout, arrange
@@ -19,7 +20,7 @@ from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Save, Saver
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim
+from lockstep.checkpoint.storage import CheckpointStorage, claim
 from lockstep.launch.folder.checkpoint_names import draft_name, file_name
 from lockstep.runtime.layout import LocalShard
 
@@ -101,6 +102,6 @@ def test_a_manifest_of_1024_ranks_and_2200_sharded_tensors_can_be_read(tmp_path:
         return manifest, encode(manifest)
 
     manifest, data = encoded(4)
-    assert manifest_reader.decode(data, Checkpoint.at(tmp_path)) == manifest
+    assert manifest_reader.decode(data, at(tmp_path)) == manifest
     bytes_per_tensor = (len(data) - len(encoded(2)[1])) / 2
     assert 2 * 2200 * bytes_per_tensor < manifest_reader._MAX_MANIFEST_BYTES

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from checkpoints import together
+from checkpoints import at, together
 from memory_store import MemoryStore
 from safetensors.torch import load_file
 from torch import nn
@@ -33,7 +33,7 @@ from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.saved_values import check_state
 from lockstep.checkpoint.state.stateful import RegisteredState
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
+from lockstep.checkpoint.storage import CheckpointStorage, committed
 from lockstep.checkpoint.storage import together as together_module
 from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.config import flatten, resolve
@@ -165,7 +165,7 @@ def test_a_rewind_forgets_evaluations_of_the_steps_that_it_undoes(tmp_path: Path
                 run.save()
 
     assert found == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7]
-    saved = Checkpoint.at(tmp_path / "checkpoints" / "step-00000006")
+    saved = at(tmp_path / "checkpoints" / "step-00000006")
     assert read_manifest(saved).metrics == {}
 
 
@@ -199,7 +199,7 @@ def test_a_setting_that_the_checkpoint_lacks_is_shown_as_its_default():
 def test_the_state_of_the_loop_in_a_checkpoint_of_another_version(tmp_path: Path, loop: Any) -> None:
     """A value that it lacks gets its default, and one that this version does not have is ignored."""
     lockstep.fit(Dropped(), run_dir=tmp_path)
-    checkpoint = Checkpoint.at(tmp_path / "checkpoints" / "step-00000012")
+    checkpoint = at(tmp_path / "checkpoints" / "step-00000012")
     manifest = read_manifest(checkpoint)
     del manifest.values["loop"]
     manifest.values.update({"loop": loop} if loop else {})
@@ -299,7 +299,7 @@ def test_a_long_verification_and_a_long_restore_are_no_hang(
     monkeypatch.setattr(f"lockstep.checkpoint.{module}.CHUNK", 16)
     lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=7)
 
-    manifest = read_manifest(Checkpoint.at(tmp_path / "checkpoints" / "step-00000006"))
+    manifest = read_manifest(at(tmp_path / "checkpoints" / "step-00000006"))
     sizes = {
         "verify": [file.size for file in manifest.files],
         "reader": [entry.bytes for entry in manifest.tensors.values()],
@@ -879,7 +879,7 @@ def test_a_storage_that_cannot_be_claimed_is_an_error_on_all_ranks(tmp_path: Pat
 @pytest.mark.parametrize("missing", ["state", "config", "world", "plan"])
 def test_a_checkpoint_that_lacks_a_value_is_refused_in_words(tmp_path: Path, missing: str) -> None:
     lockstep.fit(Dropped(), run_dir=tmp_path)
-    checkpoint = Checkpoint.at(tmp_path / "checkpoints" / "step-00000012")
+    checkpoint = at(tmp_path / "checkpoints" / "step-00000012")
     manifest = read_manifest(checkpoint)
     del manifest.values[missing]
     checkpoint.storage.replace(f"{checkpoint.name}/{MANIFEST}", encode(manifest))
@@ -931,7 +931,7 @@ def replace_value(values: Any, place: str, new: Any) -> None:
 def test_values_that_no_run_saves_are_refused_in_words(tmp_path: Path, place: str, new: Any, problem: str) -> None:
     """They were a KeyError, a TypeError or an AttributeError, some of them when the model was restored."""
     lockstep.fit(Dropped(), run_dir=tmp_path)
-    checkpoint = Checkpoint.at(tmp_path / "checkpoints" / "step-00000012")
+    checkpoint = at(tmp_path / "checkpoints" / "step-00000012")
     manifest = read_manifest(checkpoint)
     replace_value(manifest.values, place, new)
     checkpoint.storage.replace(f"{checkpoint.name}/{MANIFEST}", encode(manifest))

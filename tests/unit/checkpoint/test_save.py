@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import TOKEN, commit, end, is_committed, load, same, savers, shard, state, values_of
+from checkpoints import TOKEN, at, commit, end, is_committed, load, same, savers, shard, state, values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.filesize import decimal
@@ -273,7 +273,7 @@ def test_any_slice_can_be_read_whatever_the_pieces(tmp_path_factory, data):
         offset = tuple(low if a == axis else 0 for a in range(len(shape)))
         saver.start(1, Contents({"x": LocalShard(whole.narrow(axis, low, high - low), shape, offset)}))
     assert is_committed(team[0].take_ended()[0])
-    checkpoint = Checkpoint.at(root / "step-00000001")
+    checkpoint = at(root / "step-00000001")
     corners = [sorted(data.draw(st.tuples(*[st.integers(0, length)] * 2))) for length in shape]
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
     part = reader.read_slice("x", [low for low, _ in corners], [high - low for low, high in corners])

@@ -130,11 +130,6 @@ def test_free_bytes_of_a_folder_that_is_not_there_yet(tmp_path):
     assert missing.folders() == []
 
 
-def test_a_checkpoint_is_found_from_inside_its_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(commit(tmp_path, 3).path)
-    assert Checkpoint.at(Path()).step == 3
-
-
 # ---- bytes on their way to the disk ----
 
 

@@ -19,10 +19,10 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from lockstep.checkpoint.choose import checkpoints_at
 from lockstep.checkpoint.manifest import DTYPES, MODEL
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.search import wait_for_newest_valid
-from lockstep.checkpoint.storage import checkpoints_at
 from lockstep.errors import UserError
 from lockstep.launch.folder.paths import read_path
 from lockstep.launch.folder.run_dir import holds_a_run

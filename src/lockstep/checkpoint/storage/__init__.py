@@ -6,7 +6,7 @@ is the handle of one checkpoint, and `rules` says how one is committed, set asid
 act alike if the folder is away. Nothing here imports torch, so that `lockstep ckpt ls` starts fast.
 """
 
-from lockstep.checkpoint.storage.checkpoint import Checkpoint, checkpoints_at
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
 from lockstep.checkpoint.storage.rules import (
     claim,
@@ -27,7 +27,6 @@ __all__ = [
     "Checkpoint",
     "CheckpointStorage",
     "NotDurable",
-    "checkpoints_at",
     "claim",
     "commit_draft",
     "committed",
