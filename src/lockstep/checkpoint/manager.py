@@ -3,17 +3,17 @@
     resume                               before the first step
     ensure_rewind_checkpoint             before the first step: a policy that rewinds needs a checkpoint of the start
     prepare                              after the first step, so that the first save is as short as the others
-    poll_save                            after each step: did the save in flight fail on this rank?
+    pending.poll                         after each step: did the save in flight fail on this rank?
     save_due, due_by_clock               after each step: is a save due?
-    add_metrics, is_new_best             after an evaluation
+    pending.add_metrics, is_new_best     after an evaluation
     save                                 between two steps
-    abort_if_failed                      when the control word says that a rank failed to write its file
+    pending.abort_if_failed              when the control word says that a rank failed to write its file
     rewind                               when a step was not applied and the policy is rewind
-    settle                               at the end, and before the next save or a rewind
-    best, last_location, close           after that
+    pending.settle                       at the end, and before the next save or a rewind
+    best, last_location, pending.close   after that
 
 `RunState.contents` collects what a rank writes, `saving` writes it, and `resume.py` loads a checkpoint. All ranks call
-these methods at the same step.
+these methods at the same step. `pending` is the save in flight (`PendingSave`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.resume import Resumed, Resumer
 from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint
 from lockstep.checkpoint.saving.context import SaveContext
-from lockstep.checkpoint.saving.pending import PendingSave, Settled
+from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim, delete_leftovers, update_latest
@@ -87,7 +87,7 @@ class CheckpointManager:
             on_commit=folder.end_going_back,
         )
         self._saver = Saver(self._context, settings.asynchronous)
-        self._pending = PendingSave(self._saver, self._context, runtime, log_event, folder.as_shown)
+        self.pending = PendingSave(self._saver, self._context, runtime, log_event, folder.as_shown)
         self._resumer = Resumer(storage, state, config, runtime, log_event, fixed_settings)
 
         # When a checkpoint was last saved or loaded, or else the run began.
@@ -169,7 +169,7 @@ class CheckpointManager:
         resumed = self._resumer.load(reader)
 
         # If it was another run's, a later attempt must load it again, until this run has saved one of its own.
-        self._pending.last_committed = resumed.steps_done if resumed.is_own else None
+        self.pending.last_committed = resumed.steps_done if resumed.is_own else None
         self._last_time = time.monotonic()
 
         if self.runtime.is_main and resumed.is_own:
@@ -200,12 +200,12 @@ class CheckpointManager:
             return
 
         self._check_can_skip(policy)
-        if self._pending.last_committed is not None:
+        if self.pending.last_committed is not None:
             return
 
         # The run goes back to this checkpoint if a step before the next save is not applied.
         save()
-        if self.settle() == "aborted":
+        if self.pending.settle():
             raise UserError(
                 f"{policy}=rewind needs a checkpoint of the start, which could not be written",
                 "",
@@ -228,7 +228,7 @@ class CheckpointManager:
         `span`: their positions in the order of the data, as (start, stop).
         """
         # The save in flight may become the last checkpoint.
-        self.settle()
+        self.pending.settle()
 
         reader = self._resumer.find_newest()
         if reader is None:
@@ -274,7 +274,7 @@ class CheckpointManager:
 
         The same state is not saved twice, unless its first save was aborted.
         """
-        if self._pending.has_step(steps_done):
+        if self.pending.has_step(steps_done):
             return False
 
         every = self.config.checkpoint.every
@@ -288,7 +288,7 @@ class CheckpointManager:
 
         minutes = self.config.checkpoint.minutes
         is_time = minutes is not None and time.monotonic() - self._last_time > 60 * minutes
-        return is_time or self._pending.retry_due()
+        return is_time or self.pending.retry_due()
 
     def is_new_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether these metrics are better than those of all checkpoints by `checkpoint.best`. Collective.
@@ -313,7 +313,7 @@ class CheckpointManager:
         except OSError:
             return None
 
-        in_flight = self._pending.save
+        in_flight = self.pending.save
         all_metrics = [*saved.values(), in_flight.metrics] if in_flight else saved.values()
         scores = [self._retention.score(metrics) for metrics in all_metrics]
         return max((score for score in scores if score is not None), default=-math.inf)
@@ -330,32 +330,16 @@ class CheckpointManager:
         `metrics` are saved with the checkpoint; `checkpoint.best` compares them. Python's and numpy's generators get a
         new seed (`reseed_at`).
         """
-        self.settle()
+        self.pending.settle()
         with self.runtime.heartbeat.visit("snapshot", steps_done):
             contents = self.state.contents(self.runtime, self.log_event, self._run_values(plan, metrics))
-            save = self._pending.start(steps_done, contents)
+            save = self.pending.start(steps_done, contents)
 
         # The next update changes the optimizers' state, which may still be copied.
         self.update.before_next_update(save.wait_for_copy)
 
         self._last_time = time.monotonic()
         reseed_at(self.config.seed, steps_done)
-
-    def poll_save(self) -> bool:
-        """Follow up a save that is committed by now. Return whether it failed on this rank, for the control word."""
-        return self._pending.poll()
-
-    def abort_if_failed(self) -> None:
-        """Abort the save in flight on all ranks if it failed on any of them. Collective."""
-        self._pending.abort_if_failed()
-
-    def settle(self) -> Settled:
-        """Wait until the save in flight is committed, or aborted on all ranks. Collective."""
-        return self._pending.settle()
-
-    def add_metrics(self, steps_done: int, metrics: Mapping[str, float]) -> bool:
-        """Add the metrics of an evaluation to the checkpoint of this step. Return False if there is none yet. Local."""
-        return self._pending.add_metrics(steps_done, metrics)
 
     def _run_values(self, plan: Plan, metrics: dict[str, float]) -> dict[str, Any]:
         """Return what the manifest says about the run besides its state: settings, plan, versions, metrics."""
@@ -376,9 +360,5 @@ class CheckpointManager:
 
     def last_location(self) -> str | None:
         """Return where the last committed checkpoint of this run is; None if there is none. Local."""
-        step = self._pending.last_committed
+        step = self.pending.last_committed
         return None if step is None else str(Checkpoint.of(self.storage, step).path)
-
-    def close(self, timeout: float = 0.0) -> None:
-        """End the saves. One that is being written gets `timeout` seconds to finish. Local."""
-        self._pending.close(timeout)

@@ -27,7 +27,7 @@ from lockstep.checkpoint.manifest import encode
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.saving import pending as pending_module
 from lockstep.checkpoint.saving.outcome import SaveFailed
-from lockstep.checkpoint.saving.pending import PendingSave, Settled
+from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy
 from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.state.model_state import ModelState
@@ -89,11 +89,11 @@ def test_a_preempted_run_names_its_checkpoint_without_listing_the_others(
 
     settle = PendingSave.settle
 
-    def settle_and_unmount(self: PendingSave) -> Settled:
-        settled = settle(self)
+    def settle_and_unmount(self: PendingSave) -> bool:
+        was_aborted = settle(self)
         if committed(self._context.storage):
             monkeypatch.setattr(CheckpointStorage, "folders", stale)
-        return settled
+        return was_aborted
 
     monkeypatch.setattr(PendingSave, "settle", settle_and_unmount)
     with fail_at(how="term", step=4), pytest.raises(Preempted) as preempted:
@@ -390,11 +390,11 @@ def test_a_save_is_aborted_for_the_reason_of_the_rank_where_it_arose(
     lockstep.fit(Dropped(), run_dir=tmp_path / "run")
     [only] = managers
     reasons: list[str] = []
-    only._pending._log_event = lambda event, reason: reasons.append(reason)
+    only.pending._log_event = lambda event, reason: reasons.append(reason)
     for answers in (failures, [repeated, failures[1]], [repeated, none]):
-        monkeypatch.setattr(only._pending, "save", SimpleNamespace(steps_done=12, outcome=None, abort=str))
+        monkeypatch.setattr(only.pending, "save", SimpleNamespace(steps_done=12, outcome=None, abort=str))
         monkeypatch.setattr(only.runtime.collectives, "gather_json", lambda _, answers=answers: answers)
-        assert only._pending.abort_if_failed()
+        assert only.pending.abort_if_failed()
     assert [reason.partition("WRITTEN: ")[2].partition(". Training")[0] for reason in reasons] == [
         "rank 0: rank 2 wrote 8 bytes, but its file has 4; rank 1: no space left",
         "rank 1: no space left",

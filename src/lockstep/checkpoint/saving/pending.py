@@ -14,7 +14,6 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
 
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveError, SaveFailed
@@ -29,9 +28,6 @@ MIB = 2**20
 # with room again must not wait for hours.
 RETRY_S = 30.0
 MAX_RETRY_S = 1800.0
-
-# How a save in flight has ended on all ranks. If none was in flight, the last one may have been aborted earlier.
-Settled = Literal["no save", "committed", "aborted"]
 
 
 class PendingSave:
@@ -116,27 +112,27 @@ class PendingSave:
         self._follow_commit(self.save)
         return isinstance(self.save.outcome, SaveFailed)
 
-    def settle(self) -> Settled:
-        """Wait until the save in flight is committed, or aborted on all ranks. Return which of the two."""
+    def settle(self) -> bool:
+        """Wait until the save in flight, if there is one, is committed, or aborted. Return whether it was aborted."""
         if self.save is None:
-            return "no save"
+            return False
 
         with self._runtime.heartbeat.visit("commit"):
             # First compare the files of all ranks; otherwise rank 0 would wait for the file of a rank that failed.
             self.save.wait_for_file()
             if self.abort_if_failed():
-                return "aborted"
+                return True
 
             # All files are written. Wait for the commit, which may still fail on rank 0.
             self.save.wait()
             self._follow_commit(self.save)
             if self.abort_if_failed():
-                return "aborted"
+                return True
 
         self.last_committed = self.save.steps_done
         self.save = None
         self._failures = 0
-        return "committed"
+        return False
 
     def abort_if_failed(self) -> bool:
         """Abort the save on all ranks if it failed on any of them. Return whether it was aborted.
@@ -181,7 +177,7 @@ class PendingSave:
 
         return f"the last good one is {newest[0].name}" if newest else "there is no checkpoint yet"
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float = 0.0) -> None:
         """Give the save `timeout` seconds to end, then abort it. No save may follow."""
         if self.save is not None and self.save.wait(timeout):
             self._follow_commit(self.save)

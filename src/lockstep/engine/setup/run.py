@@ -245,7 +245,7 @@ def _open_checkpoints(
     )
 
     # Let a save in flight finish: it may be the only checkpoint of a run that fails.
-    builder.on_failure(checkpoints.close, timeout=LAST_SAVE_S)
+    builder.on_failure(checkpoints.pending.close, timeout=LAST_SAVE_S)
 
     return checkpoints
 
