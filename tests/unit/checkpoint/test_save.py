@@ -426,7 +426,7 @@ def test_a_file_that_rank_0_does_not_find_is_no_folder_that_is_gone(storage):
     storage.delete(f"{uncommitted}/{file_name(1)}")
     team[0].start(1, Contents(shard(state(1), 0, 2)))
     [report] = team[0].take_ended()
-    assert report.outcome.reason.startswith("FileNotFoundError")
+    assert report.outcome.reason == f"{uncommitted}/{file_name(1)}: missing"
     assert not report.outcome.caused_elsewhere
 
 

@@ -41,6 +41,7 @@ from lockstep.checkpoint.storage import (
     finish_deletions,
     update_latest,
 )
+from lockstep.checkpoint.verify import check_size
 from lockstep.errors import listed_ranks
 from lockstep.launch.folder.checkpoint_names import folder_name
 
@@ -53,7 +54,8 @@ def commit(draft: Draft, abort: AbortRequest, aliases: Mapping[str, str], values
     encoded = encode(manifest)
 
     # Check that the manifest can be loaded.
-    decode(encoded, Checkpoint(storage, draft.name))
+    uncommitted = Checkpoint(storage, draft.name)
+    decode(encoded, uncommitted)
 
     storage.write(draft.manifest, [memoryview(encoded)])
 
@@ -62,7 +64,9 @@ def commit(draft: Draft, abort: AbortRequest, aliases: Mapping[str, str], values
     draft.delete_confirmations()
     faults.fire("rename", draft.steps_done)
 
-    _check_files(draft, manifest)
+    # On a shared file system, a file that another machine wrote may not be visible yet, or may be lost.
+    for file in manifest.files:
+        check_size(uncommitted, file)
 
     # As late as possible: nothing that another attempt has written may be renamed.
     context.check_owner()
@@ -147,19 +151,6 @@ def _manifest(
         aliases=dict(aliases),
         values=dict(values),
     )
-
-
-def _check_files(draft: Draft, manifest: Manifest) -> None:
-    """Raise SaveError if the file of a rank has another size than that rank wrote, and OSError if it is missing.
-
-    On a shared file system, a file that another machine wrote may not be visible yet, or may be lost.
-    """
-    for rank, written in enumerate(manifest.files):
-        with draft.storage.open(draft.file(rank)) as file:
-            size = file.seek(0, 2)
-
-        if size != written.size:
-            raise SaveError(f"rank {rank} wrote {written.size:,} bytes, but its file has {size:,}")
 
 
 # ---- after the commit ----

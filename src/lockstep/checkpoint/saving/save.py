@@ -307,14 +307,14 @@ class Save:
             case SaveError():
                 return SaveFailed(str(error), error.caused_elsewhere)
 
-            case InvalidCheckpoint():
-                return SaveFailed(str(error))
-
-            case FileNotFoundError() | FileExistsError() if self.draft.is_gone():
+            case FileNotFoundError() | FileExistsError() | InvalidCheckpoint() if self.draft.is_gone():
                 # Rank 0 deletes the folder of a failed save, and a new attempt deletes the folders of all others.
                 # (`mkdir` may raise FileExistsError if a folder is deleted at that moment.)
                 why = "rank 0 has aborted the save, or another attempt has taken over: the uncommitted folder is gone"
                 return SaveFailed(why, caused_elsewhere=True)
+
+            case InvalidCheckpoint():
+                return SaveFailed(str(error))
 
             case OSError(errno=errno.ENOSPC | errno.EDQUOT):
                 # The disk is full, or the user's quota is exhausted.
