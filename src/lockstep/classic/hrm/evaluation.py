@@ -108,14 +108,14 @@ def evaluate_checkpoint(checkpoint: Path, save_outputs: bool = False, **settings
 
 def _find_checkpoint(checkpoint: Path) -> tuple[Path, Path, int]:
     """Return the run folder, the checkpoint to load, and its step."""
-    chosen = choose(checkpoint)
     run = run_folder_of(checkpoint)
+    chosen = choose(checkpoint) if (run / "config.yaml").exists() else None
 
     # One that was set aside has no step.
-    if step_in(chosen.name) is None or not (run / "config.yaml").exists():
+    if chosen is None or step_in(chosen.name) is None:
         raise UserError(
             f"checkpoint={checkpoint} is not a run with a checkpoint",
-            "",
+            "" if checkpoint.exists() else "no such folder",
             "set checkpoint=RUN or checkpoint=RUN/checkpoints/step-NNNNNNNN, where RUN is the folder of a run",
         )
 
