@@ -9,14 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.checkpoint.manifest import EMA, MODEL, InvalidCheckpoint
+from lockstep.checkpoint.manifest import InvalidCheckpoint, average_name, weight_name
 from lockstep.checkpoint.storage import Checkpoint
 from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
-
-# `export` writes the tensors whose names begin with this.
-_PREFIX = f"{MODEL}."
-_AVERAGE = f"{EMA}."  # with --ema, those that begin with this take the place of the model's, where there are any
 
 
 class Weights(NamedTuple):
@@ -39,7 +35,7 @@ def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path
     if not weights.tensors:
         raise UserError(
             f"the checkpoint {checkpoint.path} has no weights to export",
-            f"no tensor whose name begins with {_PREFIX!r}",
+            f"no tensor whose name begins with {weight_name('')!r}",
             "list its tensors: lockstep ckpt show CKPT",
         )
 
@@ -68,7 +64,10 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> Weights:
 
         reader = CheckpointReader(checkpoint, manifest)
 
-        averages = {name.removeprefix(_AVERAGE) for name in reader.names() if name.startswith(_AVERAGE)}
+        # By their names in the checkpoint, the names that the model has for its tensors.
+        weights = {weight_name(name): name for name in reader.weight_names()}
+
+        averages = {name for name in weights.values() if average_name(name) in manifest.tensors}
         if ema and not averages:
             raise UserError(
                 f"the checkpoint {checkpoint.path} has no averages of the weights",
@@ -78,15 +77,13 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> Weights:
 
         # Parameters and buffers. Those without an average are read from the model's tensors.
         with reader.keeping_open():
-            for full_name in [name for name in reader.names() if name.startswith(_PREFIX)]:
-                name = full_name.removeprefix(_PREFIX)
-                original = reader.original(full_name)
-
+            for saved_name, name in weights.items():
                 # If a tensor is tied to a tensor outside the model, it is written itself.
-                if original != full_name and original.startswith(_PREFIX):
-                    aliases[name] = original.removeprefix(_PREFIX)
+                first = weights.get(reader.original(saved_name), name)
+                if first != name:
+                    aliases[name] = first
                 else:
-                    tensors[name] = reader.read(f"{_AVERAGE}{name}" if ema and name in averages else full_name)
+                    tensors[name] = reader.read(average_name(name) if ema and name in averages else saved_name)
     except InvalidCheckpoint as problem:
         if not checkpoint.exists():
             raise deleted(checkpoint) from None

@@ -38,6 +38,16 @@ MODEL = "model"
 EMA = "ema"
 
 
+def weight_name(name: str) -> str:
+    """Return the name that a tensor of the model has in a checkpoint."""
+    return f"{MODEL}.{name}"
+
+
+def average_name(name: str) -> str:
+    """Return the name that the average of a parameter has in a checkpoint."""
+    return f"{EMA}.{name}"
+
+
 class Dtype(NamedTuple):
     """A dtype, as torch and files know it."""
 
