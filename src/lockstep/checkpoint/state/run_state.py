@@ -13,7 +13,7 @@ Nothing in it depends on the number of ranks: a checkpoint can be resumed on any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -73,8 +73,8 @@ class RunState:
         *,
         keep_frozen: bool,
         frozen_advice: str = Task.frozen_advice,
-        holders: Mapping[str, tuple[int, ...]] | None = None,
-        rank: int = 0,
+        held_elsewhere: Collection[str] = (),
+        same_parameters: bool = True,
         duplicates: frozenset[str] = frozenset(),
         on_any_rank: Callable[[bool], bool] = bool,
     ):
@@ -83,7 +83,8 @@ class RunState:
         `registered`: the task, objects that the user's loop registered, and others, but not the data source.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
         `frozen_advice`: see `Task`.
-        `holders`: the ranks that hold a parameter, for parameters that not all ranks hold.
+        `held_elsewhere`: the names of parameters that the model of this rank has, but that other ranks hold.
+        `same_parameters`: whether this is so on no rank.
         `duplicates`: see `RankRole.duplicates`.
         `on_any_rank`: returns whether a value is true on any rank, for digests of sharded parameters. Collective.
         """
@@ -101,10 +102,8 @@ class RunState:
         self._saved_loop: JsonDict | None = None
 
         # Whether all ranks capture the same JSON state and the same replicated tensors. Shards may still differ.
-        self._same_on_all_ranks = not (optimizers.sharded or holders)
+        self._same_on_all_ranks = same_parameters and not optimizers.sharded
 
-        # In a pipeline, the model of a rank has the names of all parameters, but only the tensors of its stage.
-        held_elsewhere = {name for name, ranks in (holders or {}).items() if rank not in ranks}
         self._device = next(model.parameters()).device
         self._model_state = ModelState(model, optimizers, held_elsewhere, keep_frozen, on_any_rank)
         self._optimizer_states = OptimizerStates(model, optimizers, held_elsewhere)

@@ -138,7 +138,7 @@ class RunBuilder:
             self.state.add("exact", exactness)
             driver.add_part(exactness)
 
-        average = make_average(model, self.config, driver, self.runtime)
+        average = make_average(model, self.config, driver)
         if average:
             self.state.add(EMA, average)
 

@@ -58,7 +58,7 @@ def initial_weights(
             return InitialWeights(config.init_from)
 
     # In a pipeline a rank holds only the parameters of its stages.
-    elsewhere = {name for name, ranks in driver.role.holders.items() if runtime.world.rank not in ranks}
+    elsewhere = driver.role.held_elsewhere
     return load_initial_weights(driver.model.state_dict(), config, runtime, log_event, elsewhere, only)
 
 
@@ -86,12 +86,7 @@ def wrap_optimizers(
     return wrapped
 
 
-def make_average(model: nn.Module, config: RunConfig, driver: Driver, runtime: Runtime) -> WeightAverage | None:
+def make_average(model: nn.Module, config: RunConfig, driver: Driver) -> WeightAverage | None:
     """Return the moving average of the weights, or None without `ema.decay`."""
     decay = config.ema.decay
-    if decay is None:
-        return None
-
-    rank = runtime.world.rank
-    elsewhere = [name for name, ranks in driver.role.holders.items() if rank not in ranks]
-    return WeightAverage(model, decay, elsewhere)
+    return None if decay is None else WeightAverage(model, decay, driver.role.held_elsewhere)

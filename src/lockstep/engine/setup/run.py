@@ -228,8 +228,8 @@ def _open_checkpoints(
         registered=builder.state,
         keep_frozen=builder.config.checkpoint.frozen,
         frozen_advice=getattr(builder.task, "frozen_advice", Task.frozen_advice),
-        holders=setup.driver.role.holders,
-        rank=builder.runtime.world.rank,
+        held_elsewhere=setup.driver.role.held_elsewhere,
+        same_parameters=not setup.driver.role.holders,
         duplicates=setup.driver.role.duplicates,
         on_any_rank=lambda value: any(builder.runtime.collectives.gather_json(value)),
     )
