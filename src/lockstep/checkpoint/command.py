@@ -187,7 +187,7 @@ def export(path: Path, out: Path | None, step: int | None, best: bool = False, e
 
 def delete_objects(run: Path) -> None:
     """Delete what the checkpoints of a run have in a store."""
-    CheckpointStorage(run / "checkpoints").delete_objects()
+    CheckpointStorage.of_run(run).delete_objects()
 
 
 def _row(checkpoint: Checkpoint, best: BestCheckpoint | None) -> tuple[str, ...]:

@@ -75,7 +75,7 @@ class CheckpointManager:
 
         # The objects that this manager is made of, each with one job.
         settings = config.checkpoint
-        self.storage = storage = CheckpointStorage(folder.path / "checkpoints", settings.storage)
+        self.storage = storage = CheckpointStorage.of_run(folder.path, settings.storage)
         self._retention = Retention.from_settings(settings)
         self._context = SaveContext(
             storage=storage,

@@ -38,6 +38,7 @@ from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.config.sections import CheckpointConfig
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
+from lockstep.launch.folder.paths import CHECKPOINTS
 from lockstep.runtime.layout import shard_of
 from lockstep.runtime.rendezvous.store import wait_for
 from lockstep.runtime.world import World
@@ -131,7 +132,7 @@ def save_state(state: RunState, step: int, calls: CheckpointCalls, folder: Path,
     else:
         report = _wait_for_save(calls, folder, writer, limit)
 
-    return folder / "checkpoints" / report["checkpoint"]
+    return folder / CHECKPOINTS / report["checkpoint"]
 
 
 def _save_here(state: RunState, step: int, calls: CheckpointCalls, folder: Path, limit: timedelta) -> dict[str, Any]:
@@ -148,7 +149,7 @@ def _save_here(state: RunState, step: int, calls: CheckpointCalls, folder: Path,
 
         try:
             report["checkpoint"] = _write(
-                state, step, CheckpointStorage(folder / "checkpoints"), report["token"], calls.world.size
+                state, step, CheckpointStorage.of_run(folder), report["token"], calls.world.size
             )
         except OSError as error:
             raise UserError(*_not_written(folder, str(error))) from error
@@ -185,7 +186,7 @@ def _wait_for_readers(calls: CheckpointCalls, save: str, folder: Path, limit: ti
     """Wait until no rank can still be reading a checkpoint in this folder: the save may replace it."""
     # A rank that waits for this save does not load, even if it has left out a load.
     saving = calls.of_all_ranks(f"{save}/waits")
-    target = CheckpointStorage(folder / "checkpoints")
+    target = CheckpointStorage.of_run(folder)
     deadline = time.monotonic() + limit.total_seconds()
 
     for load in [load for load, source in calls.loads if source == target and not calls.world.alone]:
@@ -238,7 +239,7 @@ def _is_to(report: dict[str, Any], folder: Path) -> bool:
         return True
 
     if report["error"] is None:
-        return owner_of(CheckpointStorage(folder / "checkpoints")) == report["token"]
+        return owner_of(CheckpointStorage.of_run(folder)) == report["token"]
 
     # Nothing was written to know the folder by.
     return Path(report["folder"]).name == folder.resolve().name

@@ -105,7 +105,7 @@ class Ways:
         share = list(self.state.items())[self.rank :: self.world]
         self.mine: dict[str, LocalShard] = {name: shard_of(tensor) for name, tensor in share}
 
-        self.storage = CheckpointStorage(root / "checkpoints")
+        self.storage = CheckpointStorage.of_run(root)
         self.saver = self._open_saver()
 
         # The two tables of the class docstring. Each format is loaded once: fsync and async write the same formats.

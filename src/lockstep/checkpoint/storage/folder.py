@@ -33,6 +33,7 @@ from lockstep.launch.folder.checkpoint_names import (
     is_object_url,
     object_url,
 )
+from lockstep.launch.folder.paths import CHECKPOINTS
 from lockstep.launch.folder.run_dir import folders_in
 from lockstep.launch.records import open_regular, read_bytes, replacing
 
@@ -56,6 +57,11 @@ class CheckpointStorage:
     def __init__(self, root: Path, url: str | None = None):
         self.root = Path(root)
         self.url = url and url.rstrip("/")
+
+    @classmethod
+    def of_run(cls, run_dir: Path, url: str | None = None) -> CheckpointStorage:
+        """Return the storage of the run in this folder."""
+        return cls(run_dir / CHECKPOINTS, url)
 
     @property
     def location(self) -> str:

@@ -47,7 +47,7 @@ def initial_weights(
     assert config.init_from is not None
 
     def has_checkpoint() -> bool:
-        return bool(committed(CheckpointStorage(folder.path / "checkpoints")))
+        return bool(committed(CheckpointStorage.of_run(folder.path)))
 
     # None reads all weights. The checkpoint that a run resumes from replaces them, except frozen ones that it leaves
     # out.
