@@ -175,14 +175,12 @@ def export(path: Path, out: Path | None, step: int | None, best: bool = False, e
     """Write the weights of a checkpoint to a file; with `ema`, the averages of the weights."""
     checkpoint = choose(path, step, best)
     folder = out or run_folder_of(path) / "export" / checkpoint.name
-    target = export_weights(checkpoint, folder, ema)
-
-    digests = read_manifest(checkpoint).frozen_digests
-    if not digests:
+    target, left_out = export_weights(checkpoint, folder, ema)
+    if not left_out:
         return str(target), 0
 
-    missing = plural(len(digests), "frozen parameter")
-    return f"{target}\nwithout {missing}, which no checkpoint holds: {', '.join(sorted(digests))}", 0
+    parameters = plural(len(left_out), "frozen parameter")
+    return f"{target}\nwithout {parameters}, which no checkpoint holds: {', '.join(left_out)}", 0
 
 
 def delete_objects(run: Path) -> None:

@@ -23,11 +23,13 @@ class Weights(NamedTuple):
     frozen_digests: dict[str, str]  # of the frozen parameters that the checkpoint leaves out (checkpoint.frozen=false)
 
 
-def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path:
+def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> tuple[Path, list[str]]:
     """Verify every byte, and write the tensors `model.*` to `out` or to `out`/model.safetensors.
 
     Tied weights are written once; the metadata maps their other names to that name. With `ema` the averages take the
     place of the parameters, and the file is called ema.safetensors.
+
+    Return the file, and the names of the frozen parameters that the checkpoint leaves out.
     """
     from lockstep.observe.weights import write_weights  # needs torch
 
@@ -44,7 +46,7 @@ def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path
     target = out if out.suffix == ".safetensors" else out / name
     target.parent.mkdir(parents=True, exist_ok=True)
     write_weights(target, weights.tensors, weights.aliases)
-    return target
+    return target, sorted(weights.frozen_digests)
 
 
 def read_weights(checkpoint: Checkpoint, ema: bool = False) -> Weights:

@@ -350,7 +350,7 @@ def test_an_export_is_the_model_tied_weights_once(tmp_path):
     tensors = {f"model.{name}": value for name, value in model.state_dict().items() if name != "head.weight"}
     tensors["optimizer.moment"] = torch.ones(3)
     checkpoint = commit(tmp_path / "checkpoints", 3, 2, tensors, aliases={"model.head.weight": "model.embed.weight"})
-    target = export_weights(checkpoint, tmp_path / "out")
+    target, _ = export_weights(checkpoint, tmp_path / "out")
     assert target == tmp_path / "out" / "model.safetensors"
     with safe_open(target, "pt") as file:
         assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
@@ -360,7 +360,7 @@ def test_an_export_is_the_model_tied_weights_once(tmp_path):
     load_model(fresh, target)  # what users of safetensors call
     for name, value in model.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], value)
-    assert export_weights(checkpoint, tmp_path / "mine.safetensors") == tmp_path / "mine.safetensors"
+    assert export_weights(checkpoint, tmp_path / "mine.safetensors") == (tmp_path / "mine.safetensors", [])
 
 
 def test_nothing_damaged_is_exported(tmp_path):
