@@ -145,7 +145,7 @@ def test_a_class_that_only_a_checkpoint_names_is_not_imported(
 def test_commands_use_a_store_of_the_users_if_they_are_told_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "own_store.py").write_text("from lockstep.checkpoint.storage.files import LocalFiles as Own")
+    (tmp_path / "own_store.py").write_text("from lockstep.checkpoint.storage.stores import LocalFiles as Own")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     run = tmp_path / "run"

@@ -124,6 +124,24 @@ def test_a_store_in_a_folder_says_how_much_is_free_and_any_other_does_not(tmp_pa
     assert CheckpointStorage(tmp_path, "memory://bucket").free_bytes() is None
 
 
+class SmallStore(MemoryStore):
+    """A store that knows how much room it has."""
+
+    def free_bytes(self, url: str) -> int:
+        if url.endswith("broken"):
+            raise ValueError("the room is not known")
+
+        return 11
+
+
+def test_a_store_of_the_users_may_say_how_much_is_free(tmp_path):
+    allow_store(f"{__name__}:SmallStore")
+    url = f"{__name__}:SmallStore://bucket"
+    assert CheckpointStorage(tmp_path, url).free_bytes() == 11
+    with pytest.raises(OSError, match="ValueError: the room is not known"):
+        CheckpointStorage(tmp_path, f"{url}/broken").free_bytes()
+
+
 def test_free_bytes_of_a_folder_that_is_not_there_yet(tmp_path):
     missing = CheckpointStorage(tmp_path / "a" / "b")
     assert missing.free_bytes() == pytest.approx(CheckpointStorage(tmp_path).free_bytes(), rel=0.5)

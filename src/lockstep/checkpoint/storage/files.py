@@ -1,4 +1,4 @@
-"""Files that survive a power cut, written in the chunks of a rank's tensors; and the store that keeps them (file://)."""
+"""Files that survive a power cut, written in the chunks of a rank's tensors."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ import io
 import os
 import shutil
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
-
-from lockstep.launch.records import open_regular
 
 # The number of bytes that are written or read at a time.
 CHUNK = 16 << 20
@@ -20,36 +17,6 @@ CHUNK = 16 << 20
 # file, except its header and the end of its last chunk: `snapshot` aligns the buffer, `format.arrange` pads the header,
 # and `split` cuts the data.
 PAGE = 4096
-
-
-class LocalFiles:
-    """Keeps tensors in a folder of a file system that all ranks share: file:///FOLDER."""
-
-    def write(self, url: str, chunks: Iterable[memoryview]) -> None:
-        path = _path_of(url)
-        write_file(path, chunks)
-
-        # The folders of the step, of the run and of the store may be new.
-        for folder in path.parents[:3]:
-            sync_folder(folder)
-
-    def open(self, url: str) -> io.BufferedIOBase:
-        return open_regular(_path_of(url))
-
-    def delete(self, url: str) -> None:
-        path = _path_of(url)
-        path.unlink(missing_ok=True)
-
-        # Delete the folder of the step with its last file. While it has other files, `rmdir` fails.
-        with suppress(OSError):
-            path.parent.rmdir()
-
-    def free_bytes(self, url: str) -> int:
-        return free_bytes(_path_of(url))
-
-
-def _path_of(url: str) -> Path:
-    return Path(url.partition("://")[2])
 
 
 def free_bytes(folder: Path) -> int:

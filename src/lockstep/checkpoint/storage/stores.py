@@ -1,7 +1,7 @@
 """Where the tensors of checkpoints are kept (`checkpoint.storage`): the protocol of a store, and the table of stores.
 
-A store needs three operations. It is found by the scheme of a URL: a name in STORES, a class of the user's
-(my_module:MyStore://FOLDER), or any scheme that fsspec knows.
+A store needs three operations, and may have a fourth. It is found by the scheme of a URL: a name in STORES, a class of
+the user's (my_module:MyStore://FOLDER), or any scheme that fsspec knows.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import errno
 import io
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol, cast
 
-from lockstep.checkpoint.storage.files import LocalFiles
+from lockstep.checkpoint.storage.files import free_bytes, sync_folder, write_file
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import file_name, folder_name, is_object_url, object_url
+from lockstep.launch.records import open_regular
 from lockstep.user_classes import import_class, is_class_name
 
 
@@ -24,6 +26,8 @@ class TensorStore(Protocol):
     Nothing is ever overwritten or renamed: a URL is written once, and never used again after it was deleted. All ranks
     of a run use a store at the same time, and each rank from two threads. FileNotFoundError means that there is nothing
     at this URL, and errno.ENOSPC that the store is full. Any other exception costs one checkpoint, and never the run.
+
+    A store that knows how many bytes can still be written below a URL may also have a method `free_bytes(url)`.
     """
 
     def write(self, url: str, chunks: Iterable[memoryview]) -> None:
@@ -41,6 +45,36 @@ class TensorStore(Protocol):
 
 
 METHODS = ("write", "open", "delete")
+
+
+class LocalFiles:
+    """Keeps tensors in a folder of a file system that all ranks share: file:///FOLDER."""
+
+    def write(self, url: str, chunks: Iterable[memoryview]) -> None:
+        path = _path_of(url)
+        write_file(path, chunks)
+
+        # The folders of the step, of the run and of the store may be new.
+        for folder in path.parents[:3]:
+            sync_folder(folder)
+
+    def open(self, url: str) -> io.BufferedIOBase:
+        return open_regular(_path_of(url))
+
+    def delete(self, url: str) -> None:
+        path = _path_of(url)
+        path.unlink(missing_ok=True)
+
+        # Delete the folder of the step with its last file. While it has other files, `rmdir` fails.
+        with suppress(OSError):
+            path.parent.rmdir()
+
+    def free_bytes(self, url: str) -> int:
+        return free_bytes(_path_of(url))
+
+
+def _path_of(url: str) -> Path:
+    return Path(url.partition("://")[2])
 
 
 class FsspecStore:
@@ -200,7 +234,8 @@ class _SafeStore:
     def free_bytes(self, url: str) -> int | None:
         """Return how many bytes can still be written below this URL; None if the store does not say it."""
         with _as_os_error(url):
-            return self._store.free_bytes(url) if isinstance(self._store, LocalFiles) else None
+            measure = getattr(self._store, "free_bytes", None)
+            return measure(url) if measure else None
 
 
 class _SafeReader(io.RawIOBase):
