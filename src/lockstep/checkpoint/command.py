@@ -41,7 +41,7 @@ def ls(path: Path) -> tuple[str, int]:
     storage = storage_of(path)
     checkpoints = committed(storage)
 
-    # If a manifest cannot be read now, no checkpoint is called the best; its own row says why.
+    # If metrics cannot be read now, no checkpoint is called the best; its own row says why.
     best = None
     with suppress(OSError):
         best = best_checkpoint(CheckpointMetrics(storage), retention_of(checkpoints))
@@ -59,7 +59,7 @@ def show(path: Path) -> tuple[str, int]:
     checkpoint = choose(path)
     try:
         manifest = read_manifest(checkpoint)
-        metrics = read_metrics(checkpoint, manifest)
+        metrics = read_metrics(checkpoint)
     except InvalidCheckpoint as problem:
         return f"{problem.label}: {problem}", 1
 
@@ -114,7 +114,7 @@ def _verify_with_metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], Sequ
         return {}, problems
 
     try:
-        return read_metrics(checkpoint, manifest), []
+        return read_metrics(checkpoint), []
     except InvalidCheckpoint as problem:
         return {}, [problem]
 
@@ -205,7 +205,7 @@ def _row(checkpoint: Checkpoint, best: BestCheckpoint | None) -> tuple[str, ...]
 
     try:
         manifest = read_manifest(checkpoint)
-        metrics = read_metrics(checkpoint, manifest)
+        metrics = read_metrics(checkpoint)
         for file in manifest.files:
             check_size(checkpoint, file)
     except InvalidCheckpoint as problem:

@@ -332,8 +332,8 @@ class CheckpointManager:
         """
         self.settle()
         with self.runtime.heartbeat.visit("snapshot", steps_done):
-            contents = self.state.contents(self.runtime, self.log_event, self._run_values(plan, metrics))
-            save = self._pending.start(steps_done, contents)
+            contents = self.state.contents(self.runtime, self.log_event, self._run_values(plan))
+            save = self._pending.start(steps_done, contents, metrics)
 
         # The next update changes the optimizers' state, which may still be copied.
         self.update.before_next_update(save.wait_for_copy)
@@ -357,15 +357,14 @@ class CheckpointManager:
         """Add the metrics of an evaluation to the checkpoint of this step. Return False if there is none yet. Local."""
         return self._pending.add_metrics(steps_done, metrics)
 
-    def _run_values(self, plan: Plan, metrics: dict[str, float]) -> dict[str, Any]:
-        """Return what the manifest says about the run besides its state: settings, plan, versions, metrics."""
+    def _run_values(self, plan: Plan) -> dict[str, Any]:
+        """Return what the manifest says about the run besides its state: settings, plan, versions."""
         # The keys are part of the file format (see CONTRIBUTING).
         return {
             "config": settings_as_text(self.config),
             "plan": plan.as_record(),
             "world": self.runtime.world.size,
             "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
-            "metrics": metrics,
         }
 
     # ---- at the end ----

@@ -89,7 +89,7 @@ def best_step(metrics: Mapping[int, Mapping[str, Any]], retention: Retention) ->
 
 def apply_retention(known: CheckpointMetrics, retention: Retention, token: str) -> None:
     """Delete the checkpoints that `retention` does not keep. Raises the errors of `CheckpointMetrics.by_step`."""
-    # Manifests are read only if the best metric is kept.
+    # Metrics are read only if the best checkpoint is kept.
     if retention.best:
         metrics = known.by_step()
     else:

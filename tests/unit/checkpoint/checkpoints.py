@@ -60,8 +60,8 @@ class WatchedSaver(Saver):
         super().__init__(context, asynchronous)
         self._running: list[Save] = []
 
-    def start(self, steps_done: int, contents: Contents) -> Save:
-        save = super().start(steps_done, contents)
+    def start(self, steps_done: int, contents: Contents, metrics: Mapping[str, float] = {}) -> Save:
+        save = super().start(steps_done, contents, metrics)
         self._running.append(save)
         return save
 
@@ -94,13 +94,14 @@ def commit(
     tensors: Mapping[str, torch.Tensor] | None = None,
     aliases: Mapping[str, str] | None = None,
     values: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, float] = {},
 ) -> Checkpoint:
     """Commit a checkpoint that `size` ranks have written."""
     storage = as_storage(place)
     team = savers(storage, size)
     for rank, saver in enumerate(team):
         encoded = pack(dict(values or {"step": step}), "values", {})
-        saver.start(step, Contents(shard(tensors or state(step), rank, size), aliases or {}, encoded))
+        saver.start(step, Contents(shard(tensors or state(step), rank, size), aliases or {}, encoded), metrics)
     [report] = team[0].take_ended()
     for saver in team:
         saver.close()

@@ -25,6 +25,7 @@ import lockstep
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.manifest import encode
 from lockstep.checkpoint.manifest_reader import read_manifest
+from lockstep.checkpoint.metrics import read_metrics
 from lockstep.checkpoint.saving import pending as pending_module
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.pending import PendingSave, Settled
@@ -166,7 +167,7 @@ def test_a_rewind_forgets_evaluations_of_the_steps_that_it_undoes(tmp_path: Path
 
     assert found == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7]
     saved = Checkpoint.at(tmp_path / "checkpoints" / "step-00000006")
-    assert read_manifest(saved).metrics == {}
+    assert read_metrics(saved) == {}
 
 
 def test_a_save_that_is_committed_after_the_run_has_failed_is_recorded(tmp_path: Path) -> None:
@@ -267,7 +268,7 @@ def test_a_damaged_checkpoint_that_init_from_passes_over_is_named(tmp_path: Path
 def test_a_checkpoint_of_another_version_is_passed_over_only_on_demand_and_kept(tmp_path: Path) -> None:
     lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"every": 6})
     folder = tmp_path / "checkpoints"
-    (folder / "step-00000012" / "manifest.json").write_text('{"format": 5}')
+    (folder / "step-00000012" / "manifest.json").write_text('{"format": 6}')
     older = str(folder / "step-00000006")
     with pytest.raises(UserError, match=rf"step-00000012 was written by another version.*\n.*\n.*--resume {older}"):
         lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto")

@@ -22,7 +22,6 @@ from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.retention import Retention, best_checkpoint, steps_to_delete
 from lockstep.checkpoint.saving.context import Contents
 from lockstep.checkpoint.saving.save import Saver
-from lockstep.checkpoint.state.state_tree import pack
 from lockstep.checkpoint.storage import (
     Checkpoint,
     CheckpointStorage,
@@ -225,7 +224,7 @@ def test_rules_that_make_no_sense_are_refused(wrong):
 def test_retention_is_applied_after_each_commit(tmp_path):
     [saver] = savers(tmp_path, keep=Retention(keep=1, best="loss"))
     for step, loss in [(1, 5.0), (2, 1.0), (3, math.nan), (4, 2.0)]:
-        saver.start(step, Contents(shard(state(step), 0, 1), values=pack({"metrics": {"loss": loss}}, "values", {})))
+        saver.start(step, Contents(shard(state(step), 0, 1)), {"loss": loss})
     assert not any(report.outcome.warning for report in saver.take_ended())
     assert [checkpoint.name for checkpoint in committed(CheckpointStorage(tmp_path))] == [
         "step-00000004",
@@ -234,28 +233,28 @@ def test_retention_is_applied_after_each_commit(tmp_path):
     assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
 
 
-def test_the_best_is_neither_deleted_nor_replaced_while_its_manifest_cannot_be_read(tmp_path, monkeypatch):
+def test_the_best_is_neither_deleted_nor_replaced_while_its_metrics_cannot_be_read(tmp_path, monkeypatch):
     retention = Retention(keep=1, best="loss")
     storage = CheckpointStorage(tmp_path)
     [saver] = savers(tmp_path, keep=retention)
     for step, loss in [(1, 1.0), (2, 2.0)]:
-        saver.start(step, Contents(shard(state(step), 0, 1), values=pack({"metrics": {"loss": loss}}, "values", {})))
+        saver.start(step, Contents(shard(state(step), 0, 1)), {"loss": loss})
     saver.take_ended()
     open_file = CheckpointStorage.open
 
     def fail(self: CheckpointStorage, key: str) -> object:
-        if key == "step-00000001/manifest.json":
+        if key == "step-00000001/metrics.json":
             raise OSError(errno.EIO, "Input/output error")
         return open_file(self, key)
 
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointStorage, "open", fail)
         [resumed] = savers(tmp_path, keep=retention)
-        resumed.start(3, Contents(shard(state(3), 0, 1), values=pack({"metrics": {"loss": 3.0}}, "values", {})))
+        resumed.start(3, Contents(shard(state(3), 0, 1)), {"loss": 3.0})
         [report] = resumed.take_ended()
         assert "Input/output error" in report.outcome.warning
         oldest = tmp_path / "step-00000001"
-        assert report.outcome.warning.startswith(f"safe, but older ones are not deleted: {oldest}/manifest.json cannot")
+        assert report.outcome.warning.startswith(f"safe, but older ones are not deleted: {oldest}/metrics.json cannot")
         assert report.outcome.warning.endswith(f"or set it aside: mv {oldest} {oldest}.damaged")
         with pytest.raises(OSError, match="Input/output error"):
             best_checkpoint(CheckpointMetrics(storage), retention)
@@ -265,27 +264,27 @@ def test_the_best_is_neither_deleted_nor_replaced_while_its_manifest_cannot_be_r
     assert best.checkpoint.step == 1
     # What the warning says to type works: the older ones are deleted again, and the one that was set aside is not.
     oldest.rename(f"{oldest}.damaged")
-    resumed.start(4, Contents(shard(state(4), 0, 1), values=pack({"metrics": {"loss": 4.0}}, "values", {})))
+    resumed.start(4, Contents(shard(state(4), 0, 1)), {"loss": 4.0})
     assert resumed.take_ended()[0].outcome.warning == ""
     assert set(storage.folders()) == {"step-00000001.damaged", "step-00000002", "step-00000004"}
 
 
 def save_with_losses(saver: Saver, losses: dict[int, float]) -> None:
     for step, loss in losses.items():
-        saver.start(step, Contents(shard(state(step), 0, 1), values=pack({"metrics": {"loss": loss}}, "values", {})))
+        saver.start(step, Contents(shard(state(step), 0, 1)), {"loss": loss})
     assert all(is_committed(save) and not save.outcome.warning for save in saver.take_ended())
 
 
-def test_a_save_reads_no_manifest_that_is_known(tmp_path, monkeypatch):
-    """A run reads the manifests of its checkpoints once, after a resume; those it writes itself, never."""
+def test_a_save_reads_no_metrics_that_are_known(tmp_path, monkeypatch):
+    """A run reads the metrics of its checkpoints once, after a resume; those it writes itself, never."""
     read: list[str] = []
-    read_manifest = metrics_module.read_manifest
+    read_metrics = metrics_module.read_metrics
 
     def count(checkpoint: Checkpoint) -> object:
         read.append(checkpoint.name)
-        return read_manifest(checkpoint)
+        return read_metrics(checkpoint)
 
-    monkeypatch.setattr(metrics_module, "read_manifest", count)
+    monkeypatch.setattr(metrics_module, "read_metrics", count)
     keep = Retention(keep=2, best="loss")
     [saver] = savers(tmp_path, keep=keep)
     save_with_losses(saver, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0})

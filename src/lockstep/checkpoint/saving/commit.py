@@ -1,6 +1,7 @@
 """What rank 0 does when its own file is written: it turns the files of all ranks into one checkpoint.
 
     waits for all confirmations
+    step-N.tmp-TOKEN-NUMBER/metrics.json        if the step was evaluated before the save
     step-N.tmp-TOKEN-NUMBER/manifest.json       durable
     deletes the confirmations
     checks that all files are there
@@ -29,6 +30,7 @@ import lockstep
 from lockstep import faults
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, encode
 from lockstep.checkpoint.manifest_reader import decode
+from lockstep.checkpoint.metrics import write_metrics
 from lockstep.checkpoint.retention import apply_retention
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
@@ -45,7 +47,13 @@ from lockstep.errors import listed_ranks
 from lockstep.launch.folder.checkpoint_names import folder_name
 
 
-def commit(draft: Draft, abort: AbortRequest, aliases: Mapping[str, str], values: Mapping[str, Any]) -> Committed:
+def commit(
+    draft: Draft,
+    abort: AbortRequest,
+    aliases: Mapping[str, str],
+    values: Mapping[str, Any],
+    metrics: Mapping[str, float],
+) -> Committed:
     """Commit the checkpoint, on rank 0, or raise SaveError, InvalidCheckpoint or OSError."""
     storage, context = draft.storage, draft.context
     confirmations = _wait_for_confirmations(draft, abort)
@@ -53,7 +61,11 @@ def commit(draft: Draft, abort: AbortRequest, aliases: Mapping[str, str], values
     encoded = encode(manifest)
 
     # Check that the manifest can be loaded.
-    decode(encoded, Checkpoint(storage, draft.name))
+    folder = Checkpoint(storage, draft.name)
+    decode(encoded, folder)
+
+    if metrics:
+        write_metrics(folder, metrics)
 
     storage.write(draft.manifest, [memoryview(encoded)])
 
@@ -67,7 +79,7 @@ def commit(draft: Draft, abort: AbortRequest, aliases: Mapping[str, str], values
     # As late as possible: nothing that another attempt has written may be renamed.
     context.check_owner()
     warning = _rename(draft)
-    context.metrics.add(draft.steps_done, manifest.metrics)
+    context.metrics.add(draft.steps_done, metrics)
     checkpoint = Checkpoint.of(storage, draft.steps_done)
     return Committed(checkpoint, len(encoded) + manifest.bytes, warning)
 

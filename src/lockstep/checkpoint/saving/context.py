@@ -27,7 +27,7 @@ class SaveContext:
     # Called on rank 0 right after the rename. If it raises, the checkpoint is safe, and its outcome has a warning.
     on_commit: Callable[[], None] = lambda: None
 
-    # The metrics of the committed checkpoints, which `retention` compares. Each manifest is read only once.
+    # The metrics of the committed checkpoints, which `retention` compares.
     metrics: CheckpointMetrics = field(init=False)
 
     def __post_init__(self) -> None:
