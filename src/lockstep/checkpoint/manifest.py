@@ -3,11 +3,11 @@
 `Manifest` has the fields of the file. If a run has written it, its `values` have these keys:
 
     config, plan, world, versions     settings as text, the plan, the number of ranks (`CheckpointManager._run_values`)
-    loop                              the state of the loop: seconds, interval, early_stop, ... (`RunState.loop_state`)
+    loop.NAME                         the state of an object of the loop (`RunState.loop_state`)
     state.model.extra                 the extra state of modules (`ModelState.capture`)
     state.model.frozen_digests        of frozen parameters that are not saved (`RunState.capture`)
     state.optimizers.NUMBER           kind, state, params, initial, settings (`OptimizerStates._capture`)
-    state.parts.NAME                  the state of a `Stateful`; "data" is the data source (`RunState.capture_tensors`)
+    state.stateful.NAME               the state of a `Stateful`; "data" is the data source (`RunState.capture_tensors`)
     state.required                    the NAMEs without whose state a resume is refused (`RegisteredState.required`)
     state.next_samples, stepper       a digest of the samples that come next, and the counters (`RunState.capture`)
 
@@ -186,7 +186,7 @@ class Manifest:
 
     def state_of(self, name: str) -> dict[str, Any]:
         """Return the state of the stateful object `name`, as `state_tree.pack` encodes it."""
-        return self._value("state", "parts", name)
+        return self._value("state", "stateful", name)
 
     def _value(self, *keys: str) -> dict[str, Any]:
         """Return the dict at this place of the nested values, or {}."""

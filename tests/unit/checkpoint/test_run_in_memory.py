@@ -196,7 +196,11 @@ def test_a_setting_that_the_checkpoint_lacks_is_shown_as_its_default():
     assert [str(change) for change in config_changes(saved, config)] == [f"load_balance: {default} -> auto"]
 
 
-@pytest.mark.parametrize("loop", [{"seconds": 1000.0, "future": 1}, None], ids=["some values", "no state of the loop"])
+@pytest.mark.parametrize(
+    "loop",
+    [{"clock": {"seconds": 1000.0, "future": 1}, "future": {"x": 1}}, None],
+    ids=["some values", "no state of the loop"],
+)
 def test_the_state_of_the_loop_in_a_checkpoint_of_another_version(tmp_path: Path, loop: Any) -> None:
     """A value that it lacks gets its default, and one that this version does not have is ignored."""
     lockstep.fit(Dropped(), run_dir=tmp_path)
@@ -917,7 +921,7 @@ def replace_value(values: Any, place: str, new: Any) -> None:
         ("state", [], "state is not a dict"),
         ("state.stepper", None, "state lacks stepper"),
         ("state.stepper", 3, "state.stepper is not a dict"),
-        ("state.parts.data", None, "state.parts lacks data"),
+        ("state.stateful.data", None, "state.stateful lacks data"),
         ("state.required", {"a": 1}, "state.required is not a list"),
         ("state.next_samples", [1], "state.next_samples is not text"),
         ("state.model.frozen_digests", {"0.weight": [1]}, "state.model.frozen_digests has values that are not text"),
