@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from rich.filesize import decimal as size_text
@@ -148,9 +147,9 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
         else:
             metrics[checkpoint.step] = found
 
-    # The rule of the run, with another number of the newest.
-    retention = replace(retention_of(checkpoints), keep=keep)
-    names = [folder_name(step) for step in steps_to_delete(metrics, retention)]
+    # The rules of the run, with another number of the newest.
+    rules = retention_of(checkpoints).model_copy(update={"keep": keep})
+    names = [folder_name(step) for step in steps_to_delete(metrics, rules)]
     if set_aside:
         names += sorted(filter(is_set_aside, storage.folders()))
 

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 from lockstep.checkpoint.manifest import EMA, MODEL, InvalidCheckpoint
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics
-from lockstep.checkpoint.retention import Retention, best_checkpoint
+from lockstep.checkpoint.retention import best_checkpoint, saved_rules
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, checkpoints_at, committed
 from lockstep.checkpoint.verify import verify_checkpoint
+from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import UserError
 from lockstep.launch.folder.paths import read_path
 
@@ -146,13 +147,13 @@ def _best(path: Path) -> Checkpoint:
     return best.checkpoint
 
 
-def retention_of(checkpoints: Sequence[Checkpoint]) -> Retention:
-    """Return the rule of a run, except `keep`, as the settings in its newest checkpoint with a valid manifest say."""
+def retention_of(checkpoints: Sequence[Checkpoint]) -> CheckpointConfig:
+    """Return the rules of a run, as the settings in its newest checkpoint with a valid manifest say."""
     for checkpoint in checkpoints:
         with suppress(InvalidCheckpoint):
-            return Retention.from_saved(read_manifest(checkpoint).settings)
+            return saved_rules(read_manifest(checkpoint).settings)
 
-    return Retention()
+    return CheckpointConfig()
 
 
 def storage_of(path: Path) -> CheckpointStorage:

@@ -30,7 +30,7 @@ from rich.filesize import decimal as size_text
 import lockstep
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.resume import Resumed, Resumer
-from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint
+from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, score
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.pending import PendingSave, Settled
 from lockstep.checkpoint.saving.save import Saver
@@ -76,14 +76,12 @@ class CheckpointManager:
         # The objects that this manager is made of, each with one job.
         settings = config.checkpoint
         self.storage = storage = CheckpointStorage(folder.path / "checkpoints", settings.storage)
-        self._retention = Retention.from_settings(settings)
         self._context = SaveContext(
             storage=storage,
             rank=runtime.world.rank,
             world_size=runtime.world.size,
             token=folder.token,
-            retention=self._retention,
-            timeout_s=settings.timeout,
+            settings=settings,
             on_commit=folder.end_going_back,
         )
         self._saver = Saver(self._context, settings.asynchronous)
@@ -295,12 +293,12 @@ class CheckpointManager:
 
         All ranks get the same answer, because rank 0 alone looks at the checkpoints.
         """
-        score = self._retention.score(metrics)
-        if score is None:
+        found = score(self.config.checkpoint, metrics)
+        if found is None:
             return False
 
         best = self.runtime.collectives.run_on_rank0(self._best_score)
-        return best is not None and score > best
+        return best is not None and found > best
 
     def _best_score(self) -> float | None:
         """Return the best score of all checkpoints and of the save in flight; -inf if none has a score. Local.
@@ -315,8 +313,8 @@ class CheckpointManager:
 
         in_flight = self._pending.save
         all_metrics = [*saved.values(), in_flight.metrics] if in_flight else saved.values()
-        scores = [self._retention.score(metrics) for metrics in all_metrics]
-        return max((score for score in scores if score is not None), default=-math.inf)
+        scores = [score(self.config.checkpoint, metrics) for metrics in all_metrics]
+        return max((found for found in scores if found is not None), default=-math.inf)
 
     # ---- saving ----
 
@@ -371,7 +369,7 @@ class CheckpointManager:
 
     def best(self) -> BestCheckpoint | None:
         """Return the best committed checkpoint by `checkpoint.best`. Local; raises OSError if it cannot look now."""
-        return best_checkpoint(self._context.metrics, self._retention)
+        return best_checkpoint(self._context.metrics, self.config.checkpoint)
 
     def last_location(self) -> str | None:
         """Return where the last committed checkpoint of this run is; None if there is none. Local."""

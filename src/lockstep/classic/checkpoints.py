@@ -19,7 +19,6 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Saver
@@ -173,7 +172,7 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
     def set_later_aside() -> None:
         set_aside_after(storage, step)
 
-    context = SaveContext(storage, 0, 1, token, Retention(keep=3), CheckpointConfig().timeout, set_later_aside)
+    context = SaveContext(storage, 0, 1, token, CheckpointConfig(keep=3), set_later_aside)
 
     # One rank writes everything, in this thread: the state is the same on all ranks.
     captured = state.capture()

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save, Saver
 from lockstep.checkpoint.search import Gather, newest_valid
 from lockstep.checkpoint.state.state_tree import pack, unpack
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim
+from lockstep.config.sections import CheckpointConfig
 from lockstep.runtime.layout import LocalShard, shard_of
 
 TOKEN = "a1b2c3"
@@ -76,14 +76,12 @@ def savers(
     place: Path | CheckpointStorage,
     size: int = 1,
     token: str = TOKEN,
-    keep: Retention | None = None,
+    settings: CheckpointConfig = CheckpointConfig(keep=10),
     asynchronous: bool = True,
-    timeout_s: float = 600.0,
 ) -> list[WatchedSaver]:
     storage = as_storage(place)
     claim(storage, token)
-    keep = keep or Retention(keep=10)
-    contexts = [SaveContext(storage, rank, size, token, keep, timeout_s) for rank in range(size)]
+    contexts = [SaveContext(storage, rank, size, token, settings) for rank in range(size)]
     return [WatchedSaver(context, asynchronous) for context in contexts]
 
 

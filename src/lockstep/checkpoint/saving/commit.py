@@ -11,7 +11,7 @@
     calls `SaveContext.on_commit`
     updates `latest`
     if it still owns the storage: deletes what an earlier commit could delete only in part, step-N.replaced, and the
-    checkpoints that `Retention` does not keep
+    checkpoints that no setting keeps
 
 A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the manifest
 before the rename, and the rename before `latest` changes and before an old checkpoint is deleted. A run saves no step
@@ -104,7 +104,8 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
     """
     ranks = set(range(draft.context.world_size))
     confirmations: dict[int, Confirmation] = {}
-    deadline = time.monotonic() + draft.context.timeout_s
+    timeout_s = draft.context.settings.timeout
+    deadline = time.monotonic() + timeout_s
 
     # Begin with a short pause (in seconds): ranks save at the same time, so the others are probably almost done.
     pause = 0.01
@@ -127,8 +128,7 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
 
         if time.monotonic() > deadline:
             files = "its file" if len(missing) == 1 else "their files"
-            limit = f"{draft.context.timeout_s:.0f} s"
-            raise SaveError(f"{listed_ranks(missing)} did not write {files} within {limit}")
+            raise SaveError(f"{listed_ranks(missing)} did not write {files} within {timeout_s:.0f} s")
 
         abort.sleep(pause)
         pause = min(pause * 1.5, 0.25)
@@ -197,6 +197,6 @@ def delete_old(context: SaveContext) -> None:
 
     # No rule counts these, so a step that is saved again and again would fill the disk.
     delete_replaced(context.storage, context.token)
-    apply_retention(context.metrics, context.retention, context.token)
+    apply_retention(context.metrics, context.settings, context.token)
     if failed is not None:
         raise failed
