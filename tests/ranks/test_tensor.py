@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.data import IterableDataset, TensorDataset
 
-from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Saver
@@ -23,6 +22,7 @@ from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.state.reshard import shards_to_write
 from lockstep.checkpoint.state.state_tree import CapturedTensor
 from lockstep.checkpoint.storage import CheckpointStorage, claim
+from lockstep.config.sections import CheckpointConfig
 from lockstep.engine import loop
 from lockstep.engine.end import full_state
 from lockstep.engine.own_loop import OwnRun
@@ -341,7 +341,7 @@ def test_a_tensor_without_elements_is_in_the_checkpoint_too(pool: Pool, tmp_path
 
     storage = CheckpointStorage(tmp_path)
     claim(storage, "token")
-    team = [Saver(SaveContext(storage, rank, 2, "token", Retention(), 600.0)) for rank in range(2)]
+    team = [Saver(SaveContext(storage, rank, 2, "token", CheckpointConfig())) for rank in range(2)]
     save, _ = [saver.start(1, Contents(shards)) for saver, shards in zip(team, (first, second), strict=True)]
     save.wait()
     assert isinstance(save.outcome, Committed), save.outcome

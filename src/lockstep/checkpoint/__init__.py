@@ -4,7 +4,7 @@
 
     step-00000040/rank-00000.safetensors ...   one file for each rank that wrote
     step-00000040/manifest.json                the position of each tensor, the size and digest of each file
-    step-00000040/metrics.json                 the metrics of an evaluation that came after the save
+    step-00000040/metrics.json                 the metrics of the step, if it was evaluated
     step-00000050.tmp-TOKEN-NUMBER             one that is being written; the next start deletes what a kill leaves
     step-00000060.rewound                      set aside: the run went back to an earlier step
     step-00000060.damaged                      set aside: its bytes have changed

@@ -12,8 +12,9 @@ from pathlib import Path
 from lockstep.checkpoint.manifest import InvalidCheckpoint
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics
-from lockstep.checkpoint.retention import Retention, best_checkpoint
+from lockstep.checkpoint.retention import best_checkpoint, saved_rules
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
+from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import UserError
 from lockstep.launch.folder.paths import read_path
 
@@ -98,10 +99,10 @@ def _best(path: Path, storage: CheckpointStorage) -> Checkpoint:
     return best.checkpoint
 
 
-def retention_of(checkpoints: Sequence[Checkpoint]) -> Retention:
-    """Return the rule of a run, except `keep`, as the settings in its newest checkpoint with a valid manifest say."""
+def retention_of(checkpoints: Sequence[Checkpoint]) -> CheckpointConfig:
+    """Return the rules of a run, as the settings in its newest checkpoint with a valid manifest say."""
     for checkpoint in checkpoints:
         with suppress(InvalidCheckpoint):
-            return Retention.from_saved(read_manifest(checkpoint).settings)
+            return saved_rules(read_manifest(checkpoint).settings)
 
-    return Retention()
+    return CheckpointConfig()

@@ -9,7 +9,6 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from rich.filesize import decimal as size_text
@@ -36,7 +35,7 @@ def ls(path: Path) -> tuple[str, int]:
     storage = storage_of(path)
     checkpoints = committed(storage)
 
-    # If a manifest cannot be read now, no checkpoint is called the best; its own row says why.
+    # If metrics cannot be read now, no checkpoint is called the best; its own row says why.
     best = None
     with suppress(OSError):
         best = best_checkpoint(CheckpointMetrics(storage), retention_of(checkpoints))
@@ -54,7 +53,7 @@ def show(path: Path) -> tuple[str, int]:
     checkpoint = choose(path)
     try:
         manifest = read_manifest(checkpoint)
-        metrics = read_metrics(checkpoint, manifest)
+        metrics = read_metrics(checkpoint)
     except InvalidCheckpoint as problem:
         return f"{problem.label}: {problem}", 1
 
@@ -110,7 +109,7 @@ def _verify_with_metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], Sequ
         return {}, problems
 
     try:
-        return read_metrics(checkpoint, manifest), []
+        return read_metrics(checkpoint), []
     except InvalidCheckpoint as problem:
         return {}, [problem]
 
@@ -139,9 +138,9 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
         else:
             metrics[checkpoint.step] = found
 
-    # The rule of the run, with another number of the newest.
-    retention = replace(retention_of(checkpoints), keep=keep)
-    names = [folder_name(step) for step in steps_to_delete(metrics, retention)]
+    # The rules of the run, with another number of the newest.
+    rules = retention_of(checkpoints).model_copy(update={"keep": keep})
+    names = [folder_name(step) for step in steps_to_delete(metrics, rules)]
     if set_aside:
         names += sorted(filter(is_set_aside, storage.folders()))
 
@@ -194,7 +193,7 @@ def _row(checkpoint: Checkpoint, best: BestCheckpoint | None) -> tuple[str, ...]
 
     try:
         manifest = read_manifest(checkpoint)
-        metrics = read_metrics(checkpoint, manifest)
+        metrics = read_metrics(checkpoint)
         for file in manifest.files:
             check_size(checkpoint, file)
     except InvalidCheckpoint as problem:

@@ -30,7 +30,7 @@ from rich.filesize import decimal as size_text
 import lockstep
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.resume import Resumed, Resumer
-from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint
+from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, score
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.saving.save import Saver
@@ -76,14 +76,12 @@ class CheckpointManager:
         # The objects that this manager is made of, each with one job.
         settings = config.checkpoint
         self.storage = storage = CheckpointStorage.of_run(folder.path, settings.storage)
-        self._retention = Retention.from_settings(settings)
         self._context = SaveContext(
             storage=storage,
             rank=runtime.world.rank,
             world_size=runtime.world.size,
             token=folder.token,
-            retention=self._retention,
-            timeout_s=settings.timeout,
+            settings=settings,
             on_commit=folder.end_going_back,
         )
         self._saver = Saver(self._context, settings.asynchronous)
@@ -295,12 +293,12 @@ class CheckpointManager:
 
         All ranks get the same answer, because rank 0 alone looks at the checkpoints.
         """
-        score = self._retention.score(metrics)
-        if score is None:
+        found = score(self.config.checkpoint, metrics)
+        if found is None:
             return False
 
         best = self.runtime.collectives.run_on_rank0(self._best_score)
-        return best is not None and score > best
+        return best is not None and found > best
 
     def _best_score(self) -> float | None:
         """Return the best score of all checkpoints and of the save in flight; -inf if none has a score. Local.
@@ -315,8 +313,8 @@ class CheckpointManager:
 
         in_flight = self.pending.save
         all_metrics = [*saved.values(), in_flight.metrics] if in_flight else saved.values()
-        scores = [self._retention.score(metrics) for metrics in all_metrics]
-        return max((score for score in scores if score is not None), default=-math.inf)
+        scores = [score(self.config.checkpoint, metrics) for metrics in all_metrics]
+        return max((found for found in scores if found is not None), default=-math.inf)
 
     # ---- saving ----
 
@@ -332,8 +330,8 @@ class CheckpointManager:
         """
         self.pending.settle()
         with self.runtime.heartbeat.visit("snapshot", steps_done):
-            contents = self.state.contents(self.runtime, self.log_event, self._run_values(plan, metrics))
-            save = self.pending.start(steps_done, contents)
+            contents = self.state.contents(self.runtime, self.log_event, self._run_values(plan))
+            save = self.pending.start(steps_done, contents, metrics)
 
         # The next update changes the optimizers' state, which may still be copied.
         self.update.before_next_update(save.wait_for_copy)
@@ -341,22 +339,21 @@ class CheckpointManager:
         self._last_time = time.monotonic()
         reseed_at(self.config.seed, steps_done)
 
-    def _run_values(self, plan: Plan, metrics: dict[str, float]) -> dict[str, Any]:
-        """Return what the manifest says about the run besides its state: settings, plan, versions, metrics."""
+    def _run_values(self, plan: Plan) -> dict[str, Any]:
+        """Return what the manifest says about the run besides its state: settings, plan, versions."""
         # The keys are part of the file format (see CONTRIBUTING).
         return {
             "config": settings_as_text(self.config),
             "plan": plan.as_record(),
             "world": self.runtime.world.size,
             "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
-            "metrics": metrics,
         }
 
     # ---- at the end ----
 
     def best(self) -> BestCheckpoint | None:
         """Return the best committed checkpoint by `checkpoint.best`. Local; raises OSError if it cannot look now."""
-        return best_checkpoint(self._context.metrics, self._retention)
+        return best_checkpoint(self._context.metrics, self.config.checkpoint)
 
     def last_location(self) -> str | None:
         """Return where the last committed checkpoint of this run is; None if there is none. Local."""

@@ -3,12 +3,11 @@
 `Manifest` has the fields of the file. If a run has written it, its `values` have these keys:
 
     config, plan, world, versions     settings as text, the plan, the number of ranks (`CheckpointManager._run_values`)
-    metrics                           of an evaluation of this step
-    loop                              the state of the loop: seconds, interval, early_stop, ... (`RunState.loop_state`)
+    loop.NAME                         the state of an object of the loop (`RunState.loop_state`)
     state.model.extra                 the extra state of modules (`ModelState.capture`)
     state.model.frozen_digests        of frozen parameters that are not saved (`RunState.capture`)
     state.optimizers.NUMBER           kind, state, params, initial, settings (`OptimizerStates._capture`)
-    state.parts.NAME                  the state of a `Stateful`; "data" is the data source (`RunState.capture_tensors`)
+    state.stateful.NAME               the state of a `Stateful`; "data" is the data source (`RunState.capture_tensors`)
     state.required                    the NAMEs without whose state a resume is refused (`RegisteredState.required`)
     state.next_samples, stepper       a digest of the samples that come next, and the counters (`RunState.capture`)
 
@@ -30,7 +29,7 @@ import xxhash
 from lockstep.checkpoint.storage import Checkpoint
 
 # The version of the format of a checkpoint. Other versions are not read. CONTRIBUTING says when it changes.
-FORMAT = 4
+FORMAT = 5
 
 
 # How the names of the model's tensors begin, and those of the averages of its parameters: model.NAME, ema.NAME.
@@ -186,11 +185,6 @@ class Manifest:
     # ---- what a run has saved in `values`; empty if something else wrote the checkpoint ----
 
     @property
-    def metrics(self) -> dict[str, float]:
-        """The metrics that were saved with the checkpoint."""
-        return metrics_in(self.values)
-
-    @property
     def settings(self) -> dict[str, str]:
         """The settings of the run by key, as a user would type them."""
         return {key: text for key, text in self._value("config").items() if isinstance(text, str)}
@@ -202,23 +196,15 @@ class Manifest:
 
     def state_of(self, name: str) -> dict[str, Any]:
         """Return the state of the stateful object `name`, as `state_tree.pack` encodes it."""
-        return self._value("state", "parts", name)
+        return self._value("state", "stateful", name)
 
     def _value(self, *keys: str) -> dict[str, Any]:
-        return _dict_in(self.values, *keys)
+        """Return the dict at this place of the nested values, or {}."""
+        found: Any = self.values
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
 
-
-def metrics_in(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics in `Manifest.values`."""
-    return {name: float_of(metric) for name, metric in _dict_in(values, "metrics").items()}
-
-
-def _dict_in(values: Any, *keys: str) -> dict[str, Any]:
-    """Return the dict at this place of nested dicts, or {}."""
-    for key in keys:
-        values = values.get(key) if isinstance(values, dict) else None
-
-    return values if isinstance(values, dict) else {}
+        return found if isinstance(found, dict) else {}
 
 
 def encode(manifest: Manifest) -> bytes:

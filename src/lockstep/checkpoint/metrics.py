@@ -1,8 +1,8 @@
 """The metrics of checkpoints, by which `checkpoint.best` compares them.
 
-The manifest has the metrics of an evaluation that came before the save. Those of a later one are in a small file beside
-it, `metrics.json`, and count instead: a run saves no step twice only to add them. The file is replaced in one piece,
-and holds its own digest. This module does not import torch.
+They are in a small file beside the manifest, `metrics.json`: an evaluation may come after the save, and a run saves no
+step twice only to add its results. The file is replaced in one piece, and holds its own digest. If there is none, no
+evaluation was of this step. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,12 @@ from typing import Any
 
 import xxhash
 
-from lockstep.checkpoint.manifest import Damaged, InvalidCheckpoint, Manifest, Unreadable, canonical, float_of
+from lockstep.checkpoint.manifest import Damaged, InvalidCheckpoint, Unreadable, canonical, float_of
 from lockstep.checkpoint.manifest_reader import (
     as_invalid,
     check_fields,
     check_floats,
     parse_json,
-    read_manifest,
     require,
 )
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
@@ -34,21 +33,21 @@ _MAX_BYTES = 2**24
 
 
 def write_metrics(checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
-    """Write the metrics of an evaluation into a committed checkpoint. Raises OSError."""
+    """Write the metrics of an evaluation into the folder of a checkpoint. Raises OSError."""
     # Strict JSON has no NaN: such numbers are encoded as in a manifest.
     encoded = {name: value if math.isfinite(value) else {"$float": repr(value)} for name, value in metrics.items()}
     content = canonical({"metrics": encoded, "digest": _digest(encoded)})
     checkpoint.storage.replace(f"{checkpoint.name}/{METRICS}", content, durable=True)
 
 
-def read_metrics(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, float]:
-    """Return the metrics of a checkpoint, whose manifest was read. Raises InvalidCheckpoint."""
+def read_metrics(checkpoint: Checkpoint) -> dict[str, float]:
+    """Return the metrics of a checkpoint. Raises InvalidCheckpoint."""
     with as_invalid(checkpoint, METRICS):
         try:
             with checkpoint.open(METRICS) as stream:
                 data = stream.read(_MAX_BYTES + 1)
         except FileNotFoundError:
-            return manifest.metrics
+            return {}
 
     try:
         require(len(data) <= _MAX_BYTES, f"more than {_MAX_BYTES:,} bytes")
@@ -81,7 +80,7 @@ class CannotCompare(OSError):
 
 
 class CheckpointMetrics:
-    """The metrics of the committed checkpoints in a storage. Each manifest is read once.
+    """The metrics of the committed checkpoints in a storage. Each file is read once.
 
     The training thread and the writing thread of rank 0 share one of these.
     """
@@ -122,9 +121,9 @@ class CheckpointMetrics:
 
 
 def _read_or_none(checkpoint: Checkpoint) -> Mapping[str, float]:
-    """Return the metrics of a checkpoint. A damaged one has none, so only its age decides whether it is deleted."""
+    """Return the metrics of a checkpoint, {} if the file is damaged: its age decides whether it is deleted."""
     try:
-        return read_metrics(checkpoint, read_manifest(checkpoint))
+        return read_metrics(checkpoint)
     except Unreadable as problem:
         path = checkpoint.path
         raise CannotCompare(

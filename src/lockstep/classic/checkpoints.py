@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from lockstep.checkpoint.choose import checkpoints_at
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Saver
@@ -33,6 +32,7 @@ from lockstep.checkpoint.storage import (
     delete_leftovers,
     owner_of,
     put_back_replaced,
+    set_aside_after,
 )
 from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.config.sections import CheckpointConfig
@@ -168,10 +168,17 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
     claim(storage, token)
     delete_leftovers(storage, token)
 
-    # One rank writes everything, in this thread: the state is the same on all ranks. The newest three stay.
+    # Later checkpoints are of a training that this one has left, by a load or a new start. They must neither be loaded
+    # in place of this one nor count among the newest three, which stay.
+    def set_later_aside() -> None:
+        set_aside_after(storage, step)
+
+    context = SaveContext(storage, 0, 1, token, CheckpointConfig(keep=3), set_later_aside)
+
+    # One rank writes everything, in this thread: the state is the same on all ranks.
     captured = state.capture()
     shards = {name: shard_of(captured_tensor.tensor) for name, captured_tensor in captured.tensors.items()}
-    saver = Saver(SaveContext(storage, 0, 1, token, Retention(keep=3), CheckpointConfig().timeout), asynchronous=False)
+    saver = Saver(context, asynchronous=False)
     values = {"state": captured.json_state, "world": world_size}
     save = saver.start(step, Contents(shards, captured.aliases, values))
     saver.close()
@@ -179,6 +186,9 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
         raise OSError(save.outcome.reason)
 
     assert isinstance(save.outcome, Committed), "rank 0 commits, or fails"
+
+    # If it failed right after the commit, try again, and raise the error.
+    set_later_aside()
     return save.outcome.checkpoint.name
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from checkpoints import TOKEN, commit, load, same, savers, shard, state
 
-from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents
 from lockstep.checkpoint.storage import (
     Checkpoint,
@@ -22,6 +21,7 @@ from lockstep.checkpoint.storage import (
     update_latest,
 )
 from lockstep.checkpoint.storage.stores import allow_store_of, open_store
+from lockstep.config.sections import CheckpointConfig
 from lockstep.launch.folder.checkpoint_names import file_name, folder_name
 
 
@@ -205,7 +205,7 @@ class StorageContract:
             latest(storage)
 
     def test_what_several_ranks_save_comes_back_and_old_ones_are_deleted(self, storage: CheckpointStorage) -> None:
-        team = savers(storage, 3, keep=Retention(keep=2))
+        team = savers(storage, 3, settings=CheckpointConfig(keep=2))
         for step in (1, 2, 3):
             for rank, saver in enumerate(team):
                 saver.start(step, Contents(shard(state(step), rank, 3), values={"step": step}))

@@ -41,7 +41,7 @@ FILES = ["manifest.json", file_name(0), file_name(1)]
 def pristine(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("pristine")
     commit(root, 10, 2)
-    commit(root, 20, 2, values={"metrics": {"loss": math.nan}, "list": [1, {"a": None}]}, aliases={"t": "model.bias"})
+    commit(root, 20, 2, values={"loss": math.nan, "list": [1, {"a": None}]}, aliases={"t": "model.bias"})
     return root
 
 
@@ -102,7 +102,7 @@ def test_a_damaged_file_means_the_checkpoint_before(root, tmp_path, file, damage
 def test_a_damaged_number_of_the_format_is_another_format(root):
     """Nothing tells the two apart, so the run stops: the checkpoint may be whole."""
     DAMAGES["last byte"](root / "step-00000020" / "manifest.json", root)
-    with pytest.raises(UserError, match=r"another version of Lockstep\n.*format 0, of an older version"):
+    with pytest.raises(UserError, match=r"another version of Lockstep\n.*format 1, of an older version"):
         load(root)
 
 
@@ -189,7 +189,7 @@ def other_format(root: Path, step: int, version: int) -> None:
     (root / f"step-{step:08}" / "manifest.json").write_text(json.dumps({"format": version, "contents": {}}))
 
 
-@pytest.mark.parametrize(("version", "age"), [(3, "an older"), (5, "a newer")])
+@pytest.mark.parametrize(("version", "age"), [(4, "an older"), (6, "a newer")])
 def test_a_checkpoint_of_another_version_is_not_called_damaged(root, version, age):
     """Nor is it passed over, since it may be whole: only the user decides to lose the steps after the one before."""
     other_format(root, 20, version)
@@ -198,7 +198,7 @@ def test_a_checkpoint_of_another_version_is_not_called_damaged(root, version, ag
             newest_valid(CheckpointStorage(root), 0, 1, alone, only)
         assert not isinstance(caught.value, StorageUnavailable)  # there is nothing to wait for
         assert caught.value.problem == f"the checkpoint {root}/step-00000020 was written by another version of Lockstep"
-        why = f"format {version}, of {age} version of Lockstep; this version reads format 4"
+        why = f"format {version}, of {age} version of Lockstep; this version reads format 5"
         assert caught.value.found == f"step-00000020/manifest.json: {why}"
         assert caught.value.fix.startswith("use the version of Lockstep that wrote it")
         assert (f"--resume {root}/step-00000010" in caught.value.fix) == (only is None)

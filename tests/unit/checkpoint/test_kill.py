@@ -29,7 +29,7 @@ import os, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from checkpoints import savers, shard, state
-from lockstep.checkpoint.retention import Retention
+from lockstep.config.sections import CheckpointConfig
 from lockstep.checkpoint.saving.outcome import Written
 from lockstep.checkpoint.saving.context import Contents
 
@@ -39,7 +39,7 @@ for line in open(sys.argv[3]):
     pid = os.fork()
     if pid == 0:
         token = os.urandom(4).hex()  # as a real attempt: nothing that a killed one confirmed may count
-        team = savers(root, 2, token, Retention(keep=2))
+        team = savers(root, 2, token, CheckpointConfig(keep=2))
         print(os.getpid(), flush=True)
         while True:
             step += 1

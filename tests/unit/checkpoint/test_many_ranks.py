@@ -15,12 +15,12 @@ from lockstep.checkpoint import command, manifest_reader
 from lockstep.checkpoint.format import FileLayout, arrange
 from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, encode
 from lockstep.checkpoint.manifest_reader import read_manifest
-from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Save, Saver
 from lockstep.checkpoint.storage import CheckpointStorage, claim
+from lockstep.config.sections import CheckpointConfig
 from lockstep.launch.folder.checkpoint_names import draft_name, file_name
 from lockstep.runtime.layout import LocalShard
 
@@ -55,7 +55,7 @@ def saved(root: Path, ranks: int) -> tuple[CountingStorage, Save]:
         file = File(file_name(rank), len(data), xxhash.xxh3_128(data).hexdigest())
         (draft / file.name).write_bytes(data)
         (draft / f"rank-{rank:05d}.json").write_bytes(Confirmation(file, layout.tensors).encode())
-    saver = Saver(SaveContext(storage, 0, ranks, "token", Retention(), 600.0), asynchronous=False)
+    saver = Saver(SaveContext(storage, 0, ranks, "token", CheckpointConfig()), asynchronous=False)
     return storage, saver.start(1, Contents({"weight": LocalShard(torch.zeros(1, 4), (ranks, 4), (0, 0))}))
 
 

@@ -24,13 +24,13 @@ from test_run_in_memory import Dropped
 
 import lockstep
 from lockstep.checkpoint import command, search
-from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.storage import CheckpointStorage, stores
 from lockstep.checkpoint.storage.together import StorageUnavailable
 from lockstep.cli import main
+from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import Preempted, UserError
 from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.testing import fail_at
@@ -56,7 +56,7 @@ class TestFsspec(StorageContract):
 
 def test_the_tensors_are_objects_and_everything_else_is_in_the_folder(tmp_path: Path) -> None:
     storage = store_at(tmp_path)
-    team = savers(storage, 2, keep=Retention(keep=2))
+    team = savers(storage, 2, settings=CheckpointConfig(keep=2))
     for step in (1, 2, 3):
         for rank, saver in enumerate(team):
             saver.start(step, Contents(shard(state(step), rank, 2)))

@@ -25,6 +25,7 @@ import lockstep
 from lockstep.checkpoint.manager import CheckpointManager
 from lockstep.checkpoint.manifest import encode
 from lockstep.checkpoint.manifest_reader import read_manifest
+from lockstep.checkpoint.metrics import read_metrics
 from lockstep.checkpoint.saving import pending as pending_module
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.pending import PendingSave
@@ -166,7 +167,7 @@ def test_a_rewind_forgets_evaluations_of_the_steps_that_it_undoes(tmp_path: Path
 
     assert found == [1, 2, 3, 4, 5, 6, 7, 5, 6, 7]
     saved = at(tmp_path / "checkpoints" / "step-00000006")
-    assert read_manifest(saved).metrics == {}
+    assert read_metrics(saved) == {}
 
 
 def test_a_save_that_is_committed_after_the_run_has_failed_is_recorded(tmp_path: Path) -> None:
@@ -195,7 +196,11 @@ def test_a_setting_that_the_checkpoint_lacks_is_shown_as_its_default():
     assert [str(change) for change in config_changes(saved, config)] == [f"load_balance: {default} -> auto"]
 
 
-@pytest.mark.parametrize("loop", [{"seconds": 1000.0, "future": 1}, None], ids=["some values", "no state of the loop"])
+@pytest.mark.parametrize(
+    "loop",
+    [{"clock": {"seconds": 1000.0, "future": 1}, "future": {"x": 1}}, None],
+    ids=["some values", "no state of the loop"],
+)
 def test_the_state_of_the_loop_in_a_checkpoint_of_another_version(tmp_path: Path, loop: Any) -> None:
     """A value that it lacks gets its default, and one that this version does not have is ignored."""
     lockstep.fit(Dropped(), run_dir=tmp_path)
@@ -267,7 +272,7 @@ def test_a_damaged_checkpoint_that_init_from_passes_over_is_named(tmp_path: Path
 def test_a_checkpoint_of_another_version_is_passed_over_only_on_demand_and_kept(tmp_path: Path) -> None:
     lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"every": 6})
     folder = tmp_path / "checkpoints"
-    (folder / "step-00000012" / "manifest.json").write_text('{"format": 5}')
+    (folder / "step-00000012" / "manifest.json").write_text('{"format": 6}')
     older = str(folder / "step-00000006")
     with pytest.raises(UserError, match=rf"step-00000012 was written by another version.*\n.*\n.*--resume {older}"):
         lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto")
@@ -916,7 +921,7 @@ def replace_value(values: Any, place: str, new: Any) -> None:
         ("state", [], "state is not a dict"),
         ("state.stepper", None, "state lacks stepper"),
         ("state.stepper", 3, "state.stepper is not a dict"),
-        ("state.parts.data", None, "state.parts lacks data"),
+        ("state.stateful.data", None, "state.stateful lacks data"),
         ("state.required", {"a": 1}, "state.required is not a list"),
         ("state.next_samples", [1], "state.next_samples is not text"),
         ("state.model.frozen_digests", {"0.weight": [1]}, "state.model.frozen_digests has values that are not text"),

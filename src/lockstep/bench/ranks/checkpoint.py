@@ -21,7 +21,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lockstep.bench.ranks.turns import in_turn
-from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.save import Saver
@@ -129,8 +128,7 @@ class Ways:
             claim(self.storage, TOKEN)
 
         # The last checkpoint only, since the other ways delete theirs, too (`forget`).
-        timeout_s = CheckpointConfig().timeout
-        saver = Saver(SaveContext(self.storage, self.rank, self.world, TOKEN, Retention(keep=1), timeout_s))
+        saver = Saver(SaveContext(self.storage, self.rank, self.world, TOKEN, CheckpointConfig(keep=1)))
         saver.prepare(self.mine)
         return saver
 

@@ -1,6 +1,7 @@
 """What rank 0 does when its own file is written: it turns the files of all ranks into one checkpoint.
 
     waits for all confirmations
+    step-N.tmp-TOKEN-NUMBER/metrics.json        if the step was evaluated before the save
     step-N.tmp-TOKEN-NUMBER/manifest.json       durable
     deletes the confirmations
     checks that all files are there
@@ -10,7 +11,7 @@
     calls `SaveContext.on_commit`
     updates `latest`
     if it still owns the storage: deletes what an earlier commit could delete only in part, step-N.replaced, and the
-    checkpoints that `Retention` does not keep
+    checkpoints that no setting keeps
 
 A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the manifest
 before the rename, and the rename before `latest` changes and before an old checkpoint is deleted. A run saves no step
@@ -29,6 +30,7 @@ import lockstep
 from lockstep import faults
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, encode
 from lockstep.checkpoint.manifest_reader import decode
+from lockstep.checkpoint.metrics import write_metrics
 from lockstep.checkpoint.retention import apply_retention
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
@@ -46,7 +48,13 @@ from lockstep.errors import listed_ranks
 from lockstep.launch.folder.checkpoint_names import folder_name
 
 
-def commit(draft: Draft, abort: AbortRequest, aliases: Mapping[str, str], values: Mapping[str, Any]) -> Committed:
+def commit(
+    draft: Draft,
+    abort: AbortRequest,
+    aliases: Mapping[str, str],
+    values: Mapping[str, Any],
+    metrics: Mapping[str, float],
+) -> Committed:
     """Commit the checkpoint, on rank 0, or raise SaveError, InvalidCheckpoint or OSError."""
     storage, context = draft.storage, draft.context
     confirmations = _wait_for_confirmations(draft, abort)
@@ -56,6 +64,9 @@ def commit(draft: Draft, abort: AbortRequest, aliases: Mapping[str, str], values
     # Check that the manifest can be loaded.
     uncommitted = Checkpoint(storage, draft.name)
     decode(encoded, uncommitted)
+
+    if metrics:
+        write_metrics(uncommitted, metrics)
 
     storage.write(draft.manifest, [memoryview(encoded)])
 
@@ -71,7 +82,7 @@ def commit(draft: Draft, abort: AbortRequest, aliases: Mapping[str, str], values
     # As late as possible: nothing that another attempt has written may be renamed.
     context.check_owner()
     warning = _rename(draft)
-    context.metrics.add(draft.steps_done, manifest.metrics)
+    context.metrics.add(draft.steps_done, metrics)
     checkpoint = Checkpoint.of(storage, draft.steps_done)
     return Committed(checkpoint, len(encoded) + manifest.bytes, warning)
 
@@ -96,7 +107,8 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
     """
     ranks = set(range(draft.context.world_size))
     confirmations: dict[int, Confirmation] = {}
-    deadline = time.monotonic() + draft.context.timeout_s
+    timeout_s = draft.context.settings.timeout
+    deadline = time.monotonic() + timeout_s
 
     # Begin with a short pause (in seconds): ranks save at the same time, so the others are probably almost done.
     pause = 0.01
@@ -119,8 +131,7 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
 
         if time.monotonic() > deadline:
             files = "its file" if len(missing) == 1 else "their files"
-            limit = f"{draft.context.timeout_s:.0f} s"
-            raise SaveError(f"{listed_ranks(missing)} did not write {files} within {limit}")
+            raise SaveError(f"{listed_ranks(missing)} did not write {files} within {timeout_s:.0f} s")
 
         abort.sleep(pause)
         pause = min(pause * 1.5, 0.25)
@@ -176,6 +187,6 @@ def delete_old(context: SaveContext) -> None:
 
     # No rule counts these, so a step that is saved again and again would fill the disk.
     delete_replaced(context.storage, context.token)
-    apply_retention(context.metrics, context.retention, context.token)
+    apply_retention(context.metrics, context.settings, context.token)
     if failed is not None:
         raise failed

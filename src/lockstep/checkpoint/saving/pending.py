@@ -54,7 +54,7 @@ class PendingSave:
         # The save on whose outcome the ranks have not agreed yet; None: no save is in flight.
         self.save: Save | None = None
         self._logged = False  # whether its commit is logged
-        self._has_new_metrics = False  # whether its `metrics` came too late for the manifest
+        self._has_new_metrics = False  # whether its `metrics` came after its start
 
         # How many saves have failed since the last commit, and when to try again, by this rank's clock.
         self._failures = 0
@@ -63,10 +63,10 @@ class PendingSave:
         # The step of the last checkpoint that is committed in this run's folder; None: there is none.
         self.last_committed: int | None = None
 
-    def start(self, steps_done: int, contents: Contents) -> Save:
-        """Copy this rank's contents, and begin to write them. Call `settle` first."""
+    def start(self, steps_done: int, contents: Contents, metrics: Mapping[str, float]) -> Save:
+        """Copy this rank's contents, and begin to write them with the metrics of this step. Call `settle` first."""
         assert self.save is None, f"the save of step {self.save.steps_done} is not settled"
-        self.save = self._saver.start(steps_done, contents)
+        self.save = self._saver.start(steps_done, contents, metrics)
         self._logged = self._has_new_metrics = False
         self._retry_at = math.inf
         return self.save

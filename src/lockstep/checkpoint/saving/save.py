@@ -24,7 +24,7 @@ from rich.filesize import decimal as size_text
 
 from lockstep import faults
 from lockstep.checkpoint.format import FileLayout
-from lockstep.checkpoint.manifest import File, InvalidCheckpoint, metrics_in
+from lockstep.checkpoint.manifest import File, InvalidCheckpoint
 from lockstep.checkpoint.metrics import CannotCompare
 from lockstep.checkpoint.saving.commit import announce, commit, delete_old
 from lockstep.checkpoint.saving.context import Contents, SaveContext
@@ -58,14 +58,17 @@ class Saver:
         self._wait_for_last()
         self._snapshot.reserve(shards)
 
-    def start(self, steps_done: int, contents: Contents) -> Save:
-        """Copy the contents, except those to be copied later, and start writing them."""
+    def start(self, steps_done: int, contents: Contents, metrics: Mapping[str, float] = {}) -> Save:
+        """Copy the contents, except those to be copied later, and start writing them.
+
+        `metrics`: of an evaluation of this step; {} if there was none.
+        """
         began = time.perf_counter()
         self._wait_for_last()
 
         layout = self._snapshot.reserve(contents.shards)
         self._saves += 1
-        self._last = save = Save(self._context, steps_done, self._saves, layout.file_size, metrics_in(contents.values))
+        self._last = save = Save(self._context, steps_done, self._saves, layout.file_size, metrics)
 
         # Only this rank's own file counts: the others may be on other disks, and may write much less or much more.
         if save.check_room():
@@ -112,8 +115,8 @@ class Save:
     ):
         """Prepare to save the state after `steps_done` steps. Nothing is written here.
 
-        `number` counts the saves of this rank; `file_size` is that of its file, in bytes. `metrics` are those that the
-        manifest holds, for `checkpoint.best`: until the commit, nothing else has them.
+        `number` counts the saves of this rank; `file_size` is that of its file, in bytes. `metrics` are those of an
+        evaluation of this step, for `checkpoint.best`: until the commit, nothing else has them.
         """
         self.context = context
         self.steps_done = steps_done
@@ -140,7 +143,7 @@ class Save:
         self._copying = snapshot.take(contents.shards, contents.copy_later if asynchronous else ())
 
         # Not the shards: training changes them while the thread writes.
-        arguments = (snapshot.layout, snapshot.data(), self._copying, contents.aliases, contents.values)
+        arguments = (snapshot.layout, snapshot.data(), self._copying, contents.aliases, contents.values, self.metrics)
         if asynchronous:
             # A daemon thread, which does not keep the process alive at its end.
             self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True)
@@ -191,10 +194,11 @@ class Save:
         copying: BackgroundCopy,
         aliases: Mapping[str, str],
         values: Mapping[str, Any],
+        metrics: Mapping[str, float],
     ) -> None:
         """Write, confirm and (on rank 0) commit. No Exception leaves it: `outcome` says how it ended.
 
-        `data` is the data section of the file; `copying` completes it. Only rank 0's `aliases` and `values` are used.
+        `data` is the data section of the file; `copying` completes it. Only rank 0 uses the rest.
         """
         self._began = time.perf_counter()
         try:
@@ -206,7 +210,7 @@ class Save:
             self._file_ended.set()
 
             if self.context.rank == 0:
-                self.outcome = commit(self.draft, self._abort, aliases, values)
+                self.outcome = commit(self.draft, self._abort, aliases, values, metrics)
                 self.outcome = self._tidy_up(self.outcome)
             else:
                 self.outcome = Written()

@@ -7,7 +7,7 @@ Nothing in it depends on the number of ranks: a checkpoint can be resumed on any
     optimizer.NUMBER.initial      tensors in the options of the parameter groups when the run began
     optimizer.NUMBER.settings     tensors in these options at the save
     extra.NAME                    tensors in a module's extra state
-    part.NAME                     tensors in the state of a `Stateful`: any other object with state
+    stateful.NAME                 tensors in the state of a `Stateful`: any other object with state
     NAME.PARAMETER                the tensors of a `PerParameter`; "ema" has the averages of parameters (`ema.decay`)
 """
 
@@ -97,8 +97,9 @@ class RunState:
         self._ranks_compared = False  # whether the ranks have compared the state of what is registered
         self._frozen_advice = frozen_advice
 
-        # See `add_to_loop`. The second is what the checkpoint has for them from which the run was resumed.
-        self._loop: list[tuple[Stateful, bool]] = []  # and whether a rewind restores it
+        # See `add_to_loop`. The last is what the checkpoint has for them from which the run was resumed.
+        self._loop: dict[str, Stateful] = {}
+        self._not_rewound: set[str] = set()
         self._saved_loop: JsonDict | None = None
 
         # Whether all ranks capture the same JSON state and the same replicated tensors. Shards may still differ.
@@ -110,27 +111,31 @@ class RunState:
 
     # ---- the loop ----
 
-    def add_to_loop(self, stateful: Stateful, rewound: bool = True) -> None:
+    def add_to_loop(self, name: str, stateful: Stateful, rewound: bool = True) -> None:
         """Save what an object of the loop keeps between two steps, and restore it now if the run was resumed.
 
         For objects that are made when the state of the others is restored, because they need the plan. Their state is
-        plain values, under keys that no other of them has; `load_state_dict` gets those of all, and a key that an older
-        version has not saved is missing. `rewound`: whether a rewind restores it, too.
+        plain values, each with a default: an older version may not have saved it. `rewound`: whether a rewind restores
+        it, too.
         """
-        self._loop.append((stateful, rewound))
+        assert name not in self._loop, name
+        self._loop[name] = stateful
+        if not rewound:
+            self._not_rewound.add(name)
+
         if self._saved_loop is not None:
-            stateful.load_state_dict(self._saved_loop)
+            stateful.load_state_dict(self._saved_loop.get(name, {}))
 
     def loop_state(self) -> JsonDict:
         """Return the state of all objects of the loop. Collective."""
-        return {key: value for stateful, _ in self._loop for key, value in stateful.state_dict().items()}
+        return {name: stateful.state_dict() for name, stateful in self._loop.items()}
 
     def _restore_loop(self, saved: JsonDict) -> None:
         # At the start there are none yet; in a rewind there are.
         self._saved_loop = saved
-        for stateful, rewound in self._loop:
-            if rewound:
-                stateful.load_state_dict(saved)
+        for name, stateful in self._loop.items():
+            if name not in self._not_rewound:
+                stateful.load_state_dict(saved.get(name, {}))
 
     # ---- saving ----
 
@@ -202,11 +207,11 @@ class RunState:
 
         stateful_objects: dict[str, Stateful] = {"data": self.source, **self.registered}
         states = {name: stateful.state_dict() for name, stateful in stateful_objects.items()}
-        parts = {name: pack_into(tensors, state, f"part.{name}", owner=name) for name, state in states.items()}
+        encoded = {name: pack_into(tensors, state, f"stateful.{name}", owner=name) for name, state in states.items()}
         required = sorted(name for name in self.registered.required if states[name])
 
         # The keys are part of the file format (see CONTRIBUTING), like those that `capture` adds.
-        json_state = {"model": model, "optimizers": optimizers, "parts": parts, "required": required}
+        json_state = {"model": model, "optimizers": optimizers, "stateful": encoded, "required": required}
         return CapturedState(tensors, aliases, json_state, states)
 
     def bytes_at_start(self) -> tuple[int, int]:
@@ -214,7 +219,7 @@ class RunState:
         sizes = [tensor.nbytes for tensor in self._model_state.tensors().values()]
         for name, stateful in self.registered.items():
             tensors = capture_parameter_tensors(name, stateful)
-            pack_into(tensors, stateful.state_dict(), f"part.{name}")
+            pack_into(tensors, stateful.state_dict(), f"stateful.{name}")
             sizes += [captured.tensor.nbytes for captured in tensors.values()]
 
         # float32 masters are saved instead of bfloat16 parameters, which takes twice the bytes counted above.
@@ -253,7 +258,7 @@ class RunState:
         self.stepper.load_state_dict(unpack(json_state["stepper"], reader.read, self._device))
 
         # The data source must continue with the samples that the saved run would have taken next.
-        states = {name: self._read(name, state, reader) for name, state in json_state["parts"].items()}
+        states = {name: self._read(name, state, reader) for name, state in json_state["stateful"].items()}
         self.source.load_state_dict(states.pop("data"))
         _check_next_samples(json_state["next_samples"], next_samples(self.source), changed_settings)
 
@@ -271,7 +276,7 @@ class RunState:
         now = {name for name in self.registered.required if self.registered[name].state_dict()}
         differences = {
             "only in the checkpoint": before - self.registered.keys(),
-            "only in this run": now - json_state["parts"].keys(),
+            "only in this run": now - json_state["stateful"].keys(),
         }
         found = [f"{where}: {', '.join(sorted(names))}" for where, names in differences.items() if names]
         if found:

@@ -48,9 +48,9 @@ def check_state(reader: CheckpointReader) -> None:
         _check_decodes_to_dict(values.get("loop", {}), "loop")
 
         state = values["state"]
-        _check_dict(state, "state", "model", "optimizers", "stepper", "parts", "next_samples")
+        _check_dict(state, "state", "model", "optimizers", "stepper", "stateful", "next_samples")
         _check_decodes_to_dict(state["stepper"], "state.stepper")
-        _check_dict(state["parts"], "state.parts", "data")
+        _check_dict(state["stateful"], "state.stateful", "data")
         _check_list(state.get("required", []), str, "state.required")
 
         next_samples = state["next_samples"]

@@ -18,7 +18,7 @@ from lockstep.checkpoint.state.state_tree import CapturedTensor
 from lockstep.errors import UserError, plural
 
 # The first words of the names of all tensors, except those of a `PerParameter`.
-TENSOR_KINDS = (MODEL, "optimizer", "extra", "part")
+TENSOR_KINDS = (MODEL, "optimizer", "extra", "stateful")
 
 
 class Stateful(Protocol):

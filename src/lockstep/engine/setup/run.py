@@ -69,11 +69,11 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
     requests = _make_requests(plan, stepper, checkpoints, resumed)
     # A rewind takes back neither the time that has passed nor what was requested.
     state = checkpoints.state
-    state.add_to_loop(builder.clock, rewound=False)
+    state.add_to_loop("clock", builder.clock, rewound=False)
     evaluations = _make_evaluations(builder, plan, stepper, requests)
-    state.add_to_loop(log)
-    state.add_to_loop(requests, rewound=False)
-    state.add_to_loop(evaluations)
+    state.add_to_loop("log", log)
+    state.add_to_loop("requests", requests, rewound=False)
+    state.add_to_loop("evaluations", evaluations)
 
     facts = _describe(builder, setup, plan, source, stepper) | loader_lines
     if resumed:
