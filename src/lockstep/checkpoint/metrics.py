@@ -75,10 +75,6 @@ def _digest(encoded: dict[str, Any]) -> str:
 # ---- all checkpoints of a storage ----
 
 
-class CannotCompare(OSError):
-    """The metrics of a checkpoint cannot be read now, and the checkpoint may be the best. The message says so."""
-
-
 class CheckpointMetrics:
     """The metrics of the committed checkpoints in a storage. Each file is read once.
 
@@ -99,15 +95,15 @@ class CheckpointMetrics:
         """Write the metrics of a later evaluation into a committed checkpoint. Raises OSError."""
         # Somebody may have deleted it: then there is nothing to add to.
         checkpoint = Checkpoint.of(self.storage, steps_done)
-        if checkpoint.name in self.storage.folders():
+        if checkpoint.exists():
             write_metrics(checkpoint, metrics)
             self.add(steps_done, metrics)
 
     def by_step(self) -> dict[int, Mapping[str, float]]:
         """Return the metrics of all checkpoints that are committed now.
 
-        Raise CannotCompare if the metrics of one are not known yet and cannot be read, or another OSError if the
-        checkpoints cannot be listed.
+        Raise OSError if the checkpoints cannot be listed, or if the metrics of one are not known yet and cannot be
+        read: that checkpoint may be the best, and the message says so.
         """
         with self._lock:
             # Other processes delete checkpoints too, such as `lockstep ckpt prune`.
@@ -126,7 +122,7 @@ def _read_or_none(checkpoint: Checkpoint) -> Mapping[str, float]:
         return read_metrics(checkpoint)
     except Unreadable as problem:
         path = checkpoint.path
-        raise CannotCompare(
+        raise OSError(
             f"{path}/{problem.file} {problem.why}, and that checkpoint may be the best. Make it readable, or set "
             f"it aside: mv {path} {path}.damaged"
         ) from problem

@@ -174,19 +174,24 @@ def announce(draft: Draft) -> None:
     update_latest(draft.storage)
 
 
-def delete_old(context: SaveContext) -> None:
-    """Delete the checkpoints that are not kept any more. Raise SaveError if another attempt has taken over.
+def delete_old(context: SaveContext) -> str:
+    """Delete the checkpoints that are not kept any more. Return a warning, or an empty text.
 
-    Raises OSError if something cannot be deleted now: the next commit tries again.
+    What cannot be deleted now is deleted after the next commit.
     """
-    # It may have gone back to one of those.
-    context.check_owner()
+    try:
+        # Another attempt may have taken over, and may have gone back to one of those.
+        context.check_owner()
 
-    # What cannot be deleted even now must not keep the others: they would fill the disk.
-    failed = finish_deletions(context.storage, context.token)
+        # What cannot be deleted even now must not keep the others: they would fill the disk.
+        failed = finish_deletions(context.storage, context.token)
 
-    # No rule counts these, so a step that is saved again and again would fill the disk.
-    delete_replaced(context.storage, context.token)
-    apply_retention(context.metrics, context.settings, context.token)
-    if failed is not None:
-        raise failed
+        # No rule counts these, so a step that is saved again and again would fill the disk.
+        delete_replaced(context.storage, context.token)
+        apply_retention(context.metrics, context.settings, context.token)
+        if failed is not None:
+            raise failed
+    except (OSError, SaveError) as error:
+        return f"safe, but older ones are not deleted: {error}"
+
+    return ""

@@ -25,7 +25,6 @@ from rich.filesize import decimal as size_text
 from lockstep import faults
 from lockstep.checkpoint.format import FileLayout
 from lockstep.checkpoint.manifest import File, InvalidCheckpoint
-from lockstep.checkpoint.metrics import CannotCompare
 from lockstep.checkpoint.saving.commit import announce, commit, delete_old
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
@@ -256,18 +255,14 @@ class Save:
 
             # `write_s` does not include deleting old checkpoints.
             self.write_s = time.perf_counter() - self._began
-            if not committed.warning:
-                delete_old(self.context)
+            warning = committed.warning or delete_old(self.context)
 
             file = f"{folder_name(self.steps_done)}/{file_name(0)}"
             faults.damage_committed(self.context.storage, file, self.steps_done)
-        except (CannotCompare, SaveError) as error:
-            return replace(committed, warning=f"safe, but older ones are not deleted: {error}")
         except Exception as error:  # an exception would be lost with the thread
-            warning = f"safe, but tidying up after it failed: {_as_text(error)}"
-            return replace(committed, warning=committed.warning or warning)
+            warning = committed.warning or f"safe, but tidying up after it failed: {_as_text(error)}"
 
-        return committed
+        return replace(committed, warning=warning)
 
     # ---- a save that fails ----
 
