@@ -13,7 +13,8 @@ Nothing in it depends on the number of ranks: a checkpoint can be resumed on any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -24,7 +25,6 @@ from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.optimizer_state import OptimizerStates, merge_optimizers
 from lockstep.checkpoint.state.reshard import replicated_sizes, shards_to_write
-from lockstep.checkpoint.state.saved_values import check_state
 from lockstep.checkpoint.state.state_tree import CapturedTensor, JsonDict, pack, pack_into, unpack
 from lockstep.checkpoint.state.stateful import (
     TENSOR_KINDS,
@@ -235,14 +235,14 @@ class RunState:
     ) -> list[str]:
         """Restore the tensors and shards that this rank holds.
 
-        Raise a UserError if a different run was saved, or if `values`, those of the manifest, are not a run's.
+        Raise a UserError if a different run was saved. `values`: those of the manifest.
         Return descriptions of changes since the save that are not in `changed_settings`.
         """
-        check_state(reader)
-        with reader.keeping_open():
+        check_values(reader, "state")
+        with _noted(reader), reader.keeping_open():
             changes = self._restore(reader, values["state"], changed_settings)
+            self._restore_loop(unpack(values.get("loop", {}), reader.read, self._device))
 
-        self._restore_loop(unpack(values.get("loop", {}), reader.read, self._device))
         return changes
 
     def _restore(self, reader: CheckpointReader, json_state: JsonDict, changed_settings: Sequence[Change]) -> list[str]:
@@ -322,6 +322,34 @@ class RunState:
         read_shard = optional_members(self.registered.get(name)).read_shard
         read = (lambda tensor: read_shard(tensor, reader)) if read_shard else reader.read
         return unpack(state, read, self._device)
+
+
+def check_values(reader: CheckpointReader, *keys: str) -> None:
+    """Raise a UserError unless the manifest has values of these keys: something else than a run may have written it."""
+    missing = sorted(keys - reader.manifest.values.keys())
+    if missing:
+        raise UserError(
+            f"the checkpoint cannot be resumed: it does not contain {', '.join(missing)}",
+            str(reader.checkpoint.path),
+            "resume from a checkpoint that a run has saved (lockstep ckpt show)",
+        )
+
+
+@contextmanager
+def _noted(reader: CheckpointReader) -> Iterator[None]:
+    """Add to an error which checkpoint was being restored.
+
+    Its digest is valid. So it is an error of an object's `load_state_dict`, or the values are not those that this
+    version saves.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, UserError):
+            wrote = f"version {reader.manifest.lockstep} of Lockstep has written"
+            error.add_note(f"raised while {reader.checkpoint.path} was restored, which {wrote}")
+
+        raise
 
 
 def merge_json_state(by_rank: list[JsonDict]) -> JsonDict:
