@@ -21,7 +21,8 @@ from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.state.reshard import shards_to_write
 from lockstep.checkpoint.state.state_tree import CapturedTensor
-from lockstep.checkpoint.storage import CheckpointStorage, claim
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import claim
 from lockstep.config.sections import CheckpointConfig
 from lockstep.engine import loop
 from lockstep.engine.end import full_state

@@ -13,7 +13,9 @@ from lockstep.checkpoint.manifest import InvalidCheckpoint
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.retention import best_checkpoint, saved_rules
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import committed
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import UserError
 from lockstep.launch.folder.paths import read_path

@@ -19,7 +19,9 @@ from lockstep.checkpoint.manifest import InvalidCheckpoint, Manifest
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics, read_metrics
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, steps_to_delete
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, delete_checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import committed, delete_checkpoint
 from lockstep.checkpoint.verify import check_size, verify_checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.launch.folder.checkpoint_names import folder_name, is_half_deleted, is_set_aside, step_in

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.checkpoint.manifest import InvalidCheckpoint, average_name, weight_name
-from lockstep.checkpoint.storage import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
 

@@ -37,7 +37,7 @@ from lockstep.checkpoint.manifest import (
     byte_count,
     canonical,
 )
-from lockstep.checkpoint.storage import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.launch.folder.checkpoint_names import MANIFEST, step_in
 
 # Upper limit on the size of a tensor or file, in bytes. A larger number would overflow later.

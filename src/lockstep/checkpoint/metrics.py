@@ -22,7 +22,9 @@ from lockstep.checkpoint.manifest_reader import (
     parse_json,
     require,
 )
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import committed
 from lockstep.launch.folder.checkpoint_names import METRICS
 
 # Upper limit on the size of the file, which is read into memory, in bytes.

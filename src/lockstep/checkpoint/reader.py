@@ -12,7 +12,7 @@ import torch
 from lockstep.checkpoint.format import locate, read_header
 from lockstep.checkpoint.manifest import DTYPES, Damaged, Manifest, Piece, TensorEntry, byte_count, weight_name
 from lockstep.checkpoint.manifest_reader import as_invalid, open_file
-from lockstep.checkpoint.storage import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.files import CHUNK
 
 # How many files a reader keeps open. A rank may need those of thousands of ranks, and a process may not open so many.

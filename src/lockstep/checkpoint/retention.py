@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from lockstep.checkpoint.metrics import CheckpointMetrics
-from lockstep.checkpoint.storage import Checkpoint, committed, delete_checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.rules import committed, delete_checkpoint
 from lockstep.config import yaml_dialect
 from lockstep.config.sections import CheckpointConfig
 from lockstep.launch.folder.checkpoint_names import folder_name

@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 from lockstep.checkpoint.manifest import Damaged, Forbidden, InvalidCheckpoint, Manifest, Unreadable, WrongFormat
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, owner_of
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import committed, owner_of
 from lockstep.checkpoint.storage.together import OR_WAIT, READ_FIX, Gather, StorageUnavailable, act_together, try_for
 from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError

@@ -12,7 +12,7 @@ import xxhash
 from lockstep.checkpoint.format import locate, read_header
 from lockstep.checkpoint.manifest import Damaged, File, InvalidCheckpoint, Manifest, Piece
 from lockstep.checkpoint.manifest_reader import open_file, read_manifest
-from lockstep.checkpoint.storage import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.files import CHUNK
 from lockstep.errors import UserError
 

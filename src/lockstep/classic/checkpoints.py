@@ -25,15 +25,9 @@ from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.storage import (
-    Checkpoint,
-    CheckpointStorage,
-    claim,
-    delete_leftovers,
-    owner_of,
-    put_back_replaced,
-    set_aside_after,
-)
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import claim, delete_leftovers, owner_of, put_back_replaced, set_aside_after
 from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.config.sections import CheckpointConfig
 from lockstep.engine.step import Stepper

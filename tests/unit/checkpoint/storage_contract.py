@@ -9,9 +9,9 @@ import pytest
 from checkpoints import TOKEN, commit, load, same, savers, shard, state
 
 from lockstep.checkpoint.saving.context import Contents
-from lockstep.checkpoint.storage import (
-    Checkpoint,
-    CheckpointStorage,
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import (
     claim,
     committed,
     delete_leftovers,

@@ -28,7 +28,9 @@ from lockstep.checkpoint.manifest import FORMAT, Damaged, File, Manifest, Piece,
 from lockstep.checkpoint.manifest_reader import decode, read_manifest
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.search import ReportedProblem, newest_valid
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim, delete_checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import claim, delete_checkpoint
 from lockstep.checkpoint.storage.together import StorageUnavailable
 from lockstep.checkpoint.verify import find_problems
 from lockstep.errors import UserError

@@ -17,7 +17,8 @@ import pytest
 from checkpoints import load, same, state
 
 import preloaded
-from lockstep.checkpoint.storage import CheckpointStorage, committed, delete_leftovers
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import committed, delete_leftovers
 from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.launch.folder.run_dir import latest_step
 
@@ -109,7 +110,7 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
         "from checkpoints import commit, savers, shard, state\n"
         "from lockstep import faults\n"
         "from lockstep.checkpoint.saving.context import Contents\n"
-        "from lockstep.checkpoint.storage import CheckpointStorage\n"
+        "from lockstep.checkpoint.storage.folder import CheckpointStorage\n"
         "top = Path(sys.argv[2])\n"
         "for phase in ['write', 'rename', 'latest', 'committed']:\n"
         "    for root in (top / phase, CheckpointStorage(top / 'objects' / phase, f'file://{top}/bucket/{phase}')):\n"

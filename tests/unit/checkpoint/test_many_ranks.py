@@ -19,7 +19,8 @@ from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Save, Saver
-from lockstep.checkpoint.storage import CheckpointStorage, claim
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import claim
 from lockstep.config.sections import CheckpointConfig
 from lockstep.launch.folder.checkpoint_names import draft_name, file_name
 from lockstep.runtime.layout import LocalShard

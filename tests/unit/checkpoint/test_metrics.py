@@ -18,7 +18,9 @@ import lockstep
 from lockstep.checkpoint.command import verify
 from lockstep.checkpoint.manifest import Damaged
 from lockstep.checkpoint.metrics import CheckpointMetrics, read_metrics, write_metrics
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import claim
 from lockstep.launch.folder.checkpoint_names import METRICS
 from lockstep.observe.sinks import read_jsonl
 

@@ -27,7 +27,8 @@ from lockstep.checkpoint import command, search
 from lockstep.checkpoint.saving.context import Contents
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.search import newest_valid
-from lockstep.checkpoint.storage import CheckpointStorage, stores
+from lockstep.checkpoint.storage import stores
+from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.together import StorageUnavailable
 from lockstep.cli import main
 from lockstep.config.sections import CheckpointConfig

@@ -31,8 +31,9 @@ from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.stateful import RegisteredState
-from lockstep.checkpoint.storage import CheckpointStorage, committed
 from lockstep.checkpoint.storage import together as together_module
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import committed
 from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.config import flatten, resolve
 from lockstep.config.changes import config_changes

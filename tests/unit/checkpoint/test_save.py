@@ -34,10 +34,10 @@ from lockstep.checkpoint.saving.draft import Draft
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed, Written
 from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.state.state_tree import pack, unpack
-from lockstep.checkpoint.storage import (
-    Checkpoint,
-    CheckpointStorage,
-    NotDurable,
+from lockstep.checkpoint.storage import folder as folder_module
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
+from lockstep.checkpoint.storage.rules import (
     claim,
     committed,
     delete_checkpoint,
@@ -45,9 +45,6 @@ from lockstep.checkpoint.storage import (
     put_back_replaced,
     set_aside,
     set_aside_after,
-)
-from lockstep.checkpoint.storage import (
-    folder as folder_module,
 )
 from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.config.sections import CheckpointConfig

@@ -23,14 +23,11 @@ from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.retention import best_checkpoint, steps_to_delete
 from lockstep.checkpoint.saving.context import Contents
 from lockstep.checkpoint.saving.save import Saver
-from lockstep.checkpoint.storage import (
-    Checkpoint,
-    CheckpointStorage,
-    committed,
-    files,
-    set_aside_after,
-)
+from lockstep.checkpoint.storage import files
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.files import CHUNK, PAGE, split
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import committed, set_aside_after
 from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.config.sections import CheckpointConfig
 from lockstep.launch.folder.run_dir import latest_step

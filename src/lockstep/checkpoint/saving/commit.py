@@ -35,14 +35,9 @@ from lockstep.checkpoint.retention import apply_retention
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError
-from lockstep.checkpoint.storage import (
-    Checkpoint,
-    NotDurable,
-    commit_draft,
-    delete_replaced,
-    finish_deletions,
-    update_latest,
-)
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import NotDurable
+from lockstep.checkpoint.storage.rules import commit_draft, delete_replaced, finish_deletions, update_latest
 from lockstep.checkpoint.verify import check_size
 from lockstep.errors import listed_ranks
 from lockstep.launch.folder.checkpoint_names import folder_name

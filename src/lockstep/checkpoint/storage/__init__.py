@@ -5,38 +5,3 @@ only through it. Their tensors may be elsewhere: `stores` says what a store must
 is the handle of one checkpoint, and `rules` says how one is committed, set aside and deleted. `together` lets all ranks
 act alike if the folder is away. Nothing here imports torch, so that `lockstep ckpt ls` starts fast.
 """
-
-from lockstep.checkpoint.storage.checkpoint import Checkpoint
-from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
-from lockstep.checkpoint.storage.rules import (
-    claim,
-    commit_draft,
-    committed,
-    delete_checkpoint,
-    delete_leftovers,
-    delete_replaced,
-    finish_deletions,
-    owner_of,
-    put_back_replaced,
-    set_aside,
-    set_aside_after,
-    update_latest,
-)
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointStorage",
-    "NotDurable",
-    "claim",
-    "commit_draft",
-    "committed",
-    "delete_checkpoint",
-    "delete_leftovers",
-    "delete_replaced",
-    "finish_deletions",
-    "owner_of",
-    "put_back_replaced",
-    "set_aside",
-    "set_aside_after",
-    "update_latest",
-]

@@ -8,7 +8,8 @@ from torch import nn
 
 from lockstep.checkpoint.init_from.weights import InitialWeights, load_initial_weights
 from lockstep.checkpoint.state.model_state import frozen_names
-from lockstep.checkpoint.storage import CheckpointStorage, committed
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import committed
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.checks.model import check_instance_norms, check_supported
