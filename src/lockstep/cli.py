@@ -293,7 +293,7 @@ def _add_ckpt(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_store(parser: argparse.ArgumentParser) -> None:
-    about = "your class, if the tensors are in a store of yours (checkpoint.storage=MODULE:CLASS://FOLDER)"
+    about = "your class, if the tensors are in a store of yours (checkpoint.store=MODULE:CLASS://FOLDER)"
     parser.add_argument("--store", metavar="MODULE:CLASS", help=about)
 
 

@@ -77,7 +77,7 @@ class CheckpointManager:
 
         # The objects that this manager is made of, each with one job.
         settings = config.checkpoint
-        self.storage = storage = CheckpointStorage.of_run(folder.path, settings.storage)
+        self.storage = storage = CheckpointStorage.of_run(folder.path, settings.store)
         self._context = SaveContext(
             storage=storage,
             rank=runtime.world.rank,
@@ -123,7 +123,7 @@ class CheckpointManager:
         timeout_s = self.config.checkpoint.timeout
         missing = retry_on_rank0(self.storage, self.runtime, timeout_s, self._try_store, f"kept in {url}")
         if missing:
-            fix = "set checkpoint.storage to a store that exists, or leave it out: checkpoints are then in run_dir"
+            fix = "set checkpoint.store to a store that exists, or leave it out: checkpoints are then in run_dir"
             raise UserError(f"the checkpoints of this run cannot be kept in {url}", missing, fix)
 
     def _try_store(self) -> str | None:

@@ -41,7 +41,7 @@ class StorageContract:
     """What every run relies on. A subclass says where the tensors are."""
 
     def url(self, tmp_path: Path) -> str | None:
-        """Return the URL of the store, as in `checkpoint.storage`. `tmp_path` is a folder for this test."""
+        """Return the URL of the store, as in `checkpoint.store`. `tmp_path` is a folder for this test."""
         raise NotImplementedError
 
     def make(self, tmp_path: Path) -> CheckpointStorage:

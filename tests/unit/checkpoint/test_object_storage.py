@@ -150,7 +150,7 @@ def test_commands_use_a_store_of_the_users_if_they_are_told_to(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     run = tmp_path / "run"
-    lockstep.fit(Dropped(), run_dir=run, checkpoint={"storage": f"own_store:Own://{tmp_path}/bucket"})
+    lockstep.fit(Dropped(), run_dir=run, checkpoint={"store": f"own_store:Own://{tmp_path}/bucket"})
     assert len(objects(tmp_path)) == 1
 
     # Another process has not seen the setting.
@@ -246,7 +246,7 @@ def test_a_store_that_cannot_keep_anything_is_refused_before_the_first_step(
 ) -> None:
     """The run trained to its end, with a warning for each save and without a checkpoint."""
     with pytest.raises(UserError, match="cannot be kept in") as error:
-        lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"storage": store, "timeout": 0.1})
+        lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"store": store, "timeout": 0.1})
     assert store in error.value.problem
     assert problem in error.value.found
     assert not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text()
@@ -258,7 +258,7 @@ def test_a_store_without_room_for_the_weights_is_refused_before_the_first_step(
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
     store = f"file://{tmp_path}/bucket"
     with pytest.raises(UserError, match="there is no room for a checkpoint in file://"):
-        lockstep.fit(Dropped(), run_dir=tmp_path / "run", checkpoint={"storage": store})
+        lockstep.fit(Dropped(), run_dir=tmp_path / "run", checkpoint={"store": store})
 
 
 class Uploaded(AbstractBufferedFile):
@@ -457,7 +457,7 @@ def test_an_object_that_cannot_be_read_is_not_called_damaged(
 
 
 def test_a_run_is_preempted_and_resumes_from_objects(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"storage": f"file://{tmp_path}/bucket", "every": 2, "keep": 1}
+    settings: dict[str, Any] = {"store": f"file://{tmp_path}/bucket", "every": 2, "keep": 1}
     undisturbed = lockstep.fit(Dropped(), run_dir=tmp_path / "undisturbed")
     with fail_at(how="term", step=4), pytest.raises(Preempted) as preempted:
         lockstep.fit(Dropped(), run_dir=tmp_path / "run", checkpoint=settings)
@@ -486,5 +486,5 @@ def test_a_url_that_cannot_work_is_refused_at_once(
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(UserError, match=problem):
-        lockstep.fit(Dropped(), run_dir=tmp_path / "run", checkpoint={"storage": url})
+        lockstep.fit(Dropped(), run_dir=tmp_path / "run", checkpoint={"store": url})
     assert not (tmp_path / "run").exists()

@@ -67,7 +67,7 @@ def test_a_run_is_preempted_and_resumes_from_a_store_of_the_users(tmp_path: Path
     undisturbed = lockstep.fit(Dropped(), run_dir=tmp_path / "undisturbed")
 
     run_dir = tmp_path / "parts"
-    checkpoint = {"storage": "memory_store:MemoryStore://bucket"}
+    checkpoint = {"store": "memory_store:MemoryStore://bucket"}
     with fail_at(how="term", step=4), pytest.raises(Preempted) as preempted:
         lockstep.fit(Dropped(), run_dir=run_dir, checkpoint=checkpoint)
     assert preempted.value.checkpoint == str(run_dir / "checkpoints" / "step-00000005")
@@ -223,7 +223,7 @@ def test_what_a_killed_attempt_has_written_does_not_count_as_used(tmp_path: Path
     allow_store("test_run_in_memory:SmallStore")
     storage = CheckpointStorage(tmp_path / "run" / "checkpoints", url)
     storage.write("step-00000004.tmp-dead-1/rank-00000.safetensors", [memoryview(bytes(29_900))])
-    lockstep.fit(Dropped(), run_dir=tmp_path / "run", resume="auto", checkpoint={"storage": url})
+    lockstep.fit(Dropped(), run_dir=tmp_path / "run", resume="auto", checkpoint={"store": url})
     assert storage.folders() == ["step-00000012"]
 
 

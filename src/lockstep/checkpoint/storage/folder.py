@@ -50,7 +50,7 @@ class CheckpointStorage:
     raise FileNotFoundError if a file or folder is missing, and OSError for all other failures; errno.ENOSPC means
     "full".
 
-    `url` is the store for tensors of new checkpoints (`checkpoint.storage`). Tensors that were written before are found
+    `url` is the store for tensors of new checkpoints (`checkpoint.store`). Tensors that were written before are found
     by the URLs in the folder, with or without it.
     """
 

@@ -1,4 +1,4 @@
-"""Where the tensors of checkpoints are kept (`checkpoint.storage`): the protocol of a store, and the table of stores.
+"""Where the tensors of checkpoints are kept (`checkpoint.store`): the protocol of a store, and the table of stores.
 
 A store needs three operations, and may have a fourth. It is found by the scheme of a URL: a name in STORES, a class of
 the user's (my_module:MyStore://FOLDER), or any scheme that fsspec knows.
@@ -141,7 +141,7 @@ def open_store(url: str) -> _SafeStore:
     """Return the store of this URL. A user's class must have been allowed."""
     scheme = _scheme_of(url)
     if is_class_name(scheme) and scheme not in STORES:
-        why = f"a store that was not allowed: set checkpoint.storage={scheme}://FOLDER, or add --store {scheme}"
+        why = f"a store that was not allowed: set checkpoint.store={scheme}://FOLDER, or add --store {scheme}"
         raise OSError(errno.EACCES, why, url)  # a run does not wait after this error
 
     return _SafeStore(STORES.get(scheme, _OTHERS))
@@ -167,19 +167,19 @@ def allow_store_of(url: str) -> None:
 
 
 def check_url(url: str) -> None:
-    """Raise a UserError if `checkpoint.storage` is not a URL, or if no store has its scheme.
+    """Raise a UserError if `checkpoint.store` is not a URL, or if no store has its scheme.
 
     A user's class is imported later, when its module can be found: it may be next to the task.
     """
     scheme, rest = _scheme_of(url), url.partition("://")[2]
-    example = "set checkpoint.storage=s3://BUCKET/FOLDER, or leave it out: checkpoints are then in run_dir"
+    example = "set checkpoint.store=s3://BUCKET/FOLDER, or leave it out: checkpoints are then in run_dir"
     if not rest or not is_object_url(object_url(url, "run", folder_name(0), file_name(0))):
-        raise UserError(f"checkpoint.storage={url} is not the URL of a store", "", example)
+        raise UserError(f"checkpoint.store={url} is not the URL of a store", "", example)
 
     # The run may be resumed in another working folder.
     if isinstance(STORES.get(scheme), LocalFiles) and not rest.startswith("/"):
-        fix = f"set checkpoint.storage={scheme}:///FOLDER, which begins at the root"
-        raise UserError(f"checkpoint.storage={url} is not the full path of a folder", "", fix)
+        fix = f"set checkpoint.store={scheme}:///FOLDER, which begins at the root"
+        raise UserError(f"checkpoint.store={url} is not the full path of a folder", "", fix)
 
     if scheme not in STORES and not is_class_name(scheme):
         _check_scheme(url, example)
@@ -193,10 +193,10 @@ def _check_scheme(url: str, example: str) -> None:
     try:
         fsspec.get_filesystem_class(scheme)
     except ValueError:
-        raise UserError(f"checkpoint.storage={url}: there is no kind of store {scheme}://", "", example) from None
+        raise UserError(f"checkpoint.store={url}: there is no kind of store {scheme}://", "", example) from None
     except ImportError as error:
         fix = f"pip install the package, such as 'lockstep-train[s3]' or 'lockstep-train[gcs]'; or {example}"
-        raise UserError(f"checkpoint.storage={url} needs a package that is not installed", str(error), fix) from None
+        raise UserError(f"checkpoint.store={url} needs a package that is not installed", str(error), fix) from None
 
 
 def _scheme_of(url: str) -> str:

@@ -277,8 +277,8 @@ def open_run(
     check_same_config(config, runtime)
 
     # Whatever reads or writes checkpoints in this process may use the store that the settings name.
-    if config.checkpoint.storage:
-        allow_store_of(config.checkpoint.storage)
+    if config.checkpoint.store:
+        allow_store_of(config.checkpoint.store)
 
     precision = choose_precision(config, runtime.device)
     precision.set_tf32()
