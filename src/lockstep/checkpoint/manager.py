@@ -101,14 +101,17 @@ class CheckpointManager:
     def resume(self) -> Resumed | None:
         """Claim the storage, and load the checkpoint from which the run starts. Return None if there is none.
 
-        Collective. Raise a UserError if a checkpoint will be saved and there is no room for it, or its store keeps
-        nothing, or if the storage cannot be read or written for `checkpoint.timeout` seconds.
+        Collective. Raise a UserError if the store of the checkpoints keeps nothing, if the settings ask for checkpoints
+        and there is no room for one, or if the storage cannot be read or written for `checkpoint.timeout` seconds.
         """
         settings = self.config.checkpoint
         retry_on_rank0(self.storage, self.runtime, settings.timeout, self._claim, "claimed")
 
-        if settings.every is not None or settings.minutes is not None or settings.at_end:
-            self._check_store()
+        # Any run may save on request.
+        self._check_store()
+
+        # One that may never save does not need the room.
+        if settings.every or settings.minutes or settings.at_end or settings.best or self._rewind_policy():
             self._check_room()
 
         reader = self._resumer.find(self.folder.start_from)
@@ -194,8 +197,7 @@ class CheckpointManager:
 
     def ensure_rewind_checkpoint(self, save: Callable[[], None]) -> None:
         """If a policy is rewind and there is no checkpoint to go back to, call `save`. Collective."""
-        policies = {"nonfinite.policy": self.config.nonfinite.policy, "spike.policy": self.config.spike.policy}
-        policy = next((key for key, value in policies.items() if value == "rewind"), None)
+        policy = self._rewind_policy()
         if policy is None:
             return
 
@@ -211,6 +213,11 @@ class CheckpointManager:
                 "",
                 f"make room on the disk, or set {policy}=skip",
             )
+
+    def _rewind_policy(self) -> str | None:
+        """Return the key of a policy that is rewind; None if there is none."""
+        policies = {"nonfinite.policy": self.config.nonfinite.policy, "spike.policy": self.config.spike.policy}
+        return next((key for key, value in policies.items() if value == "rewind"), None)
 
     def _check_can_skip(self, policy: str) -> None:
         """Raise if the data source cannot leave out the samples of a step, as `policy`=rewind requires."""

@@ -241,24 +241,38 @@ class RealStore(MemoryFileSystem):
     ("store", "problem"),
     [("file:///proc/nope", "No such file or directory"), ("memory_store:ForgetfulStore://bucket", "other bytes")],
 )
+@pytest.mark.parametrize("settings", [{}, {"minutes": None, "at_end": False}], ids=["by itself", "on request"])
 def test_a_store_that_cannot_keep_anything_is_refused_before_the_first_step(
-    tmp_path: Path, store: str, problem: str
+    tmp_path: Path, store: str, problem: str, settings: dict[str, Any]
 ) -> None:
     """The run trained to its end, with a warning for each save and without a checkpoint."""
     with pytest.raises(UserError, match="cannot be kept in") as error:
-        lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"store": store, "timeout": 0.1})
+        lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"store": store, "timeout": 0.1, **settings})
     assert store in error.value.problem
     assert problem in error.value.found
     assert not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text()
 
 
+NEVER = {"minutes": None, "at_end": False}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"checkpoint": NEVER | {"best": "eval_loss"}}, {"checkpoint": NEVER, "spike": {"policy": "rewind"}}],
+    ids=["by time", "the best", "to rewind to"],
+)
 def test_a_store_without_room_for_the_weights_is_refused_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
-    store = f"file://{tmp_path}/bucket"
+    settings = {**settings, "checkpoint": {**settings.get("checkpoint", {}), "store": f"file://{tmp_path}/bucket"}}
     with pytest.raises(UserError, match="there is no room for a checkpoint in file://"):
-        lockstep.fit(Dropped(), run_dir=tmp_path / "run", checkpoint={"store": store})
+        lockstep.fit(Dropped(), run_dir=tmp_path / "run", **settings)
+
+
+def test_a_run_that_saves_nothing_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
+    assert lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint=NEVER).summary["step"] == 12
 
 
 class Uploaded(AbstractBufferedFile):
