@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 from lockstep.engine.setup import open_run
 from lockstep.plan.memory import bytes_of
 from lockstep.runtime import context
-from lockstep.runtime.layout import local
+from lockstep.runtime.shards import local
 from lockstep.runtime.world import World
 from lockstep.task import Loss
 from pool import Pool

@@ -16,7 +16,7 @@ from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
-from lockstep.runtime.layout import full_tensor
+from lockstep.runtime.shards import full_tensor
 from pool import Pool
 from ranks.support import configured
 from ranks.test_strategies import Ragged

@@ -19,8 +19,8 @@ from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.search import newest_valid
+from lockstep.checkpoint.state.encoding import CapturedTensor
 from lockstep.checkpoint.state.reshard import shards_to_write
-from lockstep.checkpoint.state.state_tree import CapturedTensor
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.rules import claim
 from lockstep.config.sections import CheckpointConfig
@@ -35,7 +35,7 @@ from lockstep.parallel.tensor.driver import redistribute_gradient
 from lockstep.parallel.tensor.plans import choose_plan, recognise
 from lockstep.recipes.char_lm.model import GPT
 from lockstep.runtime import context
-from lockstep.runtime.layout import LocalShard, local
+from lockstep.runtime.shards import LocalShard, local
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool

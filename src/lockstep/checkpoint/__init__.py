@@ -20,7 +20,7 @@ the Metadata.
 and `state` captures and restores the state of a run; `init_from` starts a run from other weights. The other modules do
 not depend on models: those in `saving` write, `verify` compares bytes with digests, `reader` reads tensors, `metrics`
 has results of evaluations, by which `retention` keeps the best, `choose` finds the checkpoint that a path means,
-`export` reads its weights for other programs, and `command` is `lockstep ckpt`. `format` lays out and reads a rank's
+`export` reads its weights for other programs, and `command` is `lockstep ckpt`. `rank_file` lays out and reads a rank's
 file; `manifest` encodes `manifest.json`, and `manifest_reader` reads it. All go through `storage.CheckpointStorage`,
 never to the disk itself.
 """

@@ -184,9 +184,9 @@ def export(path: Path, out: Path | None, step: int | None, best: bool = False, e
     return f"{target}\nwithout {parameters}, which no checkpoint holds: {', '.join(left_out)}", 0
 
 
-def delete_objects(run: Path) -> None:
+def delete_objects(run_dir: Path) -> None:
     """Delete what the checkpoints of a run have in a store."""
-    CheckpointStorage.of_run(run).delete_objects()
+    CheckpointStorage.of_run(run_dir).delete_objects()
 
 
 def _row(checkpoint: Checkpoint, best: BestCheckpoint | None) -> tuple[str, ...]:

@@ -37,8 +37,8 @@ from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.retry import retry_on_rank0
 from lockstep.checkpoint.storage.rules import claim, delete_leftovers, update_latest
-from lockstep.checkpoint.storage.together import retry_on_rank0
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
 from lockstep.errors import UserError, plural

@@ -73,7 +73,7 @@ DTYPES = {
     "F64": Dtype("float64", 8),
 }
 
-# The numbers that strict JSON lacks, by their text in {"$float": TEXT}, as `state_tree.pack` writes them.
+# The numbers that strict JSON lacks, by their text in {"$float": TEXT}, as `encoding.pack` writes them.
 FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -172,7 +172,7 @@ class Manifest:
     # Other names of tied tensors: {name: name of the tensor that is stored}.
     aliases: dict[str, str] = field(default_factory=dict)
 
-    # Everything else that was saved, as `state_tree.pack` encodes it.
+    # Everything else that was saved, as `encoding.pack` encodes it.
     values: dict[str, Any] = field(default_factory=dict)
 
     # Of all fields above, if the manifest was read: ranks compare it. In the file, it is next to the content.
@@ -195,7 +195,7 @@ class Manifest:
         return self._value("state", "model", "frozen_digests")
 
     def state_of(self, name: str) -> dict[str, Any]:
-        """Return the state of the stateful object `name`, as `state_tree.pack` encodes it."""
+        """Return the state of the stateful object `name`, as `encoding.pack` encodes it."""
         return self._value("state", "stateful", name)
 
     def _value(self, *keys: str) -> dict[str, Any]:

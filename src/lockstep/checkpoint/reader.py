@@ -9,9 +9,9 @@ from functools import cache, partial
 
 import torch
 
-from lockstep.checkpoint.format import locate, read_header
 from lockstep.checkpoint.manifest import DTYPES, Damaged, Manifest, Piece, TensorEntry, byte_count, weight_name
 from lockstep.checkpoint.manifest_reader import as_invalid, open_file
+from lockstep.checkpoint.rank_file import locate, read_header
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.files import CHUNK
 

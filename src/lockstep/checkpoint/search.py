@@ -14,8 +14,8 @@ from lockstep.checkpoint.manifest import Damaged, Forbidden, InvalidCheckpoint, 
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.retry import OR_WAIT, READ_FIX, Gather, StorageUnavailable, retry, run_on_all_ranks
 from lockstep.checkpoint.storage.rules import committed, owner_of
-from lockstep.checkpoint.storage.together import OR_WAIT, READ_FIX, Gather, StorageUnavailable, act_together, try_for
 from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
 from lockstep.runtime.context import Runtime
@@ -50,7 +50,7 @@ def wait_for_newest_valid(
     world = runtime.world
     gather, beat = runtime.collectives.gather_json, runtime.heartbeat.again
     find = partial(newest_valid, storage, world.rank, world.size, gather, only, beat)
-    return try_for(find, runtime, timeout_s)
+    return retry(find, runtime, timeout_s)
 
 
 def newest_valid(
@@ -84,7 +84,7 @@ def newest_valid(
             return CheckpointReader(checkpoint, manifest, [damaged[name] for name in newer], beat)
 
         # A run that is alive may have deleted it meanwhile. That is no damage, and there is a newer one now.
-        _, exists = act_together(storage, gather, checkpoint.exists)
+        _, exists = run_on_all_ranks(storage, gather, checkpoint.exists)
         if not exists[0]:
             gone += 1
             if only or gone == MAX_GONE:
@@ -147,10 +147,10 @@ def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) 
     looks = 0
     while True:
         # This is also a barrier: rank 0 has claimed the folder before.
-        listed, lists = act_together(storage, gather, partial(_names, storage, only))
+        listed, lists = run_on_all_ranks(storage, gather, partial(_names, storage, only))
         names = lists[0]
 
-        _, seen = act_together(storage, gather, partial(_seen_here, storage, names, listed))
+        _, seen = run_on_all_ranks(storage, gather, partial(_seen_here, storage, names, listed))
         differing = [rank for rank, found in enumerate(seen) if found != seen[0]]
 
         if not differing:

@@ -36,7 +36,7 @@ from lockstep.precision import Precision
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import EventLogger, Runtime, log_nothing
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
-from lockstep.runtime.layout import full_tensor
+from lockstep.runtime.shards import full_tensor
 from lockstep.task import Loss, MicroBatch, StepBatches
 
 if TYPE_CHECKING:

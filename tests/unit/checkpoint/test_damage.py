@@ -30,8 +30,8 @@ from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.search import ReportedProblem, newest_valid
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.retry import StorageUnavailable
 from lockstep.checkpoint.storage.rules import claim, delete_checkpoint
-from lockstep.checkpoint.storage.together import StorageUnavailable
 from lockstep.checkpoint.verify import find_problems
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import file_name

@@ -12,9 +12,9 @@ import xxhash
 from checkpoints import at
 
 from lockstep.checkpoint import command, manifest_reader
-from lockstep.checkpoint.format import FileLayout, arrange
 from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, encode
 from lockstep.checkpoint.manifest_reader import read_manifest
+from lockstep.checkpoint.rank_file import FileLayout, arrange
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
@@ -23,7 +23,7 @@ from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.rules import claim
 from lockstep.config.sections import CheckpointConfig
 from lockstep.launch.folder.checkpoint_names import draft_name, file_name
-from lockstep.runtime.layout import LocalShard
+from lockstep.runtime.shards import LocalShard
 
 
 class CountingStorage(CheckpointStorage):

@@ -29,7 +29,7 @@ from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.storage import stores
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.together import StorageUnavailable
+from lockstep.checkpoint.storage.retry import StorageUnavailable
 from lockstep.cli import main
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import Preempted, UserError

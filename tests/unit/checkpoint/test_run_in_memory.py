@@ -31,7 +31,7 @@ from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.stateful import RegisteredState
-from lockstep.checkpoint.storage import together as together_module
+from lockstep.checkpoint.storage import retry as retry_module
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.rules import committed
 from lockstep.checkpoint.storage.stores import allow_store
@@ -282,7 +282,7 @@ def test_a_checkpoint_of_another_version_is_passed_over_only_on_demand_and_kept(
 
 def test_a_pause_between_two_tries_to_read_is_no_stall() -> None:
     """The launcher said that no rank advances, in the middle of a pause of a minute."""
-    assert together_module.MAX_PAUSE_S < STALL_S
+    assert retry_module.MAX_PAUSE_S < STALL_S
 
 
 @pytest.mark.parametrize("module", ["verify", "reader"])
@@ -326,7 +326,7 @@ def test_a_checkpoint_that_cannot_be_read_is_neither_called_damaged_nor_passed_o
             raise OSError(number, os.strerror(number), key)
         return open_file(self, key)
 
-    monkeypatch.setattr(together_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(retry_module, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(CheckpointStorage, "open", refuse)
     briefly = {"timeout": 0.5, "every": 6}
     named = str(tmp_path / "checkpoints" / "step-00000012")
@@ -734,7 +734,7 @@ def test_a_read_error_that_passes_does_not_cost_the_newest_checkpoint(
             raise errors.pop()
         return open_file(self, key)
 
-    monkeypatch.setattr(together_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(retry_module, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(CheckpointStorage, "open", fail_twice)
     lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=13)
     events = read_jsonl(tmp_path / "events.jsonl")
@@ -760,7 +760,7 @@ def test_a_folder_that_cannot_be_listed_for_a_moment_is_listed_again(
             raise errors.pop()
         return folders(self)
 
-    monkeypatch.setattr(together_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(retry_module, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(CheckpointManager, "_claim", claim_first)
     monkeypatch.setattr(CheckpointStorage, "folders", fail_twice)
     lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=7)
@@ -802,7 +802,7 @@ def test_a_storage_that_cannot_be_claimed_for_a_moment_is_claimed_later(
             raise errors.pop()
         return call(self, *arguments)
 
-    monkeypatch.setattr(together_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(retry_module, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(CheckpointStorage, method, fail_twice)
     lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=7)
     assert not errors
@@ -821,7 +821,7 @@ def test_a_storage_that_stays_closed_is_not_waited_for(
         tried += 1
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(together_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(retry_module, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(CheckpointStorage, "replace", refuse)
     fix = "make room there" if number in (errno.ENOSPC, errno.EDQUOT) else "let this user write to the folder"
     with pytest.raises(UserError, match=rf"cannot be claimed\n.*{os.strerror(number)}\n.*{fix}, and try again"):
@@ -853,7 +853,7 @@ def test_checkpoints_that_cannot_be_set_aside_for_a_moment_are_set_aside_later(
             raise errors.pop()
         return call(self, *arguments)
 
-    monkeypatch.setattr(together_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(retry_module, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(CheckpointManager, "_claim", claim_first)
     monkeypatch.setattr(CheckpointStorage, method, fail_twice)
     resume = "auto" if damaged else str(folder / "step-00000006")
@@ -870,10 +870,10 @@ def test_a_storage_that_cannot_be_claimed_is_an_error_on_all_ranks(tmp_path: Pat
     def on_rank(rank: int, gather: Any) -> Any:
         collectives = SimpleNamespace(gather_json=gather, run_on_rank0=lambda act: 0.0)
         runtime: Any = SimpleNamespace(is_main=rank == 0, collectives=collectives)
-        together_module.retry_on_rank0(storage, runtime, 0.0, stale, "claimed")
+        retry_module.retry_on_rank0(storage, runtime, 0.0, stale, "claimed")
 
     for answer in together(2, on_rank):
-        assert isinstance(answer, together_module.StorageUnavailable)
+        assert isinstance(answer, retry_module.StorageUnavailable)
         assert answer.problem == f"the checkpoints in {tmp_path} cannot be claimed"
         assert answer.found == f"rank 0: [Errno {errno.ESTALE}] Stale file handle"
         assert answer.fix.startswith("let this user write to the folder, or wait")

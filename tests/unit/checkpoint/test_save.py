@@ -33,7 +33,7 @@ from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.draft import Draft
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed, Written
 from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.state.state_tree import pack, unpack
+from lockstep.checkpoint.state.encoding import pack, unpack
 from lockstep.checkpoint.storage import folder as folder_module
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
@@ -50,7 +50,7 @@ from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import MANIFEST, file_name
-from lockstep.runtime.layout import LocalShard, shard_of
+from lockstep.runtime.shards import LocalShard, shard_of
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2),

@@ -31,7 +31,7 @@ from lockstep.config import resolve
 from lockstep.config.sections import CheckpointConfig
 from lockstep.runtime import context, environments
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.layout import LocalShard, shard_of
+from lockstep.runtime.shards import LocalShard, shard_of
 
 TOKEN = "be7c4"  # stands for the run to which the checkpoints belong
 STEPS = 20  # of something to compute, between two saves

@@ -11,7 +11,7 @@ from lockstep.checkpoint.saving.outcome import SaveError
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.rules import owner_of
 from lockstep.config.sections import CheckpointConfig
-from lockstep.runtime.layout import LocalShard
+from lockstep.runtime.shards import LocalShard
 
 
 @dataclass
@@ -52,7 +52,7 @@ class Contents(NamedTuple):
     # For tied tensors: other name -> name among the shards.
     aliases: Mapping[str, str] = {}
 
-    # The values of the manifest, encoded by `state_tree.pack`. They must not change any more.
+    # The values of the manifest, encoded by `encoding.pack`. They must not change any more.
     values: Mapping[str, Any] = {}
 
     # The names of tensors to copy while training continues; they must not change before `Save.wait_for_copy`.

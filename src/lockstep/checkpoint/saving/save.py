@@ -23,8 +23,8 @@ import xxhash
 from rich.filesize import decimal as size_text
 
 from lockstep import faults
-from lockstep.checkpoint.format import FileLayout
 from lockstep.checkpoint.manifest import File, InvalidCheckpoint
+from lockstep.checkpoint.rank_file import FileLayout
 from lockstep.checkpoint.saving.commit import announce, commit, delete_old
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
@@ -32,7 +32,7 @@ from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveErro
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Snapshot
 from lockstep.checkpoint.storage.files import split
 from lockstep.launch.folder.checkpoint_names import file_name, folder_name
-from lockstep.runtime.layout import LocalShard
+from lockstep.runtime.shards import LocalShard
 
 # How long the end of a run waits for the thread of an aborted save, in seconds: a disk may not answer.
 ABORT_S = 1.0

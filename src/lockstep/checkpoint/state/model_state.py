@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from lockstep.checkpoint.manifest import weight_name
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.state.digests import FrozenDigests, digest
+from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack_into, unpack
 from lockstep.checkpoint.state.reshard import read_into
-from lockstep.checkpoint.state.state_tree import CapturedTensor, JsonDict, pack_into, unpack
 from lockstep.errors import UserError, plural
 from lockstep.optim.optimizers import Optimizers
-from lockstep.runtime.layout import full_tensor, local
+from lockstep.runtime.shards import full_tensor, local
 
 
 class ModelState:

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving.context import Contents
 from lockstep.checkpoint.state.digests import digest
+from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack, pack_into, unpack
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.optimizer_state import OptimizerStates, merge_optimizers
 from lockstep.checkpoint.state.reshard import replicated_sizes, shards_to_write
-from lockstep.checkpoint.state.state_tree import CapturedTensor, JsonDict, pack, pack_into, unpack
 from lockstep.checkpoint.state.stateful import (
     TENSOR_KINDS,
     RegisteredState,
@@ -38,7 +38,7 @@ from lockstep.config.changes import Change
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.context import EventLogger, Runtime
-from lockstep.runtime.layout import LocalShard
+from lockstep.runtime.shards import LocalShard
 from lockstep.task import BatchSource, Task
 
 # Settings that determine the order of the samples. Those that end in a dot are prefixes.
@@ -207,7 +207,7 @@ class RunState:
 
         stateful_objects: dict[str, Stateful] = {"data": self.source, **self.registered}
         states = {name: stateful.state_dict() for name, stateful in stateful_objects.items()}
-        encoded = {name: pack_into(tensors, state, f"stateful.{name}", owner=name) for name, state in states.items()}
+        encoded = {name: pack_into(tensors, state, f"stateful.{name}", stateful=name) for name, state in states.items()}
         required = sorted(name for name in self.registered.required if states[name])
 
         # The keys are part of the file format (see CONTRIBUTING), like those that `capture` adds.

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from lockstep.checkpoint.manifest import MODEL
 from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.state.encoding import CapturedTensor
 from lockstep.checkpoint.state.reshard import read_into
-from lockstep.checkpoint.state.state_tree import CapturedTensor
 from lockstep.errors import UserError, plural
 
 # The first words of the names of all tensors, except those of a `PerParameter`.

@@ -14,8 +14,8 @@ from pathlib import Path
 CHUNK = 16 << 20
 
 # Direct writes (O_DIRECT) begin and end at multiples of this, in memory and in the file. So do the chunks of a rank's
-# file, except its header and the end of its last chunk: `snapshot` aligns the buffer, `format.arrange` pads the header,
-# and `split` cuts the data.
+# file, except its header and the end of its last chunk: `snapshot` aligns the buffer, `rank_file.arrange` pads the
+# header, and `split` cuts the data.
 PAGE = 4096
 
 

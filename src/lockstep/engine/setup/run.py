@@ -177,7 +177,7 @@ def _make_stepper(builder: RunBuilder, setup: ModelSetup, plan: Plan) -> Stepper
     )
     builder.on_failure(rate.release)
     if isinstance(rate, SchedulerRate):
-        builder.state.add("scheduler", rate)
+        builder.registered.add("scheduler", rate)
 
     context = StepContext(
         builder.config,
@@ -219,13 +219,13 @@ def _open_checkpoints(
     builder: RunBuilder, setup: ModelSetup, stepper: Stepper, source: BatchSource
 ) -> CheckpointManager:
     """Return the checkpoint manager. Nothing can be registered after this."""
-    builder.state.is_open = False
+    builder.registered.is_open = False
     state = RunState(
         model=setup.driver.model,
         optimizers=setup.optimizers,
         stepper=stepper,
         source=source,
-        registered=builder.state,
+        registered=builder.registered,
         keep_frozen=builder.config.checkpoint.frozen,
         frozen_advice=getattr(builder.task, "frozen_advice", Task.frozen_advice),
         held_elsewhere=setup.driver.role.held_elsewhere,

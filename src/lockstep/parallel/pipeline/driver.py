@@ -45,7 +45,7 @@ from lockstep.parallel.tensor.plans import choose_plan
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import ControlWord
-from lockstep.runtime.layout import full_tensor, squared_norms
+from lockstep.runtime.shards import full_tensor, squared_norms
 from lockstep.runtime.world import World
 from lockstep.task import Loss, StepBatches
 
