@@ -28,10 +28,7 @@ class LocalFiles:
     def write(self, url: str, chunks: Iterable[memoryview]) -> None:
         path = _path_of(url)
         write_file(path, chunks)
-
-        # The folders of the step, of the run and of the store may be new.
-        for folder in path.parents[:3]:
-            sync_folder(folder)
+        sync_names(path)
 
     def open(self, url: str) -> io.BufferedIOBase:
         return open_regular(_path_of(url))
@@ -98,6 +95,19 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def sync_names(path: Path) -> None:
+    """Make the name of a file or folder durable, and those of the folders above it: any of them may be new."""
+    path = path.resolve()
+    disk = path.stat().st_dev
+    for folder in path.parents:
+        if folder.stat().st_dev != disk:
+            break
+
+        # In a folder that this user may not read, such as /home, nothing new is expected.
+        with suppress(PermissionError):
+            sync_folder(folder)
 
 
 def write_file(path: Path, chunks: Iterable[memoryview]) -> None:

@@ -38,6 +38,9 @@ def claim(storage: CheckpointStorage, token: str) -> None:
     """
     storage.replace(OWNER, token.encode())
 
+    # This has made the folder, if it is new. Without its name, a power cut would take all checkpoints in it.
+    storage.sync_name()
+
 
 def owner_of(storage: CheckpointStorage) -> str | None:
     """Return the token of the last claim; None before the first."""
