@@ -9,7 +9,7 @@
     step-00000060.rewound                      set aside: the run went back to an earlier step
     step-00000060.damaged                      set aside: its bytes have changed
     step-00000070.replaced                     one whose step is saved again; a start deletes it, or puts it back
-    latest                                     the name of the newest checkpoint, for people and the launcher
+    latest                                     the name of the newest checkpoint, for people and their scripts
     owner                                      the token of the attempt that may commit
 
 Only `lockstep ckpt prune --set-aside` deletes what was set aside.

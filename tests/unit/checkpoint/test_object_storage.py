@@ -30,6 +30,7 @@ from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.storage import stores
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import StorageUnavailable
+from lockstep.checkpoint.storage.rules import claim
 from lockstep.cli import main
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import Preempted, UserError
@@ -448,6 +449,24 @@ def test_a_url_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     # So are the contents of an object on this machine.
     assert (objects(tmp_path)[0].name, "abc") in [(name, text) for name, text, _ in synced]
+
+
+def test_all_new_folders_survive_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of the run's folder, of the checkpoints' and of the store's are on the disk, too."""
+    sync, synced = os.fsync, set()
+
+    def note(handle: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{handle}")))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
+    storage = CheckpointStorage(tmp_path / "runs" / "first" / "checkpoints", f"file://{tmp_path}/stores/bucket")
+    claim(storage, "a")
+    assert synced >= {tmp_path / "runs" / "first", tmp_path / "runs", tmp_path}
+
+    synced.clear()
+    storage.write(f"step-00000001.tmp-a-1/{file_name(0)}", [memoryview(b"abc")])
+    assert synced >= {tmp_path / "stores" / "bucket", tmp_path / "stores", tmp_path}
 
 
 def test_an_object_that_cannot_be_read_is_not_called_damaged(

@@ -163,7 +163,7 @@ def _manifest(
 
 
 def announce(draft: Draft) -> None:
-    """Tell the run, people and the launcher that the checkpoint is committed."""
+    """Tell the run and people that the checkpoint is committed."""
     draft.context.on_commit()
     faults.fire("latest", draft.steps_done)
     update_latest(draft.storage)

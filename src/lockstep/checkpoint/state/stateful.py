@@ -62,7 +62,7 @@ class OptionalMembers(NamedTuple):
 
 
 def optional_members(stateful: object) -> OptionalMembers:
-    """Return the optional members of a stateful object. This is the only place that looks for them."""
+    """Return the optional members of a stateful object, which `RegisteredState.add` has checked."""
     return OptionalMembers(
         read_shard=getattr(stateful, "read_shard", None),
         changes_since=getattr(stateful, "changes_since", None) or (lambda state: []),

@@ -8,6 +8,7 @@ import io
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 # The number of bytes that are written or read at a time.
@@ -65,6 +66,19 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def sync_names(path: Path) -> None:
+    """Make the name of a file or folder durable, and those of the folders above it: any of them may be new."""
+    path = path.resolve()
+    disk = path.stat().st_dev
+    for folder in path.parents:
+        if folder.stat().st_dev != disk:
+            break
+
+        # In a folder that this user may not read, such as /home, nothing new is expected.
+        with suppress(PermissionError):
+            sync_folder(folder)
 
 
 def write_file(path: Path, chunks: Iterable[memoryview]) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.checkpoint.storage.files import create_file, free_bytes, sync_folder, write_all, write_file
+from lockstep.checkpoint.storage.files import create_file, free_bytes, sync_folder, sync_names, write_all, write_file
 from lockstep.checkpoint.storage.stores import open_store
 from lockstep.launch.folder.checkpoint_names import (
     DELETED_PREFIX,
@@ -137,6 +137,10 @@ class CheckpointStorage:
         if path.parent == self.root:
             for leftover in self.root.glob(f".{key}.*"):
                 leftover.unlink(missing_ok=True)
+
+    def sync_name(self) -> None:
+        """Make the name of the folder itself durable, and those above it, such as the run's. Called once it exists."""
+        sync_names(self.root)
 
     def rename(self, folder: str, to: str) -> None:
         """Rename a folder, atomically and durably: this is the commit. `to` must not exist.

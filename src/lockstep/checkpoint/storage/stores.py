@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from lockstep.checkpoint.storage.files import free_bytes, sync_folder, write_file
+from lockstep.checkpoint.storage.files import free_bytes, sync_names, write_file
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import file_name, folder_name, is_object_url, object_url
 from lockstep.launch.records import open_regular
@@ -53,10 +53,7 @@ class LocalFiles:
     def write(self, url: str, chunks: Iterable[memoryview]) -> None:
         path = _path_of(url)
         write_file(path, chunks)
-
-        # The folders of the step, of the run and of the store may be new.
-        for folder in path.parents[:3]:
-            sync_folder(folder)
+        sync_names(path)
 
     def open(self, url: str) -> io.BufferedIOBase:
         return open_regular(_path_of(url))
