@@ -88,18 +88,18 @@ class CheckpointMetrics:
         self._by_step: dict[int, Mapping[str, float]] = {}
         self._lock = threading.Lock()
 
-    def add(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note the metrics of a checkpoint that was just committed. It may replace another one of the same step."""
         with self._lock:
-            self._by_step[steps_done] = metrics
+            self._by_step[step] = metrics
 
-    def write(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a later evaluation into a committed checkpoint. Raises OSError."""
         # Somebody may have deleted it: then there is nothing to add to.
-        checkpoint = Checkpoint.of(self.storage, steps_done)
+        checkpoint = Checkpoint.of(self.storage, step)
         if checkpoint.exists():
             write_metrics(checkpoint, metrics)
-            self.add(steps_done, metrics)
+            self.add(step, metrics)
 
     def by_step(self) -> dict[int, Mapping[str, float]]:
         """Return the metrics of all checkpoints that are committed now.

@@ -67,8 +67,8 @@ class WatchedSaver(Saver):
         super().__init__(context, asynchronous)
         self._running: list[Save] = []
 
-    def start(self, steps_done: int, contents: Contents, metrics: Mapping[str, float] = {}) -> Save:
-        save = super().start(steps_done, contents, metrics)
+    def start(self, step: int, contents: Contents, metrics: Mapping[str, float] = {}) -> Save:
+        save = super().start(step, contents, metrics)
         self._running.append(save)
         return save
 

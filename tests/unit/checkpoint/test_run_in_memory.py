@@ -395,7 +395,7 @@ def test_a_save_is_aborted_for_the_reason_of_the_rank_where_it_arose(
     reasons: list[str] = []
     only.pending._log_event = lambda event, reason: reasons.append(reason)
     for answers in (failures, [repeated, failures[1]], [repeated, none]):
-        monkeypatch.setattr(only.pending, "save", SimpleNamespace(steps_done=12, outcome=None, abort=str))
+        monkeypatch.setattr(only.pending, "save", SimpleNamespace(step=12, outcome=None, abort=str))
         monkeypatch.setattr(only.runtime.collectives, "gather_json", lambda _, answers=answers: answers)
         assert only.pending.abort_if_failed()
     assert [reason.partition("WRITTEN: ")[2].partition(". Training")[0] for reason in reasons] == [
@@ -465,7 +465,7 @@ def pending_alone(tmp_path: Path, heartbeat: Heartbeat) -> PendingSave:
 
 
 def failed_save(abort: Callable[[str], Any] = str) -> Any:
-    return SimpleNamespace(steps_done=12, outcome=SaveFailed("the disk is full"), abort=abort)
+    return SimpleNamespace(step=12, outcome=SaveFailed("the disk is full"), abort=abort)
 
 
 def test_the_pause_after_a_thousand_saves_that_failed_has_a_limit(

@@ -53,7 +53,7 @@ def commit(
     """Commit the checkpoint, on rank 0, or raise SaveError, InvalidCheckpoint or OSError."""
     storage, context = draft.storage, draft.context
     confirmations = _wait_for_confirmations(draft, abort)
-    manifest = _manifest(draft.steps_done, confirmations, aliases, values)
+    manifest = _manifest(draft.step, confirmations, aliases, values)
     encoded = encode(manifest)
 
     # Check that the manifest can be loaded.
@@ -68,7 +68,7 @@ def commit(
     # Only now may the confirmations go: until there is a manifest, they tell the launcher
     # (`commit_is_near` in launch/folder/run_dir.py) that a commit is near.
     draft.delete_confirmations()
-    faults.fire("rename", draft.steps_done)
+    faults.fire("rename", draft.step)
 
     # On a shared file system, a file that another machine wrote may not be visible yet, or may be lost.
     for file in manifest.files:
@@ -77,15 +77,15 @@ def commit(
     # As late as possible: nothing that another attempt has written may be renamed.
     context.check_owner()
     warning = _rename(draft)
-    context.metrics.add(draft.steps_done, metrics)
-    checkpoint = Checkpoint.of(storage, draft.steps_done)
+    context.metrics.add(draft.step, metrics)
+    checkpoint = Checkpoint.of(storage, draft.step)
     return Committed(checkpoint, len(encoded) + manifest.bytes, warning)
 
 
 def _rename(draft: Draft) -> str:
     """Give the folder its final name, which is the commit. Return a warning, or an empty text."""
     try:
-        commit_draft(draft.storage, draft.name, folder_name(draft.steps_done))
+        commit_draft(draft.storage, draft.name, folder_name(draft.step))
     except NotDurable as error:
         return f"complete, but may not survive a power cut, so older ones are kept: {error}"
 
@@ -133,7 +133,7 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
 
 
 def _manifest(
-    steps_done: int, confirmations: list[Confirmation], aliases: Mapping[str, str], values: Mapping[str, Any]
+    step: int, confirmations: list[Confirmation], aliases: Mapping[str, str], values: Mapping[str, Any]
 ) -> Manifest:
     """Put together what the ranks say about their files."""
     # The dtype and shape of each tensor, as the first rank has them, and the pieces of all ranks.
@@ -149,7 +149,7 @@ def _manifest(
             pieces.setdefault(name, []).extend(entry.pieces)
 
     return Manifest(
-        step=steps_done,
+        step=step,
         time=time.time(),
         lockstep=lockstep.__version__,
         files=tuple(confirmation.file for confirmation in confirmations if confirmation.file),
@@ -165,7 +165,7 @@ def _manifest(
 def announce(draft: Draft) -> None:
     """Tell the run and people that the checkpoint is committed."""
     draft.context.on_commit()
-    faults.fire("latest", draft.steps_done)
+    faults.fire("latest", draft.step)
     update_latest(draft.storage)
 
 

@@ -63,10 +63,10 @@ class PendingSave:
         # The step of the last checkpoint that is committed in this run's folder; None: there is none.
         self.last_committed: int | None = None
 
-    def start(self, steps_done: int, contents: Contents, metrics: Mapping[str, float]) -> Save:
+    def start(self, step: int, contents: Contents, metrics: Mapping[str, float]) -> Save:
         """Copy this rank's contents, and begin to write them with the metrics of this step. Call `settle` first."""
-        assert self.save is None, f"the save of step {self.save.steps_done} is not settled"
-        self.save = self._saver.start(steps_done, contents, metrics)
+        assert self.save is None, f"the save of step {self.save.step} is not settled"
+        self.save = self._saver.start(step, contents, metrics)
         self._logged = self._has_new_metrics = False
         self._retry_at = math.inf
         return self.save
@@ -75,33 +75,33 @@ class PendingSave:
         """Whether to save again because the last save failed. The clocks of the ranks differ, so one must decide."""
         return time.monotonic() >= self._retry_at
 
-    def has_step(self, steps_done: int) -> bool:
+    def has_step(self, step: int) -> bool:
         """Whether the state after so many steps is committed in this run's folder, or about to be."""
-        return steps_done == self.last_committed or (self.save is not None and steps_done == self.save.steps_done)
+        return step == self.last_committed or (self.save is not None and step == self.save.step)
 
-    def add_metrics(self, steps_done: int, metrics: Mapping[str, float]) -> bool:
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Add the metrics of an evaluation to the checkpoint of this step. Return False if there is none yet.
 
         If it is still being written, they are added when it is committed.
         """
-        if not self.has_step(steps_done):
+        if not self.has_step(step):
             return False
 
-        if self.save is not None and self.save.steps_done == steps_done:
+        if self.save is not None and self.save.step == step:
             self.save.metrics = metrics
             self._has_new_metrics = True
         elif self._runtime.is_main:
-            self._write_metrics(steps_done, metrics)
+            self._write_metrics(step, metrics)
 
         return True
 
-    def _write_metrics(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+    def _write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write metrics into a committed checkpoint, on rank 0. A failure costs nothing but these."""
         try:
             self._context.check_owner()
-            self._context.metrics.write(steps_done, metrics)
+            self._context.metrics.write(step, metrics)
         except (OSError, SaveError) as error:
-            reason = f"the checkpoint of step {steps_done} does not have the metrics of its evaluation: {error}"
+            reason = f"the checkpoint of step {step} does not have the metrics of its evaluation: {error}"
             self._log_event("warning", reason=reason)
 
     def poll(self) -> bool:
@@ -129,7 +129,7 @@ class PendingSave:
             if self.abort_if_failed():
                 return True
 
-        self.last_committed = self.save.steps_done
+        self.last_committed = self.save.step
         self.save = None
         self._failures = 0
         return False
@@ -163,7 +163,7 @@ class PendingSave:
         self._failures += 1
 
         # The failure is logged here, once, with the reasons of all ranks.
-        what = f"THE CHECKPOINT OF STEP {self.save.steps_done} WAS NOT WRITTEN"
+        what = f"THE CHECKPOINT OF STEP {self.save.step} WAS NOT WRITTEN"
         self._log_event("warning", reason=f"{what}: {reason}. Training continues; {self._last_good()}")
         self.save = None
         return True
@@ -198,16 +198,16 @@ class PendingSave:
             self._logged = True
 
         if self._has_new_metrics:
-            self._write_metrics(save.steps_done, save.metrics)
+            self._write_metrics(save.step, save.metrics)
             self._has_new_metrics = False
 
     def _log_commit(self, save: Save, outcome: Committed) -> None:
         if outcome.warning:
-            self._log_event("warning", reason=f"the checkpoint of step {save.steps_done} is {outcome.warning}")
+            self._log_event("warning", reason=f"the checkpoint of step {save.step} is {outcome.warning}")
 
         self._log_event(
             "checkpoint",
-            step=save.steps_done,
+            step=save.step,
             path=self._as_shown(outcome.checkpoint.path),
             mb=outcome.total_bytes / MIB,
             stall_s=save.stall_s,

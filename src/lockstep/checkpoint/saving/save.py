@@ -57,7 +57,7 @@ class Saver:
         self._wait_for_last()
         self._snapshot.reserve(shards)
 
-    def start(self, steps_done: int, contents: Contents, metrics: Mapping[str, float] = {}) -> Save:
+    def start(self, step: int, contents: Contents, metrics: Mapping[str, float] = {}) -> Save:
         """Copy the contents, except those to be copied later, and start writing them.
 
         `metrics`: of an evaluation of this step; {} if there was none.
@@ -67,7 +67,7 @@ class Saver:
 
         layout = self._snapshot.reserve(contents.shards)
         self._saves += 1
-        self._last = save = Save(self._context, steps_done, self._saves, layout.file_size, metrics)
+        self._last = save = Save(self._context, step, self._saves, layout.file_size, metrics)
 
         # Only this rank's own file counts: the others may be on other disks, and may write much less or much more.
         if save.check_room():
@@ -107,22 +107,22 @@ class Save:
     def __init__(
         self,
         context: SaveContext,
-        steps_done: int,
+        step: int,
         number: int,
         file_size: int,
         metrics: Mapping[str, float] = {},
     ):
-        """Prepare to save the state after `steps_done` steps. Nothing is written here.
+        """Prepare to save the state after `step` steps. Nothing is written here.
 
         `number` counts the saves of this rank; `file_size` is that of its file, in bytes. `metrics` are those of an
         evaluation of this step, for `checkpoint.best`: until the commit, nothing else has them.
         """
         self.context = context
-        self.steps_done = steps_done
+        self.step = step
         self.file_size = file_size
         self.metrics = metrics
 
-        self.draft = Draft(context, steps_done, number)
+        self.draft = Draft(context, step, number)
         self.outcome: SaveOutcome | None = None  # final once `wait` returns True
         self._file_ended = threading.Event()  # set once this rank's file is durable or has failed
         self._abort = AbortRequest()
@@ -243,7 +243,7 @@ class Save:
 
             # In the middle of the file, where tests let the process die.
             if number == (len(chunks) + 1) // 2:
-                faults.fire("write", self.steps_done)
+                faults.fire("write", self.step)
 
             digest.update(chunk)
             yield chunk
@@ -257,8 +257,8 @@ class Save:
             self.write_s = time.perf_counter() - self._began
             warning = committed.warning or delete_old(self.context)
 
-            file = f"{folder_name(self.steps_done)}/{file_name(0)}"
-            faults.damage_committed(self.context.storage, file, self.steps_done)
+            file = f"{folder_name(self.step)}/{file_name(0)}"
+            faults.damage_committed(self.context.storage, file, self.step)
         except Exception as error:  # an exception would be lost with the thread
             warning = committed.warning or f"safe, but tidying up after it failed: {_as_text(error)}"
 
