@@ -32,16 +32,17 @@ import xxhash
 from simulated_nodes import SECRET, Nodes, StoreRanks, allow_files, make_coordinator, make_successor
 
 from lockstep.checkpoint import command
-from lockstep.checkpoint.format import arrange
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry
 from lockstep.checkpoint.manifest_reader import read_manifest
+from lockstep.checkpoint.rank_file import arrange
 from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.saving.snapshot import Snapshot
-from lockstep.checkpoint.storage import CheckpointStorage, claim
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import claim
 from lockstep.launch.coordinator import WAIT_S
 from lockstep.launch.decisions import failure_handler, hang_check, next_attempt
 from lockstep.launch.folder.checkpoint_names import file_name
@@ -50,7 +51,7 @@ from lockstep.launch.wire import connections
 from lockstep.launch.wire.messages import Rendezvous, Start
 from lockstep.launch.wire.sockets import wait_readable
 from lockstep.launch.wire.store_server import StoreServer, store_secret
-from lockstep.runtime.layout import LocalShard
+from lockstep.runtime.shards import LocalShard
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 RUNNING_S = 5.0  # for how long the heartbeats of a running job are measured

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 from classic_net import among, net, numbers, weights
+from lockstep.checkpoint.choose import choose
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.storage import Checkpoint
 from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.classic import AMPConfig, AMPTrainer, DistributedAMPTrainer, checkpoints
 from lockstep.errors import UserError
@@ -50,7 +50,7 @@ def wait(what: str) -> None:
 def test_a_machine_verifies_the_bytes_on_its_own_disk(tmp_path: Path) -> None:
     trainer = AMPTrainer(net(), FP32)
     trainer.training_step(numbers(8))
-    checkpoint = Checkpoint.at(Path(trainer.save_checkpoint(tmp_path)))
+    checkpoint = choose(Path(trainer.save_checkpoint(tmp_path)))
     manifest, _ = verify_checkpoint(checkpoint)
     choice = {"checkpoint": checkpoint.name, "digest": manifest.digest, "folder": str(tmp_path)}
     alone_there = World(rank=1, size=2, local_rank=0, local_size=1)
@@ -83,6 +83,64 @@ def test_a_kill_between_the_two_renames_of_a_save_loses_nothing(tmp_path: Path, 
     other.training_step(numbers(8))
     assert other.load_checkpoint(tmp_path) == 1
     assert torch.equal(weights(other.model), saved)
+
+
+def saved_at(trainer: AMPTrainer, step: int, folder: Path) -> Path:
+    """Train until `step`, and save."""
+    while trainer.stepper.counters.steps_done < step:
+        trainer.training_step(numbers(8))
+    return trainer.save_checkpoint(folder)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("checkpoints/step-*"))
+
+
+def test_a_new_training_in_the_same_folder_keeps_what_it_saves(tmp_path: Path) -> None:
+    """The three checkpoints of an earlier training counted as the newest ones: the save was deleted at once."""
+    trainer = AMPTrainer(net(), FP32)
+    for step in (10, 20, 30):
+        saved_at(trainer, step, tmp_path)
+
+    path = saved_at(AMPTrainer(net(), FP32), 2, tmp_path)
+    assert path.is_dir()
+    later = [f"step-000000{step}.rewound" for step in (10, 20, 30)]
+    assert names_in(tmp_path) == ["step-00000002", *later]
+    assert (tmp_path / "checkpoints" / "latest").read_text() == "step-00000002\n"
+    assert AMPTrainer(net(), FP32).load_checkpoint(tmp_path) == 2
+    assert AMPTrainer(net(), FP32).load_checkpoint(tmp_path / "checkpoints" / later[2]) == 30
+
+
+def test_a_training_that_went_back_loads_what_it_saved_last(tmp_path: Path) -> None:
+    trainer = AMPTrainer(net(), FP32)
+    earlier, *_ = [saved_at(trainer, step, tmp_path) for step in (10, 20, 30)]
+
+    # Until it saves, nothing changes.
+    assert trainer.load_checkpoint(earlier) == 10
+    assert len(names_in(tmp_path)) == 3
+    assert [saved_at(trainer, step, tmp_path).is_dir() for step in (12, 14)] == [True, True]
+    assert names_in(tmp_path)[:3] == ["step-00000010", "step-00000012", "step-00000014"]
+    assert AMPTrainer(net(), FP32).load_checkpoint(tmp_path) == 14
+
+
+def test_later_checkpoints_that_cannot_be_set_aside_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next load would return one of them."""
+    trainer = AMPTrainer(net(), FP32)
+    earlier, _ = [saved_at(trainer, step, tmp_path) for step in (1, 2)]
+    trainer.load_checkpoint(earlier)
+
+    def broken(*arguments: Any) -> None:
+        raise OSError("the disk is away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "set_aside_after", broken)
+        with pytest.raises(UserError, match="the disk is away"):
+            trainer.save_checkpoint(tmp_path)
+
+    trainer.save_checkpoint(tmp_path)
+    assert AMPTrainer(net(), FP32).load_checkpoint(tmp_path) == 1
 
 
 # ---- ranks that come late ----

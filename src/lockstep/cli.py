@@ -293,7 +293,7 @@ def _add_ckpt(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_store(parser: argparse.ArgumentParser) -> None:
-    about = "your class, if the tensors are in a store of yours (checkpoint.storage=MODULE:CLASS://FOLDER)"
+    about = "your class, if the tensors are in a store of yours (checkpoint.store=MODULE:CLASS://FOLDER)"
     parser.add_argument("--store", metavar="MODULE:CLASS", help=about)
 
 
@@ -498,7 +498,7 @@ def _allow_store(options: argparse.Namespace) -> None:
 
 
 def _export_hf(options: argparse.Namespace) -> str:
-    from lockstep.checkpoint.export import choose
+    from lockstep.checkpoint.choose import choose
     from lockstep.hf.export import ExportOptions, export
 
     checkpoint = choose(options.path, options.step, options.best)

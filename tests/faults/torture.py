@@ -112,7 +112,7 @@ def digests(run: Path, step: int | None = None) -> dict[str, str]:
     import hashlib
 
     from lockstep.checkpoint.search import newest_valid
-    from lockstep.checkpoint.storage import CheckpointStorage
+    from lockstep.checkpoint.storage.folder import CheckpointStorage
     from lockstep.launch.folder.checkpoint_names import folder_name
 
     only = None if step is None else folder_name(step)

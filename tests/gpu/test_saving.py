@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoint.search import newest_valid
-from lockstep.checkpoint.storage import CheckpointStorage
+from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.observe.sinks import read_jsonl
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

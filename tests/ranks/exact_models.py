@@ -17,7 +17,7 @@ from lockstep.engine.run import Run
 from lockstep.engine.setup import open_run
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
-from lockstep.runtime.layout import full_tensor
+from lockstep.runtime.shards import full_tensor
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from ranks.support import configured

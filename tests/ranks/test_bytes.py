@@ -29,7 +29,7 @@ from torch.utils.data import TensorDataset
 from lockstep.engine.setup import open_run
 from lockstep.plan.memory import bytes_of
 from lockstep.runtime import context
-from lockstep.runtime.layout import local
+from lockstep.runtime.shards import local
 from lockstep.runtime.world import World
 from lockstep.task import Loss
 from pool import Pool
@@ -83,7 +83,7 @@ def counted(world: World, store: Any, values: dict[str, Any]) -> dict[str, int]:
         ]
         if run.trained_model.optimizers.masters:
             states += run.trained_model.optimizers.masters.persistent_tensors()
-        run.checkpoints.close()
+        run.checkpoints.pending.close()
         found = {"parameters": parameters, "gradients": grads, "moments": states}
         # The whole memory behind a part: a small view into something large would be no saving.
         for tensors in (parameters, states):

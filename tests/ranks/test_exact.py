@@ -186,7 +186,7 @@ def counted(world: World, store: Any, pieces: int) -> dict[str, float]:
             return Tokens("mlp").loss(model, batch)
 
         run.stepper.step(batches, loss)
-        run.checkpoints.close()
+        run.checkpoints.pending.close()
         gradient = sum(p.nbytes for p in driver.parameters)
         return {"share": sum(sent) / gradient, "waiting": max(waiting), "gradient": gradient}
 

@@ -15,9 +15,9 @@ from torch.utils.data import IterableDataset
 
 import lockstep
 from lockstep import Shards
-from lockstep.checkpoint.state.state_tree import gather_state
 from lockstep.engine import loop
 from lockstep.engine.setup import open_run
+from lockstep.engine.setup.data import gather_state
 from lockstep.errors import Preempted, UserError
 from lockstep.runtime import context
 from lockstep.runtime.world import World

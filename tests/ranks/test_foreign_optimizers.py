@@ -210,7 +210,7 @@ class Foreign(Task):
 def whole_weights(world: Any, store: Any, values: dict[str, Any]) -> Any:
     """A job: the weights before the first step and after the last, as plain tensors."""
     from lockstep.engine import loop
-    from lockstep.runtime.layout import full_tensor
+    from lockstep.runtime.shards import full_tensor
 
     with open_watched(world, store, VALUES | values) as builder:
         loop.fit(Foreign(), builder)
@@ -335,7 +335,7 @@ def test_a_hook_before_the_step_of_plain_shards_is_refused(pool: Pool) -> None:
 
 def clipped_weights(world: Any, store: Any, values: dict[str, Any]) -> Any:
     from lockstep.engine import loop
-    from lockstep.runtime.layout import full_tensor
+    from lockstep.runtime.shards import full_tensor
 
     with open_watched(world, store, VALUES | values) as builder:
         loop.fit(Clipped(), builder)

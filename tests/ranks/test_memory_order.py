@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.runtime.layout import in_memory_order_of
+from lockstep.runtime.shards import in_memory_order_of
 from pool import Pool
 from ranks.support import Regression, assert_user_errors, fit
 

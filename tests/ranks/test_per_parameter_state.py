@@ -16,7 +16,7 @@ from lockstep.engine.setup import open_run
 from lockstep.errors import Preempted, UserError
 from lockstep.observe.sinks import read_jsonl
 from lockstep.runtime import context
-from lockstep.runtime.layout import full_tensor
+from lockstep.runtime.shards import full_tensor
 from pool import Pool
 from ranks.support import configured
 from ranks.test_strategies import Ragged
@@ -164,6 +164,6 @@ def test_a_run_may_begin_to_keep_it_and_cease(pool: Pool, tmp_path: Path) -> Non
 def test_its_tensors_do_not_take_the_names_of_others(tmp_path: Path) -> None:
     model = nn.Linear(1, 1)
     with lockstep.start(global_batch=4, steps=1, run_dir=tmp_path / "run") as run:
-        for name in ("model", "optimizer", "part", "extra", "data"):
+        for name in ("model", "optimizer", "stateful", "extra", "data"):
             with pytest.raises(UserError, match=f"'{name}' cannot be saved with the run: the name is taken"):
                 run.register(name, MeanWeights(model))

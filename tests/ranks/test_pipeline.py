@@ -23,7 +23,7 @@ from lockstep.parallel.pipeline.stages import list_layers, split_layers
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime import context
-from lockstep.runtime.layout import local
+from lockstep.runtime.shards import local
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, Task
 from pool import Pool

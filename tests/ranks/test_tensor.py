@@ -15,14 +15,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.data import IterableDataset, TensorDataset
 
-from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.search import newest_valid
+from lockstep.checkpoint.state.encoding import CapturedTensor
 from lockstep.checkpoint.state.reshard import shards_to_write
-from lockstep.checkpoint.state.state_tree import CapturedTensor
-from lockstep.checkpoint.storage import CheckpointStorage, claim
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import claim
+from lockstep.config.sections import CheckpointConfig
 from lockstep.engine import loop
 from lockstep.engine.end import full_state
 from lockstep.engine.own_loop import OwnRun
@@ -34,7 +35,7 @@ from lockstep.parallel.tensor.driver import redistribute_gradient
 from lockstep.parallel.tensor.plans import choose_plan, recognise
 from lockstep.recipes.char_lm.model import GPT
 from lockstep.runtime import context
-from lockstep.runtime.layout import LocalShard, local
+from lockstep.runtime.shards import LocalShard, local
 from lockstep.runtime.world import World
 from lockstep.task import Loss, Task
 from pool import Pool
@@ -341,7 +342,7 @@ def test_a_tensor_without_elements_is_in_the_checkpoint_too(pool: Pool, tmp_path
 
     storage = CheckpointStorage(tmp_path)
     claim(storage, "token")
-    team = [Saver(SaveContext(storage, rank, 2, "token", Retention(), 600.0)) for rank in range(2)]
+    team = [Saver(SaveContext(storage, rank, 2, "token", CheckpointConfig())) for rank in range(2)]
     save, _ = [saver.start(1, Contents(shards)) for saver, shards in zip(team, (first, second), strict=True)]
     save.wait()
     assert isinstance(save.outcome, Committed), save.outcome

@@ -85,7 +85,7 @@ def assert_alike(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 def test_the_number_of_ranks_changes_nothing(full_runs: dict[int, Ended]) -> None:
     for size in (2, 3):
         assert_alike(full_runs[1].state, full_runs[size].state)
-    steps = full_runs[1].state["part.task.carry.steps"]
+    steps = full_runs[1].state["stateful.task.carry.steps"]
     assert len(steps) == 24
     assert len(steps.unique()) > 1  # some puzzles are older than others, or the carry would not show
 

@@ -4,12 +4,12 @@
 
     step-00000040/rank-00000.safetensors ...   one file for each rank that wrote
     step-00000040/manifest.json                the position of each tensor, the size and digest of each file
-    step-00000040/metrics.json                 the metrics of an evaluation that came after the save
+    step-00000040/metrics.json                 the metrics of the step, if it was evaluated
     step-00000050.tmp-TOKEN-NUMBER             one that is being written; the next start deletes what a kill leaves
     step-00000060.rewound                      set aside: the run went back to an earlier step
     step-00000060.damaged                      set aside: its bytes have changed
     step-00000070.replaced                     one whose step is saved again; a start deletes it, or puts it back
-    latest                                     the name of the newest checkpoint, for people and the launcher
+    latest                                     the name of the newest checkpoint, for people and their scripts
     owner                                      the token of the attempt that may commit
 
 Only `lockstep ckpt prune --set-aside` deletes what was set aside.
@@ -19,7 +19,8 @@ the Metadata.
 `manager` is what a run sees of all this; it also says when to save. `resume` loads the checkpoint that `search` finds,
 and `state` captures and restores the state of a run; `init_from` starts a run from other weights. The other modules do
 not depend on models: those in `saving` write, `verify` compares bytes with digests, `reader` reads tensors, `metrics`
-has results of evaluations, by which `retention` keeps the best, `export` reads the weights for other programs, and
-`command` is `lockstep ckpt`. `format` lays out and reads a rank's file; `manifest` encodes `manifest.json`, and
-`manifest_reader` reads it. All go through `storage.CheckpointStorage`, never to the disk itself.
+has results of evaluations, by which `retention` keeps the best, `choose` finds the checkpoint that a path means,
+`export` reads its weights for other programs, and `command` is `lockstep ckpt`. `rank_file` lays out and reads a rank's
+file; `manifest` encodes `manifest.json`, and `manifest_reader` reads it. All go through `storage.CheckpointStorage`,
+never to the disk itself.
 """

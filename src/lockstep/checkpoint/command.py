@@ -9,23 +9,19 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 from rich.filesize import decimal as size_text
 
-from lockstep.checkpoint.export import (
-    choose,
-    export_weights,
-    retention_of,
-    run_folder_of,
-    storage_of,
-)
+from lockstep.checkpoint.choose import checkpoints_at, choose, retention_of, run_folder_of, storage_of
+from lockstep.checkpoint.export import export_weights
 from lockstep.checkpoint.manifest import InvalidCheckpoint, Manifest
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics, read_metrics
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, steps_to_delete
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, checkpoints_at, committed, delete_checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import committed, delete_checkpoint
 from lockstep.checkpoint.verify import check_size, verify_checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.launch.folder.checkpoint_names import folder_name, is_half_deleted, is_set_aside, step_in
@@ -41,7 +37,7 @@ def ls(path: Path) -> tuple[str, int]:
     storage = storage_of(path)
     checkpoints = committed(storage)
 
-    # If a manifest cannot be read now, no checkpoint is called the best; its own row says why.
+    # If metrics cannot be read now, no checkpoint is called the best; its own row says why.
     best = None
     with suppress(OSError):
         best = best_checkpoint(CheckpointMetrics(storage), retention_of(checkpoints))
@@ -59,7 +55,7 @@ def show(path: Path) -> tuple[str, int]:
     checkpoint = choose(path)
     try:
         manifest = read_manifest(checkpoint)
-        metrics = read_metrics(checkpoint, manifest)
+        metrics = read_metrics(checkpoint)
     except InvalidCheckpoint as problem:
         return f"{problem.label}: {problem}", 1
 
@@ -97,7 +93,8 @@ def verify(path: Path) -> tuple[str, int]:
     checkpoints = [Checkpoint(storage, name)] if name else committed(storage_of(path))
     for checkpoint in checkpoints:
         _, problems = _verify_with_metrics(checkpoint)
-        if problems and name is None and _is_gone(checkpoint):
+        # A run may have deleted it since it was listed: that is no damage.
+        if problems and name is None and not checkpoint.exists():
             continue
 
         rows.append((checkpoint.name, problems[0].label if problems else "ok"))
@@ -114,14 +111,9 @@ def _verify_with_metrics(checkpoint: Checkpoint) -> tuple[dict[str, float], Sequ
         return {}, problems
 
     try:
-        return read_metrics(checkpoint, manifest), []
+        return read_metrics(checkpoint), []
     except InvalidCheckpoint as problem:
         return {}, [problem]
-
-
-def _is_gone(checkpoint: Checkpoint) -> bool:
-    """Whether a run has deleted a checkpoint since it was listed: that is no damage."""
-    return checkpoint.name not in checkpoint.storage.folders()
 
 
 def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tuple[str, int]:
@@ -140,7 +132,7 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
     lines = []
     for checkpoint in reversed(checkpoints):
         found, problems = _verify_with_metrics(checkpoint)
-        if problems and _is_gone(checkpoint):
+        if problems and not checkpoint.exists():
             continue
 
         if problems:
@@ -148,9 +140,9 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
         else:
             metrics[checkpoint.step] = found
 
-    # The rule of the run, with another number of the newest.
-    retention = replace(retention_of(checkpoints), keep=keep)
-    names = [folder_name(step) for step in steps_to_delete(metrics, retention)]
+    # The rules of the run, with another number of the newest.
+    rules = retention_of(checkpoints).model_copy(update={"keep": keep})
+    names = [folder_name(step) for step in steps_to_delete(metrics, rules)]
     if set_aside:
         names += sorted(filter(is_set_aside, storage.folders()))
 
@@ -184,19 +176,17 @@ def export(path: Path, out: Path | None, step: int | None, best: bool = False, e
     """Write the weights of a checkpoint to a file; with `ema`, the averages of the weights."""
     checkpoint = choose(path, step, best)
     folder = out or run_folder_of(path) / "export" / checkpoint.name
-    target = export_weights(checkpoint, folder, ema)
-
-    digests = read_manifest(checkpoint).frozen_digests
-    if not digests:
+    target, left_out = export_weights(checkpoint, folder, ema)
+    if not left_out:
         return str(target), 0
 
-    missing = plural(len(digests), "frozen parameter")
-    return f"{target}\nwithout {missing}, which no checkpoint holds: {', '.join(sorted(digests))}", 0
+    parameters = plural(len(left_out), "frozen parameter")
+    return f"{target}\nwithout {parameters}, which no checkpoint holds: {', '.join(left_out)}", 0
 
 
-def delete_objects(run: Path) -> None:
+def delete_objects(run_dir: Path) -> None:
     """Delete what the checkpoints of a run have in a store."""
-    CheckpointStorage(run / "checkpoints").delete_objects()
+    CheckpointStorage.of_run(run_dir).delete_objects()
 
 
 def _row(checkpoint: Checkpoint, best: BestCheckpoint | None) -> tuple[str, ...]:
@@ -205,7 +195,7 @@ def _row(checkpoint: Checkpoint, best: BestCheckpoint | None) -> tuple[str, ...]
 
     try:
         manifest = read_manifest(checkpoint)
-        metrics = read_metrics(checkpoint, manifest)
+        metrics = read_metrics(checkpoint)
         for file in manifest.files:
             check_size(checkpoint, file)
     except InvalidCheckpoint as problem:

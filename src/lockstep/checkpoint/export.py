@@ -1,28 +1,18 @@
-"""The weights of a checkpoint, for other programs: which checkpoint is meant, and its tensors without the optimizers'.
+"""The weights of a checkpoint, for other programs: its tensors without those of the optimizers.
 
-`lockstep ckpt export`, `lockstep evaluate`, the end of a run and the export for Hugging Face use this. Only what reads
-tensors imports torch, when it is called.
+`lockstep ckpt export`, the end of a run and the export for Hugging Face use this. It imports torch only when it is
+called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.checkpoint.manifest import EMA, MODEL, InvalidCheckpoint
-from lockstep.checkpoint.manifest_reader import read_manifest
-from lockstep.checkpoint.metrics import CheckpointMetrics
-from lockstep.checkpoint.retention import Retention, best_checkpoint
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, checkpoints_at, committed
-from lockstep.checkpoint.verify import verify_checkpoint
+from lockstep.checkpoint.manifest import InvalidCheckpoint, average_name, weight_name
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
-from lockstep.launch.folder.paths import read_path
-
-# `export` writes the tensors whose names begin with this.
-_PREFIX = f"{MODEL}."
-_AVERAGE = f"{EMA}."  # with --ema, those that begin with this take the place of the model's, where there are any
 
 
 class Weights(NamedTuple):
@@ -33,11 +23,13 @@ class Weights(NamedTuple):
     frozen_digests: dict[str, str]  # of the frozen parameters that the checkpoint leaves out (checkpoint.frozen=false)
 
 
-def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path:
+def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> tuple[Path, list[str]]:
     """Verify every byte, and write the tensors `model.*` to `out` or to `out`/model.safetensors.
 
     Tied weights are written once; the metadata maps their other names to that name. With `ema` the averages take the
     place of the parameters, and the file is called ema.safetensors.
+
+    Return the file, and the names of the frozen parameters that the checkpoint leaves out.
     """
     from lockstep.observe.weights import write_weights  # needs torch
 
@@ -45,7 +37,7 @@ def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path
     if not weights.tensors:
         raise UserError(
             f"the checkpoint {checkpoint.path} has no weights to export",
-            f"no tensor whose name begins with {_PREFIX!r}",
+            f"no tensor whose name begins with {weight_name('')!r}",
             "list its tensors: lockstep ckpt show CKPT",
         )
 
@@ -54,7 +46,7 @@ def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path
     target = out if out.suffix == ".safetensors" else out / name
     target.parent.mkdir(parents=True, exist_ok=True)
     write_weights(target, weights.tensors, weights.aliases)
-    return target
+    return target, sorted(weights.frozen_digests)
 
 
 def read_weights(checkpoint: Checkpoint, ema: bool = False) -> Weights:
@@ -74,7 +66,10 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> Weights:
 
         reader = CheckpointReader(checkpoint, manifest)
 
-        averages = {name.removeprefix(_AVERAGE) for name in reader.names() if name.startswith(_AVERAGE)}
+        # By their names in the checkpoint, the names that the model has for its tensors.
+        weights = {weight_name(name): name for name in reader.weight_names()}
+
+        averages = {name for name in weights.values() if average_name(name) in manifest.tensors}
         if ema and not averages:
             raise UserError(
                 f"the checkpoint {checkpoint.path} has no averages of the weights",
@@ -84,16 +79,17 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> Weights:
 
         # Parameters and buffers. Those without an average are read from the model's tensors.
         with reader.keeping_open():
-            for full_name in [name for name in reader.names() if name.startswith(_PREFIX)]:
-                name = full_name.removeprefix(_PREFIX)
-                original = reader.original(full_name)
-
+            for saved_name, name in weights.items():
                 # If a tensor is tied to a tensor outside the model, it is written itself.
-                if original != full_name and original.startswith(_PREFIX):
-                    aliases[name] = original.removeprefix(_PREFIX)
+                first = weights.get(reader.original(saved_name), name)
+                if first != name:
+                    aliases[name] = first
                 else:
-                    tensors[name] = reader.read(f"{_AVERAGE}{name}" if ema and name in averages else full_name)
+                    tensors[name] = reader.read(average_name(name) if ema and name in averages else saved_name)
     except InvalidCheckpoint as problem:
+        if not checkpoint.exists():
+            raise deleted(checkpoint) from None
+
         raise UserError(
             f"the checkpoint {checkpoint.path} {problem.verdict} and cannot be exported",
             str(problem),
@@ -101,71 +97,3 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> Weights:
         ) from None
 
     return Weights(tensors, aliases, manifest.frozen_digests)
-
-
-def choose(path: Path, step: int | None = None, best: bool = False) -> Checkpoint:
-    """Return the checkpoint at `path`. If `path` is a run, return its checkpoint of `step`, its best, or its newest."""
-    if best:
-        return _best(path)
-
-    storage, name = checkpoints_at(path)
-    if name is not None and step is None:
-        return Checkpoint(storage, name)
-
-    checkpoints = {checkpoint.step: checkpoint for checkpoint in committed(storage_of(path))}
-    if not checkpoints:
-        raise UserError(f"{path} has no committed checkpoint", "", "choose another run folder")
-
-    chosen = max(checkpoints) if step is None else step
-    if chosen not in checkpoints:
-        steps = ", ".join(map(str, sorted(checkpoints)))
-        raise UserError(f"{path} has no checkpoint of step {step}", f"it has steps {steps}", "use one of them")
-
-    return checkpoints[chosen]
-
-
-def _best(path: Path) -> Checkpoint:
-    """Return the best checkpoint of the run at `path`, by its setting `checkpoint.best`."""
-    storage = storage_of(path)
-    try:
-        best = best_checkpoint(CheckpointMetrics(storage), retention_of(committed(storage)))
-    except OSError as error:
-        raise UserError(
-            f"the checkpoints of {path} cannot be compared now",
-            str(error),
-            "try again, or choose one by its step: lockstep ckpt ls RUN",
-        ) from None
-
-    if best is None:
-        raise UserError(
-            f"{path} has no best checkpoint",
-            "its newest checkpoint was saved without checkpoint.best, or none has an evaluation",
-            "choose one by its step: lockstep ckpt ls RUN",
-        )
-
-    return best.checkpoint
-
-
-def retention_of(checkpoints: Sequence[Checkpoint]) -> Retention:
-    """Return the rule of a run, except `keep`, as the settings in its newest checkpoint with a valid manifest say."""
-    for checkpoint in checkpoints:
-        with suppress(InvalidCheckpoint):
-            return Retention.from_saved(read_manifest(checkpoint).settings)
-
-    return Retention()
-
-
-def storage_of(path: Path) -> CheckpointStorage:
-    """Return the storage of the checkpoints of the run at `path`. Raises a UserError."""
-    storage, name = checkpoints_at(path)
-    if name is None and storage.root.is_dir():
-        return storage
-
-    why = "has no folder checkpoints" if path.is_dir() else "does not exist"
-    raise UserError(f"{path} {why}", "", "give the folder of a run, such as runs/char_lm-...")
-
-
-def run_folder_of(path: Path) -> Path:
-    """Return the folder of the run to which `path` belongs; for a checkpoint elsewhere, that above its folder."""
-    meant = read_path(path)
-    return meant.run or meant.checkpoints.absolute().parent

@@ -3,17 +3,17 @@
     resume                               before the first step
     ensure_rewind_checkpoint             before the first step: a policy that rewinds needs a checkpoint of the start
     prepare                              after the first step, so that the first save is as short as the others
-    poll_save                            after each step: did the save in flight fail on this rank?
+    pending.poll                         after each step: did the save in flight fail on this rank?
     save_due, due_by_clock               after each step: is a save due?
-    add_metrics, is_new_best             after an evaluation
+    pending.add_metrics, is_new_best     after an evaluation
     save                                 between two steps
-    abort_if_failed                      when the control word says that a rank failed to write its file
+    pending.abort_if_failed              when the control word says that a rank failed to write its file
     rewind                               when a step was not applied and the policy is rewind
-    settle                               at the end, and before the next save or a rewind
-    best, last_location, close           after that
+    pending.settle                       at the end, and before the next save or a rewind
+    best, last_location, pending.close   after that
 
 `RunState.contents` collects what a rank writes, `saving` writes it, and `resume.py` loads a checkpoint. All ranks call
-these methods at the same step.
+these methods at the same step. `pending` is the save in flight (`PendingSave`).
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from rich.filesize import decimal as size_text
 import lockstep
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.resume import Resumed, Resumer
-from lockstep.checkpoint.retention import BestCheckpoint, Retention, best_checkpoint
+from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, score
 from lockstep.checkpoint.saving.context import SaveContext
-from lockstep.checkpoint.saving.pending import PendingSave, Settled
+from lockstep.checkpoint.saving.pending import PendingSave
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim, delete_leftovers, update_latest
-from lockstep.checkpoint.storage.together import retry_on_rank0
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.retry import retry_on_rank0
+from lockstep.checkpoint.storage.rules import claim, delete_leftovers, update_latest
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
 from lockstep.errors import UserError, plural
@@ -75,19 +77,17 @@ class CheckpointManager:
 
         # The objects that this manager is made of, each with one job.
         settings = config.checkpoint
-        self.storage = storage = CheckpointStorage(folder.path / "checkpoints", settings.storage)
-        self._retention = Retention.from_settings(settings)
+        self.storage = storage = CheckpointStorage.of_run(folder.path, settings.store)
         self._context = SaveContext(
             storage=storage,
             rank=runtime.world.rank,
             world_size=runtime.world.size,
             token=folder.token,
-            retention=self._retention,
-            timeout_s=settings.timeout,
+            settings=settings,
             on_commit=folder.end_going_back,
         )
         self._saver = Saver(self._context, settings.asynchronous)
-        self._pending = PendingSave(self._saver, self._context, runtime, log_event, folder.as_shown)
+        self.pending = PendingSave(self._saver, self._context, runtime, log_event, folder.as_shown)
         self._resumer = Resumer(storage, state, config, runtime, log_event, fixed_settings)
 
         # When a checkpoint was last saved or loaded, or else the run began.
@@ -101,14 +101,17 @@ class CheckpointManager:
     def resume(self) -> Resumed | None:
         """Claim the storage, and load the checkpoint from which the run starts. Return None if there is none.
 
-        Collective. Raise a UserError if a checkpoint will be saved and there is no room for it, or its store keeps
-        nothing, or if the storage cannot be read or written for `checkpoint.timeout` seconds.
+        Collective. Raise a UserError if the store of the checkpoints keeps nothing, if the settings ask for checkpoints
+        and there is no room for one, or if the storage cannot be read or written for `checkpoint.timeout` seconds.
         """
         settings = self.config.checkpoint
         retry_on_rank0(self.storage, self.runtime, settings.timeout, self._claim, "claimed")
 
-        if settings.every is not None or settings.minutes is not None or settings.at_end:
-            self._check_store()
+        # Any run may save on request.
+        self._check_store()
+
+        # One that may never save does not need the room.
+        if settings.every or settings.minutes or settings.at_end or settings.best or self._rewind_policy():
             self._check_room()
 
         reader = self._resumer.find(self.folder.start_from)
@@ -123,7 +126,7 @@ class CheckpointManager:
         timeout_s = self.config.checkpoint.timeout
         missing = retry_on_rank0(self.storage, self.runtime, timeout_s, self._try_store, f"kept in {url}")
         if missing:
-            fix = "set checkpoint.storage to a store that exists, or leave it out: checkpoints are then in run_dir"
+            fix = "set checkpoint.store to a store that exists, or leave it out: checkpoints are then in run_dir"
             raise UserError(f"the checkpoints of this run cannot be kept in {url}", missing, fix)
 
     def _try_store(self) -> str | None:
@@ -169,7 +172,7 @@ class CheckpointManager:
         resumed = self._resumer.load(reader)
 
         # If it was another run's, a later attempt must load it again, until this run has saved one of its own.
-        self._pending.last_committed = resumed.steps_done if resumed.is_own else None
+        self.pending.last_committed = resumed.steps_done if resumed.is_own else None
         self._last_time = time.monotonic()
 
         if self.runtime.is_main and resumed.is_own:
@@ -194,23 +197,27 @@ class CheckpointManager:
 
     def ensure_rewind_checkpoint(self, save: Callable[[], None]) -> None:
         """If a policy is rewind and there is no checkpoint to go back to, call `save`. Collective."""
-        policies = {"nonfinite.policy": self.config.nonfinite.policy, "spike.policy": self.config.spike.policy}
-        policy = next((key for key, value in policies.items() if value == "rewind"), None)
+        policy = self._rewind_policy()
         if policy is None:
             return
 
         self._check_can_skip(policy)
-        if self._pending.last_committed is not None:
+        if self.pending.last_committed is not None:
             return
 
         # The run goes back to this checkpoint if a step before the next save is not applied.
         save()
-        if self.settle() == "aborted":
+        if self.pending.settle():
             raise UserError(
                 f"{policy}=rewind needs a checkpoint of the start, which could not be written",
                 "",
                 f"make room on the disk, or set {policy}=skip",
             )
+
+    def _rewind_policy(self) -> str | None:
+        """Return the key of a policy that is rewind; None if there is none."""
+        policies = {"nonfinite.policy": self.config.nonfinite.policy, "spike.policy": self.config.spike.policy}
+        return next((key for key, value in policies.items() if value == "rewind"), None)
 
     def _check_can_skip(self, policy: str) -> None:
         """Raise if the data source cannot leave out the samples of a step, as `policy`=rewind requires."""
@@ -228,7 +235,7 @@ class CheckpointManager:
         `span`: their positions in the order of the data, as (start, stop).
         """
         # The save in flight may become the last checkpoint.
-        self.settle()
+        self.pending.settle()
 
         reader = self._resumer.find_newest()
         if reader is None:
@@ -276,7 +283,7 @@ class CheckpointManager:
 
         The same state is not saved twice, unless its first save was aborted.
         """
-        if self._pending.has_step(steps_done):
+        if self.pending.has_step(steps_done):
             return False
 
         every = self.config.checkpoint.every
@@ -290,19 +297,19 @@ class CheckpointManager:
 
         minutes = self.config.checkpoint.minutes
         is_time = minutes is not None and time.monotonic() - self._last_time > 60 * minutes
-        return is_time or self._pending.retry_due()
+        return is_time or self.pending.retry_due()
 
     def is_new_best(self, metrics: Mapping[str, float]) -> bool:
         """Whether these metrics are better than those of all checkpoints by `checkpoint.best`. Collective.
 
         All ranks get the same answer, because rank 0 alone looks at the checkpoints.
         """
-        score = self._retention.score(metrics)
-        if score is None:
+        found = score(self.config.checkpoint, metrics)
+        if found is None:
             return False
 
         best = self.runtime.collectives.run_on_rank0(self._best_score)
-        return best is not None and score > best
+        return best is not None and found > best
 
     def _best_score(self) -> float | None:
         """Return the best score of all checkpoints and of the save in flight; -inf if none has a score. Local.
@@ -315,10 +322,10 @@ class CheckpointManager:
         except OSError:
             return None
 
-        in_flight = self._pending.save
+        in_flight = self.pending.save
         all_metrics = [*saved.values(), in_flight.metrics] if in_flight else saved.values()
-        scores = [self._retention.score(metrics) for metrics in all_metrics]
-        return max((score for score in scores if score is not None), default=-math.inf)
+        scores = [score(self.config.checkpoint, metrics) for metrics in all_metrics]
+        return max((found for found in scores if found is not None), default=-math.inf)
 
     # ---- saving ----
 
@@ -332,10 +339,10 @@ class CheckpointManager:
         `metrics` are saved with the checkpoint; `checkpoint.best` compares them. Python's and numpy's generators get a
         new seed (`reseed_at`).
         """
-        self.settle()
+        self.pending.settle()
         with self.runtime.heartbeat.visit("snapshot", steps_done):
-            contents = self.state.contents(self.runtime, self.log_event, self._run_values(plan, metrics))
-            save = self._pending.start(steps_done, contents)
+            contents = self.state.contents(self.runtime, self.log_event, self._run_values(plan))
+            save = self.pending.start(steps_done, contents, metrics)
 
         # The next update changes the optimizers' state, which may still be copied.
         self.update.before_next_update(save.wait_for_copy)
@@ -343,44 +350,23 @@ class CheckpointManager:
         self._last_time = time.monotonic()
         reseed_at(self.config.seed, steps_done)
 
-    def poll_save(self) -> bool:
-        """Follow up a save that is committed by now. Return whether it failed on this rank, for the control word."""
-        return self._pending.poll()
-
-    def abort_if_failed(self) -> None:
-        """Abort the save in flight on all ranks if it failed on any of them. Collective."""
-        self._pending.abort_if_failed()
-
-    def settle(self) -> Settled:
-        """Wait until the save in flight is committed, or aborted on all ranks. Collective."""
-        return self._pending.settle()
-
-    def add_metrics(self, steps_done: int, metrics: Mapping[str, float]) -> bool:
-        """Add the metrics of an evaluation to the checkpoint of this step. Return False if there is none yet. Local."""
-        return self._pending.add_metrics(steps_done, metrics)
-
-    def _run_values(self, plan: Plan, metrics: dict[str, float]) -> dict[str, Any]:
-        """Return what the manifest says about the run besides its state: settings, plan, versions, metrics."""
+    def _run_values(self, plan: Plan) -> dict[str, Any]:
+        """Return what the manifest says about the run besides its state: settings, plan, versions."""
         # The keys are part of the file format (see CONTRIBUTING).
         return {
             "config": settings_as_text(self.config),
             "plan": plan.as_record(),
             "world": self.runtime.world.size,
             "versions": {"lockstep": lockstep.__version__, "torch": str(torch.__version__)},
-            "metrics": metrics,
         }
 
     # ---- at the end ----
 
     def best(self) -> BestCheckpoint | None:
         """Return the best committed checkpoint by `checkpoint.best`. Local; raises OSError if it cannot look now."""
-        return best_checkpoint(self._context.metrics, self._retention)
+        return best_checkpoint(self._context.metrics, self.config.checkpoint)
 
     def last_location(self) -> str | None:
         """Return where the last committed checkpoint of this run is; None if there is none. Local."""
-        step = self._pending.last_committed
+        step = self.pending.last_committed
         return None if step is None else str(Checkpoint.of(self.storage, step).path)
-
-    def close(self, timeout: float = 0.0) -> None:
-        """End the saves. One that is being written gets `timeout` seconds to finish. Local."""
-        self._pending.close(timeout)

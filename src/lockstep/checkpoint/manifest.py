@@ -3,12 +3,11 @@
 `Manifest` has the fields of the file. If a run has written it, its `values` have these keys:
 
     config, plan, world, versions     settings as text, the plan, the number of ranks (`CheckpointManager._run_values`)
-    metrics                           of an evaluation of this step
-    loop                              the state of the loop: seconds, interval, early_stop, ... (`RunState.loop_state`)
+    loop.NAME                         the state of an object of the loop (`RunState.loop_state`)
     state.model.extra                 the extra state of modules (`ModelState.capture`)
     state.model.frozen_digests        of frozen parameters that are not saved (`RunState.capture`)
     state.optimizers.NUMBER           kind, state, params, initial, settings (`OptimizerStates._capture`)
-    state.parts.NAME                  the state of a `Stateful`; "data" is the data source (`RunState.capture_tensors`)
+    state.stateful.NAME               the state of a `Stateful`; "data" is the data source (`RunState.capture_tensors`)
     state.required                    the NAMEs without whose state a resume is refused (`RegisteredState.required`)
     state.next_samples, stepper       a digest of the samples that come next, and the counters (`RunState.capture`)
 
@@ -27,15 +26,25 @@ from typing import Any, ClassVar, NamedTuple
 
 import xxhash
 
-from lockstep.checkpoint.storage import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
 
 # The version of the format of a checkpoint. Other versions are not read. CONTRIBUTING says when it changes.
-FORMAT = 4
+FORMAT = 5
 
 
 # How the names of the model's tensors begin, and those of the averages of its parameters: model.NAME, ema.NAME.
 MODEL = "model"
 EMA = "ema"
+
+
+def weight_name(name: str) -> str:
+    """Return the name that a tensor of the model has in a checkpoint."""
+    return f"{MODEL}.{name}"
+
+
+def average_name(name: str) -> str:
+    """Return the name that the average of a parameter has in a checkpoint."""
+    return f"{EMA}.{name}"
 
 
 class Dtype(NamedTuple):
@@ -64,7 +73,7 @@ DTYPES = {
     "F64": Dtype("float64", 8),
 }
 
-# The numbers that strict JSON lacks, by their text in {"$float": TEXT}, as `state_tree.pack` writes them.
+# The numbers that strict JSON lacks, by their text in {"$float": TEXT}, as `encoding.pack` writes them.
 FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
@@ -163,7 +172,7 @@ class Manifest:
     # Other names of tied tensors: {name: name of the tensor that is stored}.
     aliases: dict[str, str] = field(default_factory=dict)
 
-    # Everything else that was saved, as `state_tree.pack` encodes it.
+    # Everything else that was saved, as `encoding.pack` encodes it.
     values: dict[str, Any] = field(default_factory=dict)
 
     # Of all fields above, if the manifest was read: ranks compare it. In the file, it is next to the content.
@@ -176,11 +185,6 @@ class Manifest:
     # ---- what a run has saved in `values`; empty if something else wrote the checkpoint ----
 
     @property
-    def metrics(self) -> dict[str, float]:
-        """The metrics that were saved with the checkpoint."""
-        return metrics_in(self.values)
-
-    @property
     def settings(self) -> dict[str, str]:
         """The settings of the run by key, as a user would type them."""
         return {key: text for key, text in self._value("config").items() if isinstance(text, str)}
@@ -191,24 +195,16 @@ class Manifest:
         return self._value("state", "model", "frozen_digests")
 
     def state_of(self, name: str) -> dict[str, Any]:
-        """Return the state of the stateful object `name`, as `state_tree.pack` encodes it."""
-        return self._value("state", "parts", name)
+        """Return the state of the stateful object `name`, as `encoding.pack` encodes it."""
+        return self._value("state", "stateful", name)
 
     def _value(self, *keys: str) -> dict[str, Any]:
-        return _dict_in(self.values, *keys)
+        """Return the dict at this place of the nested values, or {}."""
+        found: Any = self.values
+        for key in keys:
+            found = found.get(key) if isinstance(found, dict) else None
 
-
-def metrics_in(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics in `Manifest.values`."""
-    return {name: float_of(metric) for name, metric in _dict_in(values, "metrics").items()}
-
-
-def _dict_in(values: Any, *keys: str) -> dict[str, Any]:
-    """Return the dict at this place of nested dicts, or {}."""
-    for key in keys:
-        values = values.get(key) if isinstance(values, dict) else None
-
-    return values if isinstance(values, dict) else {}
+        return found if isinstance(found, dict) else {}
 
 
 def encode(manifest: Manifest) -> bytes:

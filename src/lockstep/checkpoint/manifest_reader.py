@@ -37,7 +37,7 @@ from lockstep.checkpoint.manifest import (
     byte_count,
     canonical,
 )
-from lockstep.checkpoint.storage import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.launch.folder.checkpoint_names import MANIFEST, step_in
 
 # Upper limit on the size of a tensor or file, in bytes. A larger number would overflow later.
@@ -218,7 +218,7 @@ def _manifest(content: Any, digest: str) -> Manifest:
 
 
 def check_floats(value: Any) -> None:
-    """Check the numbers in `values` that strict JSON lacks. `state.saved_values` checks the rest of a run's values."""
+    """Check the numbers in `values` that strict JSON lacks. Only the objects that have saved the rest know it."""
     match value:
         case {"$float": text}:
             require(isinstance(text, str) and text in FLOATS, f"$float = {str(text)[:40]!r} is not a number")

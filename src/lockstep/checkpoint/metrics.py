@@ -1,8 +1,8 @@
 """The metrics of checkpoints, by which `checkpoint.best` compares them.
 
-The manifest has the metrics of an evaluation that came before the save. Those of a later one are in a small file beside
-it, `metrics.json`, and count instead: a run saves no step twice only to add them. The file is replaced in one piece,
-and holds its own digest. This module does not import torch.
+They are in a small file beside the manifest, `metrics.json`: an evaluation may come after the save, and a run saves no
+step twice only to add its results. The file is replaced in one piece, and holds its own digest. If there is none, no
+evaluation was of this step. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ from typing import Any
 
 import xxhash
 
-from lockstep.checkpoint.manifest import Damaged, InvalidCheckpoint, Manifest, Unreadable, canonical, float_of
+from lockstep.checkpoint.manifest import Damaged, InvalidCheckpoint, Unreadable, canonical, float_of
 from lockstep.checkpoint.manifest_reader import (
     as_invalid,
     check_fields,
     check_floats,
     parse_json,
-    read_manifest,
     require,
 )
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import committed
 from lockstep.launch.folder.checkpoint_names import METRICS
 
 # Upper limit on the size of the file, which is read into memory, in bytes.
@@ -34,21 +35,21 @@ _MAX_BYTES = 2**24
 
 
 def write_metrics(checkpoint: Checkpoint, metrics: Mapping[str, float]) -> None:
-    """Write the metrics of an evaluation into a committed checkpoint. Raises OSError."""
+    """Write the metrics of an evaluation into the folder of a checkpoint. Raises OSError."""
     # Strict JSON has no NaN: such numbers are encoded as in a manifest.
     encoded = {name: value if math.isfinite(value) else {"$float": repr(value)} for name, value in metrics.items()}
     content = canonical({"metrics": encoded, "digest": _digest(encoded)})
     checkpoint.storage.replace(f"{checkpoint.name}/{METRICS}", content, durable=True)
 
 
-def read_metrics(checkpoint: Checkpoint, manifest: Manifest) -> dict[str, float]:
-    """Return the metrics of a checkpoint, whose manifest was read. Raises InvalidCheckpoint."""
+def read_metrics(checkpoint: Checkpoint) -> dict[str, float]:
+    """Return the metrics of a checkpoint. Raises InvalidCheckpoint."""
     with as_invalid(checkpoint, METRICS):
         try:
             with checkpoint.open(METRICS) as stream:
                 data = stream.read(_MAX_BYTES + 1)
         except FileNotFoundError:
-            return manifest.metrics
+            return {}
 
     try:
         require(len(data) <= _MAX_BYTES, f"more than {_MAX_BYTES:,} bytes")
@@ -76,12 +77,8 @@ def _digest(encoded: dict[str, Any]) -> str:
 # ---- all checkpoints of a storage ----
 
 
-class CannotCompare(OSError):
-    """The metrics of a checkpoint cannot be read now, and the checkpoint may be the best. The message says so."""
-
-
 class CheckpointMetrics:
-    """The metrics of the committed checkpoints in a storage. Each manifest is read once.
+    """The metrics of the committed checkpoints in a storage. Each file is read once.
 
     The training thread and the writing thread of rank 0 share one of these.
     """
@@ -91,24 +88,24 @@ class CheckpointMetrics:
         self._by_step: dict[int, Mapping[str, float]] = {}
         self._lock = threading.Lock()
 
-    def add(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+    def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Note the metrics of a checkpoint that was just committed. It may replace another one of the same step."""
         with self._lock:
-            self._by_step[steps_done] = metrics
+            self._by_step[step] = metrics
 
-    def write(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a later evaluation into a committed checkpoint. Raises OSError."""
         # Somebody may have deleted it: then there is nothing to add to.
-        checkpoint = Checkpoint.of(self.storage, steps_done)
-        if checkpoint.name in self.storage.folders():
+        checkpoint = Checkpoint.of(self.storage, step)
+        if checkpoint.exists():
             write_metrics(checkpoint, metrics)
-            self.add(steps_done, metrics)
+            self.add(step, metrics)
 
     def by_step(self) -> dict[int, Mapping[str, float]]:
         """Return the metrics of all checkpoints that are committed now.
 
-        Raise CannotCompare if the metrics of one are not known yet and cannot be read, or another OSError if the
-        checkpoints cannot be listed.
+        Raise OSError if the checkpoints cannot be listed, or if the metrics of one are not known yet and cannot be
+        read: that checkpoint may be the best, and the message says so.
         """
         with self._lock:
             # Other processes delete checkpoints too, such as `lockstep ckpt prune`.
@@ -122,12 +119,12 @@ class CheckpointMetrics:
 
 
 def _read_or_none(checkpoint: Checkpoint) -> Mapping[str, float]:
-    """Return the metrics of a checkpoint. A damaged one has none, so only its age decides whether it is deleted."""
+    """Return the metrics of a checkpoint, {} if the file is damaged: its age decides whether it is deleted."""
     try:
-        return read_metrics(checkpoint, read_manifest(checkpoint))
+        return read_metrics(checkpoint)
     except Unreadable as problem:
         path = checkpoint.path
-        raise CannotCompare(
+        raise OSError(
             f"{path}/{problem.file} {problem.why}, and that checkpoint may be the best. Make it readable, or set "
             f"it aside: mv {path} {path}.damaged"
         ) from problem

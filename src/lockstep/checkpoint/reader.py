@@ -9,10 +9,10 @@ from functools import cache, partial
 
 import torch
 
-from lockstep.checkpoint.format import locate, read_header
-from lockstep.checkpoint.manifest import DTYPES, Damaged, Manifest, Piece, TensorEntry, byte_count
+from lockstep.checkpoint.manifest import DTYPES, Damaged, Manifest, Piece, TensorEntry, byte_count, weight_name
 from lockstep.checkpoint.manifest_reader import as_invalid, open_file
-from lockstep.checkpoint.storage import Checkpoint
+from lockstep.checkpoint.rank_file import locate, read_header
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.files import CHUNK
 
 # How many files a reader keeps open. A rank may need those of thousands of ranks, and a process may not open so many.
@@ -44,9 +44,17 @@ class CheckpointReader:
         """Return the names of all tensors, those of tied ones included."""
         return sorted([*self.manifest.tensors, *self.manifest.aliases])
 
+    def weight_names(self) -> list[str]:
+        """Return the names of the model's tensors, as the model calls them; `weight_name` gives the ones used here."""
+        prefix = weight_name("")
+        return [name.removeprefix(prefix) for name in self.names() if name.startswith(prefix)]
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the full tensor."""
         return self._entry(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return _torch_dtype(self._entry(name).dtype)
 
     def original(self, name: str) -> str:
         """Return the name under which a tensor is stored. Tied weights are stored under the first of their names."""

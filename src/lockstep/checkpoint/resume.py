@@ -11,12 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lockstep.checkpoint.choose import checkpoints_at
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.search import wait_for_newest_valid
-from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.state.saved_values import check_run_values
-from lockstep.checkpoint.storage import CheckpointStorage, checkpoints_at, set_aside, set_aside_after
-from lockstep.checkpoint.storage.together import retry_on_rank0
+from lockstep.checkpoint.state.run_state import RunState, check_values
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.retry import retry_on_rank0
+from lockstep.checkpoint.storage.rules import set_aside, set_aside_after
 from lockstep.config import RunConfig
 from lockstep.config.changes import Change, config_changes
 from lockstep.errors import UserError
@@ -24,6 +25,9 @@ from lockstep.launch.folder.checkpoint_names import step_in
 from lockstep.launch.folder.start_from import StartFrom
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import reseed_at
+
+# The values of a manifest, besides the state, that a resume uses.
+RUN_VALUES = ("config", "world", "plan")
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,7 @@ class Resumer:
 
     def load(self, reader: CheckpointReader) -> Resumed:
         """Check the settings, restore the state, and set aside later checkpoints of this run. Collective."""
-        check_run_values(reader)
+        check_values(reader, *RUN_VALUES)
         values = reader.manifest.values
 
         # Check the settings before anything is changed.

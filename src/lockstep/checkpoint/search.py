@@ -12,14 +12,19 @@ from typing import Any, NamedTuple
 
 from lockstep.checkpoint.manifest import Damaged, Forbidden, InvalidCheckpoint, Manifest, Unreadable, WrongFormat
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, owner_of
-from lockstep.checkpoint.storage.together import OR_WAIT, READ_FIX, Gather, StorageUnavailable, act_together, try_for
-from lockstep.checkpoint.verify import verify_checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.retry import OR_WAIT, READ_FIX, Gather, StorageUnavailable, retry, run_on_all_ranks
+from lockstep.checkpoint.storage.rules import committed, owner_of
+from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
 from lockstep.runtime.context import Runtime
 
 # How many invalid checkpoints in a row are examined before giving up.
 MAX_INVALID = 50
+
+# How many checkpoints in a row may be deleted by their run while they are examined.
+MAX_GONE = 10
 
 # How many times ranks look at the folder before they conclude that their disks are separate, and the pause between two
 # looks. NFS may show a directory as it was up to a minute ago.
@@ -45,7 +50,7 @@ def wait_for_newest_valid(
     world = runtime.world
     gather, beat = runtime.collectives.gather_json, runtime.heartbeat.again
     find = partial(newest_valid, storage, world.rank, world.size, gather, only, beat)
-    return try_for(find, runtime, timeout_s)
+    return retry(find, runtime, timeout_s)
 
 
 def newest_valid(
@@ -59,39 +64,53 @@ def newest_valid(
     """Return a reader of the newest valid checkpoint, or of the one named `only`; None if there is no checkpoint.
 
     Collective: each rank verifies every byte of its share of the files, and all ranks get the same result. Damaged
-    checkpoints are skipped. All ranks raise StorageUnavailable if any of them cannot list the checkpoints or read a
-    file, and a UserError if the newest that is not damaged was written by another version of Lockstep.
+    checkpoints are skipped. If a live run deletes the newest meanwhile, the checkpoints are listed again.
+
+    All ranks raise StorageUnavailable if any of them cannot list the checkpoints or read a file, and a UserError if the
+    newest that is not damaged was written by another version of Lockstep.
 
     `beat` is called after each chunk that is read, here and by the reader.
     """
     # The newest checkpoint comes first.
     names = _agreed_names(storage, gather, only)
-    skipped: list[Damaged] = []
+    damaged: dict[str, Damaged] = {}
+    gone = 0
 
-    for position, name in enumerate(names):
-        checkpoint = Checkpoint(storage, name)
+    while remaining := [name for name in names if name not in damaged]:
+        checkpoint = Checkpoint(storage, remaining[0])
         manifest, problems = _verify_together(checkpoint, rank, world_size, gather, beat)
         if manifest is not None and not problems:
-            return CheckpointReader(checkpoint, manifest, skipped, beat)
+            newer = names[: names.index(checkpoint.name)]
+            return CheckpointReader(checkpoint, manifest, [damaged[name] for name in newer], beat)
+
+        # A run that is alive may have deleted it meanwhile. That is no damage, and there is a newer one now.
+        _, exists = run_on_all_ranks(storage, gather, checkpoint.exists)
+        if not exists[0]:
+            gone += 1
+            if only or gone == MAX_GONE:
+                raise deleted(checkpoint)
+
+            names = _agreed_names(storage, gather, only)
+            continue
 
         # Only a damaged checkpoint is lost: to resume from one before any other would lose progress.
         problem = _invalid(checkpoint, problems)
         if not isinstance(problem, Damaged):
-            older = names[position + 1 :]
+            older = names[names.index(checkpoint.name) + 1 :]
             raise _cannot_use(problem, Checkpoint(storage, older[0]) if older else None)
 
-        skipped.append(problem)
+        damaged[checkpoint.name] = problem
 
         # A bad disk damages a few checkpoints. Examining thousands of them would take too long.
-        if len(skipped) >= MAX_INVALID and len(names) > MAX_INVALID:
+        if len(damaged) >= MAX_INVALID and len(names) > MAX_INVALID:
             raise UserError(
                 f"none of the newest {MAX_INVALID} of {len(names)} checkpoints in {storage.root} is valid",
-                str(skipped[0]),
+                str(next(iter(damaged.values()))),
                 "delete them, or name the checkpoint to use: --resume RUN/checkpoints/step-NNNNNNNN",
             )
 
-    if skipped:
-        raise _all_damaged(storage, skipped, only)
+    if damaged:
+        raise _all_damaged(storage, list(damaged.values()), only)
 
     return None
 
@@ -128,10 +147,10 @@ def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) 
     looks = 0
     while True:
         # This is also a barrier: rank 0 has claimed the folder before.
-        listed, lists = act_together(storage, gather, partial(_names, storage, only))
+        listed, lists = run_on_all_ranks(storage, gather, partial(_names, storage, only))
         names = lists[0]
 
-        _, seen = act_together(storage, gather, partial(_seen_here, storage, names, listed))
+        _, seen = run_on_all_ranks(storage, gather, partial(_seen_here, storage, names, listed))
         differing = [rank for rank, found in enumerate(seen) if found != seen[0]]
 
         if not differing:

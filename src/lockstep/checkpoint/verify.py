@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 
 import xxhash
 
-from lockstep.checkpoint.format import locate, read_header
 from lockstep.checkpoint.manifest import Damaged, File, InvalidCheckpoint, Manifest, Piece
 from lockstep.checkpoint.manifest_reader import open_file, read_manifest
-from lockstep.checkpoint.storage import Checkpoint
+from lockstep.checkpoint.rank_file import locate, read_header
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.files import CHUNK
+from lockstep.errors import UserError
 
 
 def verify_checkpoint(
@@ -79,3 +80,12 @@ def verify_file(checkpoint: Checkpoint, file: File, beat: Callable[[], None]) ->
 
     if digest.hexdigest() != file.digest:
         raise Damaged(checkpoint, file.name, "the bytes changed since they were written (digest differs)")
+
+
+def deleted(checkpoint: Checkpoint) -> UserError:
+    """Return the error for a checkpoint that was deleted before all of it was read. That is no damage."""
+    return UserError(
+        f"the checkpoint {checkpoint.path} is missing: it was deleted, perhaps by its run, which keeps only some",
+        "",
+        "choose another checkpoint: lockstep ckpt ls RUN; or let the run keep more of them: checkpoint.keep=10",
+    )

@@ -18,28 +18,23 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lockstep.checkpoint.choose import checkpoints_at
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.state.run_state import RunState
-from lockstep.checkpoint.storage import (
-    Checkpoint,
-    CheckpointStorage,
-    checkpoints_at,
-    claim,
-    delete_leftovers,
-    owner_of,
-    put_back_replaced,
-)
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import claim, delete_leftovers, owner_of, put_back_replaced, set_aside_after
 from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.config.sections import CheckpointConfig
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
-from lockstep.runtime.layout import shard_of
+from lockstep.launch.folder.paths import CHECKPOINTS
 from lockstep.runtime.rendezvous.store import wait_for
+from lockstep.runtime.shards import shard_of
 from lockstep.runtime.world import World
 
 
@@ -131,7 +126,7 @@ def save_state(state: RunState, step: int, calls: CheckpointCalls, folder: Path,
     else:
         report = _wait_for_save(calls, folder, writer, limit)
 
-    return folder / "checkpoints" / report["checkpoint"]
+    return folder / CHECKPOINTS / report["checkpoint"]
 
 
 def _save_here(state: RunState, step: int, calls: CheckpointCalls, folder: Path, limit: timedelta) -> dict[str, Any]:
@@ -148,7 +143,7 @@ def _save_here(state: RunState, step: int, calls: CheckpointCalls, folder: Path,
 
         try:
             report["checkpoint"] = _write(
-                state, step, CheckpointStorage(folder / "checkpoints"), report["token"], calls.world.size
+                state, step, CheckpointStorage.of_run(folder), report["token"], calls.world.size
             )
         except OSError as error:
             raise UserError(*_not_written(folder, str(error))) from error
@@ -167,10 +162,17 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
     claim(storage, token)
     delete_leftovers(storage, token)
 
-    # One rank writes everything, in this thread: the state is the same on all ranks. The newest three stay.
+    # Later checkpoints are of a training that this one has left, by a load or a new start. They must neither be loaded
+    # in place of this one nor count among the newest three, which stay.
+    def set_later_aside() -> None:
+        set_aside_after(storage, step)
+
+    context = SaveContext(storage, 0, 1, token, CheckpointConfig(keep=3), set_later_aside)
+
+    # One rank writes everything, in this thread: the state is the same on all ranks.
     captured = state.capture()
     shards = {name: shard_of(captured_tensor.tensor) for name, captured_tensor in captured.tensors.items()}
-    saver = Saver(SaveContext(storage, 0, 1, token, Retention(keep=3), CheckpointConfig().timeout), asynchronous=False)
+    saver = Saver(context, asynchronous=False)
     values = {"state": captured.json_state, "world": world_size}
     save = saver.start(step, Contents(shards, captured.aliases, values))
     saver.close()
@@ -178,6 +180,9 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
         raise OSError(save.outcome.reason)
 
     assert isinstance(save.outcome, Committed), "rank 0 commits, or fails"
+
+    # If it failed right after the commit, try again, and raise the error.
+    set_later_aside()
     return save.outcome.checkpoint.name
 
 
@@ -185,7 +190,7 @@ def _wait_for_readers(calls: CheckpointCalls, save: str, folder: Path, limit: ti
     """Wait until no rank can still be reading a checkpoint in this folder: the save may replace it."""
     # A rank that waits for this save does not load, even if it has left out a load.
     saving = calls.of_all_ranks(f"{save}/waits")
-    target = CheckpointStorage(folder / "checkpoints")
+    target = CheckpointStorage.of_run(folder)
     deadline = time.monotonic() + limit.total_seconds()
 
     for load in [load for load, source in calls.loads if source == target and not calls.world.alone]:
@@ -238,7 +243,7 @@ def _is_to(report: dict[str, Any], folder: Path) -> bool:
         return True
 
     if report["error"] is None:
-        return owner_of(CheckpointStorage(folder / "checkpoints")) == report["token"]
+        return owner_of(CheckpointStorage.of_run(folder)) == report["token"]
 
     # Nothing was written to know the folder by.
     return Path(report["folder"]).name == folder.resolve().name

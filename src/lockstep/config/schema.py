@@ -39,7 +39,11 @@ from lockstep.config.strategies import STRATEGIES, Strategy, StrategyName
 from lockstep.config.value_types import ConfigSection, Goal, LoadBalance, PathText, PrecisionName, Remat, key
 
 # Old key -> new key. An old one is refused with its new name.
-RENAMED = {"speed_weights": "load_balance", "evaluate.decides": "evaluate.monitor"}
+RENAMED = {
+    "speed_weights": "load_balance",
+    "evaluate.decides": "evaluate.monitor",
+    "checkpoint.storage": "checkpoint.store",
+}
 
 
 # ---- the configuration ----

@@ -214,7 +214,7 @@ class CheckpointConfig(ConfigSection):
     final: Literal["last", "best"] = key(
         "last", "which weights model.safetensors holds: of the last step, or of the best checkpoint"
     )
-    storage: str | None = key(
+    store: str | None = key(
         None,
         "URL of a store for the tensors of checkpoints, which are otherwise in run_dir",
         example="s3://bucket/folder",

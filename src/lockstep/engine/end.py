@@ -48,7 +48,7 @@ def end_training(run: Run) -> None:
 
     # The weights are written while the checkpoint is being committed, unless they may come from it.
     if run.config.checkpoint.final == "best":
-        run.checkpoints.settle()
+        run.checkpoints.pending.settle()
 
     # Write the log lines whose numbers are still on the device.
     run.recorder.poll(wait=True)
@@ -56,10 +56,10 @@ def end_training(run: Run) -> None:
         _save_final_weights(run)
     except UserError:
         # Raised on all ranks. If the weights cannot be written, they can still be exported from this checkpoint.
-        run.checkpoints.settle()
+        run.checkpoints.pending.settle()
         raise
 
-    run.checkpoints.settle()
+    run.checkpoints.pending.settle()
 
 
 def _log_stop(run: Run) -> None:
@@ -227,7 +227,7 @@ def _release(run: Run) -> None:
 
     release_captures(trained.driver.model)
     trained.driver.close()
-    run.checkpoints.close()
+    run.checkpoints.pending.close()
 
 
 def _write_report(run: Run, summary: dict[str, Any]) -> None:
@@ -252,7 +252,7 @@ def end_preempted(run: Run) -> NoReturn:
     run.source.close()
 
     # If the save failed, there is no checkpoint of this step to report.
-    save_failed = run.checkpoints.settle() == "aborted"
+    save_failed = run.checkpoints.pending.settle()
     saved = None if save_failed else run.checkpoints.last_location()
     path = run.folder.as_shown(saved) if saved else None
 

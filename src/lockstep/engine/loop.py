@@ -129,7 +129,7 @@ def _setup_model(task: Task, builder: RunBuilder, data: Callable[[], Any]) -> No
     scheduler = overridden(task, "scheduler") or (lambda _: None)
     builder.setup_model(model, task.optimizer, task, data, scheduler)
     if hasattr(task, "state_dict"):
-        builder.state.add("task", task)
+        builder.registered.add("task", task)
 
 
 def _write_assets(write: Callable[[Path], None], run_dir: Path) -> None:

@@ -161,7 +161,7 @@ class OwnRun(BuiltRunView):
                 f"run.register({name!r}, ...) was called after run.steps(...)", "", "call it before run.steps(...)"
             )
 
-        self._builder.state.add(name, stateful)
+        self._builder.registered.add(name, stateful)
 
     def add_callback(self, callback: Any) -> None:
         """Call the hooks of `callback` during the run, see `lockstep.callbacks`. Call it before `run.steps`."""

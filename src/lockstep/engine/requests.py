@@ -62,7 +62,7 @@ class Requests:
 
         # All ranks abort the save in the same step, because they read the same control word.
         if flags.save_failed:
-            self.checkpoints.abort_if_failed()
+            self.checkpoints.pending.abort_if_failed()
 
     def accept_last(self) -> StepResult | None:
         """Wait for the result of the last step, if the host has not read it yet, accept its flags and return it."""

@@ -221,7 +221,7 @@ class Run:
     def _request_what_is_due(self) -> None:
         """Put what is due by this rank's clock, and a failed save, into the next control word."""
         # Any rank may fail to write, or receive a signal that asks for a save. The clock of a save is rank 0's.
-        save_failed = self.checkpoints.poll_save()
+        save_failed = self.checkpoints.pending.poll()
         save = self.checkpoints.due_by_clock() or self.runtime.notice.asks_for_save()
         evaluate = False
 

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lockstep import api, targets
-from lockstep.checkpoint.export import choose
-from lockstep.checkpoint.storage import checkpoints_at, committed
+from lockstep.checkpoint.choose import choose, no_choice
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import committed
 from lockstep.config import Layer, check, resolve_for
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import UserError
-from lockstep.launch.folder.paths import read_path
+from lockstep.launch.folder.paths import RunPath, read_path
 from lockstep.launch.folder.run_dir import holds_a_run, new_run_dir, stored
 from lockstep.launch.job import Job, parse_nproc
 from lockstep.launch.supervisor import supervise
@@ -62,8 +63,8 @@ def main(request: EvaluateRequest, layers: list[Layer]) -> int:
         raise UserError(f"--json {copy} cannot be written: its folder does not exist", "", f"mkdir -p {copy.parent}")
 
     # The weights, and the run that they belong to, if they do.
-    weights = _weights(request)
     meant = read_path(request.path)
+    weights = _weights(request, meant)
     run = meant.run if meant.run is not None and (meant.name or holds_a_run(meant.run)) else None
 
     # Next to the run that is evaluated, and not among the runs.
@@ -98,20 +99,24 @@ def main(request: EvaluateRequest, layers: list[Layer]) -> int:
     return 0
 
 
-def _weights(request: EvaluateRequest) -> Path:
+def _weights(request: EvaluateRequest, meant: RunPath) -> Path:
     """Return the checkpoint or the file to read: of a run, its newest checkpoint unless another one is asked for."""
     path = request.path
-    meant = read_path(path)
     if meant.run is None or meant.name or not holds_a_run(meant.run):
         if request.best or request.step is not None:
-            raise UserError(f"{path} is not a run, so it has no steps to choose from", "", "leave --best or --step out")
+            raise no_choice(path)
 
         return path
 
     # A run without checkpoints may still have its final weights. Training has evaluated their averages, if it had any.
     averages = meant.run / "ema.safetensors"
     final = averages if averages.exists() else meant.run / "model.safetensors"
-    if not request.best and request.step is None and not committed(checkpoints_at(path)[0]) and final.exists():
+    if (
+        not request.best
+        and request.step is None
+        and not committed(CheckpointStorage(meant.checkpoints))
+        and final.exists()
+    ):
         return final
 
     return choose(path, request.step, request.best).path

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from lockstep.runtime.layout import by_mesh, dtensor_by_rows, dtensor_like, local
+from lockstep.runtime.shards import by_mesh, dtensor_by_rows, dtensor_like, local
 
 # Epsilon 1 of the paper, added to a squared gradient because the update divides by its root.
 EPS1 = 1e-30

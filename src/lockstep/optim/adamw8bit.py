@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.runtime.layout import dtensor_by_rows, dtensor_like, local
+from lockstep.runtime.shards import dtensor_by_rows, dtensor_like, local
 
 BLOCK = 256  # at most this many elements of a row share a scale
 MIN_ELEMENTS = 4096  # parameters with fewer elements keep float32 moments

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from lockstep.optim.capabilities import is_known
 from lockstep.optim.optimizers import GroupPart, restricted_to
-from lockstep.runtime.layout import by_mesh, dtensor_like, local, shard_of
 from lockstep.runtime.seeds import derive
+from lockstep.runtime.shards import by_mesh, dtensor_like, local, shard_of
 
 CHUNK_ELEMENTS = 2**24  # elements that are updated at a time
 COMPENSATION = "compensation"  # key of the rounding error, in the optimizer's state and in a checkpoint

@@ -33,7 +33,7 @@ from lockstep.optim.capabilities import (
 from lockstep.optim.foreign.stand_ins import step_with_stand_ins
 from lockstep.optim.foreign.trial import TrialFailed, check_independent
 from lockstep.optim.registry import OptimizerTraits
-from lockstep.runtime.layout import by_mesh, local
+from lockstep.runtime.shards import by_mesh, local
 
 if TYPE_CHECKING:
     from lockstep.optim.bf16_masters import MasterWeights

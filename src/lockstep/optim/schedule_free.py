@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.runtime.layout import local
+from lockstep.runtime.shards import local
 
 
 class AdamWScheduleFree(torch.optim.Optimizer):

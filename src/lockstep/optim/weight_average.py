@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lockstep.runtime.layout import local
+from lockstep.runtime.shards import local
 
 
 class WeightAverage:

@@ -9,7 +9,7 @@ from torch import nn
 
 from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.layout import balance
+from lockstep.runtime.shards import balance
 
 
 class ShardedOptimizers(Optimizers):

@@ -36,7 +36,7 @@ from lockstep.precision import Precision
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import EventLogger, Runtime, log_nothing
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
-from lockstep.runtime.layout import full_tensor
+from lockstep.runtime.shards import full_tensor
 from lockstep.task import Loss, MicroBatch, StepBatches
 
 if TYPE_CHECKING:
@@ -59,6 +59,8 @@ class RankRole:
     reports_loss: bool = True  # whether this rank's loss and weight count: true on one rank per data_rank
     # The ranks that hold a tensor, by its name; tensors that every rank holds are left out.
     holders: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    # Tensors that the model of this rank has by name, but that only other ranks hold: in a pipeline.
+    held_elsewhere: frozenset[str] = frozenset()
     # Tensors whose identical shard a lower rank also holds, so that this rank need not save them.
     duplicates: frozenset[str] = frozenset()
 

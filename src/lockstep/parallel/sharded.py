@@ -17,7 +17,7 @@ from lockstep.parallel.inner_gradients import InnerGradient, asked_for
 from lockstep.parallel.step_parts import Reducer
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.control_word import ControlWord
-from lockstep.runtime.layout import squared_norms
+from lockstep.runtime.shards import squared_norms
 
 
 class RanksDiffer(Exception):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lockstep.errors import UserError
 from lockstep.runtime.heartbeat import Heartbeat
-from lockstep.runtime.layout import as_bytes
+from lockstep.runtime.shards import as_bytes
 from lockstep.runtime.world import World
 
 SMALL = 2**16  # bytes; below this size the overhead of a message dominates, so small tensors share a message

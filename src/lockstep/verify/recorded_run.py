@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from lockstep import api
 from lockstep.checkpoint.manifest import float_of
 from lockstep.checkpoint.state.digests import digest
-from lockstep.checkpoint.state.state_tree import pack
+from lockstep.checkpoint.state.encoding import pack
 from lockstep.data.map_source import MapSource
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder, builder
@@ -35,7 +35,7 @@ from lockstep.launch import records
 from lockstep.observe.metrics import metric_terms
 from lockstep.parallel.driver import trainable
 from lockstep.parallel.hooks.parameter_hooks import hook_ids
-from lockstep.runtime.layout import full_tensor
+from lockstep.runtime.shards import full_tensor
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
 

@@ -13,20 +13,27 @@ from typing import Any
 import torch
 
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save, Saver
 from lockstep.checkpoint.search import Gather, newest_valid
-from lockstep.checkpoint.state.state_tree import pack, unpack
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim
-from lockstep.runtime.layout import LocalShard, shard_of
+from lockstep.checkpoint.state.encoding import pack, unpack
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import claim
+from lockstep.config.sections import CheckpointConfig
+from lockstep.runtime.shards import LocalShard, shard_of
 
 TOKEN = "a1b2c3"
 
 
 def as_storage(place: Path | CheckpointStorage) -> CheckpointStorage:
     return CheckpointStorage(place) if isinstance(place, Path) else place
+
+
+def at(path: Path) -> Checkpoint:
+    """Return the checkpoint in this folder."""
+    return Checkpoint(CheckpointStorage(path.parent), path.name)
 
 
 def state(step: int) -> dict[str, torch.Tensor]:
@@ -60,8 +67,8 @@ class WatchedSaver(Saver):
         super().__init__(context, asynchronous)
         self._running: list[Save] = []
 
-    def start(self, steps_done: int, contents: Contents) -> Save:
-        save = super().start(steps_done, contents)
+    def start(self, step: int, contents: Contents, metrics: Mapping[str, float] = {}) -> Save:
+        save = super().start(step, contents, metrics)
         self._running.append(save)
         return save
 
@@ -76,14 +83,12 @@ def savers(
     place: Path | CheckpointStorage,
     size: int = 1,
     token: str = TOKEN,
-    keep: Retention | None = None,
+    settings: CheckpointConfig = CheckpointConfig(keep=10),
     asynchronous: bool = True,
-    timeout_s: float = 600.0,
 ) -> list[WatchedSaver]:
     storage = as_storage(place)
     claim(storage, token)
-    keep = keep or Retention(keep=10)
-    contexts = [SaveContext(storage, rank, size, token, keep, timeout_s) for rank in range(size)]
+    contexts = [SaveContext(storage, rank, size, token, settings) for rank in range(size)]
     return [WatchedSaver(context, asynchronous) for context in contexts]
 
 
@@ -94,13 +99,14 @@ def commit(
     tensors: Mapping[str, torch.Tensor] | None = None,
     aliases: Mapping[str, str] | None = None,
     values: Mapping[str, Any] | None = None,
+    metrics: Mapping[str, float] = {},
 ) -> Checkpoint:
     """Commit a checkpoint that `size` ranks have written."""
     storage = as_storage(place)
     team = savers(storage, size)
     for rank, saver in enumerate(team):
         encoded = pack(dict(values or {"step": step}), "values", {})
-        saver.start(step, Contents(shard(tensors or state(step), rank, size), aliases or {}, encoded))
+        saver.start(step, Contents(shard(tensors or state(step), rank, size), aliases or {}, encoded), metrics)
     [report] = team[0].take_ended()
     for saver in team:
         saver.close()

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 from checkpoints import TOKEN, commit, load, same, savers, shard, state
 
-from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents
-from lockstep.checkpoint.storage import (
-    Checkpoint,
-    CheckpointStorage,
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import (
     claim,
     committed,
     delete_leftovers,
@@ -22,6 +21,7 @@ from lockstep.checkpoint.storage import (
     update_latest,
 )
 from lockstep.checkpoint.storage.stores import allow_store_of, open_store
+from lockstep.config.sections import CheckpointConfig
 from lockstep.launch.folder.checkpoint_names import file_name, folder_name
 
 
@@ -41,7 +41,7 @@ class StorageContract:
     """What every run relies on. A subclass says where the tensors are."""
 
     def url(self, tmp_path: Path) -> str | None:
-        """Return the URL of the store, as in `checkpoint.storage`. `tmp_path` is a folder for this test."""
+        """Return the URL of the store, as in `checkpoint.store`. `tmp_path` is a folder for this test."""
         raise NotImplementedError
 
     def make(self, tmp_path: Path) -> CheckpointStorage:
@@ -205,7 +205,7 @@ class StorageContract:
             latest(storage)
 
     def test_what_several_ranks_save_comes_back_and_old_ones_are_deleted(self, storage: CheckpointStorage) -> None:
-        team = savers(storage, 3, keep=Retention(keep=2))
+        team = savers(storage, 3, settings=CheckpointConfig(keep=2))
         for step in (1, 2, 3):
             for rank, saver in enumerate(team):
                 saver.start(step, Contents(shard(state(step), rank, 3), values={"step": step}))

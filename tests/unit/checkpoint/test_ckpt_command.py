@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import commit, state
+from checkpoints import at, commit, state
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 
 from lockstep.checkpoint import command
 from lockstep.checkpoint.export import export_weights
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, set_aside
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import committed, set_aside
 from lockstep.cli import main
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import file_name
@@ -27,8 +28,8 @@ from lockstep.launch.folder.checkpoint_names import file_name
 def run(tmp_path) -> Path:
     for step in (5, 10, 15):
         digests = {"trunk.weight": "its digest"} if step == 15 else {}
-        values = {"metrics": {"loss": 1 / step}, "state": {"model": {"frozen_digests": digests}}}
-        commit(tmp_path / "checkpoints", step, 2, values=values)
+        values = {"state": {"model": {"frozen_digests": digests}}}
+        commit(tmp_path / "checkpoints", step, 2, values=values, metrics={"loss": 1 / step})
     return tmp_path
 
 
@@ -56,27 +57,30 @@ def test_ls_gives_a_line_for_each_newest_first(run, capsys):
     assert f"damaged: {file_name(0)}: has 5 bytes" in lockstep(capsys, "ckpt", "ls", run)[1]
 
 
-def test_ls_lists_all_checkpoints_if_the_best_one_cannot_be_read(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    ("file", "says"), [("manifest.json", "cannot be exported"), ("metrics.json", "cannot be compared now")]
+)
+def test_ls_lists_all_checkpoints_if_the_best_one_cannot_be_read(tmp_path, capsys, monkeypatch, file, says):
     for step in (5, 10):
-        values = {"metrics": {"loss": float(step)}, "config": {"checkpoint.best": "loss"}}
-        commit(tmp_path / "checkpoints", step, values=values)
+        values = {"config": {"checkpoint.best": "loss"}}
+        commit(tmp_path / "checkpoints", step, values=values, metrics={"loss": float(step)})
     assert "best loss" in lockstep(capsys, "ckpt", "ls", tmp_path)[1]
     open_file = CheckpointStorage.open
 
     def fail(self: CheckpointStorage, key: str) -> object:
-        if key == "step-00000005/manifest.json":
+        if key == f"step-00000005/{file}":
             raise OSError(errno.EIO, "Input/output error")
         return open_file(self, key)
 
     monkeypatch.setattr(CheckpointStorage, "open", fail)
     code, text = lockstep(capsys, "ckpt", "ls", tmp_path)
     assert code == 0
-    assert "unreadable: manifest.json" in text
+    assert f"unreadable: {file}" in text
     assert "best loss" not in text
 
     code, text = lockstep(capsys, "ckpt", "export", tmp_path, "--best")
     assert code != 0
-    assert "cannot be compared now" in text
+    assert says in text
 
 
 def test_show_describes_the_newest_or_the_one_given(run, capsys):
@@ -93,7 +97,7 @@ def test_show_describes_the_newest_or_the_one_given(run, capsys):
 def test_a_checkpoint_of_another_version_is_named_and_stays(run, capsys, tmp_path):
     checkpoint = run / "checkpoints" / "step-00000015"
     (checkpoint / "manifest.json").write_text('{"format": 1}')
-    why = "format 1, of an older version of Lockstep; this version reads format 4"
+    why = "format 1, of an older version of Lockstep; this version reads format 5"
     assert f"wrong format: manifest.json: {why}" in lockstep(capsys, "ckpt", "ls", run)[1]
     assert lockstep(capsys, "ckpt", "show", run) == (1, f"wrong format: step-00000015/manifest.json: {why}\n")
     code, text = lockstep(capsys, "ckpt", "verify", run)
@@ -103,7 +107,17 @@ def test_a_checkpoint_of_another_version_is_named_and_stays(run, capsys, tmp_pat
     assert "step-00000015 was written by another version of Lockstep and stays" in text
     assert "deleted step-00000005" in text
     with pytest.raises(UserError, match="was written by another version of Lockstep and cannot be exported"):
-        export_weights(Checkpoint.at(checkpoint), tmp_path)
+        export_weights(at(checkpoint), tmp_path)
+
+
+def test_a_step_of_one_checkpoint_is_refused(run, capsys):
+    one = run / "checkpoints" / "step-00000010"
+    for options in (["--step", "5"], ["--best"]):
+        code, text = lockstep(capsys, "ckpt", "export", one, *options)
+        assert code == 2
+        assert f"{one} is not a run, so it has no steps to choose from" in text
+
+    assert f"{one} is one checkpoint, and not a run" in lockstep(capsys, "ckpt", "ls", one)[1]
 
 
 def test_verify_names_every_bad_file_and_fails(run, capsys):
@@ -120,7 +134,7 @@ def test_verify_names_every_bad_file_and_fails(run, capsys):
 
 
 def test_names_in_a_manifest_cannot_steer_the_terminal(run, capsys):
-    commit(run / "checkpoints", 20, 1, values={"metrics": {"\x1b[2J\nstep": 1.0}})
+    commit(run / "checkpoints", 20, 1, metrics={"\x1b[2J\nstep": 1.0})
     for action in ("ls", "show"):
         code, text = lockstep(capsys, "ckpt", action, run)
         assert code == 0
@@ -181,7 +195,7 @@ def test_prune_deletes_the_old_and_counts_only_whole_ones(run, capsys):
 )
 def test_prune_keeps_what_the_run_keeps_by_its_other_rules(tmp_path, capsys, settings, deleted):
     for step, loss in {5: 1, 10: 2, 15: 4, 20: 3}.items():
-        commit(tmp_path / "checkpoints", step, values={"metrics": {"loss": loss}, "config": settings})
+        commit(tmp_path / "checkpoints", step, values={"config": settings}, metrics={"loss": loss})
     text = lockstep(capsys, "ckpt", "prune", tmp_path, "--keep", "1")[1]
     assert text.splitlines() == [f"deleted step-{step:08d}" for step in deleted]
 
@@ -340,7 +354,7 @@ def test_an_export_is_the_model_tied_weights_once(tmp_path):
     tensors = {f"model.{name}": value for name, value in model.state_dict().items() if name != "head.weight"}
     tensors["optimizer.moment"] = torch.ones(3)
     checkpoint = commit(tmp_path / "checkpoints", 3, 2, tensors, aliases={"model.head.weight": "model.embed.weight"})
-    target = export_weights(checkpoint, tmp_path / "out")
+    target, _ = export_weights(checkpoint, tmp_path / "out")
     assert target == tmp_path / "out" / "model.safetensors"
     with safe_open(target, "pt") as file:
         assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
@@ -350,7 +364,7 @@ def test_an_export_is_the_model_tied_weights_once(tmp_path):
     load_model(fresh, target)  # what users of safetensors call
     for name, value in model.state_dict().items():
         assert torch.equal(fresh.state_dict()[name], value)
-    assert export_weights(checkpoint, tmp_path / "mine.safetensors") == tmp_path / "mine.safetensors"
+    assert export_weights(checkpoint, tmp_path / "mine.safetensors") == (tmp_path / "mine.safetensors", [])
 
 
 def test_nothing_damaged_is_exported(tmp_path):

@@ -18,17 +18,20 @@ from typing import Any
 import pytest
 import torch
 import xxhash
-from checkpoints import alone, commit, load, same, state, together
+from checkpoints import alone, at, commit, load, same, state, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.checkpoint import search
+from lockstep.checkpoint.export import read_weights
 from lockstep.checkpoint.manifest import FORMAT, Damaged, File, Manifest, Piece, TensorEntry, encode
 from lockstep.checkpoint.manifest_reader import decode, read_manifest
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.search import ReportedProblem, newest_valid
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim
-from lockstep.checkpoint.storage.together import StorageUnavailable
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.retry import StorageUnavailable
+from lockstep.checkpoint.storage.rules import claim, delete_checkpoint
 from lockstep.checkpoint.verify import find_problems
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import file_name
@@ -40,7 +43,7 @@ FILES = ["manifest.json", file_name(0), file_name(1)]
 def pristine(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("pristine")
     commit(root, 10, 2)
-    commit(root, 20, 2, values={"metrics": {"loss": math.nan}, "list": [1, {"a": None}]}, aliases={"t": "model.bias"})
+    commit(root, 20, 2, values={"loss": math.nan, "list": [1, {"a": None}]}, aliases={"t": "model.bias"})
     return root
 
 
@@ -101,7 +104,7 @@ def test_a_damaged_file_means_the_checkpoint_before(root, tmp_path, file, damage
 def test_a_damaged_number_of_the_format_is_another_format(root):
     """Nothing tells the two apart, so the run stops: the checkpoint may be whole."""
     DAMAGES["last byte"](root / "step-00000020" / "manifest.json", root)
-    with pytest.raises(UserError, match=r"another version of Lockstep\n.*format 0, of an older version"):
+    with pytest.raises(UserError, match=r"another version of Lockstep\n.*format 1, of an older version"):
         load(root)
 
 
@@ -135,7 +138,7 @@ def test_a_copy_under_the_name_of_a_later_step_is_not_the_newest(root):
 
     # A name that is no step's claims nothing.
     shutil.copytree(root / "step-00000010", root / "the one I like")
-    assert read_manifest(Checkpoint.at(root / "the one I like")).step == 10
+    assert read_manifest(at(root / "the one I like")).step == 10
 
 
 @pytest.mark.parametrize("how", ["a pipe", "endless", "huge"])
@@ -188,7 +191,7 @@ def other_format(root: Path, step: int, version: int) -> None:
     (root / f"step-{step:08}" / "manifest.json").write_text(json.dumps({"format": version, "contents": {}}))
 
 
-@pytest.mark.parametrize(("version", "age"), [(3, "an older"), (5, "a newer")])
+@pytest.mark.parametrize(("version", "age"), [(4, "an older"), (6, "a newer")])
 def test_a_checkpoint_of_another_version_is_not_called_damaged(root, version, age):
     """Nor is it passed over, since it may be whole: only the user decides to lose the steps after the one before."""
     other_format(root, 20, version)
@@ -197,7 +200,7 @@ def test_a_checkpoint_of_another_version_is_not_called_damaged(root, version, ag
             newest_valid(CheckpointStorage(root), 0, 1, alone, only)
         assert not isinstance(caught.value, StorageUnavailable)  # there is nothing to wait for
         assert caught.value.problem == f"the checkpoint {root}/step-00000020 was written by another version of Lockstep"
-        why = f"format {version}, of {age} version of Lockstep; this version reads format 4"
+        why = f"format {version}, of {age} version of Lockstep; this version reads format 5"
         assert caught.value.found == f"step-00000020/manifest.json: {why}"
         assert caught.value.fix.startswith("use the version of Lockstep that wrote it")
         assert (f"--resume {root}/step-00000010" in caught.value.fix) == (only is None)
@@ -274,6 +277,64 @@ def test_no_checkpoint_at_all_is_none(tmp_path):
     assert newest_valid(CheckpointStorage(tmp_path / "checkpoints"), 0, 1, alone) is None
 
 
+# ---- a run that is alive ----
+
+
+def test_a_checkpoint_that_its_run_deletes_is_not_damaged(tmp_path):
+    """The run commits the next one, and deletes this one, while it is verified."""
+    root = tmp_path / "checkpoints"
+    commit(root, 1, 2)
+
+    def commit_next() -> None:
+        if not (root / "step-00000002").exists():
+            commit(root, 2, 2)
+            delete_checkpoint(CheckpointStorage(root), "step-00000001", "token")
+
+    reader = newest_valid(CheckpointStorage(root), 0, 1, alone, beat=commit_next)
+    assert reader is not None
+    assert (reader.checkpoint.name, reader.skipped) == ("step-00000002", [])
+
+
+def test_a_damaged_checkpoint_is_still_skipped_if_the_one_before_it_is_deleted(root):
+    flip(root / "step-00000020" / file_name(1), 150)
+    commit(root, 15)
+
+    def delete() -> None:
+        delete_checkpoint(CheckpointStorage(root), "step-00000015", "token")
+
+    found = newest_valid(CheckpointStorage(root), 0, 1, alone, beat=delete)
+    assert found is not None
+    assert found.checkpoint.name == "step-00000010"
+    assert [damaged.checkpoint.name for damaged in found.skipped] == ["step-00000020"]
+
+
+def test_a_run_that_deletes_all_checkpoints_in_time_is_named(tmp_path):
+    """The search ends."""
+    root = tmp_path / "checkpoints"
+    commit(root, 1)
+    steps = iter(range(2, 1000))
+
+    def commit_next() -> None:
+        step = next(steps)
+        commit(root, step)
+        delete_checkpoint(CheckpointStorage(root), f"step-{step - 1:08}", "token")
+
+    with pytest.raises(UserError, match=r"is missing: it was deleted.*\n.*checkpoint.keep=10"):
+        newest_valid(CheckpointStorage(root), 0, 1, alone, beat=commit_next)
+
+
+def test_one_checkpoint_that_was_chosen_and_deleted_is_missing(root):
+    def delete() -> None:
+        delete_checkpoint(CheckpointStorage(root), "step-00000010", "token")
+
+    with pytest.raises(UserError, match=r"step-00000010 is missing: it was deleted"):
+        newest_valid(CheckpointStorage(root), 0, 1, alone, "step-00000010", delete)
+
+    # As for an export.
+    with pytest.raises(UserError, match=r"step-00000010 is missing: it was deleted"):
+        read_weights(Checkpoint(CheckpointStorage(root), "step-00000010"))
+
+
 # ---- several ranks ----
 
 
@@ -331,7 +392,7 @@ def test_an_old_listing_of_the_folder_is_looked_at_again(root, monkeypatch, stal
 
 def test_ranks_that_read_different_manifests_are_told(root, tmp_path):
     other = shutil.copytree(root, tmp_path / "other")
-    manifest = read_manifest(Checkpoint.at(other / "step-00000020"))
+    manifest = read_manifest(at(other / "step-00000020"))
     manifest.values["list"].append(1)
     (other / "step-00000020" / "manifest.json").write_bytes(encode(manifest))
     answers = together(2, lambda rank, gather: newest_valid(CheckpointStorage([root, other][rank]), rank, 2, gather))
@@ -370,7 +431,7 @@ def test_any_edit_is_noticed_or_changes_nothing(pristine, tmp_path_factory, file
         assert json.loads(path.read_bytes())["format"] != FORMAT
     elif found.manifest.step == 20:
         assert same({k: v for k, v in loaded.items() if k != "t"}, state(20))
-        assert repr(found.manifest) == repr(read_manifest(Checkpoint.at(pristine / "step-00000020")))
+        assert repr(found.manifest) == repr(read_manifest(at(pristine / "step-00000020")))
     else:
         assert found.skipped[0].file == file
         assert same(loaded, state(10))
@@ -412,7 +473,7 @@ def surgery(data: st.DataObject, document: dict) -> None:
 
 
 def read_everything(folder: Path) -> dict[str, torch.Tensor] | Damaged:
-    checkpoint = Checkpoint.at(folder)
+    checkpoint = at(folder)
     try:
         manifest = read_manifest(checkpoint)
         if found := find_problems(checkpoint, manifest, manifest.files):
@@ -497,7 +558,7 @@ def test_each_lie_of_a_manifest_is_named(pristine, change, why):
     text = json.dumps(document["content"], sort_keys=True, separators=(",", ":"))
     document["digest"] = xxhash.xxh3_128(text.encode()).hexdigest()
     with pytest.raises(Damaged, match=why):
-        decode(json.dumps(document).encode(), Checkpoint.at(pristine))
+        decode(json.dumps(document).encode(), at(pristine))
 
 
 @pytest.mark.parametrize(
@@ -513,11 +574,11 @@ def test_each_lie_of_a_manifest_is_named(pristine, change, why):
 )
 def test_what_is_no_manifest_is_damaged(tmp_path, text, why):
     with pytest.raises(Damaged, match=why):
-        decode(text, Checkpoint.at(tmp_path))
+        decode(text, at(tmp_path))
 
 
 def test_a_file_with_another_dtype_than_the_manifest_says_is_a_problem_before_anything_is_read(root):
-    checkpoint = Checkpoint.at(root / "step-00000020")
+    checkpoint = at(root / "step-00000020")
     manifest = read_manifest(checkpoint)
     entry = manifest.tensors["model.weight"]
     manifest.tensors["model.weight"] = replace(entry, dtype="I32")
@@ -536,12 +597,12 @@ def of_pieces(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[i
 def test_the_pieces_of_a_tensor_are_a_grid(tmp_path):
     side = 40
     whole = of_pieces((2 * side, side), [((2 * row, column), (2, 1)) for row in range(side) for column in range(side)])
-    assert decode(encode(whole), Checkpoint.at(tmp_path)) == whole
+    assert decode(encode(whole), at(tmp_path)) == whole
 
     # Every row is cut in another place, which no way of sharding does.
     rows = [((row, start), (1, size)) for row in range(30) for start, size in ((0, row + 1), (row + 1, 39 - row))]
     with pytest.raises(Damaged, match="the pieces of tensor 'x' are not a grid"):
-        decode(encode(of_pieces((30, 40), rows)), Checkpoint.at(tmp_path))
+        decode(encode(of_pieces((30, 40), rows)), at(tmp_path))
 
 
 def test_a_manifest_is_written_in_one_fixed_way(pristine):
@@ -552,7 +613,7 @@ def test_a_manifest_is_written_in_one_fixed_way(pristine):
 
 def test_a_file_that_changes_after_it_was_verified_is_noticed_by_the_reader(root):
     path = root / "step-00000020"
-    reader = CheckpointReader(Checkpoint.at(path), read_manifest(Checkpoint.at(path)))
+    reader = CheckpointReader(at(path), read_manifest(at(path)))
     os.truncate(path / file_name(0), (path / file_name(0)).stat().st_size - 8)
     with pytest.raises(Damaged, match=file_name(0)):
         [reader.read(name) for name in reader.names()]

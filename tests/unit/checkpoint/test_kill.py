@@ -17,7 +17,8 @@ import pytest
 from checkpoints import load, same, state
 
 import preloaded
-from lockstep.checkpoint.storage import CheckpointStorage, committed, delete_leftovers
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import committed, delete_leftovers
 from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.launch.folder.run_dir import latest_step
 
@@ -29,7 +30,7 @@ import os, sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
 from checkpoints import savers, shard, state
-from lockstep.checkpoint.retention import Retention
+from lockstep.config.sections import CheckpointConfig
 from lockstep.checkpoint.saving.outcome import Written
 from lockstep.checkpoint.saving.context import Contents
 
@@ -39,7 +40,7 @@ for line in open(sys.argv[3]):
     pid = os.fork()
     if pid == 0:
         token = os.urandom(4).hex()  # as a real attempt: nothing that a killed one confirmed may count
-        team = savers(root, 2, token, Retention(keep=2))
+        team = savers(root, 2, token, CheckpointConfig(keep=2))
         print(os.getpid(), flush=True)
         while True:
             step += 1
@@ -109,7 +110,7 @@ def test_a_kill_at_each_of_the_dangerous_moments(tmp_path):
         "from checkpoints import commit, savers, shard, state\n"
         "from lockstep import faults\n"
         "from lockstep.checkpoint.saving.context import Contents\n"
-        "from lockstep.checkpoint.storage import CheckpointStorage\n"
+        "from lockstep.checkpoint.storage.folder import CheckpointStorage\n"
         "top = Path(sys.argv[2])\n"
         "for phase in ['write', 'rename', 'latest', 'committed']:\n"
         "    for root in (top / phase, CheckpointStorage(top / 'objects' / phase, f'file://{top}/bucket/{phase}')):\n"

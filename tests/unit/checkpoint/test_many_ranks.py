@@ -9,19 +9,21 @@ from typing import Any
 import pytest
 import torch
 import xxhash
+from checkpoints import at
 
 from lockstep.checkpoint import command, manifest_reader
-from lockstep.checkpoint.format import FileLayout, arrange
 from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, encode
 from lockstep.checkpoint.manifest_reader import read_manifest
-from lockstep.checkpoint.retention import Retention
+from lockstep.checkpoint.rank_file import FileLayout, arrange
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Save, Saver
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import claim
+from lockstep.config.sections import CheckpointConfig
 from lockstep.launch.folder.checkpoint_names import draft_name, file_name
-from lockstep.runtime.layout import LocalShard
+from lockstep.runtime.shards import LocalShard
 
 
 class CountingStorage(CheckpointStorage):
@@ -54,7 +56,7 @@ def saved(root: Path, ranks: int) -> tuple[CountingStorage, Save]:
         file = File(file_name(rank), len(data), xxhash.xxh3_128(data).hexdigest())
         (draft / file.name).write_bytes(data)
         (draft / f"rank-{rank:05d}.json").write_bytes(Confirmation(file, layout.tensors).encode())
-    saver = Saver(SaveContext(storage, 0, ranks, "token", Retention(), 600.0), asynchronous=False)
+    saver = Saver(SaveContext(storage, 0, ranks, "token", CheckpointConfig()), asynchronous=False)
     return storage, saver.start(1, Contents({"weight": LocalShard(torch.zeros(1, 4), (ranks, 4), (0, 0))}))
 
 
@@ -101,6 +103,6 @@ def test_a_manifest_of_1024_ranks_and_2200_sharded_tensors_can_be_read(tmp_path:
         return manifest, encode(manifest)
 
     manifest, data = encoded(4)
-    assert manifest_reader.decode(data, Checkpoint.at(tmp_path)) == manifest
+    assert manifest_reader.decode(data, at(tmp_path)) == manifest
     bytes_per_tensor = (len(data) - len(encoded(2)[1])) / 2
     assert 2 * 2200 * bytes_per_tensor < manifest_reader._MAX_MANIFEST_BYTES

@@ -17,9 +17,10 @@ from torch.utils.data import TensorDataset
 import lockstep
 from lockstep.checkpoint.command import verify
 from lockstep.checkpoint.manifest import Damaged
-from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics, read_metrics, write_metrics
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import claim
 from lockstep.launch.folder.checkpoint_names import METRICS
 from lockstep.observe.sinks import read_jsonl
 
@@ -49,10 +50,6 @@ class Scored(lockstep.Task):
     def eval_loss(self, model: nn.Module, batch: Any) -> lockstep.Loss:
         self.evaluations += 1
         return lockstep.Loss(torch.tensor(4.0 * (100 - self.evaluations)), weight=4)
-
-
-def metrics_of(checkpoint: Checkpoint) -> dict[str, float]:
-    return read_metrics(checkpoint, read_manifest(checkpoint))
 
 
 # ---- an evaluation after the save ----
@@ -98,7 +95,7 @@ def test_metrics_that_cannot_be_added_cost_a_warning_and_not_the_run(
     replace = CheckpointStorage.replace
 
     def refuse(self: CheckpointStorage, key: str, data: bytes, durable: bool = False) -> None:
-        if key.endswith(METRICS):
+        if key == f"step-00000012/{METRICS}":
             raise OSError(errno.EIO, "the disk coughed")
         replace(self, key, data, durable)
 
@@ -123,7 +120,7 @@ def test_an_attempt_that_was_replaced_adds_no_metrics(tmp_path: Path) -> None:
     lockstep.fit(TakenOver(), run_dir=tmp_path, evaluate={"every": 10}, checkpoint=settings)
     warnings = [e["reason"] for e in read_jsonl(tmp_path / "events.jsonl") if e["event"] == "warning"]
     assert "another attempt has taken over" in warnings[-1]
-    assert metrics_of(Checkpoint(CheckpointStorage(tmp_path / "checkpoints"), "step-00000012")) == {}
+    assert read_metrics(Checkpoint(CheckpointStorage(tmp_path / "checkpoints"), "step-00000012")) == {}
 
 
 def test_nothing_is_added_to_a_checkpoint_that_is_gone(tmp_path: Path) -> None:
@@ -136,13 +133,13 @@ def test_nothing_is_added_to_a_checkpoint_that_is_gone(tmp_path: Path) -> None:
 # ---- the file ----
 
 
-def test_metrics_after_the_save_take_the_place_of_those_in_the_manifest(tmp_path: Path) -> None:
-    checkpoint = commit(tmp_path, 1, values={"metrics": {"loss": 3.0, "old": 1.0}})
-    assert metrics_of(checkpoint) == {"loss": 3.0, "old": 1.0}
+def test_metrics_after_the_save_take_the_place_of_those_before(tmp_path: Path) -> None:
+    checkpoint = commit(tmp_path, 1, metrics={"loss": 3.0, "old": 1.0})
+    assert read_metrics(checkpoint) == {"loss": 3.0, "old": 1.0}
     write_metrics(checkpoint, {"loss": 2.0, "worst": -math.inf})
-    assert metrics_of(checkpoint) == {"loss": 2.0, "worst": -math.inf}
+    assert read_metrics(checkpoint) == {"loss": 2.0, "worst": -math.inf}
     write_metrics(checkpoint, {"loss": math.nan})
-    assert math.isnan(metrics_of(checkpoint)["loss"])
+    assert math.isnan(read_metrics(checkpoint)["loss"])
 
 
 def test_no_byte_of_the_metrics_may_change(tmp_path: Path) -> None:
@@ -156,12 +153,12 @@ def test_no_byte_of_the_metrics_may_change(tmp_path: Path) -> None:
         damaged[position] ^= 1
         path.write_bytes(damaged)
         with pytest.raises(Damaged, match=METRICS):
-            metrics_of(checkpoint)
+            read_metrics(checkpoint)
 
     for length in range(len(whole)):
         path.write_bytes(whole[:length])
         with pytest.raises(Damaged, match=METRICS):
-            metrics_of(checkpoint)
+            read_metrics(checkpoint)
 
     # It is reported, and cannot be the best, but the run resumes from it.
     text, code = verify(tmp_path)
@@ -179,4 +176,4 @@ def test_a_metric_is_a_number(tmp_path: Path, metrics: Any) -> None:
     content = {"metrics": metrics, "digest": _digest(metrics)}
     (tmp_path / checkpoint.name / METRICS).write_text(json.dumps(content))
     with pytest.raises(Damaged, match=METRICS):
-        metrics_of(checkpoint)
+        read_metrics(checkpoint)

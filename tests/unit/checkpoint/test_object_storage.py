@@ -24,13 +24,15 @@ from test_run_in_memory import Dropped
 
 import lockstep
 from lockstep.checkpoint import command, search
-from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.search import newest_valid
-from lockstep.checkpoint.storage import CheckpointStorage, stores
-from lockstep.checkpoint.storage.together import StorageUnavailable
+from lockstep.checkpoint.storage import stores
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.retry import StorageUnavailable
+from lockstep.checkpoint.storage.rules import claim
 from lockstep.cli import main
+from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import Preempted, UserError
 from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.testing import fail_at
@@ -56,7 +58,7 @@ class TestFsspec(StorageContract):
 
 def test_the_tensors_are_objects_and_everything_else_is_in_the_folder(tmp_path: Path) -> None:
     storage = store_at(tmp_path)
-    team = savers(storage, 2, keep=Retention(keep=2))
+    team = savers(storage, 2, settings=CheckpointConfig(keep=2))
     for step in (1, 2, 3):
         for rank, saver in enumerate(team):
             saver.start(step, Contents(shard(state(step), rank, 2)))
@@ -145,11 +147,11 @@ def test_a_class_that_only_a_checkpoint_names_is_not_imported(
 def test_commands_use_a_store_of_the_users_if_they_are_told_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "own_store.py").write_text("from lockstep.checkpoint.storage.files import LocalFiles as Own")
+    (tmp_path / "own_store.py").write_text("from lockstep.checkpoint.storage.stores import LocalFiles as Own")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     run = tmp_path / "run"
-    lockstep.fit(Dropped(), run_dir=run, checkpoint={"storage": f"own_store:Own://{tmp_path}/bucket"})
+    lockstep.fit(Dropped(), run_dir=run, checkpoint={"store": f"own_store:Own://{tmp_path}/bucket"})
     assert len(objects(tmp_path)) == 1
 
     # Another process has not seen the setting.
@@ -240,24 +242,38 @@ class RealStore(MemoryFileSystem):
     ("store", "problem"),
     [("file:///proc/nope", "No such file or directory"), ("memory_store:ForgetfulStore://bucket", "other bytes")],
 )
+@pytest.mark.parametrize("settings", [{}, {"minutes": None, "at_end": False}], ids=["by itself", "on request"])
 def test_a_store_that_cannot_keep_anything_is_refused_before_the_first_step(
-    tmp_path: Path, store: str, problem: str
+    tmp_path: Path, store: str, problem: str, settings: dict[str, Any]
 ) -> None:
     """The run trained to its end, with a warning for each save and without a checkpoint."""
     with pytest.raises(UserError, match="cannot be kept in") as error:
-        lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"storage": store, "timeout": 0.1})
+        lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"store": store, "timeout": 0.1, **settings})
     assert store in error.value.problem
     assert problem in error.value.found
     assert not (tmp_path / "metrics.jsonl").exists() or not (tmp_path / "metrics.jsonl").read_text()
 
 
+NEVER = {"minutes": None, "at_end": False}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"checkpoint": NEVER | {"best": "eval_loss"}}, {"checkpoint": NEVER, "spike": {"policy": "rewind"}}],
+    ids=["by time", "the best", "to rewind to"],
+)
 def test_a_store_without_room_for_the_weights_is_refused_before_the_first_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
-    store = f"file://{tmp_path}/bucket"
+    settings = {**settings, "checkpoint": {**settings.get("checkpoint", {}), "store": f"file://{tmp_path}/bucket"}}
     with pytest.raises(UserError, match="there is no room for a checkpoint in file://"):
-        lockstep.fit(Dropped(), run_dir=tmp_path / "run", checkpoint={"storage": store})
+        lockstep.fit(Dropped(), run_dir=tmp_path / "run", **settings)
+
+
+def test_a_run_that_saves_nothing_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=10))
+    assert lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint=NEVER).summary["step"] == 12
 
 
 class Uploaded(AbstractBufferedFile):
@@ -435,6 +451,24 @@ def test_a_url_survives_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (objects(tmp_path)[0].name, "abc") in [(name, text) for name, text, _ in synced]
 
 
+def test_all_new_folders_survive_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The names of the run's folder, of the checkpoints' and of the store's are on the disk, too."""
+    sync, synced = os.fsync, set()
+
+    def note(handle: int) -> None:
+        synced.add(Path(os.readlink(f"/proc/self/fd/{handle}")))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
+    storage = CheckpointStorage(tmp_path / "runs" / "first" / "checkpoints", f"file://{tmp_path}/stores/bucket")
+    claim(storage, "a")
+    assert synced >= {tmp_path / "runs" / "first", tmp_path / "runs", tmp_path}
+
+    synced.clear()
+    storage.write(f"step-00000001.tmp-a-1/{file_name(0)}", [memoryview(b"abc")])
+    assert synced >= {tmp_path / "stores" / "bucket", tmp_path / "stores", tmp_path}
+
+
 def test_an_object_that_cannot_be_read_is_not_called_damaged(
     real_store: CheckpointStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -456,7 +490,7 @@ def test_an_object_that_cannot_be_read_is_not_called_damaged(
 
 
 def test_a_run_is_preempted_and_resumes_from_objects(tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"storage": f"file://{tmp_path}/bucket", "every": 2, "keep": 1}
+    settings: dict[str, Any] = {"store": f"file://{tmp_path}/bucket", "every": 2, "keep": 1}
     undisturbed = lockstep.fit(Dropped(), run_dir=tmp_path / "undisturbed")
     with fail_at(how="term", step=4), pytest.raises(Preempted) as preempted:
         lockstep.fit(Dropped(), run_dir=tmp_path / "run", checkpoint=settings)
@@ -485,5 +519,5 @@ def test_a_url_that_cannot_work_is_refused_at_once(
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(UserError, match=problem):
-        lockstep.fit(Dropped(), run_dir=tmp_path / "run", checkpoint={"storage": url})
+        lockstep.fit(Dropped(), run_dir=tmp_path / "run", checkpoint={"store": url})
     assert not (tmp_path / "run").exists()

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import TOKEN, commit, end, is_committed, load, same, savers, shard, state, values_of
+from checkpoints import TOKEN, at, commit, end, is_committed, load, same, savers, shard, state, values_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.filesize import decimal
@@ -28,17 +28,16 @@ from lockstep.checkpoint.command import prune
 from lockstep.checkpoint.manifest import File, Manifest, Piece, TensorEntry, encode
 from lockstep.checkpoint.manifest_reader import decode, read_manifest
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving import commit as committing
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.draft import Draft
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed, Written
 from lockstep.checkpoint.saving.save import Save
-from lockstep.checkpoint.state.state_tree import pack, unpack
-from lockstep.checkpoint.storage import (
-    Checkpoint,
-    CheckpointStorage,
-    NotDurable,
+from lockstep.checkpoint.state.encoding import pack, unpack
+from lockstep.checkpoint.storage import folder as folder_module
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
+from lockstep.checkpoint.storage.rules import (
     claim,
     committed,
     delete_checkpoint,
@@ -47,13 +46,11 @@ from lockstep.checkpoint.storage import (
     set_aside,
     set_aside_after,
 )
-from lockstep.checkpoint.storage import (
-    folder as folder_module,
-)
 from lockstep.checkpoint.storage.stores import allow_store
+from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import MANIFEST, file_name
-from lockstep.runtime.layout import LocalShard, shard_of
+from lockstep.runtime.shards import LocalShard, shard_of
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -130,7 +127,7 @@ def test_a_tensor_that_cannot_be_saved_is_named(storage, bad):
 
 def test_values_come_back_with_what_json_cannot_hold(storage):
     values = {
-        "metrics": {"loss": math.inf, "other": -math.inf},
+        "numbers": {"loss": math.inf, "other": -math.inf},
         "list": [1, 2.5, None, True, "text", [], {}],
         "looks like ours": [{"$float": "nan", "x": 1}, {"$x": 1}, {"$": {"x": math.inf}}],
         "large": 2**100,
@@ -183,7 +180,7 @@ def test_the_encoding_of_values_is_part_of_the_file_format():
     assert list(tensors) == ["state.array", "state.tensor"]
 
 
-def test_a_manifest_has_the_bytes_of_format_4():
+def test_a_manifest_has_the_bytes_of_format_5():
     piece = Piece("rank-00000.safetensors", (0, 0), (2, 3))
     manifest = Manifest(
         step=7,
@@ -192,20 +189,19 @@ def test_a_manifest_has_the_bytes_of_format_4():
         files=(File("rank-00000.safetensors", 4120, "ab"),),
         tensors={"model.w": TensorEntry("F32", (2, 3), (piece,))},
         aliases={"model.v": "model.w"},
-        values=pack({"metrics": {"loss": math.nan, "accuracy": 0.5}}, "values", {}),
+        values=pack({"loop": {"loss": math.nan, "accuracy": 0.5}}, "values", {}),
     )
     data = encode(manifest)
-    assert data == FORMAT_4
-    decoded = decode(FORMAT_4, Checkpoint(CheckpointStorage(Path()), "step-00000007"))
+    assert data == FORMAT_5
+    decoded = decode(FORMAT_5, Checkpoint(CheckpointStorage(Path()), "step-00000007"))
     assert decoded == manifest
-    assert math.isnan(decoded.metrics["loss"])
 
 
-FORMAT_4 = (
+FORMAT_5 = (
     b'{"content":{"aliases":{"model.v":"model.w"},"files":[{"digest":"ab","name":"rank-00000.safetensors","size":4120}],'
     b'"lockstep":"0.1.0","step":7,"tensors":{"model.w":{"dtype":"F32","pieces":[{"file":"rank-00000.safetensors",'
-    b'"offset":[0,0],"shape":[2,3]}],"shape":[2,3]}},"time":1.5,"values":{"metrics":{"accuracy":0.5,'
-    b'"loss":{"$float":"nan"}}}},"digest":"c7bd7f0c72fceaa9daa7cc844f1290e3","format":4}'
+    b'"offset":[0,0],"shape":[2,3]}],"shape":[2,3]}},"time":1.5,"values":{"loop":{"accuracy":0.5,'
+    b'"loss":{"$float":"nan"}}}},"digest":"9b1d8417ebae8cb3afcad162b138959a","format":5}'
 )
 
 
@@ -273,7 +269,7 @@ def test_any_slice_can_be_read_whatever_the_pieces(tmp_path_factory, data):
         offset = tuple(low if a == axis else 0 for a in range(len(shape)))
         saver.start(1, Contents({"x": LocalShard(whole.narrow(axis, low, high - low), shape, offset)}))
     assert is_committed(team[0].take_ended()[0])
-    checkpoint = Checkpoint.at(root / "step-00000001")
+    checkpoint = at(root / "step-00000001")
     corners = [sorted(data.draw(st.tuples(*[st.integers(0, length)] * 2))) for length in shape]
     reader = CheckpointReader(checkpoint, read_manifest(checkpoint))
     part = reader.read_slice("x", [low for low, _ in corners], [high - low for low, high in corners])
@@ -426,7 +422,7 @@ def test_a_file_that_rank_0_does_not_find_is_no_folder_that_is_gone(storage):
     storage.delete(f"{uncommitted}/{file_name(1)}")
     team[0].start(1, Contents(shard(state(1), 0, 2)))
     [report] = team[0].take_ended()
-    assert report.outcome.reason.startswith("FileNotFoundError")
+    assert report.outcome.reason == f"{uncommitted}/{file_name(1)}: missing"
     assert not report.outcome.caused_elsewhere
 
 
@@ -485,7 +481,7 @@ def test_a_file_that_vanishes_before_the_commit_costs_this_checkpoint(storage, m
     monkeypatch.setattr(faults, "fire", lose)
     for rank, saver in enumerate(team):
         saver.start(2, Contents(shard(state(2), rank, 2)))
-    assert end(team)[0].outcome.reason.startswith("FileNotFoundError")
+    assert end(team)[0].outcome.reason == f"step-00000002.tmp-{TOKEN}-1/{file_name(1)}: missing"
     assert folders(storage) == {"step-00000001"}
 
 
@@ -577,7 +573,7 @@ def test_an_error_after_the_rename_is_reported_with_the_committed_checkpoint(sto
 
 def test_a_rename_that_may_not_survive_a_power_cut_is_reported_and_older_checkpoints_are_kept(tmp_path, monkeypatch):
     """The checkpoint is there under its name, so it must not be reported as lost."""
-    [saver] = savers(tmp_path, keep=Retention(keep=1))
+    [saver] = savers(tmp_path, settings=CheckpointConfig(keep=1))
     saver.start(1, Contents(shard(state(1), 0, 1)))
     saver.take_ended()
     sync = folder_module.sync_folder
@@ -639,12 +635,13 @@ def test_a_file_that_is_shorter_than_its_rank_says_is_not_committed(storage):
     [uncommitted] = storage.folders()
     storage.write(f"{uncommitted}/{file_name(1)}", [memoryview(bytes(100))])
     team[0].start(1, Contents(shard(state(1), 0, 2)))
-    assert "rank 1 wrote" in team[0].take_ended()[0].outcome.reason
+    reason = team[0].take_ended()[0].outcome.reason
+    assert reason.startswith(f"{uncommitted}/{file_name(1)}: has 100 bytes, but 4,")
     assert folders(storage) == set()
 
 
 def test_a_rank_that_never_writes_is_named(storage):
-    team = savers(storage, 3, timeout_s=0.1)
+    team = savers(storage, 3, settings=CheckpointConfig(timeout=0.1))
     team[2].start(1, Contents(shard(state(1), 2, 3))).wait()  # before the time of rank 0 begins
     team[0].start(1, Contents(shard(state(1), 0, 3)))
     [report] = team[0].take_ended()
@@ -708,7 +705,7 @@ def test_another_one_of_the_same_step_makes_way(storage):
 
 def test_an_attempt_that_was_replaced_deletes_nothing(storage, monkeypatch):
     """The other attempt may have gone back to a checkpoint that this one would delete."""
-    [saver] = savers(storage, keep=Retention(keep=1))
+    [saver] = savers(storage, settings=CheckpointConfig(keep=1))
     saver.start(1, Contents(shard(state(1), 0, 1)))
     assert is_committed(saver.take_ended()[0])
 
@@ -931,7 +928,7 @@ def test_what_a_bad_disk_does_can_be_injected(storage, monkeypatch, how):
 
 
 def test_old_ones_are_deleted_only_after_the_new_one_is_committed(storage, monkeypatch):
-    [saver] = savers(storage, keep=Retention(keep=1))
+    [saver] = savers(storage, settings=CheckpointConfig(keep=1))
     seen = []
     monkeypatch.setattr(faults, "fire", lambda phase, step: seen.append((phase, folders(storage))))
     for step in (1, 2):
@@ -948,7 +945,7 @@ def test_old_ones_are_deleted_only_after_the_new_one_is_committed(storage, monke
 @pytest.mark.parametrize("away_for", [1, 3])
 def test_what_could_be_deleted_only_in_part_is_deleted_after_the_next_commit(storage, monkeypatch, away_for):
     """While the attempt lived, nothing tried again. What still cannot be deleted must not keep the others."""
-    [saver] = savers(storage, keep=Retention(keep=1))
+    [saver] = savers(storage, settings=CheckpointConfig(keep=1))
     delete = CheckpointStorage.delete
     refused = []
 
@@ -987,7 +984,7 @@ def test_a_file_system_that_fails_altogether_costs_a_checkpoint_and_not_the_run(
         raise OSError(errno.ESTALE, "Stale file handle")
 
     storage = CheckpointStorage(tmp_path)
-    pending = Save(SaveContext(storage, 0, 1, TOKEN, Retention(keep=3), 1.0), 1, 1, 100)
+    pending = Save(SaveContext(storage, 0, 1, TOKEN, CheckpointConfig(timeout=1.0)), 1, 1, 100)
     monkeypatch.setattr(CheckpointStorage, "folders", stale)
     monkeypatch.setattr(CheckpointStorage, "delete", stale)
     pending._fail(OSError(errno.ESTALE, "Stale file handle"))

@@ -15,23 +15,21 @@ from checkpoints import commit, is_committed, load, same, savers, shard, state
 from hypothesis import given
 from hypothesis import strategies as st
 from memory_store import MemoryStore
+from pydantic import ValidationError
 from storage_contract import StorageContract, put
 
 from lockstep.checkpoint import metrics as metrics_module
 from lockstep.checkpoint.metrics import CheckpointMetrics
-from lockstep.checkpoint.retention import Retention, best_checkpoint, steps_to_delete
+from lockstep.checkpoint.retention import best_checkpoint, steps_to_delete
 from lockstep.checkpoint.saving.context import Contents
 from lockstep.checkpoint.saving.save import Saver
-from lockstep.checkpoint.state.state_tree import pack
-from lockstep.checkpoint.storage import (
-    Checkpoint,
-    CheckpointStorage,
-    committed,
-    files,
-    set_aside_after,
-)
+from lockstep.checkpoint.storage import files
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.files import CHUNK, PAGE, split
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import committed, set_aside_after
 from lockstep.checkpoint.storage.stores import allow_store
+from lockstep.config.sections import CheckpointConfig
 from lockstep.launch.folder.run_dir import latest_step
 
 
@@ -124,15 +122,28 @@ def test_a_store_in_a_folder_says_how_much_is_free_and_any_other_does_not(tmp_pa
     assert CheckpointStorage(tmp_path, "memory://bucket").free_bytes() is None
 
 
+class SmallStore(MemoryStore):
+    """A store that knows how much room it has."""
+
+    def free_bytes(self, url: str) -> int:
+        if url.endswith("broken"):
+            raise ValueError("the room is not known")
+
+        return 11
+
+
+def test_a_store_of_the_users_may_say_how_much_is_free(tmp_path):
+    allow_store(f"{__name__}:SmallStore")
+    url = f"{__name__}:SmallStore://bucket"
+    assert CheckpointStorage(tmp_path, url).free_bytes() == 11
+    with pytest.raises(OSError, match="ValueError: the room is not known"):
+        CheckpointStorage(tmp_path, f"{url}/broken").free_bytes()
+
+
 def test_free_bytes_of_a_folder_that_is_not_there_yet(tmp_path):
     missing = CheckpointStorage(tmp_path / "a" / "b")
     assert missing.free_bytes() == pytest.approx(CheckpointStorage(tmp_path).free_bytes(), rel=0.5)
     assert missing.folders() == []
-
-
-def test_a_checkpoint_is_found_from_inside_its_folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(commit(tmp_path, 3).path)
-    assert Checkpoint.at(Path()).step == 3
 
 
 # ---- bytes on their way to the disk ----
@@ -186,15 +197,22 @@ def test_a_disk_that_cannot_write_directly_gets_the_same_file(tmp_path, monkeypa
 def test_what_stays():
     losses = [(10, 3.0), (20, 1.0), (30, math.nan), (40, 2.0), (50, 1.0), (60, None), (70, 5.0)]
     known = {step: {"loss": loss} for step, loss in losses}
-    assert steps_to_delete(known, Retention(keep=3)) == [10, 20, 30, 40]
-    assert steps_to_delete(known, Retention(keep=1, keep_every=20)) == [10, 30, 50]
-    assert steps_to_delete(known, Retention(keep=1, best="loss")) == [10, 20, 30, 40, 60]  # of equals, the newest
-    assert steps_to_delete(known, Retention(keep=1, best="loss", best_mode="max")) == [10, 20, 30, 40, 50, 60]
-    assert steps_to_delete(known, Retention(keep=1, best="accuracy")) == [10, 20, 30, 40, 50, 60]
-    assert steps_to_delete({5: {}}, Retention(keep=1)) == []
+    assert steps_to_delete(known, CheckpointConfig(keep=3)) == [10, 20, 30, 40]
+    assert steps_to_delete(known, CheckpointConfig(keep=1, keep_every=20)) == [10, 30, 50]
+    # Of equals, the newest.
+    assert steps_to_delete(known, CheckpointConfig(keep=1, best="loss")) == [
+        10,
+        20,
+        30,
+        40,
+        60,
+    ]  # of equals, the newest
+    assert steps_to_delete(known, CheckpointConfig(keep=1, best="loss", best_mode="max")) == [10, 20, 30, 40, 50, 60]
+    assert steps_to_delete(known, CheckpointConfig(keep=1, best="accuracy")) == [10, 20, 30, 40, 50, 60]
+    assert steps_to_delete({5: {}}, CheckpointConfig(keep=1)) == []
     for mode in ("min", "max"):
         unclear = {10: {"loss": 1.0}, 20: {"loss": math.nan}, 30: {"loss": math.nan}}
-        assert steps_to_delete(unclear, Retention(keep=1, best="loss", best_mode=mode)) == [20]
+        assert steps_to_delete(unclear, CheckpointConfig(keep=1, best="loss", best_mode=mode)) == [20]
 
 
 @pytest.mark.slow
@@ -209,7 +227,7 @@ def test_what_stays():
 def test_the_newest_always_stays(steps, keep, keep_every, best, best_mode, data):
     numbers = st.floats() | st.none() | st.text(max_size=1)
     known = {step: data.draw(st.dictionaries(st.just("loss"), numbers)) for step in steps}
-    doomed = steps_to_delete(known, Retention(keep, keep_every, best, best_mode))
+    doomed = steps_to_delete(known, CheckpointConfig(keep=keep, keep_every=keep_every, best=best, best_mode=best_mode))
     assert len(set(doomed)) == len(doomed)
     assert set(doomed) <= steps - set(sorted(steps)[-keep:])
     if keep_every:
@@ -218,14 +236,14 @@ def test_the_newest_always_stays(steps, keep, keep_every, best, best_mode, data)
 
 @pytest.mark.parametrize("wrong", [{"keep": 0}, {"keep_every": 0}])
 def test_rules_that_make_no_sense_are_refused(wrong):
-    with pytest.raises(AssertionError):
-        Retention(**wrong)
+    with pytest.raises(ValidationError):
+        CheckpointConfig(**wrong)
 
 
 def test_retention_is_applied_after_each_commit(tmp_path):
-    [saver] = savers(tmp_path, keep=Retention(keep=1, best="loss"))
+    [saver] = savers(tmp_path, settings=CheckpointConfig(keep=1, best="loss"))
     for step, loss in [(1, 5.0), (2, 1.0), (3, math.nan), (4, 2.0)]:
-        saver.start(step, Contents(shard(state(step), 0, 1), values=pack({"metrics": {"loss": loss}}, "values", {})))
+        saver.start(step, Contents(shard(state(step), 0, 1)), {"loss": loss})
     assert not any(report.outcome.warning for report in saver.take_ended())
     assert [checkpoint.name for checkpoint in committed(CheckpointStorage(tmp_path))] == [
         "step-00000004",
@@ -234,28 +252,28 @@ def test_retention_is_applied_after_each_commit(tmp_path):
     assert not [path for path in tmp_path.iterdir() if ".tmp-" in path.name]
 
 
-def test_the_best_is_neither_deleted_nor_replaced_while_its_manifest_cannot_be_read(tmp_path, monkeypatch):
-    retention = Retention(keep=1, best="loss")
+def test_the_best_is_neither_deleted_nor_replaced_while_its_metrics_cannot_be_read(tmp_path, monkeypatch):
+    retention = CheckpointConfig(keep=1, best="loss")
     storage = CheckpointStorage(tmp_path)
-    [saver] = savers(tmp_path, keep=retention)
+    [saver] = savers(tmp_path, settings=retention)
     for step, loss in [(1, 1.0), (2, 2.0)]:
-        saver.start(step, Contents(shard(state(step), 0, 1), values=pack({"metrics": {"loss": loss}}, "values", {})))
+        saver.start(step, Contents(shard(state(step), 0, 1)), {"loss": loss})
     saver.take_ended()
     open_file = CheckpointStorage.open
 
     def fail(self: CheckpointStorage, key: str) -> object:
-        if key == "step-00000001/manifest.json":
+        if key == "step-00000001/metrics.json":
             raise OSError(errno.EIO, "Input/output error")
         return open_file(self, key)
 
     with monkeypatch.context() as patch:
         patch.setattr(CheckpointStorage, "open", fail)
-        [resumed] = savers(tmp_path, keep=retention)
-        resumed.start(3, Contents(shard(state(3), 0, 1), values=pack({"metrics": {"loss": 3.0}}, "values", {})))
+        [resumed] = savers(tmp_path, settings=retention)
+        resumed.start(3, Contents(shard(state(3), 0, 1)), {"loss": 3.0})
         [report] = resumed.take_ended()
         assert "Input/output error" in report.outcome.warning
         oldest = tmp_path / "step-00000001"
-        assert report.outcome.warning.startswith(f"safe, but older ones are not deleted: {oldest}/manifest.json cannot")
+        assert report.outcome.warning.startswith(f"safe, but older ones are not deleted: {oldest}/metrics.json cannot")
         assert report.outcome.warning.endswith(f"or set it aside: mv {oldest} {oldest}.damaged")
         with pytest.raises(OSError, match="Input/output error"):
             best_checkpoint(CheckpointMetrics(storage), retention)
@@ -265,40 +283,40 @@ def test_the_best_is_neither_deleted_nor_replaced_while_its_manifest_cannot_be_r
     assert best.checkpoint.step == 1
     # What the warning says to type works: the older ones are deleted again, and the one that was set aside is not.
     oldest.rename(f"{oldest}.damaged")
-    resumed.start(4, Contents(shard(state(4), 0, 1), values=pack({"metrics": {"loss": 4.0}}, "values", {})))
+    resumed.start(4, Contents(shard(state(4), 0, 1)), {"loss": 4.0})
     assert resumed.take_ended()[0].outcome.warning == ""
     assert set(storage.folders()) == {"step-00000001.damaged", "step-00000002", "step-00000004"}
 
 
 def save_with_losses(saver: Saver, losses: dict[int, float]) -> None:
     for step, loss in losses.items():
-        saver.start(step, Contents(shard(state(step), 0, 1), values=pack({"metrics": {"loss": loss}}, "values", {})))
+        saver.start(step, Contents(shard(state(step), 0, 1)), {"loss": loss})
     assert all(is_committed(save) and not save.outcome.warning for save in saver.take_ended())
 
 
-def test_a_save_reads_no_manifest_that_is_known(tmp_path, monkeypatch):
-    """A run reads the manifests of its checkpoints once, after a resume; those it writes itself, never."""
+def test_a_save_reads_no_metrics_that_are_known(tmp_path, monkeypatch):
+    """A run reads the metrics of its checkpoints once, after a resume; those it writes itself, never."""
     read: list[str] = []
-    read_manifest = metrics_module.read_manifest
+    read_metrics = metrics_module.read_metrics
 
     def count(checkpoint: Checkpoint) -> object:
         read.append(checkpoint.name)
-        return read_manifest(checkpoint)
+        return read_metrics(checkpoint)
 
-    monkeypatch.setattr(metrics_module, "read_manifest", count)
-    keep = Retention(keep=2, best="loss")
-    [saver] = savers(tmp_path, keep=keep)
+    monkeypatch.setattr(metrics_module, "read_metrics", count)
+    keep = CheckpointConfig(keep=2, best="loss")
+    [saver] = savers(tmp_path, settings=keep)
     save_with_losses(saver, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0})
     assert read == []
 
-    [resumed] = savers(tmp_path, keep=keep)
+    [resumed] = savers(tmp_path, settings=keep)
     save_with_losses(resumed, {5: 5.0, 6: 6.0, 7: 7.0})
     assert sorted(read) == ["step-00000001", "step-00000003", "step-00000004"]
     assert [checkpoint.step for checkpoint in committed(CheckpointStorage(tmp_path))] == [7, 6, 1]
 
 
 def test_the_best_is_chosen_among_those_that_other_processes_have_left(tmp_path):
-    [saver] = savers(tmp_path, keep=Retention(keep=1, best="loss"))
+    [saver] = savers(tmp_path, settings=CheckpointConfig(keep=1, best="loss"))
     save_with_losses(saver, {1: 1.0, 2: 2.0})
     shutil.rmtree(tmp_path / "step-00000001")
     save_with_losses(saver, {3: 3.0})
@@ -307,7 +325,7 @@ def test_the_best_is_chosen_among_those_that_other_processes_have_left(tmp_path)
 
 def test_a_step_that_is_saved_again_is_compared_by_its_new_metrics(tmp_path):
     """The run went back, for example: the checkpoint that was the best is set aside."""
-    [saver] = savers(tmp_path, keep=Retention(keep=2, best="loss"))
+    [saver] = savers(tmp_path, settings=CheckpointConfig(keep=2, best="loss"))
     save_with_losses(saver, {1: 2.0, 2: 1.0})
     set_aside_after(CheckpointStorage(tmp_path), 1)
     save_with_losses(saver, {2: 3.0, 3: 4.0, 4: 5.0})

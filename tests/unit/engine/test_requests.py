@@ -36,7 +36,7 @@ class FakeCollectives:
         return [None, requested]
 
 
-class FakeCheckpoints:
+class FakeSave:
     def __init__(self) -> None:
         self.aborted = 0
 
@@ -49,7 +49,7 @@ def result(**flags: int) -> Any:
 
 
 def requests(total_steps: int = 10, steps_changed: bool = False, **arguments: Any) -> Any:
-    stepper, checkpoints = FakeStepper(**arguments), FakeCheckpoints()
+    stepper, checkpoints = FakeStepper(**arguments), SimpleNamespace(pending=FakeSave())
     return Requests(stepper, checkpoints, FakeCollectives(), total_steps, steps_changed)  # pyrefly: ignore
 
 
@@ -78,7 +78,7 @@ def test_a_result_that_is_read_late_is_accepted_once() -> None:
     assert found.accept_last() is None
     assert found.evaluate_agreed
     assert found.stepper.context.metric_names.new
-    assert found.checkpoints.aborted == 1
+    assert found.checkpoints.pending.aborted == 1
 
 
 def test_what_is_done_is_not_requested_again() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lockstep.checkpoint.state.digests import digest
-from lockstep.runtime.layout import as_bytes
+from lockstep.runtime.shards import as_bytes
 
 
 def test_one_element_of_any_stride() -> None:

@@ -21,17 +21,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lockstep.bench.ranks.turns import in_turn
-from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.search import newest_valid
-from lockstep.checkpoint.storage import CheckpointStorage, claim
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import claim
 from lockstep.config import resolve
 from lockstep.config.sections import CheckpointConfig
 from lockstep.runtime import context, environments
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.layout import LocalShard, shard_of
+from lockstep.runtime.shards import LocalShard, shard_of
 
 TOKEN = "be7c4"  # stands for the run to which the checkpoints belong
 STEPS = 20  # of something to compute, between two saves
@@ -105,7 +105,7 @@ class Ways:
         share = list(self.state.items())[self.rank :: self.world]
         self.mine: dict[str, LocalShard] = {name: shard_of(tensor) for name, tensor in share}
 
-        self.storage = CheckpointStorage(root / "checkpoints")
+        self.storage = CheckpointStorage.of_run(root)
         self.saver = self._open_saver()
 
         # The two tables of the class docstring. Each format is loaded once: fsync and async write the same formats.
@@ -129,8 +129,7 @@ class Ways:
             claim(self.storage, TOKEN)
 
         # The last checkpoint only, since the other ways delete theirs, too (`forget`).
-        timeout_s = CheckpointConfig().timeout
-        saver = Saver(SaveContext(self.storage, self.rank, self.world, TOKEN, Retention(keep=1), timeout_s))
+        saver = Saver(SaveContext(self.storage, self.rank, self.world, TOKEN, CheckpointConfig(keep=1)))
         saver.prepare(self.mine)
         return saver
 

@@ -19,10 +19,10 @@ import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lockstep.checkpoint.manifest import DTYPES, MODEL
+from lockstep.checkpoint.choose import checkpoints_at
+from lockstep.checkpoint.manifest import weight_name
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.search import wait_for_newest_valid
-from lockstep.checkpoint.storage import checkpoints_at
 from lockstep.errors import UserError
 from lockstep.launch.folder.paths import read_path
 from lockstep.launch.folder.run_dir import holds_a_run
@@ -177,24 +177,21 @@ def _unreadable(path: Path, why: str) -> UserError:
 class CheckpointSource:
     """The model's tensors in one of our checkpoints, without the prefix `model.`"""
 
-    PREFIX = f"{MODEL}."
-
     def __init__(self, reader: CheckpointReader):
         self.reader = reader
         self.location = str(reader.checkpoint.path)
 
     def names(self) -> list[str]:
-        return [name.removeprefix(self.PREFIX) for name in self.reader.names() if name.startswith(self.PREFIX)]
+        return self.reader.weight_names()
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.reader.shape(self.PREFIX + name)
+        return self.reader.shape(weight_name(name))
 
     def is_floating_point(self, name: str) -> bool:
-        entry = self.reader.manifest.tensors[self.reader.original(self.PREFIX + name)]
-        return getattr(torch, DTYPES[entry.dtype].in_torch).is_floating_point
+        return self.reader.dtype(weight_name(name)).is_floating_point
 
     def read_slice(self, name: str, offset: Sequence[int], shape: Sequence[int]) -> Tensor:
-        return self.reader.read_slice(self.PREFIX + name, offset, shape)
+        return self.reader.read_slice(weight_name(name), offset, shape)
 
     def digest(self, rank: int, world_size: int, gather: Callable[[Any], list[Any]]) -> str:
         # It covers the digests of all files, which `newest_valid` has verified.

@@ -18,7 +18,7 @@ from lockstep.checkpoint.init_from.sources import WeightSource, open_source
 from lockstep.config import RunConfig
 from lockstep.errors import UserError, plural
 from lockstep.runtime.context import EventLogger, Runtime
-from lockstep.runtime.layout import shard_of
+from lockstep.runtime.shards import shard_of
 
 
 class InitialWeights:

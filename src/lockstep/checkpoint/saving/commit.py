@@ -1,6 +1,7 @@
 """What rank 0 does when its own file is written: it turns the files of all ranks into one checkpoint.
 
     waits for all confirmations
+    step-N.tmp-TOKEN-NUMBER/metrics.json        if the step was evaluated before the save
     step-N.tmp-TOKEN-NUMBER/manifest.json       durable
     deletes the confirmations
     checks that all files are there
@@ -10,7 +11,7 @@
     calls `SaveContext.on_commit`
     updates `latest`
     if it still owns the storage: deletes what an earlier commit could delete only in part, step-N.replaced, and the
-    checkpoints that `Retention` does not keep
+    checkpoints that no setting keeps
 
 A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the manifest
 before the rename, and the rename before `latest` changes and before an old checkpoint is deleted. A run saves no step
@@ -29,53 +30,62 @@ import lockstep
 from lockstep import faults
 from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, encode
 from lockstep.checkpoint.manifest_reader import decode
+from lockstep.checkpoint.metrics import write_metrics
 from lockstep.checkpoint.retention import apply_retention
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError
-from lockstep.checkpoint.storage import (
-    Checkpoint,
-    NotDurable,
-    commit_draft,
-    delete_replaced,
-    finish_deletions,
-    update_latest,
-)
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
+from lockstep.checkpoint.storage.folder import NotDurable
+from lockstep.checkpoint.storage.rules import commit_draft, delete_replaced, finish_deletions, update_latest
+from lockstep.checkpoint.verify import check_size
 from lockstep.errors import listed_ranks
 from lockstep.launch.folder.checkpoint_names import folder_name
 
 
-def commit(draft: Draft, abort: AbortRequest, aliases: Mapping[str, str], values: Mapping[str, Any]) -> Committed:
+def commit(
+    draft: Draft,
+    abort: AbortRequest,
+    aliases: Mapping[str, str],
+    values: Mapping[str, Any],
+    metrics: Mapping[str, float],
+) -> Committed:
     """Commit the checkpoint, on rank 0, or raise SaveError, InvalidCheckpoint or OSError."""
     storage, context = draft.storage, draft.context
     confirmations = _wait_for_confirmations(draft, abort)
-    manifest = _manifest(draft.steps_done, confirmations, aliases, values)
+    manifest = _manifest(draft.step, confirmations, aliases, values)
     encoded = encode(manifest)
 
     # Check that the manifest can be loaded.
-    decode(encoded, Checkpoint(storage, draft.name))
+    uncommitted = Checkpoint(storage, draft.name)
+    decode(encoded, uncommitted)
+
+    if metrics:
+        write_metrics(uncommitted, metrics)
 
     storage.write(draft.manifest, [memoryview(encoded)])
 
     # Only now may the confirmations go: until there is a manifest, they tell the launcher
     # (`commit_is_near` in launch/folder/run_dir.py) that a commit is near.
     draft.delete_confirmations()
-    faults.fire("rename", draft.steps_done)
+    faults.fire("rename", draft.step)
 
-    _check_files(draft, manifest)
+    # On a shared file system, a file that another machine wrote may not be visible yet, or may be lost.
+    for file in manifest.files:
+        check_size(uncommitted, file)
 
     # As late as possible: nothing that another attempt has written may be renamed.
     context.check_owner()
     warning = _rename(draft)
-    context.metrics.add(draft.steps_done, manifest.metrics)
-    checkpoint = Checkpoint.of(storage, draft.steps_done)
+    context.metrics.add(draft.step, metrics)
+    checkpoint = Checkpoint.of(storage, draft.step)
     return Committed(checkpoint, len(encoded) + manifest.bytes, warning)
 
 
 def _rename(draft: Draft) -> str:
     """Give the folder its final name, which is the commit. Return a warning, or an empty text."""
     try:
-        commit_draft(draft.storage, draft.name, folder_name(draft.steps_done))
+        commit_draft(draft.storage, draft.name, folder_name(draft.step))
     except NotDurable as error:
         return f"complete, but may not survive a power cut, so older ones are kept: {error}"
 
@@ -92,7 +102,8 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
     """
     ranks = set(range(draft.context.world_size))
     confirmations: dict[int, Confirmation] = {}
-    deadline = time.monotonic() + draft.context.timeout_s
+    timeout_s = draft.context.settings.timeout
+    deadline = time.monotonic() + timeout_s
 
     # Begin with a short pause (in seconds): ranks save at the same time, so the others are probably almost done.
     pause = 0.01
@@ -115,15 +126,14 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
 
         if time.monotonic() > deadline:
             files = "its file" if len(missing) == 1 else "their files"
-            limit = f"{draft.context.timeout_s:.0f} s"
-            raise SaveError(f"{listed_ranks(missing)} did not write {files} within {limit}")
+            raise SaveError(f"{listed_ranks(missing)} did not write {files} within {timeout_s:.0f} s")
 
         abort.sleep(pause)
         pause = min(pause * 1.5, 0.25)
 
 
 def _manifest(
-    steps_done: int, confirmations: list[Confirmation], aliases: Mapping[str, str], values: Mapping[str, Any]
+    step: int, confirmations: list[Confirmation], aliases: Mapping[str, str], values: Mapping[str, Any]
 ) -> Manifest:
     """Put together what the ranks say about their files."""
     # The dtype and shape of each tensor, as the first rank has them, and the pieces of all ranks.
@@ -139,7 +149,7 @@ def _manifest(
             pieces.setdefault(name, []).extend(entry.pieces)
 
     return Manifest(
-        step=steps_done,
+        step=step,
         time=time.time(),
         lockstep=lockstep.__version__,
         files=tuple(confirmation.file for confirmation in confirmations if confirmation.file),
@@ -149,42 +159,34 @@ def _manifest(
     )
 
 
-def _check_files(draft: Draft, manifest: Manifest) -> None:
-    """Raise SaveError if the file of a rank has another size than that rank wrote, and OSError if it is missing.
-
-    On a shared file system, a file that another machine wrote may not be visible yet, or may be lost.
-    """
-    for rank, written in enumerate(manifest.files):
-        with draft.storage.open(draft.file(rank)) as file:
-            size = file.seek(0, 2)
-
-        if size != written.size:
-            raise SaveError(f"rank {rank} wrote {written.size:,} bytes, but its file has {size:,}")
-
-
 # ---- after the commit ----
 
 
 def announce(draft: Draft) -> None:
-    """Tell the run, people and the launcher that the checkpoint is committed."""
+    """Tell the run and people that the checkpoint is committed."""
     draft.context.on_commit()
-    faults.fire("latest", draft.steps_done)
+    faults.fire("latest", draft.step)
     update_latest(draft.storage)
 
 
-def delete_old(context: SaveContext) -> None:
-    """Delete the checkpoints that are not kept any more. Raise SaveError if another attempt has taken over.
+def delete_old(context: SaveContext) -> str:
+    """Delete the checkpoints that are not kept any more. Return a warning, or an empty text.
 
-    Raises OSError if something cannot be deleted now: the next commit tries again.
+    What cannot be deleted now is deleted after the next commit.
     """
-    # It may have gone back to one of those.
-    context.check_owner()
+    try:
+        # Another attempt may have taken over, and may have gone back to one of those.
+        context.check_owner()
 
-    # What cannot be deleted even now must not keep the others: they would fill the disk.
-    failed = finish_deletions(context.storage, context.token)
+        # What cannot be deleted even now must not keep the others: they would fill the disk.
+        failed = finish_deletions(context.storage, context.token)
 
-    # No rule counts these, so a step that is saved again and again would fill the disk.
-    delete_replaced(context.storage, context.token)
-    apply_retention(context.metrics, context.retention, context.token)
-    if failed is not None:
-        raise failed
+        # No rule counts these, so a step that is saved again and again would fill the disk.
+        delete_replaced(context.storage, context.token)
+        apply_retention(context.metrics, context.settings, context.token)
+        if failed is not None:
+            raise failed
+    except (OSError, SaveError) as error:
+        return f"safe, but older ones are not deleted: {error}"
+
+    return ""

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from lockstep.checkpoint.metrics import CheckpointMetrics
-from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.outcome import SaveError
-from lockstep.checkpoint.storage import CheckpointStorage, owner_of
-from lockstep.runtime.layout import LocalShard
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import owner_of
+from lockstep.config.sections import CheckpointConfig
+from lockstep.runtime.shards import LocalShard
 
 
 @dataclass
@@ -21,13 +22,12 @@ class SaveContext:
     rank: int
     world_size: int
     token: str  # identifies this attempt of the run
-    retention: Retention
-    timeout_s: float  # how long rank 0 waits for the other ranks' files: checkpoint.timeout
+    settings: CheckpointConfig
 
     # Called on rank 0 right after the rename. If it raises, the checkpoint is safe, and its outcome has a warning.
     on_commit: Callable[[], None] = lambda: None
 
-    # The metrics of the committed checkpoints, which `retention` compares. Each manifest is read only once.
+    # The metrics of the committed checkpoints, which `apply_retention` compares.
     metrics: CheckpointMetrics = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class Contents(NamedTuple):
     # For tied tensors: other name -> name among the shards.
     aliases: Mapping[str, str] = {}
 
-    # The values of the manifest, encoded by `state_tree.pack`. They must not change any more.
+    # The values of the manifest, encoded by `encoding.pack`. They must not change any more.
     values: Mapping[str, Any] = {}
 
     # The names of tensors to copy while training continues; they must not change before `Save.wait_for_copy`.

@@ -48,12 +48,12 @@ class Confirmation:
 class Draft:
     """The folder of one save until its commit, as one rank sees it."""
 
-    def __init__(self, context: SaveContext, steps_done: int, number: int):
+    def __init__(self, context: SaveContext, step: int, number: int):
         """`number` counts the saves of this rank."""
         self.context = context
         self.storage = context.storage
-        self.steps_done = steps_done
-        self.name = draft_name(steps_done, context.token, number)
+        self.step = step
+        self.name = draft_name(step, context.token, number)
         self._file_confirmed = False
 
     # ---- keys in the storage ----

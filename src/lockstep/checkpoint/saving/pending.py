@@ -14,12 +14,11 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal
 
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveError, SaveFailed
 from lockstep.checkpoint.saving.save import Save, Saver
-from lockstep.checkpoint.storage import committed
+from lockstep.checkpoint.storage.rules import committed
 from lockstep.runtime.context import EventLogger, Runtime
 
 MIB = 2**20
@@ -29,9 +28,6 @@ MIB = 2**20
 # with room again must not wait for hours.
 RETRY_S = 30.0
 MAX_RETRY_S = 1800.0
-
-# How a save in flight has ended on all ranks. If none was in flight, the last one may have been aborted earlier.
-Settled = Literal["no save", "committed", "aborted"]
 
 
 class PendingSave:
@@ -58,7 +54,7 @@ class PendingSave:
         # The save on whose outcome the ranks have not agreed yet; None: no save is in flight.
         self.save: Save | None = None
         self._logged = False  # whether its commit is logged
-        self._has_new_metrics = False  # whether its `metrics` came too late for the manifest
+        self._has_new_metrics = False  # whether its `metrics` came after its start
 
         # How many saves have failed since the last commit, and when to try again, by this rank's clock.
         self._failures = 0
@@ -67,10 +63,10 @@ class PendingSave:
         # The step of the last checkpoint that is committed in this run's folder; None: there is none.
         self.last_committed: int | None = None
 
-    def start(self, steps_done: int, contents: Contents) -> Save:
-        """Copy this rank's contents, and begin to write them. Call `settle` first."""
-        assert self.save is None, f"the save of step {self.save.steps_done} is not settled"
-        self.save = self._saver.start(steps_done, contents)
+    def start(self, step: int, contents: Contents, metrics: Mapping[str, float]) -> Save:
+        """Copy this rank's contents, and begin to write them with the metrics of this step. Call `settle` first."""
+        assert self.save is None, f"the save of step {self.save.step} is not settled"
+        self.save = self._saver.start(step, contents, metrics)
         self._logged = self._has_new_metrics = False
         self._retry_at = math.inf
         return self.save
@@ -79,33 +75,33 @@ class PendingSave:
         """Whether to save again because the last save failed. The clocks of the ranks differ, so one must decide."""
         return time.monotonic() >= self._retry_at
 
-    def has_step(self, steps_done: int) -> bool:
+    def has_step(self, step: int) -> bool:
         """Whether the state after so many steps is committed in this run's folder, or about to be."""
-        return steps_done == self.last_committed or (self.save is not None and steps_done == self.save.steps_done)
+        return step == self.last_committed or (self.save is not None and step == self.save.step)
 
-    def add_metrics(self, steps_done: int, metrics: Mapping[str, float]) -> bool:
+    def add_metrics(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Add the metrics of an evaluation to the checkpoint of this step. Return False if there is none yet.
 
         If it is still being written, they are added when it is committed.
         """
-        if not self.has_step(steps_done):
+        if not self.has_step(step):
             return False
 
-        if self.save is not None and self.save.steps_done == steps_done:
+        if self.save is not None and self.save.step == step:
             self.save.metrics = metrics
             self._has_new_metrics = True
         elif self._runtime.is_main:
-            self._write_metrics(steps_done, metrics)
+            self._write_metrics(step, metrics)
 
         return True
 
-    def _write_metrics(self, steps_done: int, metrics: Mapping[str, float]) -> None:
+    def _write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write metrics into a committed checkpoint, on rank 0. A failure costs nothing but these."""
         try:
             self._context.check_owner()
-            self._context.metrics.write(steps_done, metrics)
+            self._context.metrics.write(step, metrics)
         except (OSError, SaveError) as error:
-            reason = f"the checkpoint of step {steps_done} does not have the metrics of its evaluation: {error}"
+            reason = f"the checkpoint of step {step} does not have the metrics of its evaluation: {error}"
             self._log_event("warning", reason=reason)
 
     def poll(self) -> bool:
@@ -116,27 +112,27 @@ class PendingSave:
         self._follow_commit(self.save)
         return isinstance(self.save.outcome, SaveFailed)
 
-    def settle(self) -> Settled:
-        """Wait until the save in flight is committed, or aborted on all ranks. Return which of the two."""
+    def settle(self) -> bool:
+        """Wait until the save in flight, if there is one, is committed, or aborted. Return whether it was aborted."""
         if self.save is None:
-            return "no save"
+            return False
 
         with self._runtime.heartbeat.visit("commit"):
             # First compare the files of all ranks; otherwise rank 0 would wait for the file of a rank that failed.
             self.save.wait_for_file()
             if self.abort_if_failed():
-                return "aborted"
+                return True
 
             # All files are written. Wait for the commit, which may still fail on rank 0.
             self.save.wait()
             self._follow_commit(self.save)
             if self.abort_if_failed():
-                return "aborted"
+                return True
 
-        self.last_committed = self.save.steps_done
+        self.last_committed = self.save.step
         self.save = None
         self._failures = 0
-        return "committed"
+        return False
 
     def abort_if_failed(self) -> bool:
         """Abort the save on all ranks if it failed on any of them. Return whether it was aborted.
@@ -167,7 +163,7 @@ class PendingSave:
         self._failures += 1
 
         # The failure is logged here, once, with the reasons of all ranks.
-        what = f"THE CHECKPOINT OF STEP {self.save.steps_done} WAS NOT WRITTEN"
+        what = f"THE CHECKPOINT OF STEP {self.save.step} WAS NOT WRITTEN"
         self._log_event("warning", reason=f"{what}: {reason}. Training continues; {self._last_good()}")
         self.save = None
         return True
@@ -181,7 +177,7 @@ class PendingSave:
 
         return f"the last good one is {newest[0].name}" if newest else "there is no checkpoint yet"
 
-    def close(self, timeout: float) -> None:
+    def close(self, timeout: float = 0.0) -> None:
         """Give the save `timeout` seconds to end, then abort it. No save may follow."""
         if self.save is not None and self.save.wait(timeout):
             self._follow_commit(self.save)
@@ -202,16 +198,16 @@ class PendingSave:
             self._logged = True
 
         if self._has_new_metrics:
-            self._write_metrics(save.steps_done, save.metrics)
+            self._write_metrics(save.step, save.metrics)
             self._has_new_metrics = False
 
     def _log_commit(self, save: Save, outcome: Committed) -> None:
         if outcome.warning:
-            self._log_event("warning", reason=f"the checkpoint of step {save.steps_done} is {outcome.warning}")
+            self._log_event("warning", reason=f"the checkpoint of step {save.step} is {outcome.warning}")
 
         self._log_event(
             "checkpoint",
-            step=save.steps_done,
+            step=save.step,
             path=self._as_shown(outcome.checkpoint.path),
             mb=outcome.total_bytes / MIB,
             stall_s=save.stall_s,

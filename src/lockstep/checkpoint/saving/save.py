@@ -23,9 +23,8 @@ import xxhash
 from rich.filesize import decimal as size_text
 
 from lockstep import faults
-from lockstep.checkpoint.format import FileLayout
-from lockstep.checkpoint.manifest import File, InvalidCheckpoint, metrics_in
-from lockstep.checkpoint.metrics import CannotCompare
+from lockstep.checkpoint.manifest import File, InvalidCheckpoint
+from lockstep.checkpoint.rank_file import FileLayout
 from lockstep.checkpoint.saving.commit import announce, commit, delete_old
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation, Draft
@@ -33,7 +32,7 @@ from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveErro
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Snapshot
 from lockstep.checkpoint.storage.files import split
 from lockstep.launch.folder.checkpoint_names import file_name, folder_name
-from lockstep.runtime.layout import LocalShard
+from lockstep.runtime.shards import LocalShard
 
 # How long the end of a run waits for the thread of an aborted save, in seconds: a disk may not answer.
 ABORT_S = 1.0
@@ -58,14 +57,17 @@ class Saver:
         self._wait_for_last()
         self._snapshot.reserve(shards)
 
-    def start(self, steps_done: int, contents: Contents) -> Save:
-        """Copy the contents, except those to be copied later, and start writing them."""
+    def start(self, step: int, contents: Contents, metrics: Mapping[str, float] = {}) -> Save:
+        """Copy the contents, except those to be copied later, and start writing them.
+
+        `metrics`: of an evaluation of this step; {} if there was none.
+        """
         began = time.perf_counter()
         self._wait_for_last()
 
         layout = self._snapshot.reserve(contents.shards)
         self._saves += 1
-        self._last = save = Save(self._context, steps_done, self._saves, layout.file_size, metrics_in(contents.values))
+        self._last = save = Save(self._context, step, self._saves, layout.file_size, metrics)
 
         # Only this rank's own file counts: the others may be on other disks, and may write much less or much more.
         if save.check_room():
@@ -105,22 +107,22 @@ class Save:
     def __init__(
         self,
         context: SaveContext,
-        steps_done: int,
+        step: int,
         number: int,
         file_size: int,
         metrics: Mapping[str, float] = {},
     ):
-        """Prepare to save the state after `steps_done` steps. Nothing is written here.
+        """Prepare to save the state after `step` steps. Nothing is written here.
 
-        `number` counts the saves of this rank; `file_size` is that of its file, in bytes. `metrics` are those that the
-        manifest holds, for `checkpoint.best`: until the commit, nothing else has them.
+        `number` counts the saves of this rank; `file_size` is that of its file, in bytes. `metrics` are those of an
+        evaluation of this step, for `checkpoint.best`: until the commit, nothing else has them.
         """
         self.context = context
-        self.steps_done = steps_done
+        self.step = step
         self.file_size = file_size
         self.metrics = metrics
 
-        self.draft = Draft(context, steps_done, number)
+        self.draft = Draft(context, step, number)
         self.outcome: SaveOutcome | None = None  # final once `wait` returns True
         self._file_ended = threading.Event()  # set once this rank's file is durable or has failed
         self._abort = AbortRequest()
@@ -140,7 +142,7 @@ class Save:
         self._copying = snapshot.take(contents.shards, contents.copy_later if asynchronous else ())
 
         # Not the shards: training changes them while the thread writes.
-        arguments = (snapshot.layout, snapshot.data(), self._copying, contents.aliases, contents.values)
+        arguments = (snapshot.layout, snapshot.data(), self._copying, contents.aliases, contents.values, self.metrics)
         if asynchronous:
             # A daemon thread, which does not keep the process alive at its end.
             self._thread = threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True)
@@ -191,10 +193,11 @@ class Save:
         copying: BackgroundCopy,
         aliases: Mapping[str, str],
         values: Mapping[str, Any],
+        metrics: Mapping[str, float],
     ) -> None:
         """Write, confirm and (on rank 0) commit. No Exception leaves it: `outcome` says how it ended.
 
-        `data` is the data section of the file; `copying` completes it. Only rank 0's `aliases` and `values` are used.
+        `data` is the data section of the file; `copying` completes it. Only rank 0 uses the rest.
         """
         self._began = time.perf_counter()
         try:
@@ -206,7 +209,7 @@ class Save:
             self._file_ended.set()
 
             if self.context.rank == 0:
-                self.outcome = commit(self.draft, self._abort, aliases, values)
+                self.outcome = commit(self.draft, self._abort, aliases, values, metrics)
                 self.outcome = self._tidy_up(self.outcome)
             else:
                 self.outcome = Written()
@@ -240,7 +243,7 @@ class Save:
 
             # In the middle of the file, where tests let the process die.
             if number == (len(chunks) + 1) // 2:
-                faults.fire("write", self.steps_done)
+                faults.fire("write", self.step)
 
             digest.update(chunk)
             yield chunk
@@ -252,18 +255,14 @@ class Save:
 
             # `write_s` does not include deleting old checkpoints.
             self.write_s = time.perf_counter() - self._began
-            if not committed.warning:
-                delete_old(self.context)
+            warning = committed.warning or delete_old(self.context)
 
-            file = f"{folder_name(self.steps_done)}/{file_name(0)}"
-            faults.damage_committed(self.context.storage, file, self.steps_done)
-        except (CannotCompare, SaveError) as error:
-            return replace(committed, warning=f"safe, but older ones are not deleted: {error}")
+            file = f"{folder_name(self.step)}/{file_name(0)}"
+            faults.damage_committed(self.context.storage, file, self.step)
         except Exception as error:  # an exception would be lost with the thread
-            warning = f"safe, but tidying up after it failed: {_as_text(error)}"
-            return replace(committed, warning=committed.warning or warning)
+            warning = committed.warning or f"safe, but tidying up after it failed: {_as_text(error)}"
 
-        return committed
+        return replace(committed, warning=warning)
 
     # ---- a save that fails ----
 
@@ -307,14 +306,14 @@ class Save:
             case SaveError():
                 return SaveFailed(str(error), error.caused_elsewhere)
 
-            case InvalidCheckpoint():
-                return SaveFailed(str(error))
-
-            case FileNotFoundError() | FileExistsError() if self.draft.is_gone():
+            case FileNotFoundError() | FileExistsError() | InvalidCheckpoint() if self.draft.is_gone():
                 # Rank 0 deletes the folder of a failed save, and a new attempt deletes the folders of all others.
                 # (`mkdir` may raise FileExistsError if a folder is deleted at that moment.)
                 why = "rank 0 has aborted the save, or another attempt has taken over: the uncommitted folder is gone"
                 return SaveFailed(why, caused_elsewhere=True)
+
+            case InvalidCheckpoint():
+                return SaveFailed(str(error))
 
             case OSError(errno=errno.ENOSPC | errno.EDQUOT):
                 # The disk is full, or the user's quota is exhausted.

@@ -14,11 +14,11 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from lockstep.checkpoint.format import FileLayout, arrange
 from lockstep.checkpoint.manifest import DTYPES, Piece, TensorEntry
+from lockstep.checkpoint.rank_file import FileLayout, arrange
 from lockstep.checkpoint.storage.files import PAGE
 from lockstep.errors import UserError
-from lockstep.runtime.layout import LocalShard
+from lockstep.runtime.shards import LocalShard
 
 # torch's dtype -> its name in a file.
 _DTYPE_NAMES = {getattr(torch, dtype.in_torch): name for name, dtype in DTYPES.items()}

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lockstep.runtime.layout import as_bytes, checksums, full_tensor
+from lockstep.runtime.shards import as_bytes, checksums, full_tensor
 
 
 def digest(data: Any) -> str:

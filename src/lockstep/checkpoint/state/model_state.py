@@ -10,16 +10,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lockstep.checkpoint.manifest import MODEL
+from lockstep.checkpoint.manifest import weight_name
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.state.digests import FrozenDigests, digest
+from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack_into, unpack
 from lockstep.checkpoint.state.reshard import read_into
-from lockstep.checkpoint.state.state_tree import CapturedTensor, JsonDict, pack_into, unpack
 from lockstep.errors import UserError, plural
 from lockstep.optim.optimizers import Optimizers
-from lockstep.runtime.layout import full_tensor, local
-
-_PREFIX = f"{MODEL}."
+from lockstep.runtime.shards import full_tensor, local
 
 
 class ModelState:
@@ -63,11 +61,11 @@ class ModelState:
             # If the parameter has a float32 master, save that: the parameter is only its rounded copy.
             to_save = self._master_or_parameter(name, value)
             if to_save is not None:
-                tensors[_saved_name(name)] = CapturedTensor(to_save.detach(), parameter=name)
+                tensors[weight_name(name)] = CapturedTensor(to_save.detach(), parameter=name)
 
         # The key is part of the file format (see CONTRIBUTING), like "frozen_digests".
         extra = {name: pack_into(tensors, value, f"extra.{name}") for name, value in state.items() if is_extra(name)}
-        return {"extra": extra}, {_saved_name(name): _saved_name(first) for name, first in tied.items()}
+        return {"extra": extra}, {weight_name(name): weight_name(first) for name, first in tied.items()}
 
     def frozen_digests(self) -> dict[str, str]:
         """Return the digests of frozen parameters that are not saved. Collective if they are sharded."""
@@ -91,7 +89,7 @@ class ModelState:
         `frozen_advice`: what to do if frozen parameters, of which only digests were saved, differ.
         """
         state = self.model.state_dict()
-        saved = [name.removeprefix(_PREFIX) for name in reader.names() if name.startswith(_PREFIX)]
+        saved = reader.weight_names()
 
         # Check everything before anything is changed.
         digests = {name: saved_digest for name, saved_digest in saved_model["frozen_digests"].items() if name in state}
@@ -105,12 +103,12 @@ class ModelState:
             if name in self._held_elsewhere:
                 continue
 
-            read_into(state[name], _saved_name(name), reader)
+            read_into(state[name], weight_name(name), reader)
 
             # The parameter is now the rounded copy; its float32 master is read separately.
             master = self._master_or_parameter(name, state[name])
             if master is not None and master is not state[name]:
-                read_into(master, _saved_name(name), reader)
+                read_into(master, weight_name(name), reader)
 
         for name, value in saved_model["extra"].items():
             modules[name].set_extra_state(unpack(value, reader.read, self._device))
@@ -165,11 +163,6 @@ class ModelState:
         return masters.master_of(parameter)
 
 
-def _saved_name(name: str) -> str:
-    """Return the name that a tensor of the model has in a checkpoint."""
-    return f"{_PREFIX}{name}"
-
-
 # ---- names in a model's state dict ----
 
 
@@ -219,14 +212,14 @@ def different_model(found: str) -> UserError:
 
 def _check_same_shapes(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
     for name in saved:
-        before, now = reader.shape(_saved_name(name)), tuple(state[name].shape)
+        before, now = reader.shape(weight_name(name)), tuple(state[name].shape)
         if before != now:
             raise different_model(f"{name!r} has shape {before} in the checkpoint and {now} in this model")
 
 
 def _check_same_ties(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:
     tied_now = aliases_of({name: identity(state[name]) for name in saved})
-    tied_before = aliases_of({name: reader.original(_saved_name(name)) for name in saved})
+    tied_before = aliases_of({name: reader.original(weight_name(name)) for name in saved})
 
     for name in saved:
         if tied_now.get(name) != tied_before.get(name):

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.state.digests import digest
+from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack_into, unpack
 from lockstep.checkpoint.state.model_state import different_model
 from lockstep.checkpoint.state.reshard import read_state_like
-from lockstep.checkpoint.state.state_tree import CapturedTensor, JsonDict, pack_into, unpack
 from lockstep.errors import UserError, plural
 from lockstep.optim.bf16_masters import COMPENSATION
 from lockstep.optim.optimizers import Optimizers
 from lockstep.optim.registry import state_copies
-from lockstep.runtime.layout import in_memory_order_of
+from lockstep.runtime.shards import in_memory_order_of
 
 
 class OptimizerStates:

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.state.state_tree import CapturedTensor
-from lockstep.runtime.layout import (
+from lockstep.checkpoint.state.encoding import CapturedTensor
+from lockstep.runtime.shards import (
     LocalShard,
     balance,
     dtensor_by_rows,
@@ -32,7 +32,7 @@ def replicated_sizes(tensors: Mapping[str, CapturedTensor]) -> dict[str, int]:
     return {
         name: captured.tensor.nbytes
         for name, captured in tensors.items()
-        if not isinstance(captured.tensor, DTensor) and captured.owner is None
+        if not isinstance(captured.tensor, DTensor) and captured.stateful is None
     }
 
 
@@ -60,7 +60,7 @@ def shards_to_write(
             # An empty shard needs no file, unless all shards are empty: the manifest must still list the tensor.
             return first and (tensor.to_local().numel() > 0 or tensor.numel() == 0)
 
-        return (writers[name] if captured.owner is None else 0) == rank
+        return (writers[name] if captured.stateful is None else 0) == rank
 
     return {name: shard_of(captured.tensor) for name, captured in tensors.items() if writes(name, captured)}
 

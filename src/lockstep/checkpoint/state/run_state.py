@@ -7,13 +7,14 @@ Nothing in it depends on the number of ranks: a checkpoint can be resumed on any
     optimizer.NUMBER.initial      tensors in the options of the parameter groups when the run began
     optimizer.NUMBER.settings     tensors in these options at the save
     extra.NAME                    tensors in a module's extra state
-    part.NAME                     tensors in the state of a `Stateful`: any other object with state
+    stateful.NAME                 tensors in the state of a `Stateful`: any other object with state
     NAME.PARAMETER                the tensors of a `PerParameter`; "ema" has the averages of parameters (`ema.decay`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -21,11 +22,10 @@ from torch import Tensor, nn
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving.context import Contents
 from lockstep.checkpoint.state.digests import digest
+from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack, pack_into, unpack
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.optimizer_state import OptimizerStates, merge_optimizers
 from lockstep.checkpoint.state.reshard import replicated_sizes, shards_to_write
-from lockstep.checkpoint.state.saved_values import check_state
-from lockstep.checkpoint.state.state_tree import CapturedTensor, JsonDict, pack, pack_into, unpack
 from lockstep.checkpoint.state.stateful import (
     TENSOR_KINDS,
     RegisteredState,
@@ -38,7 +38,7 @@ from lockstep.config.changes import Change
 from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.context import EventLogger, Runtime
-from lockstep.runtime.layout import LocalShard
+from lockstep.runtime.shards import LocalShard
 from lockstep.task import BatchSource, Task
 
 # Settings that determine the order of the samples. Those that end in a dot are prefixes.
@@ -73,8 +73,8 @@ class RunState:
         *,
         keep_frozen: bool,
         frozen_advice: str = Task.frozen_advice,
-        holders: Mapping[str, tuple[int, ...]] | None = None,
-        rank: int = 0,
+        held_elsewhere: Collection[str] = (),
+        same_parameters: bool = True,
         duplicates: frozenset[str] = frozenset(),
         on_any_rank: Callable[[bool], bool] = bool,
     ):
@@ -83,7 +83,8 @@ class RunState:
         `registered`: the task, objects that the user's loop registered, and others, but not the data source.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
         `frozen_advice`: see `Task`.
-        `holders`: the ranks that hold a parameter, for parameters that not all ranks hold.
+        `held_elsewhere`: the names of parameters that the model of this rank has, but that other ranks hold.
+        `same_parameters`: whether this is so on no rank.
         `duplicates`: see `RankRole.duplicates`.
         `on_any_rank`: returns whether a value is true on any rank, for digests of sharded parameters. Collective.
         """
@@ -96,42 +97,45 @@ class RunState:
         self._ranks_compared = False  # whether the ranks have compared the state of what is registered
         self._frozen_advice = frozen_advice
 
-        # See `add_to_loop`. The second is what the checkpoint has for them from which the run was resumed.
-        self._loop: list[tuple[Stateful, bool]] = []  # and whether a rewind restores it
+        # See `add_to_loop`. The last is what the checkpoint has for them from which the run was resumed.
+        self._loop: dict[str, Stateful] = {}
+        self._not_rewound: set[str] = set()
         self._saved_loop: JsonDict | None = None
 
         # Whether all ranks capture the same JSON state and the same replicated tensors. Shards may still differ.
-        self._same_on_all_ranks = not (optimizers.sharded or holders)
+        self._same_on_all_ranks = same_parameters and not optimizers.sharded
 
-        # In a pipeline, the model of a rank has the names of all parameters, but only the tensors of its stage.
-        held_elsewhere = {name for name, ranks in (holders or {}).items() if rank not in ranks}
         self._device = next(model.parameters()).device
         self._model_state = ModelState(model, optimizers, held_elsewhere, keep_frozen, on_any_rank)
         self._optimizer_states = OptimizerStates(model, optimizers, held_elsewhere)
 
     # ---- the loop ----
 
-    def add_to_loop(self, stateful: Stateful, rewound: bool = True) -> None:
+    def add_to_loop(self, name: str, stateful: Stateful, rewound: bool = True) -> None:
         """Save what an object of the loop keeps between two steps, and restore it now if the run was resumed.
 
         For objects that are made when the state of the others is restored, because they need the plan. Their state is
-        plain values, under keys that no other of them has; `load_state_dict` gets those of all, and a key that an older
-        version has not saved is missing. `rewound`: whether a rewind restores it, too.
+        plain values, each with a default: an older version may not have saved it. `rewound`: whether a rewind restores
+        it, too.
         """
-        self._loop.append((stateful, rewound))
+        assert name not in self._loop, name
+        self._loop[name] = stateful
+        if not rewound:
+            self._not_rewound.add(name)
+
         if self._saved_loop is not None:
-            stateful.load_state_dict(self._saved_loop)
+            stateful.load_state_dict(self._saved_loop.get(name, {}))
 
     def loop_state(self) -> JsonDict:
         """Return the state of all objects of the loop. Collective."""
-        return {key: value for stateful, _ in self._loop for key, value in stateful.state_dict().items()}
+        return {name: stateful.state_dict() for name, stateful in self._loop.items()}
 
     def _restore_loop(self, saved: JsonDict) -> None:
         # At the start there are none yet; in a rewind there are.
         self._saved_loop = saved
-        for stateful, rewound in self._loop:
-            if rewound:
-                stateful.load_state_dict(saved)
+        for name, stateful in self._loop.items():
+            if name not in self._not_rewound:
+                stateful.load_state_dict(saved.get(name, {}))
 
     # ---- saving ----
 
@@ -203,11 +207,11 @@ class RunState:
 
         stateful_objects: dict[str, Stateful] = {"data": self.source, **self.registered}
         states = {name: stateful.state_dict() for name, stateful in stateful_objects.items()}
-        parts = {name: pack_into(tensors, state, f"part.{name}", owner=name) for name, state in states.items()}
+        encoded = {name: pack_into(tensors, state, f"stateful.{name}", stateful=name) for name, state in states.items()}
         required = sorted(name for name in self.registered.required if states[name])
 
         # The keys are part of the file format (see CONTRIBUTING), like those that `capture` adds.
-        json_state = {"model": model, "optimizers": optimizers, "parts": parts, "required": required}
+        json_state = {"model": model, "optimizers": optimizers, "stateful": encoded, "required": required}
         return CapturedState(tensors, aliases, json_state, states)
 
     def bytes_at_start(self) -> tuple[int, int]:
@@ -215,7 +219,7 @@ class RunState:
         sizes = [tensor.nbytes for tensor in self._model_state.tensors().values()]
         for name, stateful in self.registered.items():
             tensors = capture_parameter_tensors(name, stateful)
-            pack_into(tensors, stateful.state_dict(), f"part.{name}")
+            pack_into(tensors, stateful.state_dict(), f"stateful.{name}")
             sizes += [captured.tensor.nbytes for captured in tensors.values()]
 
         # float32 masters are saved instead of bfloat16 parameters, which takes twice the bytes counted above.
@@ -231,14 +235,14 @@ class RunState:
     ) -> list[str]:
         """Restore the tensors and shards that this rank holds.
 
-        Raise a UserError if a different run was saved, or if `values`, those of the manifest, are not a run's.
+        Raise a UserError if a different run was saved. `values`: those of the manifest.
         Return descriptions of changes since the save that are not in `changed_settings`.
         """
-        check_state(reader)
-        with reader.keeping_open():
+        check_values(reader, "state")
+        with _noted(reader), reader.keeping_open():
             changes = self._restore(reader, values["state"], changed_settings)
+            self._restore_loop(unpack(values.get("loop", {}), reader.read, self._device))
 
-        self._restore_loop(unpack(values.get("loop", {}), reader.read, self._device))
         return changes
 
     def _restore(self, reader: CheckpointReader, json_state: JsonDict, changed_settings: Sequence[Change]) -> list[str]:
@@ -254,7 +258,7 @@ class RunState:
         self.stepper.load_state_dict(unpack(json_state["stepper"], reader.read, self._device))
 
         # The data source must continue with the samples that the saved run would have taken next.
-        states = {name: self._read(name, state, reader) for name, state in json_state["parts"].items()}
+        states = {name: self._read(name, state, reader) for name, state in json_state["stateful"].items()}
         self.source.load_state_dict(states.pop("data"))
         _check_next_samples(json_state["next_samples"], next_samples(self.source), changed_settings)
 
@@ -272,7 +276,7 @@ class RunState:
         now = {name for name in self.registered.required if self.registered[name].state_dict()}
         differences = {
             "only in the checkpoint": before - self.registered.keys(),
-            "only in this run": now - json_state["parts"].keys(),
+            "only in this run": now - json_state["stateful"].keys(),
         }
         found = [f"{where}: {', '.join(sorted(names))}" for where, names in differences.items() if names]
         if found:
@@ -318,6 +322,34 @@ class RunState:
         read_shard = optional_members(self.registered.get(name)).read_shard
         read = (lambda tensor: read_shard(tensor, reader)) if read_shard else reader.read
         return unpack(state, read, self._device)
+
+
+def check_values(reader: CheckpointReader, *keys: str) -> None:
+    """Raise a UserError unless the manifest has values of these keys: something else than a run may have written it."""
+    missing = sorted(keys - reader.manifest.values.keys())
+    if missing:
+        raise UserError(
+            f"the checkpoint cannot be resumed: it does not contain {', '.join(missing)}",
+            str(reader.checkpoint.path),
+            "resume from a checkpoint that a run has saved (lockstep ckpt show)",
+        )
+
+
+@contextmanager
+def _noted(reader: CheckpointReader) -> Iterator[None]:
+    """Add to an error which checkpoint was being restored.
+
+    Its digest is valid. So it is an error of an object's `load_state_dict`, or the values are not those that this
+    version saves.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, UserError):
+            wrote = f"version {reader.manifest.lockstep} of Lockstep has written"
+            error.add_note(f"raised while {reader.checkpoint.path} was restored, which {wrote}")
+
+        raise
 
 
 def merge_json_state(by_rank: list[JsonDict]) -> JsonDict:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from lockstep.checkpoint.manifest import MODEL
 from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.state.encoding import CapturedTensor
 from lockstep.checkpoint.state.reshard import read_into
-from lockstep.checkpoint.state.state_tree import CapturedTensor
 from lockstep.errors import UserError, plural
 
 # The first words of the names of all tensors, except those of a `PerParameter`.
-TENSOR_KINDS = (MODEL, "optimizer", "extra", "part")
+TENSOR_KINDS = (MODEL, "optimizer", "extra", "stateful")
 
 
 class Stateful(Protocol):
@@ -62,7 +62,7 @@ class OptionalMembers(NamedTuple):
 
 
 def optional_members(stateful: object) -> OptionalMembers:
-    """Return the optional members of a stateful object. This is the only place that looks for them."""
+    """Return the optional members of a stateful object, which `RegisteredState.add` has checked."""
     return OptionalMembers(
         read_shard=getattr(stateful, "read_shard", None),
         changes_since=getattr(stateful, "changes_since", None) or (lambda state: []),

@@ -2,42 +2,7 @@
 
 `folder.CheckpointStorage` is that folder: the rest of the package reads, writes, lists, renames and deletes checkpoints
 only through it. Their tensors may be elsewhere: `stores` says what a store must do, and how it is found. `checkpoint`
-is the handle of one checkpoint, and `rules` says how one is committed, set aside and deleted. `together` lets all ranks
-act alike if the folder is away. Nothing here imports torch, so that `lockstep ckpt ls` starts fast.
+is the handle of one checkpoint, and `rules` says how one is committed, set aside and deleted. With `retry` all ranks
+try again, and give up together, if the folder is away. Nothing here imports torch, so that `lockstep ckpt ls` starts
+fast.
 """
-
-from lockstep.checkpoint.storage.checkpoint import Checkpoint, checkpoints_at
-from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
-from lockstep.checkpoint.storage.rules import (
-    claim,
-    commit_draft,
-    committed,
-    delete_checkpoint,
-    delete_leftovers,
-    delete_replaced,
-    finish_deletions,
-    owner_of,
-    put_back_replaced,
-    set_aside,
-    set_aside_after,
-    update_latest,
-)
-
-__all__ = [
-    "Checkpoint",
-    "CheckpointStorage",
-    "NotDurable",
-    "checkpoints_at",
-    "claim",
-    "commit_draft",
-    "committed",
-    "delete_checkpoint",
-    "delete_leftovers",
-    "delete_replaced",
-    "finish_deletions",
-    "owner_of",
-    "put_back_replaced",
-    "set_aside",
-    "set_aside_after",
-    "update_latest",
-]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.launch.folder.checkpoint_names import folder_name, step_in
-from lockstep.launch.folder.paths import read_path
 
 
 @dataclass(frozen=True)
@@ -17,13 +16,6 @@ class Checkpoint:
 
     storage: CheckpointStorage
     name: str
-
-    @classmethod
-    def at(cls, path: Path) -> Checkpoint:
-        """Return the checkpoint in the folder `path` of a file system."""
-        # "." and ".." are not the name that the folder has in its parent.
-        path = path.resolve() if path.name in ("", "..") else path
-        return cls(CheckpointStorage(path.parent), path.name)
 
     @classmethod
     def of(cls, storage: CheckpointStorage, step: int) -> Checkpoint:
@@ -42,11 +34,9 @@ class Checkpoint:
         assert step is not None, self.name
         return step
 
+    def exists(self) -> bool:
+        """Return whether this folder is there. A run deletes its checkpoints while others read them."""
+        return self.name in self.storage.folders()
+
     def open(self, file: str) -> io.BufferedIOBase:
         return self.storage.open(f"{self.name}/{file}")
-
-
-def checkpoints_at(path: Path) -> tuple[CheckpointStorage, str | None]:
-    """Return where the checkpoints are that `path` means, and the name of the one that it means; None: it is a run."""
-    meant = read_path(path)
-    return CheckpointStorage(meant.checkpoints), meant.name

@@ -1,4 +1,4 @@
-"""Files that survive a power cut, written in the chunks of a rank's tensors; and the store that keeps them (file://)."""
+"""Files that survive a power cut, written in the chunks of a rank's tensors."""
 
 from __future__ import annotations
 
@@ -11,45 +11,13 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.launch.records import open_regular
-
 # The number of bytes that are written or read at a time.
 CHUNK = 16 << 20
 
 # Direct writes (O_DIRECT) begin and end at multiples of this, in memory and in the file. So do the chunks of a rank's
-# file, except its header and the end of its last chunk: `snapshot` aligns the buffer, `format.arrange` pads the header,
-# and `split` cuts the data.
+# file, except its header and the end of its last chunk: `snapshot` aligns the buffer, `rank_file.arrange` pads the
+# header, and `split` cuts the data.
 PAGE = 4096
-
-
-class LocalFiles:
-    """Keeps tensors in a folder of a file system that all ranks share: file:///FOLDER."""
-
-    def write(self, url: str, chunks: Iterable[memoryview]) -> None:
-        path = _path_of(url)
-        write_file(path, chunks)
-
-        # The folders of the step, of the run and of the store may be new.
-        for folder in path.parents[:3]:
-            sync_folder(folder)
-
-    def open(self, url: str) -> io.BufferedIOBase:
-        return open_regular(_path_of(url))
-
-    def delete(self, url: str) -> None:
-        path = _path_of(url)
-        path.unlink(missing_ok=True)
-
-        # Delete the folder of the step with its last file. While it has other files, `rmdir` fails.
-        with suppress(OSError):
-            path.parent.rmdir()
-
-    def free_bytes(self, url: str) -> int:
-        return free_bytes(_path_of(url))
-
-
-def _path_of(url: str) -> Path:
-    return Path(url.partition("://")[2])
 
 
 def free_bytes(folder: Path) -> int:
@@ -98,6 +66,19 @@ def sync_folder(folder: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def sync_names(path: Path) -> None:
+    """Make the name of a file or folder durable, and those of the folders above it: any of them may be new."""
+    path = path.resolve()
+    disk = path.stat().st_dev
+    for folder in path.parents:
+        if folder.stat().st_dev != disk:
+            break
+
+        # In a folder that this user may not read, such as /home, nothing new is expected.
+        with suppress(PermissionError):
+            sync_folder(folder)
 
 
 def write_file(path: Path, chunks: Iterable[memoryview]) -> None:

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.checkpoint.storage.files import create_file, free_bytes, sync_folder, write_all, write_file
+from lockstep.checkpoint.storage.files import create_file, free_bytes, sync_folder, sync_names, write_all, write_file
 from lockstep.checkpoint.storage.stores import open_store
 from lockstep.launch.folder.checkpoint_names import (
     DELETED_PREFIX,
@@ -33,6 +33,7 @@ from lockstep.launch.folder.checkpoint_names import (
     is_object_url,
     object_url,
 )
+from lockstep.launch.folder.paths import CHECKPOINTS
 from lockstep.launch.folder.run_dir import folders_in
 from lockstep.launch.records import open_regular, read_bytes, replacing
 
@@ -49,13 +50,18 @@ class CheckpointStorage:
     raise FileNotFoundError if a file or folder is missing, and OSError for all other failures; errno.ENOSPC means
     "full".
 
-    `url` is the store for tensors of new checkpoints (`checkpoint.storage`). Tensors that were written before are found
+    `url` is the store for tensors of new checkpoints (`checkpoint.store`). Tensors that were written before are found
     by the URLs in the folder, with or without it.
     """
 
     def __init__(self, root: Path, url: str | None = None):
         self.root = Path(root)
         self.url = url and url.rstrip("/")
+
+    @classmethod
+    def of_run(cls, run_dir: Path, url: str | None = None) -> CheckpointStorage:
+        """Return the storage of the run in this folder."""
+        return cls(run_dir / CHECKPOINTS, url)
 
     @property
     def location(self) -> str:
@@ -131,6 +137,10 @@ class CheckpointStorage:
         if path.parent == self.root:
             for leftover in self.root.glob(f".{key}.*"):
                 leftover.unlink(missing_ok=True)
+
+    def sync_name(self) -> None:
+        """Make the name of the folder itself durable, and those above it, such as the run's. Called once it exists."""
+        sync_names(self.root)
 
     def rename(self, folder: str, to: str) -> None:
         """Rename a folder, atomically and durably: this is the commit. `to` must not exist.

@@ -38,6 +38,9 @@ def claim(storage: CheckpointStorage, token: str) -> None:
     """
     storage.replace(OWNER, token.encode())
 
+    # This has made the folder, if it is new. Without its name, a power cut would take all checkpoints in it.
+    storage.sync_name()
+
 
 def owner_of(storage: CheckpointStorage) -> str | None:
     """Return the token of the last claim; None before the first."""
@@ -65,9 +68,9 @@ def delete_leftovers(storage: CheckpointStorage, token: str) -> None:
 
 
 def update_latest(storage: CheckpointStorage) -> None:
-    """Let `latest` name the newest committed checkpoint. Only people and the launcher read it.
+    """Let `latest` name the newest committed checkpoint, for people and their scripts.
 
-    `search.newest_valid` lists the checkpoints themselves.
+    Nothing here reads it: `search.newest_valid` and the launcher list the checkpoints themselves.
     """
     newest = committed(storage)[:1]
     if newest:

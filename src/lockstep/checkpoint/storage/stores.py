@@ -1,7 +1,7 @@
-"""Where the tensors of checkpoints are kept (`checkpoint.storage`): the protocol of a store, and the table of stores.
+"""Where the tensors of checkpoints are kept (`checkpoint.store`): the protocol of a store, and the table of stores.
 
-A store needs three operations. It is found by the scheme of a URL: a name in STORES, a class of the user's
-(my_module:MyStore://FOLDER), or any scheme that fsspec knows.
+A store needs three operations, and may have a fourth. It is found by the scheme of a URL: a name in STORES, a class of
+the user's (my_module:MyStore://FOLDER), or any scheme that fsspec knows.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ import errno
 import io
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Protocol, cast
 
-from lockstep.checkpoint.storage.files import LocalFiles
+from lockstep.checkpoint.storage.files import free_bytes, sync_names, write_file
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import file_name, folder_name, is_object_url, object_url
+from lockstep.launch.records import open_regular
 from lockstep.user_classes import import_class, is_class_name
 
 
@@ -24,6 +26,8 @@ class TensorStore(Protocol):
     Nothing is ever overwritten or renamed: a URL is written once, and never used again after it was deleted. All ranks
     of a run use a store at the same time, and each rank from two threads. FileNotFoundError means that there is nothing
     at this URL, and errno.ENOSPC that the store is full. Any other exception costs one checkpoint, and never the run.
+
+    A store that knows how many bytes can still be written below a URL may also have a method `free_bytes(url)`.
     """
 
     def write(self, url: str, chunks: Iterable[memoryview]) -> None:
@@ -41,6 +45,33 @@ class TensorStore(Protocol):
 
 
 METHODS = ("write", "open", "delete")
+
+
+class LocalFiles:
+    """Keeps tensors in a folder of a file system that all ranks share: file:///FOLDER."""
+
+    def write(self, url: str, chunks: Iterable[memoryview]) -> None:
+        path = _path_of(url)
+        write_file(path, chunks)
+        sync_names(path)
+
+    def open(self, url: str) -> io.BufferedIOBase:
+        return open_regular(_path_of(url))
+
+    def delete(self, url: str) -> None:
+        path = _path_of(url)
+        path.unlink(missing_ok=True)
+
+        # Delete the folder of the step with its last file. While it has other files, `rmdir` fails.
+        with suppress(OSError):
+            path.parent.rmdir()
+
+    def free_bytes(self, url: str) -> int:
+        return free_bytes(_path_of(url))
+
+
+def _path_of(url: str) -> Path:
+    return Path(url.partition("://")[2])
 
 
 class FsspecStore:
@@ -107,7 +138,7 @@ def open_store(url: str) -> _SafeStore:
     """Return the store of this URL. A user's class must have been allowed."""
     scheme = _scheme_of(url)
     if is_class_name(scheme) and scheme not in STORES:
-        why = f"a store that was not allowed: set checkpoint.storage={scheme}://FOLDER, or add --store {scheme}"
+        why = f"a store that was not allowed: set checkpoint.store={scheme}://FOLDER, or add --store {scheme}"
         raise OSError(errno.EACCES, why, url)  # a run does not wait after this error
 
     return _SafeStore(STORES.get(scheme, _OTHERS))
@@ -133,19 +164,19 @@ def allow_store_of(url: str) -> None:
 
 
 def check_url(url: str) -> None:
-    """Raise a UserError if `checkpoint.storage` is not a URL, or if no store has its scheme.
+    """Raise a UserError if `checkpoint.store` is not a URL, or if no store has its scheme.
 
     A user's class is imported later, when its module can be found: it may be next to the task.
     """
     scheme, rest = _scheme_of(url), url.partition("://")[2]
-    example = "set checkpoint.storage=s3://BUCKET/FOLDER, or leave it out: checkpoints are then in run_dir"
+    example = "set checkpoint.store=s3://BUCKET/FOLDER, or leave it out: checkpoints are then in run_dir"
     if not rest or not is_object_url(object_url(url, "run", folder_name(0), file_name(0))):
-        raise UserError(f"checkpoint.storage={url} is not the URL of a store", "", example)
+        raise UserError(f"checkpoint.store={url} is not the URL of a store", "", example)
 
     # The run may be resumed in another working folder.
     if isinstance(STORES.get(scheme), LocalFiles) and not rest.startswith("/"):
-        fix = f"set checkpoint.storage={scheme}:///FOLDER, which begins at the root"
-        raise UserError(f"checkpoint.storage={url} is not the full path of a folder", "", fix)
+        fix = f"set checkpoint.store={scheme}:///FOLDER, which begins at the root"
+        raise UserError(f"checkpoint.store={url} is not the full path of a folder", "", fix)
 
     if scheme not in STORES and not is_class_name(scheme):
         _check_scheme(url, example)
@@ -159,10 +190,10 @@ def _check_scheme(url: str, example: str) -> None:
     try:
         fsspec.get_filesystem_class(scheme)
     except ValueError:
-        raise UserError(f"checkpoint.storage={url}: there is no kind of store {scheme}://", "", example) from None
+        raise UserError(f"checkpoint.store={url}: there is no kind of store {scheme}://", "", example) from None
     except ImportError as error:
         fix = f"pip install the package, such as 'lockstep-train[s3]' or 'lockstep-train[gcs]'; or {example}"
-        raise UserError(f"checkpoint.storage={url} needs a package that is not installed", str(error), fix) from None
+        raise UserError(f"checkpoint.store={url} needs a package that is not installed", str(error), fix) from None
 
 
 def _scheme_of(url: str) -> str:
@@ -200,7 +231,8 @@ class _SafeStore:
     def free_bytes(self, url: str) -> int | None:
         """Return how many bytes can still be written below this URL; None if the store does not say it."""
         with _as_os_error(url):
-            return self._store.free_bytes(url) if isinstance(self._store, LocalFiles) else None
+            measure = getattr(self._store, "free_bytes", None)
+            return measure(url) if measure else None
 
 
 class _SafeReader(io.RawIOBase):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 import lockstep
 from lockstep import recipes
-from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
+from lockstep.checkpoint.choose import choose, run_folder_of
 from lockstep.classic.hrm.messages import check_names, help_text, translate
 from lockstep.classic.hrm.pretrain_config import generate_name
 from lockstep.errors import UserError
@@ -108,16 +108,11 @@ def evaluate_checkpoint(checkpoint: Path, save_outputs: bool = False, **settings
 
 def _find_checkpoint(checkpoint: Path) -> tuple[Path, Path, int]:
     """Return the run folder, the checkpoint to load, and its step."""
-    if step_in(checkpoint.name) is None:
-        # The folder of a run: its newest checkpoint.
-        run = checkpoint
-        found = committed(CheckpointStorage(run / "checkpoints"))
-    else:
-        # One checkpoint of a run.
-        run = checkpoint.resolve().parent.parent
-        found = [Checkpoint.at(checkpoint)]
+    run = run_folder_of(checkpoint)
+    chosen = choose(checkpoint) if (run / "config.yaml").exists() else None
 
-    if not found or not (run / "config.yaml").exists():
+    # One that was set aside has no step.
+    if chosen is None or step_in(chosen.name) is None:
         raise UserError(
             f"checkpoint={checkpoint} is not a run with a checkpoint",
             "" if checkpoint.exists() else "no such folder",
@@ -127,7 +122,7 @@ def _find_checkpoint(checkpoint: Path) -> tuple[Path, Path, int]:
     if other := _other_recipe(run):
         raise UserError(f"checkpoint={checkpoint} is a run of {other}", "", "give the folder of a run of hrm")
 
-    return run, run / "checkpoints" / found[0].name, found[0].step
+    return run, chosen.path, chosen.step
 
 
 def _other_recipe(run: Path) -> str | None:

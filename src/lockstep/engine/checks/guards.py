@@ -17,7 +17,7 @@ from lockstep.errors import UserError
 from lockstep.optim.optimizers import Optimizers
 from lockstep.parallel.hooks.parameter_hooks import hook_ids
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.layout import checksums, local
+from lockstep.runtime.shards import checksums, local
 
 
 class LateHooks:

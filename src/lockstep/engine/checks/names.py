@@ -54,7 +54,7 @@ def check_names(layers: Sequence[Layer]) -> None:
         registry.check_exact(settings.get("optimizer") or registry.OWN)
 
     check_sinks(settings.get("log.sinks") or [])
-    if url := settings.get("checkpoint.storage"):
+    if url := settings.get("checkpoint.store"):
         check_url(url)
 
 

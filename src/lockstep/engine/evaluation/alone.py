@@ -9,12 +9,13 @@ from pathlib import Path
 
 from torch import nn
 
+from lockstep.checkpoint.choose import checkpoints_at
 from lockstep.checkpoint.manifest import EMA
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.state.state_tree import unpack
+from lockstep.checkpoint.state.encoding import unpack
 from lockstep.checkpoint.state.stateful import restore_parameter_tensors
-from lockstep.checkpoint.storage import Checkpoint
+from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.engine.evaluation.evaluator import MAX_EVALUATION_BATCH, Evaluation, evaluation_batch, evaluation_sets
 from lockstep.engine.hooks.calls import Hooks
 from lockstep.engine.hooks.view import BuiltRunView
@@ -22,7 +23,6 @@ from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import Preempted, UserError
-from lockstep.launch.folder.paths import read_path
 from lockstep.parallel.meta.init import init_as_configured
 from lockstep.task import Task
 
@@ -97,11 +97,12 @@ def _restore_more(task: Task, trained: TrainedModel, builder: RunBuilder) -> int
     """
     assert builder.config.init_from is not None
     path = Path(builder.config.init_from)
-    if read_path(path).name is None:
+    storage, name = checkpoints_at(path)
+    if name is None:
         return 0
 
     # `init_from` has verified its bytes.
-    checkpoint = Checkpoint.at(path)
+    checkpoint = Checkpoint(storage, name)
     manifest = read_manifest(checkpoint)
     reader = CheckpointReader(checkpoint, manifest)
 

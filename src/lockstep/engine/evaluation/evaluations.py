@@ -79,7 +79,7 @@ class Evaluations:
         if self._best_metric:
             check_metric("checkpoint.best", self._best_metric, results)
 
-        if not self._checkpoints.add_metrics(evaluation.steps_done, results):
+        if not self._checkpoints.pending.add_metrics(evaluation.steps_done, results):
             self._requests.save_agreed |= self._checkpoints.is_new_best(results)
 
         # Unlike the others, ReduceLROnPlateau counts calls: a second evaluation at one step would be a bad step for it.

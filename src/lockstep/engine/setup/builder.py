@@ -65,7 +65,7 @@ class RunBuilder:
     precision: Precision
     run_class: type[Run]
     clock: RunClock = field(default_factory=RunClock)
-    state: RegisteredState = field(default_factory=RegisteredState)  # what checkpoints hold besides the model
+    registered: RegisteredState = field(default_factory=RegisteredState)  # what checkpoints hold besides the model
     callbacks: list[Any] = field(default_factory=list)  # given to `fit`, or by `run.add_callback`
     hooks: Hooks = field(init=False)  # none until `use_hooks`
     reads_loss: bool = False  # whether the user's code reads the loss of each step
@@ -126,7 +126,7 @@ class RunBuilder:
         initial = None
         if self.config.init_from:
             initial = initial_weights(driver, self.config, self.runtime, self.folder, self.recorder.event)
-            self.state.add("init_from", initial)
+            self.registered.add("init_from", initial)
 
         # Make the optimizers after sharding, so that their state matches the shards.
         wrapped, user_schedulers = self._make_optimizers(model, optimizers, schedulers, parameters_before)
@@ -135,12 +135,12 @@ class RunBuilder:
         exactness = None
         if self.config.exact:
             exactness = Exactness(model, wrapped, self.runtime, getattr(task, "changing_buffers", ()))
-            self.state.add("exact", exactness)
+            self.registered.add("exact", exactness)
             driver.add_part(exactness)
 
-        average = make_average(model, self.config, driver, self.runtime)
+        average = make_average(model, self.config, driver)
         if average:
-            self.state.add(EMA, average)
+            self.registered.add(EMA, average)
 
         self.trained_model = TrainedModel(
             driver=driver,
@@ -160,7 +160,7 @@ class RunBuilder:
             model, self.config, self.runtime, self.precision, task, self.recorder.event, data
         )
         for name, stateful in driver.stateful.items():
-            self.state.add(name, stateful)
+            self.registered.add(name, stateful)
 
         # The model is the user's, and must be as it was if the run fails.
         self.on_failure(release_captures, driver.model)
@@ -215,7 +215,7 @@ class RunBuilder:
         self.hooks = hooks
         # A hook that follows steps gets their results, and these include the loss.
         self.reads_loss |= bool(hooks.named("after_step"))
-        hooks.register(self.state)
+        hooks.register(self.registered)
 
     def setup_run(self, data: Any, collate: Collate) -> Run:
         """Make everything that depends on the data, resume if there is a checkpoint, and print the banner."""
@@ -277,8 +277,8 @@ def open_run(
     check_same_config(config, runtime)
 
     # Whatever reads or writes checkpoints in this process may use the store that the settings name.
-    if config.checkpoint.storage:
-        allow_store_of(config.checkpoint.storage)
+    if config.checkpoint.store:
+        allow_store_of(config.checkpoint.store)
 
     precision = choose_precision(config, runtime.device)
     precision.set_tf32()

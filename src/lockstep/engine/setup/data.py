@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lockstep.checkpoint.state.state_tree import gather_state, pack
+from lockstep.checkpoint.state.encoding import pack, unpack
 from lockstep.config import RunConfig
 from lockstep.data.dataset_source import SourceOptions
 from lockstep.data.map_source import MapSource
@@ -23,6 +23,7 @@ from lockstep.errors import UserError
 from lockstep.observe.run_folder import RunFolder
 from lockstep.parallel.driver import Driver, RankRole
 from lockstep.plan.plan import Plan, make_plan
+from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.world import World
 from lockstep.task import BatchSource, SourceContext
@@ -70,6 +71,25 @@ def source_options(
         beat=runtime.heartbeat.again,
         check_state=_check_stream_state,
     )
+
+
+def gather_state(collectives: Collectives, state: Any) -> list[Any]:
+    """Return the `state` of every rank, by rank: nested plain values, tensors and arrays. Collective; no pickle."""
+    if collectives.world.alone:
+        return [state]
+
+    tensors: dict[str, Tensor] = {}
+    packed = pack(state, "state", tensors)
+    by_rank = collectives.gather_json([packed, list(tensors)])
+    tensors_by_rank = collectives.gather_tensors(list(tensors.values()))
+
+    states = []
+    for (packed, names), received in zip(by_rank, tensors_by_rank, strict=True):
+        # Received on the device of the collectives. `unpack` returns to the device what was not on the CPU.
+        host = {name: tensor.cpu() for name, tensor in zip(names, received, strict=True)}
+        states.append(unpack(packed, host.__getitem__, collectives.device))
+
+    return states
 
 
 def attach_source(source: BatchSource, driver: Driver, plan: Plan, config: RunConfig, runtime: Runtime) -> None:

@@ -8,7 +8,8 @@ from torch import nn
 
 from lockstep.checkpoint.init_from.weights import InitialWeights, load_initial_weights
 from lockstep.checkpoint.state.model_state import frozen_names
-from lockstep.checkpoint.storage import CheckpointStorage, committed
+from lockstep.checkpoint.storage.folder import CheckpointStorage
+from lockstep.checkpoint.storage.rules import committed
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.checks.model import check_instance_norms, check_supported
@@ -47,7 +48,7 @@ def initial_weights(
     assert config.init_from is not None
 
     def has_checkpoint() -> bool:
-        return bool(committed(CheckpointStorage(folder.path / "checkpoints")))
+        return bool(committed(CheckpointStorage.of_run(folder.path)))
 
     # None reads all weights. The checkpoint that a run resumes from replaces them, except frozen ones that it leaves
     # out.
@@ -58,7 +59,7 @@ def initial_weights(
             return InitialWeights(config.init_from)
 
     # In a pipeline a rank holds only the parameters of its stages.
-    elsewhere = {name for name, ranks in driver.role.holders.items() if runtime.world.rank not in ranks}
+    elsewhere = driver.role.held_elsewhere
     return load_initial_weights(driver.model.state_dict(), config, runtime, log_event, elsewhere, only)
 
 
@@ -86,12 +87,7 @@ def wrap_optimizers(
     return wrapped
 
 
-def make_average(model: nn.Module, config: RunConfig, driver: Driver, runtime: Runtime) -> WeightAverage | None:
+def make_average(model: nn.Module, config: RunConfig, driver: Driver) -> WeightAverage | None:
     """Return the moving average of the weights, or None without `ema.decay`."""
     decay = config.ema.decay
-    if decay is None:
-        return None
-
-    rank = runtime.world.rank
-    elsewhere = [name for name, ranks in driver.role.holders.items() if rank not in ranks]
-    return WeightAverage(model, decay, elsewhere)
+    return None if decay is None else WeightAverage(model, decay, driver.role.held_elsewhere)

@@ -69,11 +69,11 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
     requests = _make_requests(plan, stepper, checkpoints, resumed)
     # A rewind takes back neither the time that has passed nor what was requested.
     state = checkpoints.state
-    state.add_to_loop(builder.clock, rewound=False)
+    state.add_to_loop("clock", builder.clock, rewound=False)
     evaluations = _make_evaluations(builder, plan, stepper, requests)
-    state.add_to_loop(log)
-    state.add_to_loop(requests, rewound=False)
-    state.add_to_loop(evaluations)
+    state.add_to_loop("log", log)
+    state.add_to_loop("requests", requests, rewound=False)
+    state.add_to_loop("evaluations", evaluations)
 
     facts = _describe(builder, trained, plan, source, stepper) | loader_lines
     if resumed:
@@ -177,7 +177,7 @@ def _make_stepper(builder: RunBuilder, trained: TrainedModel, plan: Plan) -> Ste
     )
     builder.on_failure(rate.release)
     if isinstance(rate, SchedulerRate):
-        builder.state.add("scheduler", rate)
+        builder.registered.add("scheduler", rate)
 
     context = StepContext(
         builder.config,
@@ -219,17 +219,17 @@ def _open_checkpoints(
     builder: RunBuilder, trained: TrainedModel, stepper: Stepper, source: BatchSource
 ) -> CheckpointManager:
     """Return the checkpoint manager. Nothing can be registered after this."""
-    builder.state.is_open = False
+    builder.registered.is_open = False
     state = RunState(
         model=trained.driver.model,
         optimizers=trained.optimizers,
         stepper=stepper,
         source=source,
-        registered=builder.state,
+        registered=builder.registered,
         keep_frozen=builder.config.checkpoint.frozen,
         frozen_advice=getattr(builder.task, "frozen_advice", Task.frozen_advice),
-        holders=trained.driver.role.holders,
-        rank=builder.runtime.world.rank,
+        held_elsewhere=trained.driver.role.held_elsewhere,
+        same_parameters=not trained.driver.role.holders,
         duplicates=trained.driver.role.duplicates,
         on_any_rank=lambda value: any(builder.runtime.collectives.gather_json(value)),
     )
@@ -245,7 +245,7 @@ def _open_checkpoints(
     )
 
     # Let a save in flight finish: it may be the only checkpoint of a run that fails.
-    builder.on_failure(checkpoints.close, timeout=LAST_SAVE_S)
+    builder.on_failure(checkpoints.pending.close, timeout=LAST_SAVE_S)
 
     return checkpoints
 

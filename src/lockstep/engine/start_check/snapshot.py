@@ -18,7 +18,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from lockstep.runtime.layout import checksums
+from lockstep.runtime.shards import checksums
 
 # Larger attributes are taken for datasets and are not copied. The limit in bytes is MAX_RATIO x parameters + MIN_BYTES.
 MAX_RATIO = 4

@@ -16,7 +16,7 @@ from lockstep.user_classes import CLASS_NAME
 # A folder with this file is a complete checkpoint.
 MANIFEST = "manifest.json"
 
-# A file with the metrics of an evaluation that came after the save.
+# A file with the metrics of a step that was evaluated.
 METRICS = "metrics.json"
 
 # How the names of files with tensors end. All other files are small.

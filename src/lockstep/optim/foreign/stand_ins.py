@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lockstep.runtime.layout import dtensor_like, full_tensor, local, shard_of
+from lockstep.runtime.shards import dtensor_like, full_tensor, local, shard_of
 
 Groups = list[dict[str, Any]]
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.optim.foreign.stand_ins import step_with_stand_ins
-from lockstep.runtime.layout import local
+from lockstep.runtime.shards import local
 
 # The scale of the gradients in each step: an optimizer may treat only large ones differently, by clipping.
 SCALES = (1.0, 1e3, 1e-3)

@@ -31,7 +31,7 @@ from lockstep.parallel.exact.reducers import OrderedBuckets, OrderedReplicas
 from lockstep.parallel.inner_gradients import backward
 from lockstep.parallel.progress import StepProgress
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec, mean_is_exact
-from lockstep.runtime.layout import in_memory_order_of
+from lockstep.runtime.shards import in_memory_order_of
 from lockstep.task import MicroBatch
 
 # The option that broadcasts buffers before every forward; torch 2.13 renamed it.

@@ -203,7 +203,7 @@ class PowerSGDHook(CommHook):
 
     def read_shard(self, name: str, reader: CheckpointReader) -> Tensor:
         """Read this rank's row of the errors, or another saved tensor in full."""
-        if not name.startswith(f"part.{STATE_NAME}.errors."):
+        if not name.startswith(f"stateful.{STATE_NAME}.errors."):
             return reader.read(name)
 
         def read_row(row: int) -> Tensor:

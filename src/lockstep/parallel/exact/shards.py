@@ -19,7 +19,7 @@ from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.sharded import ShardedDriver
 from lockstep.parallel.step_parts import Reducer
 from lockstep.runtime.control_word import LENGTH, ControlWord
-from lockstep.runtime.layout import local
+from lockstep.runtime.shards import local
 from lockstep.task import MicroBatch
 
 

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from lockstep.errors import UserError
 from lockstep.parallel.hooks.probe import Hooks, call_hooks, problem_with, reachable
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.layout import full_tensor, shard_of
+from lockstep.runtime.shards import full_tensor, shard_of
 
 
 class ParameterHooks:

@@ -45,7 +45,7 @@ from lockstep.parallel.tensor.plans import choose_plan
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.control_word import ControlWord
-from lockstep.runtime.layout import full_tensor, squared_norms
+from lockstep.runtime.shards import full_tensor, squared_norms
 from lockstep.runtime.world import World
 from lockstep.task import Loss, StepBatches
 
@@ -103,6 +103,7 @@ class PipelineDriver(ShardedDriver):
             runs_whole_model=False,
             pipeline_depth=ranks,
             holders=holders,
+            held_elsewhere=frozenset(name for name in holders if runtime.world.rank not in holders[name]),
             duplicates=frozenset(name for name, users in pp_ranks.items() if users and position > min(users)),
         )
         super().__init__(model, setup, self._replicas, role, held=kept)
@@ -199,11 +200,9 @@ class PipelineDriver(ShardedDriver):
         return full
 
     def _broadcast_buffers(self) -> None:
-        rank = self.runtime.world.rank
-        holders = self.role.holders
         # Placeholders of other stages have no memory to receive into.
         named = self.model.named_buffers()
-        buffers = {name: buffer for name, buffer in named if name not in holders or rank in holders[name]}
+        buffers = {name: buffer for name, buffer in named if name not in self.role.held_elsewhere}
         broadcast_buffers(buffers, self._replicas)
         broadcast_buffers(buffers, self._tp)
 

@@ -25,7 +25,7 @@ from lockstep.parallel.sharded import ShardedDriver
 from lockstep.parallel.tensor.plans import LayerStyle, choose_plan, style_of
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.layout import local
+from lockstep.runtime.shards import local
 
 
 class TensorDriver(ShardedDriver):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lockstep.checkpoint.state.encoding import CapturedTensor
 from lockstep.checkpoint.state.reshard import replicated_sizes, shards_to_write
-from lockstep.checkpoint.state.state_tree import CapturedTensor
 
 MODEL = {f"model.{name}": CapturedTensor(torch.zeros(size)) for name, size in (("a", 5), ("b", 3), ("c", 4))}
-LARGE = {"part.task.buffer": CapturedTensor(torch.zeros(1000), owner="task")}
+LARGE = {"stateful.task.buffer": CapturedTensor(torch.zeros(1000), stateful="task")}
 
 
 @pytest.mark.parametrize("gathered", [True, False], ids=["sizes of all ranks", "own sizes only"])

@@ -53,11 +53,11 @@ def retry_on_rank0(
 
     # The other ranks have nothing to do, and learn how rank 0 fares.
     act_here = act if runtime.is_main else lambda: None
-    _, answers = try_for(lambda: act_together(storage, gather, act_here, done, WRITE_FIX), runtime, timeout_s)
+    _, answers = retry(lambda: run_on_all_ranks(storage, gather, act_here, done, WRITE_FIX), runtime, timeout_s)
     return answers[0]
 
 
-def try_for(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> Answer:
+def retry(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> Answer:
     """Call `act` until it does not raise StorageUnavailable. After `timeout_s` seconds, let that pass. Collective.
 
     A file server or an object store may come back.
@@ -84,7 +84,7 @@ def try_for(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> An
         runtime.heartbeat.again()
 
 
-def act_together(
+def run_on_all_ranks(
     storage: CheckpointStorage, gather: Gather, act: Callable[[], Any], done: str = "listed", fix: str = READ_FIX
 ) -> tuple[Any, list[Any]]:
     """Return what `act` returns on this rank, and on all ranks. Collective.

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from lockstep.checkpoint.manifest import FLOATS
 from lockstep.errors import UserError
-from lockstep.runtime.collectives import Collectives
 
 # Plain state, as it is in the manifest.
 JsonDict = dict[str, Any]
@@ -124,7 +123,7 @@ class CapturedTensor(NamedTuple):
     parameter: str | None = None
 
     # The stateful object in whose state it is. It may differ between ranks: unless it is a DTensor, rank 0's is saved.
-    owner: str | None = None
+    stateful: str | None = None
 
     # Whether it may be copied while training continues, because it changes only after `Update.wait_for_copy`. The model
     # is copied at once: a forward may change its buffers, and the user's code its parameters.
@@ -137,7 +136,7 @@ def pack_into(
     name: str,
     *,
     parameter: str | None = None,
-    owner: str | None = None,
+    stateful: str | None = None,
     copy_later: bool = False,
 ) -> Any:
     """Encode `value` as `pack` does, and add the tensors in it to `tensors`."""
@@ -145,27 +144,5 @@ def pack_into(
     added: dict[str, Any] = {}
     names: ChainMap[str, Any] = ChainMap(added, tensors)
     packed = pack(value, name, names)
-    tensors.update({key: CapturedTensor(tensor, parameter, owner, copy_later) for key, tensor in added.items()})
+    tensors.update({key: CapturedTensor(tensor, parameter, stateful, copy_later) for key, tensor in added.items()})
     return packed
-
-
-# ---- between ranks ----
-
-
-def gather_state(collectives: Collectives, state: Any) -> list[Any]:
-    """Return the `state` of every rank, by rank: nested plain values, tensors and arrays. Collective; no pickle."""
-    if collectives.world.alone:
-        return [state]
-
-    tensors: dict[str, Tensor] = {}
-    packed = pack(state, "state", tensors)
-    by_rank = collectives.gather_json([packed, list(tensors)])
-    tensors_by_rank = collectives.gather_tensors(list(tensors.values()))
-
-    states = []
-    for (packed, names), received in zip(by_rank, tensors_by_rank, strict=True):
-        # Received on the device of the collectives. `unpack` returns to the device what was not on the CPU.
-        host = {name: tensor.cpu() for name, tensor in zip(names, received, strict=True)}
-        states.append(unpack(packed, host.__getitem__, collectives.device))
-
-    return states
