@@ -824,10 +824,8 @@ def test_a_storage_that_stays_closed_is_not_waited_for(
     monkeypatch.setattr(retry_module, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(CheckpointStorage, "replace", refuse)
     fix = "make room there" if number in (errno.ENOSPC, errno.EDQUOT) else "let this user write to the folder"
-    with pytest.raises(
-        UserError,
-        match=rf"the checkpoints in {tmp_path}.* cannot be claimed\n.*{os.strerror(number)}\n.*{fix}, and try again",
-    ):
+    problem = f"the checkpoints in {tmp_path}/checkpoints cannot be claimed"
+    with pytest.raises(UserError, match=rf"{problem}\n.*{os.strerror(number)}\n.*{fix}, and try again"):
         lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"timeout": 0.5})
     assert tried == 1
 
