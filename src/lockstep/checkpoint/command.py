@@ -165,7 +165,7 @@ def prune(path: Path, keep: int, dry_run: bool, set_aside: bool = False) -> tupl
 
 
 def _delete(storage: CheckpointStorage, name: str) -> None:
-    # No reader takes any other name for a checkpoint, so those need no other one first.
+    # Only a committed name must be renamed first: readers ignore all others.
     if step_in(name) is None:
         storage.delete(name)
     else:

@@ -105,7 +105,8 @@ class CheckpointManager:
         and there is no room for one, or if the storage cannot be read or written for `checkpoint.timeout` seconds.
         """
         settings = self.config.checkpoint
-        retry_on_rank0(self.storage, self.runtime, settings.timeout, self._claim, "claimed")
+        problem = f"the checkpoints in {self.storage.root} cannot be claimed"
+        retry_on_rank0(self.runtime, settings.timeout, self._claim, problem)
 
         # Any run may save on request.
         self._check_store()
@@ -123,11 +124,11 @@ class CheckpointManager:
         if not url:
             return
 
-        timeout_s = self.config.checkpoint.timeout
-        missing = retry_on_rank0(self.storage, self.runtime, timeout_s, self._try_store, f"kept in {url}")
+        problem = f"the checkpoints of this run cannot be kept in {url}"
+        missing = retry_on_rank0(self.runtime, self.config.checkpoint.timeout, self._try_store, problem)
         if missing:
             fix = "set checkpoint.store to a store that exists, or leave it out: checkpoints are then in run_dir"
-            raise UserError(f"the checkpoints of this run cannot be kept in {url}", missing, fix)
+            raise UserError(problem, missing, fix)
 
     def _try_store(self) -> str | None:
         """Try the store on rank 0. Return why waiting for it would be in vain, or None. Raises other OSErrors."""
@@ -144,9 +145,9 @@ class CheckpointManager:
         sizes = self.state.bytes_at_start()
 
         # All ranks use rank 0's numbers, so that either all of them raise or none does.
-        timeout_s = self.config.checkpoint.timeout
+        problem = f"the room in {self.storage.location} cannot be measured"
         free, known, estimate = retry_on_rank0(
-            self.storage, self.runtime, timeout_s, lambda: [self.storage.free_bytes(), *sizes], "measured"
+            self.runtime, self.config.checkpoint.timeout, lambda: [self.storage.free_bytes(), *sizes], problem
         )
         if free is None:
             return

@@ -142,8 +142,8 @@ class Resumer:
     def _set_own_aside(self, storage: CheckpointStorage, act: Callable[[], Any]) -> Any:
         """If `storage` is that of this run, set something aside on rank 0. Return the result everywhere. Collective."""
         own = storage == self.storage
-        timeout_s = self.config.checkpoint.timeout
-        return retry_on_rank0(self.storage, self.runtime, timeout_s, act if own else lambda: None, "set aside")
+        problem = f"the checkpoints in {self.storage.root} cannot be set aside"
+        return retry_on_rank0(self.runtime, self.config.checkpoint.timeout, act if own else lambda: None, problem)
 
     def _check_fixed(self, changed_settings: list[Change]) -> None:
         """Refuse a changed setting on which the task's saved state depends (`Task.fixed_settings`)."""

@@ -84,7 +84,7 @@ def newest_valid(
             return CheckpointReader(checkpoint, manifest, [damaged[name] for name in newer], beat)
 
         # A run that is alive may have deleted it meanwhile. That is no damage, and there is a newer one now.
-        _, exists = run_on_all_ranks(storage, gather, checkpoint.exists)
+        _, exists = _look(storage, gather, checkpoint.exists)
         if not exists[0]:
             gone += 1
             if only or gone == MAX_GONE:
@@ -147,10 +147,10 @@ def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) 
     looks = 0
     while True:
         # This is also a barrier: rank 0 has claimed the folder before.
-        listed, lists = run_on_all_ranks(storage, gather, partial(_names, storage, only))
+        listed, lists = _look(storage, gather, partial(_names, storage, only))
         names = lists[0]
 
-        _, seen = run_on_all_ranks(storage, gather, partial(_seen_here, storage, names, listed))
+        _, seen = _look(storage, gather, partial(_seen_here, storage, names, listed))
         differing = [rank for rank, found in enumerate(seen) if found != seen[0]]
 
         if not differing:
@@ -162,6 +162,11 @@ def _agreed_names(storage: CheckpointStorage, gather: Gather, only: str | None) 
             raise _not_shared(f"rank {differing[0]} finds different files there than rank 0")
 
         time.sleep(LOOK_PAUSE_S)
+
+
+def _look(storage: CheckpointStorage, gather: Gather, act: Callable[[], Any]) -> tuple[Any, list[Any]]:
+    """Return what `act` finds on this rank, and on all ranks. Collective."""
+    return run_on_all_ranks(gather, act, f"the checkpoints in {storage.root} cannot be listed")
 
 
 def _names(storage: CheckpointStorage, only: str | None) -> list[str]:

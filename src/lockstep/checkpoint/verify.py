@@ -22,7 +22,7 @@ def verify_checkpoint(
 ) -> tuple[Manifest | None, Sequence[InvalidCheckpoint]]:
     """Return the manifest, and the problems with it or with this rank's share of its files.
 
-    `beat` is called after each chunk: reading everything may take longer than a hang is waited for.
+    `beat` is called after each chunk: reading everything may take longer than the hang timeout.
     """
     try:
         manifest = read_manifest(checkpoint)

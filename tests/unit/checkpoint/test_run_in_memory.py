@@ -824,7 +824,8 @@ def test_a_storage_that_stays_closed_is_not_waited_for(
     monkeypatch.setattr(retry_module, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(CheckpointStorage, "replace", refuse)
     fix = "make room there" if number in (errno.ENOSPC, errno.EDQUOT) else "let this user write to the folder"
-    with pytest.raises(UserError, match=rf"cannot be claimed\n.*{os.strerror(number)}\n.*{fix}, and try again"):
+    problem = f"the checkpoints in {tmp_path}/checkpoints cannot be claimed"
+    with pytest.raises(UserError, match=rf"{problem}\n.*{os.strerror(number)}\n.*{fix}, and try again"):
         lockstep.fit(Dropped(), run_dir=tmp_path, checkpoint={"timeout": 0.5})
     assert tried == 1
 
@@ -864,17 +865,17 @@ def test_checkpoints_that_cannot_be_set_aside_for_a_moment_are_set_aside_later(
     assert (folder / "latest").read_text() == "step-00000007\n"
 
 
-def test_a_storage_that_cannot_be_claimed_is_an_error_on_all_ranks(tmp_path: Path) -> None:
-    storage = CheckpointStorage(tmp_path)
+def test_a_storage_that_cannot_be_claimed_is_an_error_on_all_ranks() -> None:
+    problem = "the checkpoints in FOLDER cannot be claimed"
 
     def on_rank(rank: int, gather: Any) -> Any:
         collectives = SimpleNamespace(gather_json=gather, run_on_rank0=lambda act: 0.0)
         runtime: Any = SimpleNamespace(is_main=rank == 0, collectives=collectives)
-        retry_module.retry_on_rank0(storage, runtime, 0.0, stale, "claimed")
+        retry_module.retry_on_rank0(runtime, 0.0, stale, problem)
 
     for answer in together(2, on_rank):
         assert isinstance(answer, retry_module.StorageUnavailable)
-        assert answer.problem == f"the checkpoints in {tmp_path} cannot be claimed"
+        assert answer.problem == problem
         assert answer.found == f"rank 0: [Errno {errno.ESTALE}] Stale file handle"
         assert answer.fix.startswith("let this user write to the folder, or wait")
 

@@ -19,7 +19,7 @@ class Committed:
 
     checkpoint: Checkpoint
     total_bytes: int  # of all files
-    warning: str = ""  # what went wrong despite the commit; completes the sentence "the checkpoint is ..."
+    warning: str = ""  # what went wrong despite the commit, after "the checkpoint of step N is "
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The state of a run's model, as a checkpoint holds it: parameters, buffers, and the extra state of modules.
 
-The names in a state dict are asked about here, too: which are extra state, frozen, or other names of tied tensors.
+This module also classifies the names in a state dict: extra state, frozen, or other names of tied tensors.
 """
 
 from __future__ import annotations

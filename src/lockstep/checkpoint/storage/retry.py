@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.errors import UserError, printable
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 
-# Errors that stay until somebody makes room, or gives the right: a run does not wait.
+# Errors that stay until somebody makes room, or grants permission: a run does not wait.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 NO_RIGHT = (errno.EACCES, errno.EROFS)
 
@@ -41,19 +40,17 @@ class StorageUnavailable(UserError):
     """
 
 
-def retry_on_rank0(
-    storage: CheckpointStorage, runtime: Runtime, timeout_s: float, act: Callable[[], Any], done: str
-) -> Any:
+def retry_on_rank0(runtime: Runtime, timeout_s: float, act: Callable[[], Any], problem: str) -> Any:
     """Run `act` on rank 0 until no OSError stops it, and return its result, plain JSON, on every rank. Collective.
 
     After `timeout_s` seconds all ranks raise StorageUnavailable; if waiting does not help, a UserError at once. `act`
-    may be called again after it has done a part of its work. In the message, the checkpoints "cannot be `done`".
+    may be called again after it has done a part of its work. `problem`: the first sentence of the error.
     """
     gather = runtime.collectives.gather_json
 
-    # The other ranks have nothing to do, and learn how rank 0 fares.
+    # The other ranks have nothing to do, and get rank 0's result.
     act_here = act if runtime.is_main else lambda: None
-    _, answers = retry(lambda: run_on_all_ranks(storage, gather, act_here, done, WRITE_FIX), runtime, timeout_s)
+    _, answers = retry(lambda: run_on_all_ranks(gather, act_here, problem, WRITE_FIX), runtime, timeout_s)
     return answers[0]
 
 
@@ -85,12 +82,12 @@ def retry(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> Answ
 
 
 def run_on_all_ranks(
-    storage: CheckpointStorage, gather: Gather, act: Callable[[], Any], done: str = "listed", fix: str = READ_FIX
+    gather: Gather, act: Callable[[], Any], problem: str, fix: str = READ_FIX
 ) -> tuple[Any, list[Any]]:
     """Return what `act` returns on this rank, and on all ranks. Collective.
 
     All ranks raise StorageUnavailable if one of them has an OSError, or a UserError if waiting does not help. For the
-    message, `done` is what cannot be done to the checkpoints then, and `fix` is what to do about it.
+    message, `problem` is its first sentence, and `fix` is what to do about it.
     """
     found = None
     failed = None
@@ -106,7 +103,6 @@ def run_on_all_ranks(
     failures = [f"rank {rank}: {why}" for rank, (_, why, _) in enumerate(answers) if why]
     if failures:
         numbers = {number for _, _, number in answers}
-        problem = f"the checkpoints in {storage.root} cannot be {done}"
         raise _not_done(problem, "; ".join(failures), fix, numbers)
 
     return found, [answer for answer, _, _ in answers]
