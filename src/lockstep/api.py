@@ -398,7 +398,10 @@ def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds, errors: Pat
     That is the exception of the rank that failed first, which it has left in the folder `errors`.
     """
     if culprit := ending.failure:
-        who = f"rank {culprit.rank} failed first" if culprit.rank is not None else "they could not be started"
+        who = f"rank {culprit.rank} failed first"
+        if culprit.rank is None:
+            who = "they could not be started" if culprit.traits.unfit_node else "their launcher gave up"
+
         error = rank_record.load_exception(errors, culprit)
         if error is not None:
             where = f"raised on rank {culprit.rank} of {count}; {run_dir / 'logs'} holds the output of all ranks"

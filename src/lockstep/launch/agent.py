@@ -15,7 +15,7 @@ from typing import assert_never
 
 from lockstep.errors import UserError
 from lockstep.launch import records
-from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure, RankExit
+from lockstep.launch.failure import PREEMPTED, RankExit
 from lockstep.launch.folder.run_dir import not_writable
 from lockstep.launch.hangs.suspicion import view_of
 from lockstep.launch.job import RESUME_COMMAND, Job
@@ -27,6 +27,7 @@ from lockstep.launch.ranks.zygote_client import ZygoteClient
 from lockstep.launch.wire.messages import (
     CollectStacks,
     Kill,
+    NodeFailed,
     NodeHeartbeat,
     Order,
     Prepare,
@@ -36,7 +37,6 @@ from lockstep.launch.wire.messages import (
     SaveAndExit,
     Stacks,
     Start,
-    ZygoteLost,
 )
 from lockstep.launch.wire.secret import SECRET
 from lockstep.launch.wire.sockets import wait_readable
@@ -123,7 +123,7 @@ class Agent:
             self._request_ranks(start)
         except (OSError, UserError) as error:
             self._close_attempt()
-            self._report_setup(start, error)
+            self._report_setup(start.attempt, error)
 
     def _request_ranks(self, start: Start) -> None:
         """Set up the ranks of an attempt, and ask the zygote for their processes."""
@@ -150,14 +150,11 @@ class Agent:
         self._started = start.attempt
         self.nproc = replace(self._job.nproc, preferred=start.count)
 
-    def _report_setup(self, start: Start, error: OSError | UserError) -> None:
+    def _report_setup(self, attempt: int, error: OSError | UserError) -> None:
         """Report that this node cannot set up its ranks. None of them has a process."""
-        text = str(error) if isinstance(error, UserError) else f"{self.name} cannot set up its ranks: {error}"
-        for rank in range(start.first_rank, start.first_rank + start.count):
-            failure = Failure.by_launcher(
-                LauncherFailure.SETUP, text, rank, self.name, for_user=isinstance(error, UserError)
-            )
-            self._messages.append(RankExited(start.attempt, rank, RankExit(1, failure)))
+        for_user = isinstance(error, UserError)
+        text = str(error) if for_user else f"{self.name} cannot set up its ranks: {error}"
+        self._messages.append(NodeFailed(attempt, "setup", text, for_user))
 
     def _prepare(self, count: int) -> None:
         """Start a zygote for `count` ranks, unless the newest one will do.
@@ -290,7 +287,7 @@ class Agent:
         # Without its imports a zygote cannot work, and neither could the next one: then the job ends.
         attempt = self._current.attempt if self._current else None
         text = f"the process {self._zygote.pid} that starts the ranks on {self.name} {self._zygote.how_it_ended}"
-        self._messages.append(ZygoteLost(attempt, text, self._cannot_import))
+        self._messages.append(NodeFailed(attempt, "import" if self._cannot_import else "zygote", text))
 
         if not self._cannot_import:
             self._zygote = self._new_zygote(self._zygote.env)

@@ -31,9 +31,6 @@ class FailureTraits:
     # The same program would most likely fail in the same way again, so a restart needs progress.
     likely_to_repeat: bool = False
 
-    # A whole node has failed: all its ranks end, and none of them is named or counted as the one to blame.
-    of_node: bool = False
-
     # The node would fail in the same way again: the job does without it, if it can.
     unfit_node: bool = False
 
@@ -62,20 +59,17 @@ class LauncherFailure(StrEnum):
         return member
 
     # A machine is lost, or too few machines joined.
-    NODE = "node", FailureTraits(of_node=True)
+    NODE = "node", FailureTraits()
 
     # The process that starts the ranks of a node ended, or could not import the program.
-    ZYGOTE = "zygote", FailureTraits(of_node=True)
-    IMPORT = "import", FailureTraits(of_node=True, unfit_node=True, likely_to_repeat=True)
+    ZYGOTE = "zygote", FailureTraits()
+    IMPORT = "import", FailureTraits(unfit_node=True, likely_to_repeat=True)
 
     # The system refused the process of a rank.
     FORK = "fork", FailureTraits(never_a_consequence=True)
 
     # A node could not set up its ranks: no room for their folder, or a run folder that it cannot write to.
-    SETUP = (
-        "setup",
-        FailureTraits(of_node=True, unfit_node=True, likely_to_repeat=True, never_a_consequence=True),
-    )
+    SETUP = "setup", FailureTraits(unfit_node=True, likely_to_repeat=True)
 
     # No rank advances. In a deadlock the ranks' collectives prove that none can: more time would not help.
     HANG = "hang", FailureTraits(hangs=True)
@@ -102,9 +96,9 @@ ABORTED_UNREAD = "native code aborted; if it gave a reason, that is on the termi
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt ended: which rank failed, where and when."""
+    """Why an attempt ended: which rank or node failed, where and when."""
 
-    rank: int | None  # None if the failure concerns no rank: a lost node that had none, for example
+    rank: int | None  # None if no rank has failed, but a node, or the job as a whole
     host: str
     time: float
     kind: str  # the exception's type, the signal's name, or a `LauncherFailure`, depending on `origin`
@@ -117,6 +111,7 @@ class Failure:
     cause: str = ""  # see `UserError`
     follows_lost_peer: bool = False  # `lost_peer.follows`
     origin: Origin = "exception"
+    node: int | None = None  # the node that has failed: its ranks end with it
 
     @classmethod
     def by_launcher(
@@ -182,7 +177,7 @@ class Failure:
     def headline(self) -> str:
         """The first line of the failure: which rank, where, when, and the error."""
         when = time.strftime("%H:%M:%S", time.localtime(self.time))
-        if self.traits.of_node or self.traits.names_culprits:
+        if self.rank is None or self.traits.names_culprits:
             return f"lockstep: {self.message} ({when})"
 
         where = f"step {self.step}, phase {self.phase}, " if self.step is not None else ""
@@ -235,11 +230,6 @@ class RankExit:
         return self.code in CLEAN and self.failure is None
 
     @property
-    def never_started(self) -> bool:
-        """Whether its node could not set it up."""
-        return self.failure is not None and self.failure.noticed_as(LauncherFailure.SETUP)
-
-    @property
     def consequence(self) -> Consequence:
         """Whether this rank failed only because another rank is gone. A rank that has not failed has not."""
         failure = self.failure
@@ -247,7 +237,7 @@ class RankExit:
             return Consequence.UNLIKELY
 
         # A rank that has lost its peers raises, or aborts. This one was killed by another signal, or exited without an
-        # exception, or never started. A rank that has raised, and then crashes while it exits, has raised.
+        # exception, or was never forked. A rank that has raised, and then crashes while it exits, has raised.
         killed = self.code < 0 and self.code != -signal.SIGABRT and failure.origin != "exception"
         if killed or failure.traits.never_a_consequence:
             return Consequence.NEVER

@@ -183,9 +183,8 @@ def test_the_users_frames_come_first_and_ours_are_folded():
 
 
 def test_a_lost_node_has_no_rank_to_name():
-    text = Failure.by_launcher(
-        LauncherFailure.NODE, "node 1 (node-b) vanished: no heartbeat for 5 s", 3, "node-b", when=WHEN
-    ).text()
+    found = "node 1 (node-b) vanished: no heartbeat for 5 s"
+    text = Failure.by_launcher(LauncherFailure.NODE, found, host="node-b", when=WHEN, node=1).text()
     assert text == "lockstep: node 1 (node-b) vanished: no heartbeat for 5 s (12:03:10)"
 
 
@@ -195,7 +194,7 @@ def test_a_lost_node_has_no_rank_to_name():
         (Failure(0, "h", 0.0, "ValueError", "m"), True),
         (Failure.by_launcher(LauncherFailure.EXIT, "m", 0), True),
         (Failure(0, "h", 0.0, "SIGKILL", "m", origin="signal"), False),
-        (Failure.by_launcher(LauncherFailure.NODE, "m", 0), False),
+        (Failure.by_launcher(LauncherFailure.NODE, "m", node=0), False),
     ],
 )
 def test_what_the_program_would_do_again(found, repeats):

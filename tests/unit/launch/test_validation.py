@@ -15,12 +15,12 @@ from lockstep.launch.validation import MAX_RANKS, difference, different_program,
 from lockstep.launch.wire.messages import (
     Hello,
     JobEnd,
+    NodeFailed,
     NodeHeartbeat,
     RankExited,
     RanksGone,
     SignalReceived,
     Stacks,
-    ZygoteLost,
 )
 
 KILLED = RankExit(-9, Failure(2, "host-1", 0.0, "SIGKILL", "killed", origin="signal"))
@@ -50,7 +50,7 @@ def attempt():
         NodeHeartbeat(),
         SignalReceived("SIGTERM"),
         RanksGone(5),
-        ZygoteLost(5, "died", False),
+        NodeFailed(5, "zygote", "died"),
     ],
     ids=str,
 )

@@ -82,15 +82,6 @@ class Attempt:
         """Return the ranks of a node, in order; [] for a node that has none."""
         return self._ranks_on.get(node, [])
 
-    def node_of(self, rank: int | None) -> int | None:
-        """Return the node of a rank; None for a failure that concerns no rank of this attempt."""
-        return self.ranks.get(rank) if rank is not None else None
-
-    def lost_with(self, node: int) -> list[int]:
-        """Return the ranks that end with a node: those that run, and those that it could not set up."""
-        exits = self.exits
-        return [rank for rank in self.ranks_on(node) if rank not in exits or exits[rank].never_started]
-
     @property
     def nodes(self) -> set[int]:
         return set(self._ranks_on)
@@ -180,12 +171,8 @@ class Attempt:
 
     def count_ended_by(self, failure: Failure) -> int:
         """Return how many ranks end because of a failure of others: they are killed, or have failed as well."""
-        failed = {failure.rank}
-
-        # A node, or the process that forked a node's ranks, takes all ranks of that node with it.
-        if failure.traits.of_node and failure.rank in self.ranks:
-            failed = set(self.ranks_on(self.ranks[failure.rank]))
-
+        # A node takes all its ranks with it.
+        failed = {failure.rank} if failure.node is None else set(self.ranks_on(failure.node))
         finished = {rank for rank, rank_exit in self.exits.items() if rank_exit.clean}
         return len(self.ranks.keys() - failed - finished)
 

@@ -38,21 +38,15 @@ class FailureHandler:
 
     # ---- what calls for a decision ----
 
-    def handle(self, failure: Failure, now: float, node: int | None = None, nothing_to_save: bool = False) -> None:
+    def handle(self, failure: Failure, now: float, nothing_to_save: bool = False) -> None:
         """Decide what follows, announce it with the failure, and kill all ranks, or go on without a node.
 
-        `node` is the one that has failed, if a whole node has: by default that of the failure's rank.
         `nothing_to_save`: see `Situation`.
         """
-        if node is None and failure.traits.of_node:
-            node = self._state.attempt.node_of(failure.rank)
-
-        situation = self._situation(now, node, nothing_to_save=nothing_to_save)
-        decision = decide(failure, situation)
+        decision = decide(failure, self._situation(now, failure, nothing_to_save=nothing_to_save))
         match decision:
             case Drop(dismiss):
-                assert node is not None
-                self._drop(node, failure, dismiss, now)
+                self._drop(failure, dismiss, now)
                 return
 
             case Restart():
@@ -88,7 +82,7 @@ class FailureHandler:
     def node_lost(self, number: int, why: str, now: float) -> None:
         """Handle the loss of a node. `why` is a verb phrase: "vanished"."""
         if number in self._state.members.nodes and self._state.status is not JobStatus.OVER:
-            self.handle(self._loss_of(number, why), now, number)
+            self.handle(self._loss_of(number, why), now)
 
     def end_without_attempt(self, problem: str, now: float) -> None:
         """End the job while no rank runs, because no attempt can follow. An end that was decided before stays."""
@@ -96,7 +90,7 @@ class FailureHandler:
             return
 
         failure = Failure.by_launcher(LauncherFailure.NODE, problem)
-        self._state.decided = decide(failure, self._situation(now, cannot_start=problem))
+        self._state.decided = decide(failure, self._situation(now, failure, cannot_start=problem))
         again = "restarted" if self._state.attempt.number is not None else "started"
         self._state.outbox.say(f"not {again}: {problem}. {self._state.how_to_continue}")
         self._next_attempt.end_if_decided()
@@ -110,14 +104,15 @@ class FailureHandler:
     def _situation(
         self,
         now: float,
-        node: int | None = None,
+        failure: Failure | None = None,
         *,
         nothing_to_save: bool = False,
         typed_twice: bool = False,
         cannot_start: str | None = None,
     ) -> Situation:
-        """Return the facts on which a decision depends. `node` is the one that has failed, if one has."""
+        """Return the facts on which a decision depends. `failure`: what calls for it, if it is a failure."""
         state = self._state
+        node = failure.node if failure else None
         # After a takeover the other nodes have yet to join, so a shortage means nothing yet.
         shortage = state.members.shortage if state.attempt.started_here else None
         is_member = node in state.members.nodes
@@ -143,9 +138,10 @@ class FailureHandler:
 
     # ---- a node fewer ----
 
-    def _drop(self, node: int, failure: Failure, dismiss: bool, now: float) -> None:
-        """Go on without a node. If ranks ran there, that ends the attempt."""
-        state, attempt = self._state, self._state.attempt
+    def _drop(self, failure: Failure, dismiss: bool, now: float) -> None:
+        """Go on without the node that has failed. If ranks ran there, that ends the attempt."""
+        state, attempt, node = self._state, self._state.attempt, failure.node
+        assert node is not None
         if dismiss:
             state.outbox.put(DismissNode(node, JobEnd(ExitCode.FAILED, failure)))
             state.restarts.count_sent_away(state.members.nodes[node].host, now)
@@ -154,7 +150,7 @@ class FailureHandler:
             state.outbox.put(DropNode(node))
 
         # Nothing is expected of it any more: neither stacks, nor the end of its ranks, nor that it starts them.
-        lost = attempt.lost_with(node)
+        lost = attempt.running.intersection(attempt.ranks_on(node))
         state.members.remove(node, now)
         state.unanswered.discard(node)
         attempt.unconfirmed.discard(node)
@@ -168,10 +164,9 @@ class FailureHandler:
         self.continue_if_gone(now)
 
     def _loss_of(self, node: int, why: str) -> Failure:
-        """Return the loss of a node as a failure. It names a lost rank, from which `count_ended_by` finds the node."""
+        """Return the loss of a node as a failure."""
         host = self._state.members.nodes[node].host
-        lost = self._state.attempt.lost_with(node)
-        return Failure.by_launcher(LauncherFailure.NODE, f"node {node} ({host}) {why}", min(lost, default=None), host)
+        return Failure.by_launcher(LauncherFailure.NODE, f"node {node} ({host}) {why}", host=host, node=node)
 
     # ---- the announcement ----
 

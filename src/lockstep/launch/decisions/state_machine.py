@@ -45,13 +45,13 @@ from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.job import COORDINATOR, Job, Settings
 from lockstep.launch.wire.messages import (
     CoordinatorState,
+    NodeFailed,
     NodeHeartbeat,
     RankExited,
     RanksGone,
     Report,
     SignalReceived,
     Stacks,
-    ZygoteLost,
     ranges,
 )
 
@@ -134,8 +134,8 @@ class JobStateMachine:
                 self.rank_exited(message, now)
             case RanksGone():
                 self.ranks_gone(node, message.attempt, now)
-            case ZygoteLost():
-                self.zygote_lost(node, message, now)
+            case NodeFailed():
+                self.node_failed(node, message, now)
             case Stacks():
                 self.stacks_received(node, message, now)
             case NodeHeartbeat():
@@ -199,20 +199,17 @@ class JobStateMachine:
             self._state.unanswered.discard(node)
             self._failure_handler.continue_if_gone(now)
 
-    def zygote_lost(self, node: int, message: ZygoteLost, now: float) -> None:
-        """The process that forks a node's ranks has died. Between two attempts that is not a failure."""
+    def node_failed(self, node: int, message: NodeFailed, now: float) -> None:
+        """A node has lost its ranks, or cannot start any. A zygote that dies between two attempts is replaced."""
         state = self._state
         # A node that is lost has taken its ranks with it.
         if node not in state.members.nodes or state.status is JobStatus.OVER:
             return
 
-        # The failure names the node's first rank, from which `Attempt.count_ended_by` finds the others.
-        kind = LauncherFailure.IMPORT if message.cannot_import else LauncherFailure.ZYGOTE
-        first = min(state.attempt.ranks_on(node), default=None)
-        failure = Failure.by_launcher(kind, message.why, first, state.members.nodes[node].host)
-
-        if message.cannot_import or state.has_running(message.attempt):
-            self._failure_handler.handle(failure, now, node)
+        kind, host = LauncherFailure(message.what), state.members.nodes[node].host
+        if kind is LauncherFailure.IMPORT or state.has_running(message.attempt):
+            failure = Failure.by_launcher(kind, message.why, host=host, node=node, for_user=message.for_user)
+            self._failure_handler.handle(failure, now)
 
     # ---- heartbeats and hangs ----
 

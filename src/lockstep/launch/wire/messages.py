@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from lockstep.launch import records
 from lockstep.launch.election import Term
@@ -101,12 +102,13 @@ class RanksGone(AttemptMessage):
 
 
 @dataclass(frozen=True)
-class ZygoteLost(Message):
-    """The process that forks the node's ranks died; `cannot_import`: it could not import the job's program."""
+class NodeFailed(Message):
+    """The node cannot start its ranks, or has lost those that ran. `what` is a `LauncherFailure`."""
 
     attempt: int | None  # None if no ranks were started before
+    what: Literal["zygote", "import", "setup"]
     why: str
-    cannot_import: bool
+    for_user: bool = False  # whether `why` says what to do
 
 
 @dataclass(frozen=True)
@@ -355,7 +357,7 @@ class JobEnd(Message):
 # ---- which way they go ----
 
 # What the agent of a node reports. Apart from these a node sends only its `Hello`.
-Report = RankExited | RanksGone | ZygoteLost | Stacks | SignalReceived | NodeHeartbeat
+Report = RankExited | RanksGone | NodeFailed | Stacks | SignalReceived | NodeHeartbeat
 
 # What the agent of a node carries out, and all that a node receives.
 Order = Start | Prepare | SaveAndExit | CollectStacks | Kill

@@ -35,7 +35,7 @@ STOP = Settings(hang=HangConfig(action="stop"))
 RECURS = "no checkpoint has been saved since the last start, so the same error would most likely recur"
 FINISHED = "another rank has ended with code 0, so the same would most likely recur"
 OVERDUE = Failure.by_launcher(LauncherFailure.OVERDUE, "2 ranks did not exit in time", 0, "host-0")
-LOST = Failure.by_launcher(LauncherFailure.NODE, "node 1 vanished", 1, "host-1")
+LOST = Failure.by_launcher(LauncherFailure.NODE, "node 1 vanished", host="host-1", node=1)
 NO_SETUP = replace(LOST, kind=LauncherFailure.SETUP)
 TOO_FEW = "1 node left, and 2 needed"
 FAILED = End(ExitCode.FAILED, "it would end the same way", NO_IMPORT)

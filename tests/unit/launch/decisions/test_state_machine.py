@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep import api
 from lockstep.config.sections import RestartConfig
 from lockstep.errors import ExitCode
 from lockstep.launch.decisions import status
@@ -24,12 +25,12 @@ from lockstep.launch.wire.messages import (
     CoordinatorState,
     JobEnd,
     Kill,
+    NodeFailed,
     NodeHeartbeat,
     Prepare,
     RankExited,
     SaveAndExit,
     Stacks,
-    ZygoteLost,
     decode,
     encode,
 )
@@ -155,7 +156,7 @@ def test_messages_of_an_earlier_attempt_are_ignored(stage):
     assert stage.state.attempt.watchdog.last_view(1) is None
     stage.state_machine.rank_exited(RankExited(0, 0, RankExit(-9)), stage.now)
     stage.state_machine.ranks_gone(0, 0, stage.now)
-    stage.state_machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
+    stage.state_machine.node_failed(0, NodeFailed(0, "zygote", "died"), stage.now)
     assert stage.tick() == []
 
 
@@ -301,31 +302,31 @@ def test_the_budget_is_the_tasks_own(stage):
 
 
 def test_a_dead_zygote_is_a_failure(stage):
-    stage.state_machine.zygote_lost(0, ZygoteLost(0, "the process that starts ranks died", False), stage.now)
+    stage.state_machine.node_failed(0, NodeFailed(0, "zygote", "the process that starts ranks died"), stage.now)
     stage.ranks_gone()
     assert stage.tick()[-1] == StartAttempt(1, {0: 2})
 
 
 def test_zygotes_that_are_killed_while_they_import_use_up_the_restarts(stage):
     for attempt in range(5):
-        stage.state_machine.zygote_lost(0, ZygoteLost(attempt, "was killed", False), stage.now)
+        stage.state_machine.node_failed(0, NodeFailed(attempt, "zygote", "was killed"), stage.now)
         stage.ranks_gone()
         assert stage.tick()[-1] == StartAttempt(attempt + 1, {0: 2})
 
-    stage.state_machine.zygote_lost(0, ZygoteLost(5, "was killed", False), stage.now)
+    stage.state_machine.node_failed(0, NodeFailed(5, "zygote", "was killed"), stage.now)
     stage.ranks_gone()
     assert stage.tick()[-1].code == 1
     assert "5 restarts in a row without a new checkpoint, which is the limit" in stage.said
 
 
 def test_a_zygote_that_cannot_import_ends_the_job(stage):
-    stage.state_machine.zygote_lost(0, ZygoteLost(0, "no torch", True), stage.now)
+    stage.state_machine.node_failed(0, NodeFailed(0, "import", "no torch"), stage.now)
     stage.ranks_gone()
     assert stage.tick()[-1].code == 1
 
 
 def test_a_signal_while_the_ranks_of_a_failed_job_are_killed_does_not_change_its_exit_code(stage):
-    stage.state_machine.zygote_lost(0, ZygoteLost(0, "no torch", True), stage.now)
+    stage.state_machine.node_failed(0, NodeFailed(0, "import", "no torch"), stage.now)
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.ranks_gone()
     assert stage.tick()[-1].code == ExitCode.FAILED
@@ -335,7 +336,7 @@ def test_a_newcomer_that_cannot_import_does_not_end_a_healthy_job():
     stage = nodes(1, 4, 1)
     stage.tick(3.1)
     stage.join(1)
-    stage.state_machine.zygote_lost(1, ZygoteLost(None, "exited while importing", True), stage.now)
+    stage.state_machine.node_failed(1, NodeFailed(None, "import", "exited while importing"), stage.now)
     stage.tick()
     assert "node 1 (host-1) was dropped: exited while importing" in stage.said
     assert not stage.sent(Kill) + stage.of(JobEnd)
@@ -354,7 +355,7 @@ def test_a_newcomer_that_cannot_import_does_not_end_a_healthy_job():
 def test_a_node_with_ranks_that_cannot_import_is_lost():
     stage = nodes(1, 2, 2)
     stage.tick()
-    stage.state_machine.zygote_lost(1, ZygoteLost(0, "exited while importing", True), stage.now)
+    stage.state_machine.node_failed(1, NodeFailed(0, "import", "exited while importing"), stage.now)
     stage.tick()
     assert stage.sent(Kill) == [0]
     assert "restarting 1 rank from the beginning" in stage.said
@@ -363,16 +364,15 @@ def test_a_node_with_ranks_that_cannot_import_is_lost():
     assert stage.of(StartAttempt) == [StartAttempt(1, {0: 1})]
 
 
-def setup_failed(stage, rank: int) -> None:
-    failure = Failure.by_launcher(LauncherFailure.SETUP, "no space left", rank, "host-1")
-    stage.state_machine.rank_exited(RankExited(0, rank, RankExit(1, failure)), stage.now)
+def setup_failed(stage: Stage) -> None:
+    stage.state_machine.node_failed(1, NodeFailed(0, "setup", "no space left"), stage.now)
     stage.tick()
 
 
 def test_a_node_that_cannot_set_up_its_ranks_is_sent_away_if_the_job_can_spare_it():
     stage = nodes(1, 2, 2)
     stage.tick()
-    setup_failed(stage, rank=1)
+    setup_failed(stage)
     assert [command.node for command in stage.of(DismissNode)] == [1]
     assert "node 1 (host-1) was dropped: no space left" in stage.said
     assert stage.sent(Kill) == [0]
@@ -384,7 +384,7 @@ def test_a_host_that_was_sent_away_twice_may_not_join_for_an_hour():
     for number in (1, 2):
         assert not stage.state_machine.refuses(f"host-{number}", stage.now)
         stage.state_machine.node_joined(Node(number, "bad-host", ONE), stage.now)
-        stage.state_machine.zygote_lost(number, ZygoteLost(None, "exited while importing", True), stage.now)
+        stage.state_machine.node_failed(number, NodeFailed(None, "import", "exited while importing"), stage.now)
         assert stage.state_machine.refuses("bad-host", stage.now) is (number == 2)
         stage.tick(60.0)
 
@@ -399,7 +399,7 @@ def test_a_host_that_was_sent_away_twice_may_not_join_for_an_hour():
 def test_a_node_that_the_job_needs_and_that_cannot_set_up_its_ranks_ends_the_job():
     stage = nodes(2, 2, 2)
     stage.tick()
-    setup_failed(stage, rank=1)
+    setup_failed(stage)
     said = stage.said
     stage.ranks_gone(0, 1)
     stage.tick()
@@ -413,7 +413,7 @@ def test_a_node_that_the_job_needs_and_that_cannot_import_ends_the_job(started):
     stage = nodes(2, 2 if started else 3, 2)
     stage.tick()
     attempt = 0 if started else None
-    stage.state_machine.zygote_lost(1, ZygoteLost(attempt, "exited while importing", True), stage.now)
+    stage.state_machine.node_failed(1, NodeFailed(attempt, "import", "exited while importing"), stage.now)
     said = [stage.tick(), stage.said][1]
     if started:
         stage.ranks_gone(0, 1)
@@ -788,6 +788,37 @@ def test_a_lost_node_stops_the_others_and_ends_what_needs_it():
     assert (ending.code, ending.failure.kind) == (ExitCode.RESTART, "node")
 
 
+@pytest.mark.parametrize("kind", ["zygote", "import", "setup"])
+def test_of_a_node_that_fails_no_rank_is_named(kind):
+    """Its first rank was named as the one that had failed, and its log, though that rank may never have existed."""
+    stage = Stage(TWO, TWO)
+    stage.join(1)
+    stage.tick()
+    stage.beat(restart={"per_hour": 0})
+    stage.state_machine.node_failed(1, NodeFailed(0, kind, "no luck"), stage.now)
+    stage.tick()
+    assert stage.said.startswith("lockstep: no luck (")
+    assert "2 other ranks ended because of it." in stage.said
+    assert "Log of rank" not in stage.said
+    (event,) = [log.event for log in stage.of(LogEvent)]
+    assert (event["rank"], event["node"], event["host"]) == (None, 1, "host-1")
+    stage.ranks_gone(0, 1)
+    (ending,) = [stage.tick(), stage.of(JobEnd)][1]
+    assert api._describe_exit(ending) == f"exit code 1 (never restart): {kind}: no luck"
+
+
+def test_of_a_node_that_is_lost_no_rank_is_named():
+    stage = Stage(TWO, TWO)
+    stage.join(1)
+    stage.tick()
+    stage.state_machine.node_lost(1, "vanished", stage.now)
+    assert "Log of rank" not in [stage.tick(), stage.said][1]
+    stage.ranks_gone(0)
+    (ending,) = [stage.tick(), stage.of(JobEnd)][1]
+    assert (ending.failure.rank, ending.failure.node) == (None, 1)
+    assert api._describe_exit(ending) == "exit code 75 (restart): node: node 1 (host-1) vanished"
+
+
 def test_a_node_that_returns_does_not_end_a_job_that_needs_all_its_nodes():
     stage = Stage(TWO, TWO)
     stage.join(1)
@@ -823,11 +854,11 @@ def test_ranks_that_are_lost_with_a_failure_are_no_consequence_of_it():
     stage = Stage(TWO, Bounds(1, 2))
     stage.join(1)
     stage.tick()
-    stage.state_machine.zygote_lost(1, ZygoteLost(0, "died", False), stage.now)
+    stage.state_machine.node_failed(1, NodeFailed(0, "zygote", "died"), stage.now)
     assert "2 other ranks ended because of it" in [stage.tick(), stage.said][1]
     stage = Stage(TWO)
     stage.tick()
-    stage.state_machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
+    stage.state_machine.node_failed(0, NodeFailed(0, "zygote", "died"), stage.now)
     assert "because of it" not in [stage.tick(), stage.said][1]
 
 
@@ -977,7 +1008,7 @@ def test_the_zygote_of_a_node_that_was_dropped_does_not_matter():
     stage.exit(0, -9)
     stage.state_machine.node_lost(1, "vanished", stage.now)
     stage.tick()
-    stage.state_machine.zygote_lost(1, ZygoteLost(0, "died", False), stage.now)
+    stage.state_machine.node_failed(1, NodeFailed(0, "zygote", "died"), stage.now)
     assert stage.tick() == []
 
 
@@ -1125,7 +1156,7 @@ def test_no_job_ends_while_the_old_rank_0_may_still_save(stage, what, code):
     if what == "signal":
         new.state_machine.preempt_requested("SIGTERM", new.now)
     else:
-        new.state_machine.zygote_lost(0, ZygoteLost(None, "no torch", True), new.now)
+        new.state_machine.node_failed(0, NodeFailed(None, "import", "no torch"), new.now)
     assert not [new.tick(2.8), new.of(JobEnd)][1]
     assert [ending.code for ending in [new.tick(0.2), new.of(JobEnd)][1]] == [code]
 

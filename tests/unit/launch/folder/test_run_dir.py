@@ -130,7 +130,7 @@ def test_a_launcher_that_waited_for_a_file_that_was_removed_waits_for_the_next(t
 )
 def test_the_launcher_that_coordinates_records_the_error(tmp_path, monkeypatch, rank, coordinated, recorded):
     """A lost node is no rank; and the other launchers have the same folder."""
-    ending = JobEnd(1, Failure.by_launcher(LauncherFailure.NODE, "it broke", rank, "host-a"))
+    ending = JobEnd(1, Failure.by_launcher(LauncherFailure.EXIT, "it broke", rank, "host-a"))
     monkeypatch.setattr(api, "supervise", lambda job: (ending, coordinated))
     assert api._launch({}, tmp_path, Bounds(1, 1)) == (ending, coordinated)
     events = tmp_path / "events.jsonl"
