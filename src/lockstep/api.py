@@ -418,7 +418,7 @@ def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds, errors: Pat
 
     if ending.code:
         # The signal follows from the exit code alone, and the step that the run has reached from its checkpoints.
-        signal = "SIGINT" if ending.code == Preempted.INTERRUPTED else "SIGTERM"
+        signal = "SIGINT" if ending.code == ExitCode.INTERRUPTED else "SIGTERM"
         checkpoint = latest(run_dir / "checkpoints")
         step = latest_step(run_dir / "checkpoints") or 0
         raise Preempted(step, signal, str(checkpoint) if checkpoint else None)

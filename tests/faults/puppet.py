@@ -60,7 +60,7 @@ class Puppet:
             time.sleep(0.02)
             if self.asked:
                 self.commit(7)
-                raise Preempted(7, "SIGTERM", None)
+                raise Preempted(7, "SIGTERM", str(self.run_dir / "checkpoints" / "step-00000007"))
 
 
 def play(spec):

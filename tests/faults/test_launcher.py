@@ -121,6 +121,24 @@ def test_a_program_may_clean_up_after_a_preemption(launch, tmp_path):
     assert launcher.wait() == 75
 
 
+def test_an_error_after_a_preemption_is_shown(launch, tmp_path):
+    """The rank counted as saved and ended as asked, and the traceback appeared nowhere."""
+    code = """
+    from lockstep.errors import Preempted
+    me.note()
+    try:
+        me.train()
+    except Preempted as stop:
+        clean_up()
+    """
+    launcher = launch(dedent(code))
+    pids_of(tmp_path, 0, 2)
+    launcher.signal(signal.SIGTERM)
+    assert launcher.wait() == 75
+    assert "NameError: name 'clean_up' is not defined" in launcher.said
+    assert "saved at step 7" in launcher.said
+
+
 def test_a_user_error_is_shown_without_a_traceback(run, capfd):
     assert run("raise UserError('asked', 'found', 'type this')").code == 2
     assert capfd.readouterr().err == "lockstep: asked\n  found: found\n  do:    type this\n"

@@ -15,7 +15,7 @@ from typing import assert_never
 
 from lockstep.errors import UserError
 from lockstep.launch import records
-from lockstep.launch.failure import PREEMPTED, RankExit
+from lockstep.launch.failure import RankExit
 from lockstep.launch.folder.run_dir import not_writable
 from lockstep.launch.hangs.suspicion import view_of
 from lockstep.launch.job import RESUME_COMMAND, Job
@@ -192,7 +192,7 @@ class Agent:
         # Before the zygote is ready no rank exists, so all count as ranks that have exited as they were asked to.
         if not self._zygote.ready:
             self._zygote.drop_unsent()
-            rank_exit = RankExit(PREEMPTED)
+            rank_exit = RankExit.as_asked("nothing")
             self._messages += [RankExited(current.attempt, rank, rank_exit) for rank in current.ranks]
             current.ranks.clear()
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any, Literal
 
-from lockstep.errors import OutOfStep, Preempted, SmallerMicroBatch
+from lockstep.errors import ExitCode, OutOfStep, SmallerMicroBatch
 from lockstep.launch import frames, lost_peer
 
-# The exit code of a rank that exited on request, and all codes of ranks that did not fail.
-PREEMPTED = Preempted.CODE
-CLEAN = (0, PREEMPTED)
+# The exit codes of ranks that did not fail: they have finished, or exited as they were asked to.
+CLEAN = (0, ExitCode.RESTART.value)
 
 # Who says that something failed: a rank, with its exception; the kernel, with a signal; or the launcher.
 Origin = Literal["exception", "signal", "launcher"]
@@ -215,19 +214,29 @@ class Consequence(IntEnum):
     CERTAIN = 3  # torch says that a peer is gone
 
 
+# What became of the save of ranks that were asked to save and exit. "nothing": there was nothing to save yet.
+Save = Literal["saved", "failed", "nothing"]
+
+
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank ended, with its failure unless the rank finished or was preempted."""
+    """How a rank ended, with its failure unless the rank finished, or exited as it was asked to."""
 
     code: int
     failure: Failure | None = None
     exit_line: str = ""  # FILE:LINE of the sys.exit(0) that ended the rank, if one did
-    unsaved_step: int | None = None  # the step whose save failed, if the rank was asked to save and exit
+    save: Save | None = None  # None if the rank was not asked to save and exit
+    save_step: int | None = None  # the step that it saved, or failed to save
+
+    @classmethod
+    def as_asked(cls, save: Save, step: int | None = None) -> RankExit:
+        """Return the end of a rank that was asked to save and exit."""
+        return cls(ExitCode.RESTART.value, save=save, save_step=step)
 
     @property
     def clean(self) -> bool:
         """Whether the rank finished, or exited as it was asked to."""
-        return self.code in CLEAN and self.failure is None
+        return self.failure is None and self.code == (ExitCode.RESTART if self.save else ExitCode.FINISHED)
 
     @property
     def consequence(self) -> Consequence:

@@ -14,6 +14,7 @@ import pytest
 
 from lockstep.launch import agent as module
 from lockstep.launch.agent import Agent
+from lockstep.launch.failure import RankExit
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.ranks import local_ranks, rank_record, zygote_client
 from lockstep.launch.ranks.post_mortem import examine
@@ -22,8 +23,10 @@ from lockstep.launch.wire.messages import (
     Kill,
     Message,
     NodeFailed,
+    RankExited,
     RanksGone,
     Rendezvous,
+    SaveAndExit,
     Stacks,
     Start,
 )
@@ -110,6 +113,15 @@ def test_a_zygote_that_imports_for_too_long_is_not_replaced(importing, monkeypat
     (message,) = first_messages(agent)
     assert message.what == "import"
     assert message.why.endswith("did not finish its imports within 0 s")
+
+
+def test_ranks_that_do_not_exist_yet_have_nothing_to_save(importing):
+    """A resumed job said that it had saved where it had begun."""
+    agent = importing("import time; time.sleep(600)")
+    agent.carry_out(START)
+    agent.carry_out(SaveAndExit(0, "SIGTERM"))
+    (message,) = first_messages(agent)
+    assert message == RankExited(0, 0, RankExit.as_asked("nothing"))
 
 
 # ---- ranks that cannot be set up ----

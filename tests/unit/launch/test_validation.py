@@ -1,6 +1,7 @@
 """Which messages of a node can be right, by the ranks of the attempt that it has."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,7 @@ def attempt():
     [
         RankExited(5, 2, KILLED),
         RankExited(5, 3, RankExit(0)),
+        RankExited(5, 3, RankExit.as_asked("failed", 900)),
         RankExited(4, 0, KILLED),  # of an attempt in which it had this rank: ignored later
         Stacks.of(5, 1, {2: "", 3: ""}, {3: []}),
         Stacks.of(5, 1, {}, {3: [{"profiling_name": None}]}),  # another version of torch may write that
@@ -64,6 +66,9 @@ def test_a_message_that_can_be_right(attempt, message):
         (RankExited(5, 0, KILLED), r"ranks \[0\] are not its ranks"),
         (RankExited(5, 9, KILLED), r"ranks \[9\] are not its ranks"),
         (RankExited(5, 2, RankExit(1)), "rank 2 failed without a failure"),
+        (RankExited(5, 2, RankExit(75)), "rank 2 failed without a failure"),
+        (RankExited(5, 2, RankExit(0, save="saved")), "rank 2 failed without a failure"),
+        (RankExited(5, 2, replace(KILLED, save="saved")), "rank 2 failed, and exited as it was asked to"),
         (RankExited(5, 2, KILLED, float("nan")), "rank 2 failed nan seconds ago"),
         (Stacks.of(5, 1, {1: ""}, {}), r"ranks \[1\]"),
         (Stacks.of(5, 1, {}, {7: []}), r"ranks \[7\]"),

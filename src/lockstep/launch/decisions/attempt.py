@@ -7,15 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from lockstep.errors import plural
-from lockstep.launch.failure import (
-    PREEMPTED,
-    Consequence,
-    Failure,
-    LauncherFailure,
-    RankExit,
-    left_early,
-    pick_root,
-)
+from lockstep.launch.failure import Consequence, Failure, LauncherFailure, RankExit, Save, left_early, pick_root
 from lockstep.launch.hangs.watchdog import Watchdog
 
 
@@ -102,20 +94,12 @@ class Attempt:
         return [rank for rank, rank_exit in self.exits.items() if rank_exit.code == 0 and rank_exit.clean]
 
     @property
-    def any_exited_as_asked(self) -> bool:
-        """Whether some rank has exited because it was asked to save and exit. Its save may have failed."""
-        return any(rank_exit.code == PREEMPTED for rank_exit in self.exits.values())
-
-    @property
-    def unsaved_step(self) -> int | None:
-        """The step at which the ranks should have saved before they exited, if that save failed."""
-        unsaved = (rank_exit.unsaved_step for rank_exit in self.exits.values())
-        return next((step for step in unsaved if step is not None), None)
-
-    @property
-    def any_saved_and_exited(self) -> bool:
-        """Whether some rank has saved and exited, as it was asked to."""
-        return self.any_exited_as_asked and self.unsaved_step is None
+    def save(self) -> Save | None:
+        """What became of the save of ranks that were asked to save and exit; None if none of them has exited."""
+        # What failed on one rank is no checkpoint.
+        saves = {rank_exit.save for rank_exit in self.exits.values()}
+        outcomes: tuple[Save, ...] = ("failed", "saved", "nothing")
+        return next((save for save in outcomes if save in saves), None)
 
     def has_saved(self, newest: int | None) -> bool:
         """Return whether this attempt is known to have saved the newest checkpoint; `newest` is its step."""
@@ -123,7 +107,7 @@ class Attempt:
             return False
 
         # Ranks that were asked to exit have saved, perhaps at the very step that they started from.
-        return newest != self.started_from or self.any_saved_and_exited
+        return newest != self.started_from or self.save == "saved"
 
     # ---- failures ----
 

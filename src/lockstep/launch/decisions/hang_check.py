@@ -49,7 +49,7 @@ class HangCheck:
             return
 
         # Ranks that save exit together: the first one to exit sets the time that the others have.
-        if self._pending is not None or attempt.any_exited_as_asked:
+        if self._pending is not None or attempt.save:
             return
 
         if attempt.watchdog.suspicion(attempt.running, now) is not None:
@@ -112,7 +112,7 @@ class HangCheck:
             return
 
         # Since then, a rank may have saved and exited.
-        if state.attempt.any_exited_as_asked:
+        if state.attempt.save:
             return
 
         # It is not a hang if some rank has advanced in the meantime or is compiling.

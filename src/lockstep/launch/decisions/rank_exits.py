@@ -14,7 +14,7 @@ from lockstep.launch.decisions.status import (
     STRAGGLER_GRACE_S,
     JobStatus,
 )
-from lockstep.launch.failure import PREEMPTED, RankExit
+from lockstep.launch.failure import RankExit
 from lockstep.launch.wire.messages import JobEnd, RankExited
 
 
@@ -37,7 +37,7 @@ class RankExits:
 
         if not rank_exit.clean:
             self._wait_for_cause(rank_exit, now)
-        elif rank_exit.code == PREEMPTED:
+        elif rank_exit.save:
             self._wait_for_stragglers(now)
 
         if self._state.attempt.all_exited:
@@ -83,11 +83,12 @@ class RankExits:
         # The exits of ranks that failed came first: they explain the rest.
         if attempt.has_failed:
             self._failure_handler.handle(attempt.root_failure(), now)
-        elif not attempt.any_exited_as_asked:
+        elif attempt.save is None:
             self._state.end(JobEnd(ExitCode.FINISHED))
         else:
-            if attempt.unsaved_step is not None:
-                lost = f"the save of step {attempt.unsaved_step} failed"
+            if attempt.save == "failed":
+                step = next(exit.save_step for exit in attempt.exits.values() if exit.save == "failed")
+                lost = f"the save of step {step} failed"
                 self._state.outbox.say(f"{lost}; the job can only continue from {self._state.where_to_resume}")
 
             self._failure_handler.follow_request(now)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.errors import ExitCode, Preempted
-from lockstep.launch.failure import Failure, LauncherFailure
+from lockstep.launch.failure import Failure, LauncherFailure, Save
 from lockstep.launch.job import Settings
 
 # ---- what follows, once the ranks of the attempt are gone; a node is dropped at once ----
@@ -73,8 +73,7 @@ class Situation:
     settings: Settings
     newest: int | None = None  # the step of the newest checkpoint
     progress: bool = False  # the attempt has saved a checkpoint
-    any_saved_and_exited: bool = False  # some rank of the attempt has saved and exited, as it was asked to
-    save_failed: bool = False  # the ranks exited as they were asked to, but their save failed
+    save: Save | None = None  # what became of the save of ranks that exited as they were asked to
     any_finished: bool = False  # some rank of the attempt has ended with code 0
     limit_can_rise: bool = False  # the ranks were suspected because of a limit that can be raised
     recent_restarts: int = 0  # within the last hour
@@ -91,7 +90,7 @@ class Situation:
     @property
     def can_be_resumed(self) -> bool:
         """Whether the job can be resumed later without losing training: something was saved, or nothing has to be."""
-        return self.nothing_to_save or self.newest is not None or self.any_saved_and_exited
+        return self.nothing_to_save or self.newest is not None or self.save in ("saved", "nothing")
 
 
 # ---- the rules ----
@@ -151,7 +150,7 @@ def _without_failure(situation: Situation) -> Decision:
         return Continue()
 
     # A signal may come before there is anything to save. If a save failed, there was.
-    if situation.save_failed and not situation.can_be_resumed:
+    if situation.save == "failed" and not situation.can_be_resumed:
         return End(ExitCode.FAILED, "the save failed, and there is no checkpoint")
 
     return EndPreempted()

@@ -83,6 +83,9 @@ class RankExited(AttemptMessage):
         if self.exit.failure is None and not self.exit.clean:
             return f"rank {self.rank} failed without a failure"
 
+        if self.exit.failure is not None and self.exit.save is not None:
+            return f"rank {self.rank} failed, and exited as it was asked to"
+
         if not math.isfinite(self.age):
             return f"rank {self.rank} failed {self.age} seconds ago"
 

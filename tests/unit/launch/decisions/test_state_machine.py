@@ -15,7 +15,7 @@ from lockstep.launch.decisions.commands import DismissNode, DropNode, LogEvent, 
 from lockstep.launch.decisions.members import Node, divide
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.state_machine import JobStateMachine
-from lockstep.launch.failure import ABORTED_UNREAD, Failure, LauncherFailure, RankExit
+from lockstep.launch.failure import ABORTED_UNREAD, Failure, LauncherFailure, RankExit, Save
 from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job, Settings
@@ -79,14 +79,13 @@ class Stage:
         self.commands = self.state_machine.take_commands()
         return self.commands
 
-    def exit(self, rank: int, code: int, exit_line: str = "", **failure) -> None:
+    def exit(self, rank: int, code: int, exit_line: str = "", save: Save = "saved", **failure) -> None:
         kind = signal.Signals(-code).name if code < 0 else "ValueError"
         origin = "signal" if code < 0 else "exception"
         values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", "origin": origin, **failure}
         failed = Failure(rank=rank, **values) if code not in (0, 75) else None
-        self.state_machine.rank_exited(
-            RankExited(self.state.attempt.number, rank, RankExit(code, failed, exit_line)), self.now
-        )
+        rank_exit = RankExit.as_asked(save) if code == 75 else RankExit(code, failed, exit_line)
+        self.state_machine.rank_exited(RankExited(self.state.attempt.number, rank, rank_exit), self.now)
 
     def ranks_gone(self, *nodes: int) -> None:
         for node in nodes or (0,):
@@ -508,7 +507,7 @@ def test_a_checkpoint_from_before_a_stop_request_is_not_what_it_has_saved(stage)
 def exit_unsaved(stage: Stage, step: int) -> None:
     """Both ranks exit as they were asked to, but their save of this step failed."""
     for rank in range(2):
-        message = RankExited(stage.state.attempt.number, rank, RankExit(75, unsaved_step=step))
+        message = RankExited(stage.state.attempt.number, rank, RankExit.as_asked("failed", step))
         stage.state_machine.rank_exited(message, stage.now)
     stage.tick()
 
@@ -543,14 +542,18 @@ def test_a_resize_after_a_failed_save_says_what_is_lost():
     assert stage.of(StartAttempt) == [StartAttempt(1, {0: 3})]
 
 
-def test_a_stop_request_before_the_first_step_has_saved_where_it_started():
+@pytest.mark.parametrize("save", ["saved", "nothing"])
+def test_a_job_that_had_nothing_to_save_does_not_claim_to_have_saved(save):
+    """It was resumed at step 100, and its ranks did not exist yet, or had not begun."""
     stage = Stage(saved=100)
     stage.tick()
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
     for rank in range(2):
-        stage.exit(rank, 75)
+        stage.exit(rank, 75, save=save)
     stage.tick()
-    assert "saved at step 100; to resume" in stage.said
+    assert ("saved at step 100" in stage.said) == (save == "saved")
+    assert ("ended without another save; the newest checkpoint is of step 100" in stage.said) == (save == "nothing")
+    assert stage.of(JobEnd) == [JobEnd(75)]
 
 
 def test_a_stop_request_before_the_first_attempt_has_saved_nothing():
@@ -590,7 +593,7 @@ def test_ranks_that_do_not_stop_are_killed(stage):
 def test_when_one_rank_has_stopped_the_others_follow_soon_or_are_killed(stage):
     """Signalled while they were joining, one may have got the signal and the other be stuck in the rendezvous."""
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
-    stage.exit(0, 75)
+    stage.exit(0, 75, save="nothing")
     stage.tick(19)
     assert not stage.sent(CollectStacks)
     overdue(stage, 2)
