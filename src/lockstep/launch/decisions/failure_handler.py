@@ -24,6 +24,7 @@ from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import ACTIVE, NODES_KILL_S, JobStatus
 from lockstep.launch.failure import Failure, LauncherFailure
+from lockstep.launch.hangs.suspicion import RAISE_FACTOR
 from lockstep.launch.job import COORDINATOR
 from lockstep.launch.wire.messages import JobEnd, Kill
 
@@ -50,8 +51,11 @@ class FailureHandler:
                 return
 
             case Restart():
-                self._count_restart(decision, failure, now)
-                self.announce(failure, self._describe_restart(decision, failure, now))
+                # A smaller micro-batch is asked for only a few times.
+                if not failure.traits.asks_for_smaller_micro_batch:
+                    self._state.restarts.count(now, hang=failure.noticed_as(LauncherFailure.HANG))
+
+                self.announce(failure, self._describe_restart(failure, now))
 
             case Continue():
                 head = f"{failure.message}; continuing from {self._state.where_to_resume}"
@@ -122,9 +126,8 @@ class FailureHandler:
             progress=state.attempt.has_saved(state.checkpoints.newest),
             save=state.attempt.save,
             any_finished=bool(state.attempt.finished),
-            limit_can_rise=state.attempt.watchdog.limit_can_rise,
             recent_restarts=state.restarts.recent(now),
-            restarts_in_a_row=state.restarts.in_a_row(state.checkpoints.newest),
+            restarts_in_a_row=state.restarts.in_a_row,
             cannot_start=cannot_start or shortage,
             node_is_member=is_member,
             can_spare_node=is_member and node != COORDINATOR and state.members.can_spare_a_node,
@@ -169,17 +172,8 @@ class FailureHandler:
 
     # ---- the announcement ----
 
-    def _count_restart(self, restart: Restart, failure: Failure, now: float) -> None:
-        """Count a restart, and note what the next attempt does in another way."""
-        state = self._state
-        counts = not failure.traits.asks_for_smaller_micro_batch
-        state.restarts.count(state.checkpoints.newest, now, counts)
-
-        if restart.raise_limit:
-            state.restarts.count_hang(failure)
-
-    def _describe_restart(self, restart: Restart, failure: Failure, now: float) -> str:
-        """Return a restart that was counted in words."""
+    def _describe_restart(self, failure: Failure, now: float) -> str:
+        """Describe the restart that was just counted."""
         state = self._state
         # After a takeover the other nodes have yet to join, so the number of ranks is not known.
         started_here = state.attempt.started_here
@@ -187,14 +181,16 @@ class FailureHandler:
 
         limits = state.settings.restart
         budget = f"restart {state.restarts.recent(now)} of {limits.per_hour} in an hour"
-        in_a_row = state.restarts.in_a_row(state.checkpoints.newest)
+        in_a_row = state.restarts.in_a_row
         if failure.traits.asks_for_smaller_micro_batch:
             budget = "not counted as a restart"
         elif in_a_row > 1:
             budget += f", {in_a_row} of {limits.max_in_a_row} in a row without a new checkpoint"
 
-        limit = f"; with a higher limit for step {failure.step}, phase {failure.phase}" if restart.raise_limit else ""
-        return f"restarting {what} from {state.where_to_resume} ({budget}){limit}"
+        # Slow work may have been taken for a hang.
+        times = f"{RAISE_FACTOR**state.restarts.hangs:g} times as long until the next checkpoint"
+        more_time = f"; hang limits are {times}" if failure.noticed_as(LauncherFailure.HANG) else ""
+        return f"restarting {what} from {state.where_to_resume} ({budget}){more_time}"
 
     def _describe_end(self, end: End, failure: Failure) -> str:
         """Return why the job is not restarted, and what to type."""

@@ -52,7 +52,7 @@ class HangCheck:
         if self._pending is not None or attempt.save:
             return
 
-        if attempt.watchdog.suspicion(attempt.running, now) is not None:
+        if attempt.watchdog.suspicion(attempt.running, now, state.restarts.hangs) is not None:
             self._collect(now)
 
     def _collect(self, now: float) -> Collection:

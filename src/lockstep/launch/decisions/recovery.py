@@ -17,13 +17,7 @@ from lockstep.launch.job import Settings
 
 @dataclass(frozen=True)
 class Restart:
-    """Another attempt, from the newest checkpoint, on the nodes that are left.
-
-    `raise_limit`: it gets more time where this one seemed to hang. Otherwise slow work that is taken for a hang would
-    end every attempt at the same step.
-    """
-
-    raise_limit: bool = False
+    """Another attempt, from the newest checkpoint, on the nodes that are left."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +69,6 @@ class Situation:
     progress: bool = False  # the attempt has saved a checkpoint
     save: Save | None = None  # what became of the save of ranks that exited as they were asked to
     any_finished: bool = False  # some rank of the attempt has ended with code 0
-    limit_can_rise: bool = False  # the ranks were suspected because of a limit that can be raised
     recent_restarts: int = 0  # within the last hour
     restarts_in_a_row: int = 0  # without a new checkpoint
     cannot_start: str | None = None  # why no attempt can follow: too few nodes, or killed ranks that do not end
@@ -133,7 +126,7 @@ def decide(failure: Failure | None, situation: Situation) -> Decision:
     if reason:
         return End(ExitCode.FAILED, reason, failure)
 
-    return Restart(raise_limit=failure.noticed_as(LauncherFailure.HANG) and situation.limit_can_rise)
+    return Restart()
 
 
 def _without_failure(situation: Situation) -> Decision:

@@ -89,10 +89,11 @@ class JobStateMachine:
         return CoordinatorState(
             ranges(sorted(self._state.members.nodes)),
             self._state.attempt.number,
-            self._state.restarts.history(now),
+            self._state.restarts,
             self._state.settings.model_dump(),
             self._save_requests.signal,
             self._state.decided_end,
+            now,
         )
 
     @property
@@ -102,7 +103,7 @@ class JobStateMachine:
 
     def note_checkpoints(self, checkpoints: CheckpointFacts) -> None:
         """The coordinator has looked at the checkpoints. It does so before it reports anything else."""
-        self._state.checkpoints = checkpoints
+        self._state.note_checkpoints(checkpoints)
 
     @property
     def attempt(self) -> Attempt:

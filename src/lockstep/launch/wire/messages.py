@@ -16,6 +16,7 @@ from lockstep.launch.election import Term
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import COORDINATOR, Bounds, Settings
+from lockstep.launch.restarts import Restarts
 from lockstep.runtime.preemption import PREEMPT_SIGNALS
 
 # The messages, by their names in JSON.
@@ -231,36 +232,19 @@ class Welcome(Message):
 
 
 @dataclass(frozen=True)
-class HangPoint:
-    """A step and phase at which attempts were ended as hanging, and how many."""
-
-    step: int | None
-    phase: str | None
-    count: int
-
-
-@dataclass(frozen=True)
-class RestartHistory:
-    """What is remembered of the restarts so far. Times are ages in seconds, because clocks of two machines differ."""
-
-    restarts: int = 0
-    recent: list[float] = field(default_factory=list)  # how many seconds ago each restart was that still counts
-    in_a_row: int = 0  # how many of those that count followed each other without a new checkpoint
-    newest: int | None = None  # the step of the newest checkpoint at the last of them
-    hang_points: list[HangPoint] = field(default_factory=list)
-    sent_away: dict[str, list[float]] = field(default_factory=dict)  # host -> how many seconds ago
-
-
-@dataclass(frozen=True)
 class CoordinatorState(Message):
-    """The coordinator's heartbeat, sent every second; a successor starts from the last one that it received."""
+    """The coordinator's heartbeat, sent every second; a successor starts from the last one that it received.
+
+    Times are those of the coordinator's monotonic clock, which shows `clock` now.
+    """
 
     members: list[list[int]]  # the numbers of all nodes, as ranges: the first and the last of each
     attempt: int | None = None  # the newest attempt
-    history: RestartHistory = field(default_factory=RestartHistory)
+    restarts: Restarts = field(default_factory=Restarts)
     settings: dict = field(default_factory=dict)
     preempt_signal: str | None = None  # the signal that asked the job to save and exit, if one did
     ending: JobEnd | None = None  # how the job ends when all ranks are gone, if that is decided: it has failed
+    clock: float = 0.0
 
     @property
     def numbers(self) -> list[int]:
@@ -354,7 +338,6 @@ class JobEnd(Message):
 
     code: int  # an `ExitCode`
     failure: Failure | None = None
-    restarts: int = 0
 
 
 # ---- which way they go ----
