@@ -39,12 +39,9 @@ class FailureHandler:
 
     # ---- what calls for a decision ----
 
-    def handle(self, failure: Failure, now: float, nothing_to_save: bool = False) -> None:
-        """Decide what follows, announce it with the failure, and kill all ranks, or go on without a node.
-
-        `nothing_to_save`: see `Situation`.
-        """
-        decision = decide(failure, self._situation(now, failure, nothing_to_save=nothing_to_save))
+    def handle(self, failure: Failure, now: float) -> None:
+        """Decide what follows, announce it with the failure, and kill all ranks, or go on without a node."""
+        decision = decide(failure, self._situation(now, failure))
         match decision:
             case Drop(dismiss):
                 self._drop(failure, dismiss, now)
@@ -66,7 +63,7 @@ class FailureHandler:
                 self._save_requests.undo_resize()
 
             case EndPreempted():
-                self.announce(failure, "not restarted: the job was asked to save and exit")
+                self.announce(failure, f"not restarted: {decision.reason}")
 
             case End():
                 self.announce(failure, self._describe_end(decision, failure))
@@ -110,7 +107,6 @@ class FailureHandler:
         now: float,
         failure: Failure | None = None,
         *,
-        nothing_to_save: bool = False,
         typed_twice: bool = False,
         cannot_start: str | None = None,
     ) -> Situation:
@@ -134,7 +130,6 @@ class FailureHandler:
             preempt_signal=self._save_requests.signal,
             typed_twice=typed_twice,
             has_failed=state.decided if isinstance(state.decided, End) else None,
-            nothing_to_save=nothing_to_save,
             first_after_resize=self._save_requests.first_after_resize,
         )
 

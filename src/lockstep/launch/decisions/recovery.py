@@ -44,6 +44,8 @@ class Drop:
 class EndPreempted:
     """The job ends as preempted: it was asked to save and exit, and it can be resumed."""
 
+    reason = "the job was asked to save and exit"
+
 
 @dataclass(frozen=True)
 class End:
@@ -77,13 +79,12 @@ class Situation:
     preempt_signal: str | None = None  # the signal that asked the job to save and exit, if one did
     typed_twice: bool = False  # Ctrl-C
     has_failed: End | None = None  # the end that was decided already, while the ranks are still being killed
-    nothing_to_save: bool = False  # no training would be lost if the job ended now without a checkpoint
     first_after_resize: bool = False  # the attempt is the first one after a resize
 
     @property
     def can_be_resumed(self) -> bool:
         """Whether the job can be resumed later without losing training: something was saved, or nothing has to be."""
-        return self.nothing_to_save or self.newest is not None or self.save in ("saved", "nothing")
+        return self.newest is not None or self.save in ("saved", "nothing")
 
 
 # ---- the rules ----

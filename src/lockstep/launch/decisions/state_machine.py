@@ -29,7 +29,7 @@ from lockstep.launch.decisions.hang_check import HangCheck
 from lockstep.launch.decisions.members import Node
 from lockstep.launch.decisions.next_attempt import NextAttempt
 from lockstep.launch.decisions.rank_exits import RankExits
-from lockstep.launch.decisions.recovery import End, Restart
+from lockstep.launch.decisions.recovery import End, EndPreempted, Restart
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import (
@@ -177,14 +177,13 @@ class JobStateMachine:
             self._failure_handler.announce(failure)
             return
 
-        # The job had failed, and its ranks are gone by now: `NextAttempt` ends it.
+        # The job had failed, or was asked to exit, and its ranks are gone by now: `NextAttempt` ends it.
         decided = self._state.decided
-        if isinstance(decided, End):
+        if isinstance(decided, End | EndPreempted):
             self._failure_handler.announce(failure, f"not restarted: {decided.reason}")
             return
 
-        # The ranks are gone already, so a job that was asked to exit ends as preempted.
-        self._failure_handler.handle(failure, now, nothing_to_save=True)
+        self._failure_handler.handle(failure, now)
         if isinstance(self._state.decided, Restart):
             self._next_attempt.say_missing(now)
 

@@ -37,6 +37,7 @@ FINISHED = "another rank has ended with code 0, so the same would most likely re
 OVERDUE = Failure.by_launcher(LauncherFailure.OVERDUE, "2 ranks did not exit in time", 0, "host-0")
 LOST = Failure.by_launcher(LauncherFailure.NODE, "node 1 vanished", host="host-1", node=1)
 NO_SETUP = replace(LOST, kind=LauncherFailure.SETUP)
+SAVE_FAILED = "the save failed, and there is no checkpoint"
 TOO_FEW = "1 node left, and 2 needed"
 FAILED = End(ExitCode.FAILED, "it would end the same way", NO_IMPORT)
 ASKED = {"preempt_signal": "SIGTERM"}
@@ -63,7 +64,9 @@ ASKED = {"preempt_signal": "SIGTERM"}
             replace(UNSAVED, **ASKED),
             End(ExitCode.FAILED, "the job was asked to save and exit (SIGTERM)", KILLED),
         ),
-        (KILLED, replace(UNSAVED, **ASKED, nothing_to_save=True), EndPreempted()),
+        (KILLED, replace(UNSAVED, **ASKED, save="nothing"), EndPreempted()),
+        (None, replace(UNSAVED, **ASKED, save="failed"), End(ExitCode.FAILED, SAVE_FAILED)),
+        (None, replace(SAVED, **ASKED, save="failed"), EndPreempted()),
         (OVERDUE, UNSAVED, Continue()),
         (OVERDUE, replace(SAVED, **ASKED), EndPreempted()),
         (LOST, replace(SAVED, node_is_member=True), Drop()),

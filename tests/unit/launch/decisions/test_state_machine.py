@@ -1157,6 +1157,15 @@ def test_a_job_that_was_asked_to_stop_is_not_continued(stage):
     assert new.of(JobEnd) == [JobEnd(75)]
 
 
+def test_a_job_that_was_asked_to_stop_before_it_had_saved_ends_as_preempted_too(stage):
+    """Its ranks are gone, and they had nothing to lose that the next start would not train again."""
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
+    new = taken_over(stage)
+    assert "not restarted: the job was asked to save and exit" in [new.tick(2.9), new.said][1]
+    assert "ended before anything was saved" in [new.tick(0.2), new.said][1]
+    assert new.of(JobEnd) == [JobEnd(75)]
+
+
 @pytest.mark.parametrize(("what", "code"), [("signal", 75), ("zygote", 1)])
 def test_no_job_ends_while_the_old_rank_0_may_still_save(stage, what, code):
     new = taken_over(stage)
