@@ -16,7 +16,7 @@ from lockstep import Task, UserError, _version, api, fit
 from lockstep.errors import Preempted, RanksFailed
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import Bounds
-from lockstep.launch.supervisor import JobEnd
+from lockstep.launch.wire.messages import JobEnd
 
 ROOT = Path(__file__).parent.parent
 TASK = '''

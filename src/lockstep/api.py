@@ -32,8 +32,9 @@ from lockstep.launch.folder.start_from import choose_start
 from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.ranks import rank_record
-from lockstep.launch.supervisor import JobEnd, supervise
+from lockstep.launch.supervisor import Outcome, supervise
 from lockstep.launch.terminal import shares_log
+from lockstep.launch.wire.messages import JobEnd
 from lockstep.observe.history import read_history
 from lockstep.observe.notebook import kernel
 from lockstep.observe.notebook.follower import following
@@ -346,8 +347,8 @@ def fit(
     pickled = _pickled(task, resolved.config.task, callbacks)
     with pickled as path, following(run_dir) if in_notebook else nullcontext():
         spec = {"task": path, "name": name, "layers": layers, "resume_command": command}
-        ending, _ = _launch(spec, run_dir, count, goes_back_to=choose_start(resume, run_dir).goes_back_to)
-        _raise_unless_done(ending, run_dir, count, Path(path).parent)
+        outcome = _launch(spec, run_dir, count, goes_back_to=choose_start(resume, run_dir).goes_back_to)
+        _raise_unless_done(outcome.ending, run_dir, count, Path(path).parent)
 
     return RunResult(run_dir, json.loads((run_dir / "summary.json").read_text()), task)
 
@@ -563,19 +564,16 @@ def _launch(
     join: str | None = None,
     node: int | None = None,
     goes_back_to: str | None = None,
-) -> tuple[JobEnd, bool]:
-    """Run `spec` on the ranks of a launcher until they end; record why, if they fail. `goes_back_to`: see `Job`.
-
-    Returns how the job ended, and whether this launcher ended it.
-    """
+) -> Outcome:
+    """Run `spec` on the ranks of a launcher until they end; record why, if they fail. `goes_back_to`: see `Job`."""
     # Ranks get plain JSON: a Path in the configuration, say, becomes text.
     plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
-    ending, ended_here = supervise(Job(plain, run_dir, nproc, nnodes, join, node=node, goes_back_to=goes_back_to))
+    outcome = supervise(Job(plain, run_dir, nproc, nnodes, join, node=node, goes_back_to=goes_back_to))
 
     # All launchers of a job have the same folder: one of them writes there.
-    culprit = ending.failure
-    if culprit is None or not ended_here:
-        return ending, ended_here
+    culprit = outcome.ending.failure
+    if culprit is None or not outcome.ended_here:
+        return outcome
 
     # Rank 0 may only have recorded a lost peer; the launcher has found which rank failed first.
     message = culprit.message if culprit.rank is None else f"rank {culprit.rank}: {culprit.message}"
@@ -584,7 +582,7 @@ def _launch(
     with suppress(OSError):  # on a full disk the report is the least of the problems
         write_report(run_dir)
 
-    return ending, ended_here
+    return outcome
 
 
 def _choose_run_dir_for_ranks(

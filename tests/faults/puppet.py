@@ -84,7 +84,7 @@ if __name__ == "__main__":  # a launcher of such ranks: its argument describes t
         module.LOST_AFTER_S = lost_after_s
     nproc, nnodes = Bounds(*described.pop("nproc")), Bounds(*described.pop("nnodes", (1, 1)))
     try:
-        ending, _ = supervise(
+        outcome = supervise(
             Job(
                 {
                     "code": described["code"],
@@ -104,4 +104,4 @@ if __name__ == "__main__":  # a launcher of such ranks: its argument describes t
     except UserError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    sys.exit(ending.code)
+    sys.exit(outcome.ending.code)

@@ -15,7 +15,8 @@ from lockstep.launch.decisions import status
 from lockstep.launch.failure import Consequence
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.ranks import local_ranks
-from lockstep.launch.supervisor import JobEnd, supervise
+from lockstep.launch.supervisor import supervise
+from lockstep.launch.wire.messages import JobEnd
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def run(tmp_path, monkeypatch):
     def run(code: str, nproc: int | Bounds = 2, entry: str = "puppet:play", preload: tuple[str, ...] = ()) -> JobEnd:
         count = Bounds(nproc, nproc) if isinstance(nproc, int) else nproc
         spec = {"code": code, "run_dir": str(tmp_path), "resume_command": "type it again"}
-        return supervise(Job(spec, tmp_path, count, entry=entry, preload=preload))[0]
+        return supervise(Job(spec, tmp_path, count, entry=entry, preload=preload)).ending
 
     return run
 

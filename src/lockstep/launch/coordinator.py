@@ -261,12 +261,12 @@ class Coordinator:
                 self._state_machine.node_lost(node, f"vanished: {message}", now)
 
             # It would be admitted again, and the ranks asked to save for a node that they have already.
-            case Hello() if node in self._state_machine.nodes:
+            case Hello() if node in self._state_machine.members.nodes:
                 self._state_machine.node_lost(node, "was dropped: it asked to join a second time", now)
             case Hello():
                 self._admit(node, message, now)
 
-            case _ if node not in self._state_machine.nodes:
+            case _ if node not in self._state_machine.members.nodes:
                 pass  # from a node that was refused, or that is lost
             case _ if problem := problem_with(message, node, self._state_machine.attempt):
                 self._state_machine.node_lost(node, f"was dropped: it sent an invalid message ({problem})", now)
@@ -286,8 +286,8 @@ class Coordinator:
 
         # The node may have reconnected before we noticed that its old connection was dead. Then it replaces itself.
         state_machine = self._state_machine
-        returns = hello.term == held_term.term.number and hello.number in state_machine.nodes
-        full = state_machine.full and not returns
+        returns = hello.term == held_term.term.number and hello.number in state_machine.members.nodes
+        full = state_machine.members.full and not returns
 
         # A refused node prints the reason and ends, which closes the connection.
         refused = refusal_of(hello, self._job, full, state_machine.refuses(hello.host, now))
@@ -395,4 +395,4 @@ class Coordinator:
 
     def _send_to_nodes(self, message: ToNode) -> None:
         """Send a message to all other nodes; the hub skips this one."""
-        self._hub.send_to_all(self._state_machine.nodes, message)
+        self._hub.send_to_all(self._state_machine.members.nodes, message)

@@ -18,7 +18,6 @@ A node that takes over from a lost coordinator begins in JOIN, with the last `Co
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import assert_never
 
 from lockstep.errors import plural
@@ -26,7 +25,7 @@ from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.commands import Command
 from lockstep.launch.decisions.failure_handler import FailureHandler
 from lockstep.launch.decisions.hang_check import HangCheck
-from lockstep.launch.decisions.members import Node
+from lockstep.launch.decisions.members import Members, Node
 from lockstep.launch.decisions.next_attempt import NextAttempt
 from lockstep.launch.decisions.rank_exits import RankExits
 from lockstep.launch.decisions.recovery import End, EndPreempted, Restart
@@ -111,14 +110,9 @@ class JobStateMachine:
         return self._state.attempt
 
     @property
-    def nodes(self) -> Set[int]:
-        """The numbers of the nodes that belong to the job."""
-        return self._state.members.nodes.keys()
-
-    @property
-    def full(self) -> bool:
-        """Whether no other node may join."""
-        return self._state.members.full
+    def members(self) -> Members:
+        """The nodes that belong to the job."""
+        return self._state.members
 
     def refuses(self, host: str, now: float) -> bool:
         """Return whether a node of this host may not join: others of it were sent away."""
@@ -132,13 +126,13 @@ class JobStateMachine:
         """Act on the message of a node, which may be the coordinating one."""
         match message:
             case RankExited():
-                self.rank_exited(message, now)
+                self._rank_exits.note(message, now)
             case RanksGone():
                 self.ranks_gone(node, message.attempt, now)
             case NodeFailed():
                 self.node_failed(node, message, now)
             case Stacks():
-                self.stacks_received(node, message, now)
+                self._hang_check.add_stacks(node, message, now)
             case NodeHeartbeat():
                 self.heartbeat_received(node, message, now)
             case SignalReceived():
@@ -189,10 +183,6 @@ class JobStateMachine:
 
     # ---- ranks end ----
 
-    def rank_exited(self, message: RankExited, now: float) -> None:
-        """A rank has ended. A failure is handled at once, unless the exit of another rank may have come first."""
-        self._rank_exits.note(message, now)
-
     def ranks_gone(self, node: int, attempt: int, now: float) -> None:
         """A node has killed its ranks, and they are gone."""
         if attempt == self._state.attempt.number and self._state.status is JobStatus.KILL:
@@ -231,10 +221,6 @@ class JobStateMachine:
     def check_for_hangs(self, now: float) -> None:
         """Look for ranks that stall; called about once a second."""
         self._hang_check.check(now)
-
-    def stacks_received(self, node: int, message: Stacks, now: float) -> None:
-        """A node has sent the stacks of its ranks, for the watchdog to judge."""
-        self._hang_check.add_stacks(node, message, now)
 
     # ---- requests to save and exit ----
 

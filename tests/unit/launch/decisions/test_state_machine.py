@@ -88,7 +88,7 @@ class Stage:
         values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", "origin": origin, **failure}
         failed = Failure(rank=rank, **values) if code not in (0, 75) else None
         rank_exit = RankExit.as_asked(save) if code == 75 else RankExit(code, failed, exit_line)
-        self.state_machine.rank_exited(RankExited(self.state.attempt.number, rank, rank_exit), self.now)
+        self.state_machine.receive(0, RankExited(self.state.attempt.number, rank, rank_exit), self.now)
 
     def ranks_gone(self, *nodes: int) -> None:
         for node in nodes or (0,):
@@ -156,7 +156,7 @@ def test_messages_of_an_earlier_attempt_are_ignored(stage):
     stage.kill()
     stage.state_machine.heartbeat_received(0, NodeHeartbeat([view(1, 900.0, "data")], {}, 0), stage.now)
     assert stage.state.attempt.watchdog.last_view(1) is None
-    stage.state_machine.rank_exited(RankExited(0, 0, RankExit(-9)), stage.now)
+    stage.state_machine.receive(0, RankExited(0, 0, RankExit(-9)), stage.now)
     stage.state_machine.ranks_gone(0, 0, stage.now)
     stage.state_machine.node_failed(0, NodeFailed(0, "zygote", "died"), stage.now)
     assert stage.tick() == []
@@ -512,7 +512,7 @@ def exit_unsaved(stage: Stage, step: int) -> None:
     """Both ranks exit as they were asked to, but their save of this step failed."""
     for rank in range(2):
         message = RankExited(stage.state.attempt.number, rank, RankExit.as_asked("failed", step))
-        stage.state_machine.rank_exited(message, stage.now)
+        stage.state_machine.receive(0, message, stage.now)
     stage.tick()
 
 
@@ -1231,7 +1231,7 @@ def stall(stage: Stage, **settings) -> None:
 def test_a_hang_is_explained_and_restarted(stage):
     stall(stage)
     stack = 'Current thread 0x1 (most recent call first):\n  File "/x/data.py", line 7 in read\n'
-    stage.state_machine.stacks_received(0, Stacks.of(0, 1, {0: "", 1: stack}, {}), stage.now)
+    stage.state_machine.receive(0, Stacks.of(0, 1, {0: "", 1: stack}, {}), stage.now)
     stage.tick()
     assert "rank 1 on host-0 failed at step 41, phase data" in stage.said
     assert "data.py:7" in stage.said
@@ -1246,9 +1246,9 @@ def test_stacks_of_an_earlier_request_say_nothing(stage):
     assert stage.said == ""
 
     stall(stage)
-    stage.state_machine.stacks_received(0, Stacks.of(0, 1, {0: "", 1: ""}, {}), stage.now)
+    stage.state_machine.receive(0, Stacks.of(0, 1, {0: "", 1: ""}, {}), stage.now)
     assert stage.tick() == []
-    stage.state_machine.stacks_received(0, Stacks.of(0, 2, {0: "", 1: ""}, {}), stage.now)
+    stage.state_machine.receive(0, Stacks.of(0, 2, {0: "", 1: ""}, {}), stage.now)
     stage.tick()
     assert "hang" in stage.said
 
@@ -1296,7 +1296,7 @@ def test_a_deadlock_raises_no_limit(stage):
     stage.saved = 5
     entry = {"process_group": ["0", DEFAULT_GROUP], "collective_seq_id": 1, "profiling_name": "gloo:all_reduce"}
     entries = {0: [entry], 1: [entry | {"profiling_name": "gloo:barrier"}]}
-    stage.state_machine.stacks_received(0, Stacks.of(0, 1, {0: "", 1: ""}, entries), stage.now)
+    stage.state_machine.receive(0, Stacks.of(0, 1, {0: "", 1: ""}, entries), stage.now)
     stage.tick()
     assert "deadlock" in stage.said
     assert "restarting 2 ranks" in stage.said
@@ -1341,7 +1341,7 @@ def test_ranks_that_hang_when_they_are_asked_to_save_are_a_hang(reason):
     ask(stage, reason)
     stall(stage)
     stack = 'Current thread 0x1 (most recent call first):\n  File "/x/data.py", line 7 in read\n'
-    stage.state_machine.stacks_received(0, Stacks.of(0, 1, {0: "", 1: stack}, {}), stage.now)
+    stage.state_machine.receive(0, Stacks.of(0, 1, {0: "", 1: stack}, {}), stage.now)
     stage.tick()
     assert "rank 1 on host-0 failed at step 41, phase data" in stage.said
     assert "data.py:7" in stage.said
@@ -1357,7 +1357,7 @@ def test_a_slow_save_has_its_grace(stage, phase):
         stage.state_machine.check_for_hangs(stage.now)
         for order in [command.order for command in stage.tick() if isinstance(command, Send)]:
             assert isinstance(order, CollectStacks)
-            stage.state_machine.stacks_received(0, Stacks.of(0, order.request, {0: "", 1: ""}, {}), stage.now)
+            stage.state_machine.receive(0, Stacks.of(0, order.request, {0: "", 1: ""}, {}), stage.now)
         stage.tick(1)
         assert not stage.sent(Kill)
     overdue(stage, 20)
@@ -1383,7 +1383,7 @@ def test_of_ranks_that_take_too_long_the_one_is_named_that_the_others_wait_for(s
     stage.beat(view(0, 2.0, "exchange"), view(1, 2.0, "data"))
     assert [stage.tick(601), stage.sent(CollectStacks)][1] == [0]
     stack = 'Current thread 0x1 (most recent call first):\n  File "/x/data.py", line 7 in read\n'
-    stage.state_machine.stacks_received(0, Stacks.of(0, 1, {0: "", 1: stack}, {}), stage.now)
+    stage.state_machine.receive(0, Stacks.of(0, 1, {0: "", 1: stack}, {}), stage.now)
     stage.tick()
     assert "rank 1 on host-0 failed at step 41, phase data" in stage.said
     assert "2 ranks did not exit in time and were killed; the others are waiting for rank 1" in stage.said
@@ -1543,7 +1543,7 @@ def test_a_rank_that_others_blame_is_named_with_its_own_host_and_step():
     stage.beat(replace(view(0, 0.1, "exchange"), step=7), node=0)
     stage.beat(replace(view(1, 0.1, "collective"), step=6), node=1)
     blamed = Failure(1, "", time.time(), "OutOfStep", "the ranks are out of step: rank 1 was in a collective")
-    stage.state_machine.rank_exited(RankExited(0, 0, RankExit(1, blamed)), stage.now)
+    stage.state_machine.receive(0, RankExited(0, 0, RankExit(1, blamed)), stage.now)
     stage.tick(1.1)
     event = stage.of(LogEvent)[0].event
     assert (event["rank"], event["host"], event["step"], event["phase"]) == (1, "host-1", 6, "collective")
@@ -1551,7 +1551,7 @@ def test_a_rank_that_others_blame_is_named_with_its_own_host_and_step():
 
 def test_strange_records_of_collectives_do_no_harm(stage):
     stall(stage)
-    stage.state_machine.stacks_received(0, Stacks.of(0, 1, {0: "", 1: ""}, {0: [{"what": 1}]}), stage.now)
+    stage.state_machine.receive(0, Stacks.of(0, 1, {0: "", 1: ""}, {0: [{"what": 1}]}), stage.now)
     stage.tick()
     assert "hang" in stage.said
 
