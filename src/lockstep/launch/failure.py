@@ -33,9 +33,6 @@ class FailureTraits:
     # The node would fail in the same way again: the job does without it, if it can.
     unfit_node: bool = False
 
-    # A rank that fails like this has not lost a peer before: it would have raised, or aborted.
-    never_a_consequence: bool = False
-
     # micro_batch=auto asks for a smaller micro-batch: the only exception that a restart fixes.
     asks_for_smaller_micro_batch: bool = False
 
@@ -65,7 +62,7 @@ class LauncherFailure(StrEnum):
     IMPORT = "import", FailureTraits(unfit_node=True, likely_to_repeat=True)
 
     # The system refused the process of a rank.
-    FORK = "fork", FailureTraits(never_a_consequence=True)
+    FORK = "fork", FailureTraits()
 
     # A node could not set up its ranks: no room for their folder, or a run folder that it cannot write to.
     SETUP = "setup", FailureTraits(unfit_node=True, likely_to_repeat=True)
@@ -78,7 +75,7 @@ class LauncherFailure(StrEnum):
     OVERDUE = "overdue", FailureTraits()
 
     # A rank ended without an exception before its work was done.
-    EXIT = "exit", FailureTraits(likely_to_repeat=True, never_a_consequence=True)
+    EXIT = "exit", FailureTraits(likely_to_repeat=True)
 
 
 # What is known about exceptions, by their names: a record has no more. All others are errors of the program.
@@ -159,7 +156,7 @@ class Failure:
     def reports_lost_peer(self) -> bool:
         """Whether another rank is gone, and that is all: a torch exception says so, or what followed from it."""
         if self.origin == "exception":
-            return self.follows_lost_peer or lost_peer.says_so(self.kind, self.message)
+            return self.follows_lost_peer
 
         aborted = self.origin == "signal" and self.kind == signal.SIGABRT.name
         return aborted and lost_peer.explains_abort(self.message)
@@ -246,9 +243,8 @@ class RankExit:
             return Consequence.UNLIKELY
 
         # A rank that has lost its peers raises, or aborts. This one was killed by another signal, or exited without an
-        # exception, or was never forked. A rank that has raised, and then crashes while it exits, has raised.
-        killed = self.code < 0 and self.code != -signal.SIGABRT and failure.origin != "exception"
-        if killed or failure.traits.never_a_consequence:
+        # exception, or was never forked.
+        if failure.origin == "launcher" or (failure.origin == "signal" and failure.kind != signal.SIGABRT.name):
             return Consequence.NEVER
 
         if failure.reports_lost_peer:

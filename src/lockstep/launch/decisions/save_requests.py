@@ -63,6 +63,11 @@ class SaveRequests:
         members, outbox = self._state.members, self._state.outbox
         bounds = members.rank_bounds
 
+        # No other attempt will start.
+        if self.signal or self._state.decided_end:
+            outbox.say(f"not resized to {plural(ranks, 'rank')}: the job is ending")
+            return
+
         # A number that the nodes cannot run is refused, and the job goes on as it is.
         if not bounds.least <= ranks <= bounds.most:
             outbox.say(f"not resized to {plural(ranks, 'rank')}: --nproc allows {bounds} in all")

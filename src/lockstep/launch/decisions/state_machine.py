@@ -119,8 +119,19 @@ class JobStateMachine:
         return self._state.restarts.refuses(host, now)
 
     def is_due(self, now: float) -> bool:
-        """Return whether `tick` would act on a deadline."""
-        return now >= self._state.deadline or self._rank_exits.is_time_to_blame(now) or self._hang_check.is_due(now)
+        """Return whether `tick` would act on something that did not come in time: nodes, exits of ranks, stacks."""
+        if now >= self._state.deadline or self._late_nodes(now):
+            return True
+
+        return self._rank_exits.is_time_to_blame(now) or self._hang_check.is_due(now)
+
+    def _late_nodes(self, now: float) -> list[int]:
+        """Return the nodes that did not start their ranks in time."""
+        state, attempt = self._state, self._state.attempt
+        if now <= attempt.confirm_by or state.status not in ACTIVE:
+            return []
+
+        return sorted(attempt.unconfirmed & state.members.nodes.keys())
 
     def receive(self, node: int, message: Report, now: float) -> None:
         """Act on the message of a node, which may be the coordinating one."""
@@ -265,9 +276,8 @@ class JobStateMachine:
             self._next_attempt.tick(now)
 
         # A node that does not even start its ranks would hold up the others, which wait for them in the rendezvous.
-        if now > state.attempt.confirm_by and state.status in ACTIVE:
-            for node in sorted(state.attempt.unconfirmed & state.members.nodes.keys()):
-                self.node_lost(node, f"was dropped: it did not start its ranks within {START_S:.0f} s", now)
+        for node in self._late_nodes(now):
+            self.node_lost(node, f"was dropped: it did not start its ranks within {START_S:.0f} s", now)
 
         if self._rank_exits.is_time_to_blame(now):
             self._rank_exits.blame(now)

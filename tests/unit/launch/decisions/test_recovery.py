@@ -21,7 +21,7 @@ from lockstep.launch.job import Settings
 
 KILLED = Failure(1, "host-0", 1000.0, "SIGKILL", "killed", origin="signal")
 RAISED = Failure(1, "host-0", 1000.0, "ValueError", "no such column")
-PEER_LOST = Failure(1, "host-0", 1000.0, "DistBackendError", "NCCL error: ncclRemoteError: remote process exited")
+PEER_LOST = Failure(1, "host-0", 1000.0, "DistBackendError", "NCCL error: ncclRemoteError", follows_lost_peer=True)
 NO_IMPORT = Failure.by_launcher(LauncherFailure.IMPORT, "no torch")
 REFUSED = replace(RAISED, for_user=True)
 

@@ -38,8 +38,8 @@ from lockstep.launch.wire.messages import (
 
 ONE, TWO = Bounds(1, 1), Bounds(2, 2)
 
-# What gloo says in a rank whose peer is gone.
-LOST = "[pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
+# The failure of a rank whose peer is gone, which gloo reports.
+LOST = {"kind": "RuntimeError", "message": "Connection closed by peer [127.0.0.1]:1234", "follows_lost_peer": True}
 
 
 @dataclass
@@ -675,6 +675,23 @@ def test_resize():
     assert stage.restarts == 0
 
 
+@pytest.mark.parametrize("ending", ["signal", "failure"])
+def test_a_job_that_is_ending_is_not_resized(ending):
+    """It said that it asked the ranks to save, logged a resize, and started a process that imports torch."""
+    stage = Stage(Bounds(1, 8, 2))
+    stage.tick()
+    if ending == "signal":
+        stage.state_machine.preempt_requested("SIGTERM", stage.now)
+    else:
+        stage.exit(0, 1, for_user=True)
+        stage.tick(1.1)
+    stage.tick()
+    stage.state_machine.resize_requested(3, stage.now)
+    stage.tick()
+    assert stage.said == "lockstep: not resized to 3 ranks: the job is ending"
+    assert not stage.of(LogEvent) + stage.of(Send)
+
+
 def resized_to_3() -> Stage:
     stage = Stage(Bounds(1, 8, 2))
     stage.tick()
@@ -874,7 +891,7 @@ def test_ranks_that_finished_are_no_consequence_of_a_failure():
     stage = Stage(Bounds(4, 4))
     stage.tick()
     stage.exit(0, 0)
-    stage.exit(1, 1, kind="RuntimeError", message=LOST)
+    stage.exit(1, 1, **LOST)
     stage.exit(2, -9)
     assert "2 other ranks ended because of it" in [stage.tick(), stage.said][1]
 
@@ -1026,7 +1043,11 @@ def test_a_node_that_starts_nothing_is_named_and_dropped():
     stage.state_machine.heartbeat_received(1, NodeHeartbeat(), stage.now)  # it is alive, but does nothing
     stage.tick(9.9)
     assert not stage.of(DropNode)
-    stage.tick(0.2)
+    assert not stage.state_machine.is_due(stage.now)
+    stage.now += 0.2
+    assert stage.state_machine.is_due(stage.now)  # the coordinator looks at the checkpoints before the decision
+    stage.tick()
+    assert not stage.state_machine.is_due(stage.now)
     stage.ranks_gone(0)
     assert stage.of(DropNode) == [DropNode(1)]
     assert "node 1 (host-1) was dropped: it did not start its ranks within 10 s" in stage.said
@@ -1257,7 +1278,7 @@ def test_an_error_while_stacks_are_collected_waits_for_its_cause(stage):
     stall(stage)
     stage.tick(2.9)  # the stacks have 0.1 s left
     stage.beat()  # the node is alive
-    stage.exit(0, 1, kind="RuntimeError", message=LOST)
+    stage.exit(0, 1, **LOST)
     assert stage.tick(1.0) == []
     stage.exit(1, -9)
     stage.tick()
@@ -1492,7 +1513,7 @@ def test_ranks_that_wait_for_a_cause_do_not_hang(stage):
 
 def test_a_complaint_waits_longer_for_its_cause_than_another_error(stage):
     """A large process takes seconds to die."""
-    stage.exit(0, 1, kind="RuntimeError", message=LOST)
+    stage.exit(0, 1, **LOST)
     stage.tick(3)
     assert not stage.said
     stage.exit(1, -6)
@@ -1503,7 +1524,7 @@ def test_a_complaint_waits_longer_for_its_cause_than_another_error(stage):
 
 def test_a_rank_that_ends_before_the_others_is_named(stage):
     stage.exit(1, 0)
-    stage.exit(0, 1, kind="RuntimeError", message=LOST)
+    stage.exit(0, 1, **LOST)
     stage.tick()
     assert "rank 1 on host-0 failed" in stage.said
     assert "ended with code 0 while other ranks were training" in stage.said
@@ -1525,14 +1546,14 @@ def test_a_rank_that_ends_before_the_others_is_named_though_its_node_has_left():
     assert stage.of(StartAttempt) == [StartAttempt(0, {0: 1, 1: 1})]
     stage.exit(1, 0)
     stage.state_machine.node_lost(1, "vanished", stage.now)
-    stage.exit(0, 1, kind="RuntimeError", message=LOST)
+    stage.exit(0, 1, **LOST)
     stage.tick()
     assert "rank 1 on host-1 failed" in stage.said
 
 
 def test_a_rank_that_ends_before_the_others_is_named_with_its_line(stage):
     stage.exit(1, 0, exit_line="task.py:12")
-    stage.exit(0, 1, kind="RuntimeError", message=LOST)
+    stage.exit(0, 1, **LOST)
     stage.tick()
     assert "(sys.exit at task.py:12; if" in stage.said
 
