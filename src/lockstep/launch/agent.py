@@ -33,10 +33,10 @@ from lockstep.launch.wire.messages import (
     Prepare,
     RankExited,
     RanksGone,
-    Report,
     SaveAndExit,
     Stacks,
     Start,
+    ToCoordinator,
 )
 from lockstep.launch.wire.secret import SECRET
 from lockstep.launch.wire.sockets import wait_readable
@@ -76,7 +76,7 @@ class Agent:
         self._cannot_import = False
 
         # What the next `poll` returns.
-        self._messages: list[Report] = []
+        self._messages: list[ToCoordinator] = []
 
     # ---- orders of the coordinator ----
 
@@ -206,7 +206,7 @@ class Agent:
         current.killed_at = time.monotonic()
         self._zygote.drop_unsent()
 
-        # Before the zygote is ready no rank exists, and none will be.
+        # Before the zygote is ready, no rank exists, and none will.
         if not self._zygote.ready:
             current.ranks.clear()
 
@@ -228,7 +228,7 @@ class Agent:
 
     # ---- what happens on the node ----
 
-    def poll(self) -> list[Report]:
+    def poll(self) -> list[ToCoordinator]:
         """Return the messages about what has happened since the last call."""
         # What happened to ranks comes first: a zygote that died may have reported their ends before.
         changes = self._zygote.poll()

@@ -31,7 +31,7 @@ class FailureTraits:
     likely_to_repeat: bool = False
 
     # The node would fail in the same way again: the job does without it, if it can.
-    unfit_node: bool = False
+    dismisses_node: bool = False
 
     # micro_batch=auto asks for a smaller micro-batch: the only exception that a restart fixes.
     asks_for_smaller_micro_batch: bool = False
@@ -39,8 +39,8 @@ class FailureTraits:
     # No rank advanced: `hang.action` applies.
     hangs: bool = False
 
-    # The message names the ranks that are to blame. The rank that noticed it, and its traceback, do not help.
-    names_culprits: bool = False
+    # The message names the ranks that are out of step. The rank that noticed it, and its traceback, do not help.
+    names_other_ranks: bool = False
 
 
 class LauncherFailure(StrEnum):
@@ -59,13 +59,13 @@ class LauncherFailure(StrEnum):
 
     # The process that starts the ranks of a node ended, or could not import the program.
     ZYGOTE = "zygote", FailureTraits()
-    IMPORT = "import", FailureTraits(unfit_node=True, likely_to_repeat=True)
+    IMPORT = "import", FailureTraits(dismisses_node=True, likely_to_repeat=True)
 
     # The system refused the process of a rank.
     FORK = "fork", FailureTraits()
 
     # A node could not set up its ranks: no room for their folder, or a run folder that it cannot write to.
-    SETUP = "setup", FailureTraits(unfit_node=True, likely_to_repeat=True)
+    SETUP = "setup", FailureTraits(dismisses_node=True, likely_to_repeat=True)
 
     # No rank advances. In a deadlock the ranks' collectives prove that none can: more time would not help.
     HANG = "hang", FailureTraits(hangs=True)
@@ -81,7 +81,7 @@ class LauncherFailure(StrEnum):
 # What is known about exceptions, by their names: a record has no more. All others are errors of the program.
 EXCEPTIONS = {
     SmallerMicroBatch.__name__: FailureTraits(asks_for_smaller_micro_batch=True),
-    OutOfStep.__name__: FailureTraits(likely_to_repeat=True, names_culprits=True),
+    OutOfStep.__name__: FailureTraits(likely_to_repeat=True, names_other_ranks=True),
 }
 ERROR_OF_PROGRAM = FailureTraits(likely_to_repeat=True)
 
@@ -173,7 +173,7 @@ class Failure:
     def headline(self) -> str:
         """The first line of the failure: which rank, where, when, and the error."""
         when = time.strftime("%H:%M:%S", time.localtime(self.time))
-        if self.rank is None or self.traits.names_culprits:
+        if self.rank is None or self.traits.names_other_ranks:
             return f"lockstep: {self.message} ({when})"
 
         where = f"step {self.step}, phase {self.phase}, " if self.step is not None else ""
@@ -186,7 +186,7 @@ class Failure:
             return f"lockstep: {self.message}"
 
         # A smaller micro-batch is a request, not an error of the program.
-        if self.traits.asks_for_smaller_micro_batch or self.traits.names_culprits:
+        if self.traits.asks_for_smaller_micro_batch or self.traits.names_other_ranks:
             return self.headline
 
         # After a crash the stack and the last lines of the log are shown. An exception's traceback is in both.
@@ -199,7 +199,7 @@ class Failure:
         return "\n".join([self.headline, *(f"  {line}" for line in shown)])
 
 
-# ---- how ranks ended, and which of them is to blame ----
+# ---- how ranks ended, and which of them failed first ----
 
 
 class Consequence(IntEnum):
@@ -237,7 +237,7 @@ class RankExit:
 
     @property
     def consequence(self) -> Consequence:
-        """Whether this rank failed only because another rank is gone. A rank that has not failed has not."""
+        """Whether this rank failed only because another rank is gone; UNLIKELY for a rank that has not failed."""
         failure = self.failure
         if failure is None:
             return Consequence.UNLIKELY
@@ -258,7 +258,7 @@ def pick_root(exits: dict[int, RankExit]) -> int | None:
 
     The one that is least likely a consequence comes first; among equals, the earliest, and the rank breaks ties. A
     process that dies leaves no record, and its peers record within milliseconds that they lost it, so time alone would
-    blame one of the peers.
+    pick one of the peers.
     """
     failures = [(end.consequence, end.failure.time, rank) for rank, end in exits.items() if end.failure is not None]
     return min(failures)[-1] if failures else None

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 
 from lockstep.launch.times import within_last_hour
 
-# How many times nodes of a host are sent away within an hour before no other may join from there: each of them costs
+# How many times nodes of a host are dismissed within an hour before no other may join from there: each of them costs
 # all ranks a save and a start.
-MAX_SENT_AWAY = 2
+MAX_DISMISSED = 2
 
 
 @dataclass
@@ -26,14 +26,14 @@ class Restarts:
     hangs: int = 0
     newest: int | None = None
 
-    # Host -> when nodes of it were sent away, because they could not import the program or set up their ranks.
-    sent_away: dict[str, list[float]] = field(default_factory=dict)
+    # Host -> when nodes of it were dismissed, because they could not import the program or set up their ranks.
+    dismissed: dict[str, list[float]] = field(default_factory=dict)
 
     def by_another_clock(self, ahead: float) -> Restarts:
         """Return the same restarts with the times of a clock that is `ahead` by this many seconds."""
         times = [moment + ahead for moment in self.times]
-        sent_away = {host: [moment + ahead for moment in moments] for host, moments in self.sent_away.items()}
-        return Restarts(times, self.in_a_row, self.hangs, self.newest, sent_away)
+        dismissed = {host: [moment + ahead for moment in moments] for host, moments in self.dismissed.items()}
+        return Restarts(times, self.in_a_row, self.hangs, self.newest, dismissed)
 
     def note_checkpoint(self, newest: int | None) -> None:
         """Note the step of the newest checkpoint, if one is known. A new one begins a new row."""
@@ -50,10 +50,10 @@ class Restarts:
         """Return how many restarts of the last hour count."""
         return len(within_last_hour(self.times, now))
 
-    def count_sent_away(self, host: str, now: float) -> None:
-        """Count a node of this host that was sent away."""
-        self.sent_away[host] = [*within_last_hour(self.sent_away.get(host, []), now), now]
+    def count_dismissed(self, host: str, now: float) -> None:
+        """Count a node of this host that was dismissed."""
+        self.dismissed[host] = [*within_last_hour(self.dismissed.get(host, []), now), now]
 
-    def refuses(self, host: str, now: float) -> bool:
-        """Return whether a node of this host may not join, because others of it were sent away."""
-        return len(within_last_hour(self.sent_away.get(host, []), now)) >= MAX_SENT_AWAY
+    def has_dismissed(self, host: str, now: float) -> bool:
+        """Return whether a node of this host may not join, because others of it were dismissed."""
+        return len(within_last_hour(self.dismissed.get(host, []), now)) >= MAX_DISMISSED

@@ -100,10 +100,10 @@ def test_who_may_join(nproc, full, problem):
     assert refused is None if problem is None else problem in refused.problem
 
 
-def test_a_host_that_was_sent_away_is_told_what_to_mend():
+def test_a_host_that_was_dismissed_is_told_what_to_mend():
     job = Job({"resume_command": "again"}, Path("runs/x"), Bounds(1, 1), Bounds(2, 3), join="host-0:29400")
-    refused = refusal_of(Hello("host-1", Bounds(1, 1), job.identity), job, full=False, unfit=True)
-    assert "nodes on host-1 were sent away" in refused.problem
+    refused = refusal_of(Hello("host-1", Bounds(1, 1), job.identity), job, full=False, dismissed=True)
+    assert "nodes on host-1 were dismissed" in refused.problem
     assert "could not import the program" in refused.found
 
 

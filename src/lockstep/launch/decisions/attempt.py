@@ -49,10 +49,10 @@ class Attempt:
         self.unconfirmed: set[int] = set()
         self.confirm_by = math.inf
 
-        # The ranks that have ended so far. After a failure, when the one to blame is picked: until then the exit of a
+        # The ranks that have ended so far. After a failure, when the root failure is picked: until then the exit of a
         # rank that failed earlier may arrive.
         self.exits: dict[int, RankExit] = {}
-        self.blame_at = math.inf
+        self.root_known_at = math.inf
 
         self.watchdog = watchdog
 
@@ -118,7 +118,7 @@ class Attempt:
         failure = self.exits[root].failure
         assert failure is not None
 
-        # A rank may have noticed that another one is at fault.
+        # A rank may have noticed that another one is out of step.
         if failure.rank != root:
             failure = self._located(failure)
 
@@ -130,7 +130,7 @@ class Attempt:
         return failure
 
     def _located(self, failure: Failure) -> Failure:
-        """Return a failure that another rank recorded, with host, step and phase of the rank at fault."""
+        """Return a failure that another rank recorded, with host, step and phase of the rank that it names."""
         if failure.rank is None or failure.rank not in self.ranks:
             return replace(failure, host="", step=None, phase=None)
 

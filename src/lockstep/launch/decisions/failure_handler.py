@@ -129,7 +129,7 @@ class FailureHandler:
             can_spare_node=is_member and node != COORDINATOR and state.members.can_spare_a_node,
             preempt_signal=self._save_requests.signal,
             typed_twice=typed_twice,
-            has_failed=state.decided if isinstance(state.decided, End) else None,
+            decided_end=state.decided if isinstance(state.decided, End) else None,
             first_after_resize=self._save_requests.first_after_resize,
         )
 
@@ -141,7 +141,7 @@ class FailureHandler:
         assert node is not None
         if dismiss:
             state.outbox.put(DismissNode(node, JobEnd(ExitCode.FAILED, failure)))
-            state.restarts.count_sent_away(state.members.nodes[node].host, now)
+            state.restarts.count_dismissed(state.members.nodes[node].host, now)
             failure = self._loss_of(node, f"was dropped: {failure.message}")
         else:
             state.outbox.put(DropNode(node))

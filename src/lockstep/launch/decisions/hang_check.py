@@ -73,7 +73,7 @@ class HangCheck:
         return newest if state.status in ACTIVE and not state.attempt.has_failed else None
 
     def is_due(self, now: float) -> bool:
-        """Return whether stacks are awaited no longer."""
+        """Return whether the wait for stacks is over."""
         return self._pending is not None and now >= self._pending.deadline
 
     def add_stacks(self, node: int, message: Stacks, now: float) -> None:
@@ -101,7 +101,7 @@ class HangCheck:
         self._state.deadline = math.inf
 
     def judge(self, now: float) -> None:
-        """Act on the stacks that have arrived, and those of no other node are awaited."""
+        """Judge the hang by the stacks that have arrived."""
         pending, state = self._pending, self._state
         assert pending is not None
         self._newest = None

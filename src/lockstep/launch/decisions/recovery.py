@@ -78,7 +78,7 @@ class Situation:
     can_spare_node: bool = False  # the job could go on without it
     preempt_signal: str | None = None  # the signal that asked the job to save and exit, if one did
     typed_twice: bool = False  # Ctrl-C
-    has_failed: End | None = None  # the end that was decided already, while the ranks are still being killed
+    decided_end: End | None = None  # the end that was decided already, while the ranks are still being killed
     first_after_resize: bool = False  # the attempt is the first one after a resize
 
     @property
@@ -95,11 +95,11 @@ def decide(failure: Failure | None, situation: Situation) -> Decision:
     if failure is None:
         return _without_failure(situation)
 
-    # Of a lost node nothing more can be expected. One that cannot run its ranks would only fail again.
+    # A lost node sends nothing more. One that cannot run its ranks would only fail again.
     if failure.noticed_as(LauncherFailure.NODE) and situation.node_is_member:
         return Drop()
 
-    if failure.traits.unfit_node and situation.can_spare_node:
+    if failure.traits.dismisses_node and situation.can_spare_node:
         return Drop(dismiss=True)
 
     if failure.noticed_as(LauncherFailure.IMPORT):
@@ -137,8 +137,8 @@ def _without_failure(situation: Situation) -> Decision:
         return End(Preempted.code_of(situation.preempt_signal), "Ctrl-C was typed twice")
 
     # A job that has failed has an exit code of its own, which a signal must not change.
-    if situation.has_failed:
-        return situation.has_failed
+    if situation.decided_end:
+        return situation.decided_end
 
     if not situation.preempt_signal:
         return Continue()

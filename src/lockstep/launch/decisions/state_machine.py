@@ -48,9 +48,9 @@ from lockstep.launch.wire.messages import (
     NodeHeartbeat,
     RankExited,
     RanksGone,
-    Report,
     SignalReceived,
     Stacks,
+    ToCoordinator,
     ranges,
 )
 
@@ -114,16 +114,16 @@ class JobStateMachine:
         """The nodes that belong to the job."""
         return self._state.members
 
-    def refuses(self, host: str, now: float) -> bool:
-        """Return whether a node of this host may not join: others of it were sent away."""
-        return self._state.restarts.refuses(host, now)
+    def has_dismissed(self, host: str, now: float) -> bool:
+        """Return whether a node of this host may not join: others of it were dismissed."""
+        return self._state.restarts.has_dismissed(host, now)
 
     def is_due(self, now: float) -> bool:
         """Return whether `tick` would act on something that did not come in time: nodes, exits of ranks, stacks."""
         if now >= self._state.deadline or self._late_nodes(now):
             return True
 
-        return self._rank_exits.is_time_to_blame(now) or self._hang_check.is_due(now)
+        return self._rank_exits.root_is_known(now) or self._hang_check.is_due(now)
 
     def _late_nodes(self, now: float) -> list[int]:
         """Return the nodes that did not start their ranks in time."""
@@ -133,7 +133,7 @@ class JobStateMachine:
 
         return sorted(attempt.unconfirmed & state.members.nodes.keys())
 
-    def receive(self, node: int, message: Report, now: float) -> None:
+    def receive(self, node: int, message: ToCoordinator, now: float) -> None:
         """Act on the message of a node, which may be the coordinating one."""
         match message:
             case RankExited():
@@ -279,8 +279,8 @@ class JobStateMachine:
         for node in self._late_nodes(now):
             self.node_lost(node, f"was dropped: it did not start its ranks within {START_S:.0f} s", now)
 
-        if self._rank_exits.is_time_to_blame(now):
-            self._rank_exits.blame(now)
+        if self._rank_exits.root_is_known(now):
+            self._rank_exits.handle_root(now)
         elif self._hang_check.is_due(now):
             self._hang_check.judge(now)
         elif now >= state.deadline:

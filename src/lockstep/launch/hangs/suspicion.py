@@ -57,11 +57,6 @@ class RankView(heartbeat.HeartbeatView):
         return self.state in ("T", "Z", "")
 
     @property
-    def finished(self) -> bool:
-        """Whether the run is closed on this rank: its process may go on for any time, or be gone."""
-        return self.phase_info.after_run
-
-    @property
     def phase_info(self) -> heartbeat.Phase:
         """What is known about the rank's phase."""
         # Another node may send anything.
@@ -123,7 +118,8 @@ def suspect(views: list[RankView], limits: HangConfig, hangs: int = 0) -> Suspic
 
     `hangs`: how many attempts were ended as hanging since the newest checkpoint. Limits are higher then.
     """
-    working = [view for view in views if not view.finished]
+    # After its run a rank's process may go on for any time, or be gone.
+    working = [view for view in views if not view.phase_info.after_run]
     by_rank = {view.rank: view for view in working}
 
     # A rank that is traced by a debugger may stall for any time.
@@ -222,13 +218,13 @@ def limit_of(view: RankView, peers: Peers, limits: HangConfig) -> Limit:
 
 def awaited_ranks(views: list[RankView]) -> list[int]:
     """Return the ranks for which the others wait: ranks that do not wait themselves, or are at an earlier step."""
-    # Usually the culprit is not in a collective, or in one of an earlier step.
+    # Usually the rank that holds up the others is not in a collective, or in one of an earlier step.
     newest = max(view.step for view in views)
     awaited = [view.rank for view in views if not view.phase_info.waits or view.step < newest]
     if awaited:
         return awaited
 
-    # All of them wait: blame the smallest group in a different collective, if there is exactly one.
+    # All of them wait: name the smallest group in a different collective, if there is exactly one.
     waits = Counter((view.phase, view.detail) for view in views)
     fewest = min(waits.values())
     if len(waits) == 1 or list(waits.values()).count(fewest) > 1:

@@ -135,7 +135,7 @@ class Watchdog:
     def _stall(self, views: list[RankView], hangs: int) -> Suspicion | None:
         """Return a suspicion long before a limit is reached, to show where the ranks are; once for each stall."""
         beats = {view.rank: view.beats for view in views}
-        working = [view for view in views if not view.finished]
+        working = [view for view in views if not view.phase_info.after_run]
         youngest = min((view.age for view in working), default=0.0)
         in_debugger = any(view.state == "t" for view in working)
 

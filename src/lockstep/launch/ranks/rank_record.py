@@ -44,7 +44,7 @@ def ended_by(error: BaseException, rank: int) -> RankExit:
 
 
 def _failure_of(error: BaseException, rank: int) -> Failure:
-    """Return the failure of this rank. For OutOfStep it names the rank at fault, not the rank that noticed."""
+    """Return the failure of this rank. For OutOfStep it names the rank that is, not the one that noticed."""
     # The time at which the error was first seen: before the rank has cleaned up, others may fail because of it. Some
     # exception classes take no attributes.
     when = time.time()

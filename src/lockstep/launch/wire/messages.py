@@ -343,7 +343,7 @@ class JobEnd(Message):
 # ---- which way they go ----
 
 # What the agent of a node reports. Apart from these a node sends only its `Hello`.
-Report = RankExited | RanksGone | NodeFailed | Stacks | SignalReceived | NodeHeartbeat
+ToCoordinator = RankExited | RanksGone | NodeFailed | Stacks | SignalReceived | NodeHeartbeat
 
 # What the agent of a node carries out, and all that a node receives.
 Order = Start | Prepare | SaveAndExit | CollectStacks | Kill

@@ -77,7 +77,7 @@ ASKED = {"preempt_signal": "SIGTERM"}
         (NO_SETUP, replace(UNSAVED, node_is_member=True), End(ExitCode.FAILED, RECURS, NO_SETUP)),
         (None, UNSAVED, Continue()),
         (None, replace(UNSAVED, **ASKED), EndPreempted()),
-        (None, replace(SAVED, **ASKED, has_failed=FAILED), FAILED),
+        (None, replace(SAVED, **ASKED, decided_end=FAILED), FAILED),
         (None, replace(SAVED, **ASKED, typed_twice=True), End(ExitCode.RESTART, "Ctrl-C was typed twice")),
     ],
 )

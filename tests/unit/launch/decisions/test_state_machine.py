@@ -371,7 +371,7 @@ def setup_failed(stage: Stage) -> None:
     stage.tick()
 
 
-def test_a_node_that_cannot_set_up_its_ranks_is_sent_away_if_the_job_can_spare_it():
+def test_a_node_that_cannot_set_up_its_ranks_is_dismissed_if_the_job_can_spare_it():
     stage = nodes(1, 2, 2)
     stage.tick()
     setup_failed(stage)
@@ -380,22 +380,22 @@ def test_a_node_that_cannot_set_up_its_ranks_is_sent_away_if_the_job_can_spare_i
     assert stage.sent(Kill) == [0]
 
 
-def test_a_host_that_was_sent_away_twice_may_not_join_for_an_hour():
+def test_a_host_that_was_dismissed_twice_may_not_join_for_an_hour():
     """Its platform starts it again and again: each time the ranks save, and an attempt fails."""
     stage = nodes(1, 2, 1)
     for number in (1, 2):
-        assert not stage.state_machine.refuses(f"host-{number}", stage.now)
+        assert not stage.state_machine.has_dismissed(f"host-{number}", stage.now)
         stage.state_machine.node_joined(Node(number, "bad-host", ONE), stage.now)
         stage.state_machine.node_failed(number, NodeFailed(None, "import", "exited while importing"), stage.now)
-        assert stage.state_machine.refuses("bad-host", stage.now) is (number == 2)
+        assert stage.state_machine.has_dismissed("bad-host", stage.now) is (number == 2)
         stage.tick(60.0)
 
-    assert not stage.state_machine.refuses("host-0", stage.now)
+    assert not stage.state_machine.has_dismissed("host-0", stage.now)
 
     # A successor of the coordinator remembers it, too.
     new = Stage(inherited=decode(encode(stage.state_machine.coordinator_state(stage.now))), now=5.0)
-    assert new.state_machine.refuses("bad-host", 5.0)
-    assert not new.state_machine.refuses("bad-host", 3600.0)
+    assert new.state_machine.has_dismissed("bad-host", 5.0)
+    assert not new.state_machine.has_dismissed("bad-host", 3600.0)
 
 
 def test_a_node_that_the_job_needs_and_that_cannot_set_up_its_ranks_ends_the_job():

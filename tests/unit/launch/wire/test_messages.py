@@ -24,9 +24,9 @@ from lockstep.launch.wire.messages import (
     NodeHeartbeat,
     RankExited,
     Rendezvous,
-    Report,
     Stacks,
     Start,
+    ToCoordinator,
     ToNode,
     Welcome,
     decode,
@@ -105,7 +105,7 @@ def test_nothing_but_a_value_error_comes_of_noise(kind, fields):
 
 
 def test_every_message_goes_one_way():
-    ways = [Hello, *get_args(Report), *get_args(ToNode)]
+    ways = [Hello, *get_args(ToCoordinator), *get_args(ToNode)]
     assert len(ways) == len(set(ways))
     assert set(ways) == {kind for kind in messages._KINDS.values() if kind.__module__ == messages.__name__}
 
