@@ -6,8 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lockstep.errors import plural
-from lockstep.launch.failure import Consequence, Failure, LauncherFailure, RankExit, Save, left_early, pick_root
+from lockstep.launch.failure import Consequence, Failure, RankExit, Save, left_early, pick_root
 from lockstep.launch.hangs.watchdog import Watchdog
 
 
@@ -140,18 +139,8 @@ class Attempt:
         return replace(failure, host=self._host_of(failure.rank), step=step, phase=phase)
 
     def overdue_failure(self) -> Failure:
-        """Return the failure of ranks that were asked to save and take too long, naming the one that holds them up."""
-        late = self.running
-        text = plural(
-            len(late), "rank did not exit in time and was killed", "ranks did not exit in time and were killed"
-        )
-
-        if failure := self.watchdog.overdue(late, text):
-            return failure
-
-        # Nothing is known of some of them.
-        first = min(late)
-        return Failure.by_launcher(LauncherFailure.OVERDUE, text, first, self._host_of(first))
+        """Return the failure of ranks that were asked to save and exit, and still run."""
+        return self.watchdog.overdue({rank: self._host_of(rank) for rank in self.running})
 
     def count_ended_by(self, failure: Failure) -> int:
         """Return how many ranks end because of a failure of others: they are killed, or have failed as well."""

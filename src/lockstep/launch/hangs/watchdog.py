@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from lockstep.config.sections import HangConfig
+from lockstep.errors import plural
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.hangs import flight_recorder
 from lockstep.launch.hangs.explanation import Evidence, explain, gil_holders, ranks_ahead
@@ -207,11 +208,16 @@ class Watchdog:
         reason = f"no rank has advanced for {youngest:.0f} s, and none can: they wait in different collectives"
         return explain(replace(suspicion, reason=reason), evidence)
 
-    def overdue(self, late: Collection[int], reason: str) -> Failure | None:
-        """Return the failure of ranks that were asked to save and exit, and have not; None if some are not known."""
+    def overdue(self, late: Mapping[int, str]) -> Failure:
+        """Return the failure of ranks that were asked to save and take too long. `late`: rank -> host."""
+        one, several = "rank did not exit in time and was killed", "ranks did not exit in time and were killed"
+        reason = plural(len(late), one, several)
+
+        # Without a view of every rank it is not known which one holds up the others.
         views = [view for view in self._all_views if view.rank in late]
-        if not views or len(views) < len(late):
-            return None
+        if len(views) < len(late):
+            first = min(late)
+            return Failure.by_launcher(LauncherFailure.OVERDUE, reason, first, late[first])
 
         suspicion = Suspicion("overdue", reason, awaited_ranks(views), {view.rank: view for view in views})
         return replace(explain(suspicion, self._evidence(suspicion)), kind=LauncherFailure.OVERDUE)
