@@ -24,7 +24,7 @@ from typing import Any
 from lockstep.launch import election
 from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.election import TakeoverWatch
-from lockstep.launch.failure import PREEMPTED, RankExit
+from lockstep.launch.failure import RankExit
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job
@@ -93,7 +93,7 @@ class Ranks:
                 self.start = None
                 return [RanksGone(order.attempt)]
             case SaveAndExit() if start and start.attempt == order.attempt:
-                return self.exits(PREEMPTED)
+                return self.exits(RankExit.as_asked("saved"))
             case CollectStacks() if start and start.attempt == order.attempt:
                 return [self.stacks(start, order.request)]
         return []
@@ -105,13 +105,13 @@ class Ranks:
         collectives = {rank: _collectives(rank == CULPRIT) for rank in ranks}
         return Stacks.of(start.attempt, request, texts, collectives)
 
-    def exits(self, code: int) -> list[Message]:
-        """All ranks end with this code."""
+    def exits(self, rank_exit: RankExit) -> list[Message]:
+        """All ranks end like this."""
         assert self.start is not None
         start, last = self.start, self.beat()
         self.start = None
         numbers = range(start.first_rank, start.first_rank + start.count)
-        return [last, *(RankExited(start.attempt, number, RankExit(code)) for number in numbers)]
+        return [last, *(RankExited(start.attempt, number, rank_exit) for number in numbers)]
 
     def beat(self) -> NodeHeartbeat:
         age = 0.05 if self.hangs_since is None else time.monotonic() - self.hangs_since
@@ -180,7 +180,7 @@ class SimulatedAgent:
         return messages
 
     def finish(self) -> None:
-        self._messages += self.ranks.exits(0)
+        self._messages += self.ranks.exits(RankExit(0))
 
     def hang(self) -> None:
         self.ranks.hangs_since = time.monotonic()
@@ -424,7 +424,7 @@ class Nodes:
     def finish(self) -> None:
         """All ranks end with code 0."""
         for node in self.nodes.values():
-            for message in node.ranks.exits(0):
+            for message in node.ranks.exits(RankExit(0)):
                 node.connection.send(message)
 
 

@@ -16,7 +16,7 @@ from lockstep import Task, UserError, _version, api, fit
 from lockstep.errors import Preempted, RanksFailed
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.job import Bounds
-from lockstep.launch.supervisor import JobEnd
+from lockstep.launch.wire.messages import JobEnd
 
 ROOT = Path(__file__).parent.parent
 TASK = '''
@@ -360,9 +360,17 @@ def test_the_package_names_its_version_and_no_unknown_names():
         package.nothing  # noqa: B018
 
 
-@pytest.mark.parametrize(("rank", "words"), [(1, "rank 1 failed first"), (None, "they could not be started")])
-def test_processes_that_never_started_are_not_called_a_rank(tmp_path, rank, words):
-    ending = JobEnd(1, Failure.by_launcher(LauncherFailure.ZYGOTE, "out of memory", rank))
+@pytest.mark.parametrize(
+    ("kind", "rank", "words"),
+    [
+        (LauncherFailure.EXIT, 1, "rank 1 failed first"),
+        (LauncherFailure.IMPORT, None, "they could not be started"),
+        (LauncherFailure.SETUP, None, "they could not be started"),
+        (LauncherFailure.ZYGOTE, None, "their launcher gave up"),
+    ],
+)
+def test_a_failed_launcher_is_not_called_a_rank(tmp_path, kind, rank, words):
+    ending = JobEnd(1, Failure.by_launcher(kind, "out of memory", rank))
     with pytest.raises(RanksFailed, match=words) as failed:
         api._raise_unless_done(ending, tmp_path, Bounds(2, 2), tmp_path)
     assert "rank None" not in str(failed.value)

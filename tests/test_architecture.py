@@ -38,7 +38,7 @@ ROWS = [
 # The same inside `launch/`, for its modules and folders.
 LAUNCH_ROWS = [
     {"frames", "job", "lost_peer", "records", "terminal", "times"},
-    {"election", "failure", "jsonl"},
+    {"election", "failure", "jsonl", "restarts"},
     {"folder"},
     {"hangs"},
     {"wire"},

@@ -32,8 +32,9 @@ from lockstep.launch.folder.start_from import choose_start
 from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.ranks import rank_record
-from lockstep.launch.supervisor import JobEnd, supervise
+from lockstep.launch.supervisor import Outcome, supervise
 from lockstep.launch.terminal import shares_log
+from lockstep.launch.wire.messages import JobEnd
 from lockstep.observe.history import read_history
 from lockstep.observe.notebook import kernel
 from lockstep.observe.notebook.follower import following
@@ -208,11 +209,11 @@ def _describe_exit(ending: JobEnd) -> str:
     """`exit code 1 (never restart): rank 1: SIGKILL: killed from outside`, for the log of a platform."""
     code = ExitCode(ending.code)
     why = "it was preempted by a signal" if code == ExitCode.RESTART else code.meaning
-    if culprit := ending.failure:
+    if failure := ending.failure:
         # All ranks refuse the same mistake of the user: it does not matter which of them was first.
-        refused = culprit.kind == UserError.__name__
-        rank = f"rank {culprit.rank}: " if culprit.rank is not None else ""
-        why = (culprit.message if refused else f"{rank}{culprit.kind}: {culprit.message}").partition("\n")[0]
+        refused = failure.kind == UserError.__name__
+        rank = f"rank {failure.rank}: " if failure.rank is not None else ""
+        why = (failure.message if refused else f"{rank}{failure.kind}: {failure.message}").partition("\n")[0]
 
     return f"exit code {ending.code} ({code.advice}): {why}"
 
@@ -346,8 +347,8 @@ def fit(
     pickled = _pickled(task, resolved.config.task, callbacks)
     with pickled as path, following(run_dir) if in_notebook else nullcontext():
         spec = {"task": path, "name": name, "layers": layers, "resume_command": command}
-        ending, _ = _launch(spec, run_dir, count, goes_back_to=choose_start(resume, run_dir).goes_back_to)
-        _raise_unless_done(ending, run_dir, count, Path(path).parent)
+        outcome = _launch(spec, run_dir, count, goes_back_to=choose_start(resume, run_dir).goes_back_to)
+        _raise_unless_done(outcome.ending, run_dir, count, Path(path).parent)
 
     return RunResult(run_dir, json.loads((run_dir / "summary.json").read_text()), task)
 
@@ -397,25 +398,28 @@ def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds, errors: Pat
 
     That is the exception of the rank that failed first, which it has left in the folder `errors`.
     """
-    if culprit := ending.failure:
-        who = f"rank {culprit.rank} failed first" if culprit.rank is not None else "they could not be started"
-        error = rank_record.load_exception(errors, culprit)
+    if failure := ending.failure:
+        who = f"rank {failure.rank} failed first"
+        if failure.rank is None:
+            who = "they could not be started" if failure.traits.dismisses_node else "their launcher gave up"
+
+        error = rank_record.load_exception(errors, failure)
         if error is not None:
-            where = f"raised on rank {culprit.rank} of {count}; {run_dir / 'logs'} holds the output of all ranks"
-            trace = [] if culprit.for_user else frames.fold(culprit.traceback)
+            where = f"raised on rank {failure.rank} of {count}; {run_dir / 'logs'} holds the output of all ranks"
+            trace = [] if failure.for_user else frames.fold(failure.traceback)
             error.add_note("\n".join([where, *trace]))
-            error.__dict__["lockstep_rank"] = culprit.rank  # its launcher has shown it
+            error.__dict__["lockstep_rank"] = failure.rank  # its launcher has shown it
             raise error
 
         raise RanksFailed(
             f"lockstep.fit on {count} processes: {who}",
-            f"{culprit.kind}: {culprit.message}",
+            f"{failure.kind}: {failure.message}",
             f"fix that; {run_dir / 'logs'} holds the output of all ranks",
         )
 
     if ending.code:
         # The signal follows from the exit code alone, and the step that the run has reached from its checkpoints.
-        signal = "SIGINT" if ending.code == Preempted.INTERRUPTED else "SIGTERM"
+        signal = "SIGINT" if ending.code == ExitCode.INTERRUPTED else "SIGTERM"
         checkpoint = latest(run_dir / "checkpoints")
         step = latest_step(run_dir / "checkpoints") or 0
         raise Preempted(step, signal, str(checkpoint) if checkpoint else None)
@@ -543,7 +547,7 @@ def running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[Run
             with explained(builder):
                 yield builder
         except BaseException as error:
-            # This comes first: the launcher blames the rank that failed first, and the clean-up may hang.
+            # This comes first: the launcher looks for the rank that failed first, and the clean-up may hang.
             record(error)
             builder.fail(error)
             raise
@@ -560,28 +564,25 @@ def _launch(
     join: str | None = None,
     node: int | None = None,
     goes_back_to: str | None = None,
-) -> tuple[JobEnd, bool]:
-    """Run `spec` on the ranks of a launcher until they end; record why, if they fail. `goes_back_to`: see `Job`.
-
-    Returns how the job ended, and whether this launcher ended it.
-    """
+) -> Outcome:
+    """Run `spec` on the ranks of a launcher until they end; record why, if they fail. `goes_back_to`: see `Job`."""
     # Ranks get plain JSON: a Path in the configuration, say, becomes text.
     plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
-    ending, ended_here = supervise(Job(plain, run_dir, nproc, nnodes, join, node=node, goes_back_to=goes_back_to))
+    outcome = supervise(Job(plain, run_dir, nproc, nnodes, join, node=node, goes_back_to=goes_back_to))
 
     # All launchers of a job have the same folder: one of them writes there.
-    culprit = ending.failure
-    if culprit is None or not ended_here:
-        return ending, ended_here
+    failure = outcome.ending.failure
+    if failure is None or not outcome.ended_here:
+        return outcome
 
     # Rank 0 may only have recorded a lost peer; the launcher has found which rank failed first.
-    message = culprit.message if culprit.rank is None else f"rank {culprit.rank}: {culprit.message}"
-    append_event(run_dir, {"time": culprit.time, "event": "error", "type": culprit.kind, "message": message})
+    message = failure.message if failure.rank is None else f"rank {failure.rank}: {failure.message}"
+    append_event(run_dir, {"time": failure.time, "event": "error", "type": failure.kind, "message": message})
 
     with suppress(OSError):  # on a full disk the report is the least of the problems
         write_report(run_dir)
 
-    return ending, ended_here
+    return outcome
 
 
 def _choose_run_dir_for_ranks(

@@ -16,7 +16,7 @@ from lockstep import skeletons, targets
 from lockstep.bench import command as bench
 from lockstep.clusters import command as clusters
 from lockstep.clusters import nodes
-from lockstep.errors import FINAL_CODES, DeviceLostError, ExitCode, Preempted, UserError, code_for_srun, printable
+from lockstep.errors import FINAL_CODES, DeviceLostError, ExitCode, UserError, code_for_srun, printable
 from lockstep.lab import command as lab
 from lockstep.launch.terminal import point_at_null
 
@@ -99,7 +99,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         return ExitCode.FAILED
     except KeyboardInterrupt:
         print("lockstep: interrupted", file=sys.stderr)
-        return Preempted.INTERRUPTED
+        return ExitCode.INTERRUPTED
 
 
 def _about_files(verb: str, error: OSError) -> UserError:

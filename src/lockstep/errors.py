@@ -146,9 +146,6 @@ class SmallerMicroBatch(Exception):
 class Preempted(SystemExit):
     """The run was preempted (SIGTERM, SIGUSR1 or Ctrl-C), after a save. Uncaught, it sets the exit code."""
 
-    CODE = ExitCode.RESTART.value
-    INTERRUPTED = ExitCode.INTERRUPTED.value
-
     def __init__(self, step: int, signal: str, checkpoint: str | None, save_failed: bool = False):
         super().__init__(self.code_of(signal))
         self.step = step
@@ -156,10 +153,10 @@ class Preempted(SystemExit):
         self.checkpoint = checkpoint  # the path of the newest one; None if there is none, or if the save failed
         self.save_failed = save_failed  # what was trained since the newest checkpoint is lost
 
-    @classmethod
-    def code_of(cls, signal: str | None) -> int:
+    @staticmethod
+    def code_of(signal: str | None) -> int:
         """Return the exit code of a run that this signal has preempted."""
-        return cls.INTERRUPTED if signal == "SIGINT" else cls.CODE
+        return (ExitCode.INTERRUPTED if signal == "SIGINT" else ExitCode.RESTART).value
 
 
 def printable(value: object) -> str:

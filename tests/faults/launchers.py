@@ -101,3 +101,7 @@ def parent_of(pid: int) -> int:
 
 def events(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "events.jsonl").read_text().splitlines()]
+
+
+def restarts_of(run_dir: Path) -> int:
+    return [event["event"] for event in events(run_dir)].count("restart")

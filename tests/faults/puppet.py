@@ -60,7 +60,7 @@ class Puppet:
             time.sleep(0.02)
             if self.asked:
                 self.commit(7)
-                raise Preempted(7, "SIGTERM", None)
+                raise Preempted(7, "SIGTERM", str(self.run_dir / "checkpoints" / "step-00000007"))
 
 
 def play(spec):
@@ -84,7 +84,7 @@ if __name__ == "__main__":  # a launcher of such ranks: its argument describes t
         module.LOST_AFTER_S = lost_after_s
     nproc, nnodes = Bounds(*described.pop("nproc")), Bounds(*described.pop("nnodes", (1, 1)))
     try:
-        ending, _ = supervise(
+        outcome = supervise(
             Job(
                 {
                     "code": described["code"],
@@ -104,4 +104,4 @@ if __name__ == "__main__":  # a launcher of such ranks: its argument describes t
     except UserError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    sys.exit(ending.code)
+    sys.exit(outcome.ending.code)

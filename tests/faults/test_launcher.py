@@ -8,14 +8,15 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-from launchers import MODULES, Launcher, alive, children_of, events, parent_of, pid_of, pids_of, until
+from launchers import MODULES, Launcher, alive, children_of, events, parent_of, pid_of, pids_of, restarts_of, until
 
 from lockstep.errors import ExitCode, UserError
 from lockstep.launch.decisions import status
 from lockstep.launch.failure import Consequence
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.ranks import local_ranks
-from lockstep.launch.supervisor import JobEnd, supervise
+from lockstep.launch.supervisor import supervise
+from lockstep.launch.wire.messages import JobEnd
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def run(tmp_path, monkeypatch):
     def run(code: str, nproc: int | Bounds = 2, entry: str = "puppet:play", preload: tuple[str, ...] = ()) -> JobEnd:
         count = Bounds(nproc, nproc) if isinstance(nproc, int) else nproc
         spec = {"code": code, "run_dir": str(tmp_path), "resume_command": "type it again"}
-        return supervise(Job(spec, tmp_path, count, entry=entry, preload=preload))[0]
+        return supervise(Job(spec, tmp_path, count, entry=entry, preload=preload)).ending
 
     return run
 
@@ -74,7 +75,7 @@ def test_a_script_may_open_a_store_of_its_own(run):
 
 def test_the_first_failure_is_printed_and_the_others_are_stopped(run, tmp_path, capfd):
     ending = run("me.note(); me.meet()\nif me.rank == 1: raise ValueError('the real cause')\ntime.sleep(600)", 3)
-    assert (ending.code, ending.failure.rank, ending.restarts) == (1, 1, 0)
+    assert (ending.code, ending.failure.rank, restarts_of(tmp_path)) == (1, 1, 0)
     text = capfd.readouterr().err
     assert text.startswith("lockstep: rank 1 on ")
     assert "ValueError: the real cause" in text.splitlines()[0]
@@ -121,6 +122,24 @@ def test_a_program_may_clean_up_after_a_preemption(launch, tmp_path):
     assert launcher.wait() == 75
 
 
+def test_an_error_after_a_preemption_is_shown(launch, tmp_path):
+    """The rank counted as saved and ended as asked, and the traceback appeared nowhere."""
+    code = """
+    from lockstep.errors import Preempted
+    me.note()
+    try:
+        me.train()
+    except Preempted as stop:
+        clean_up()
+    """
+    launcher = launch(dedent(code))
+    pids_of(tmp_path, 0, 2)
+    launcher.signal(signal.SIGTERM)
+    assert launcher.wait() == 75
+    assert "NameError: name 'clean_up' is not defined" in launcher.said
+    assert "saved at step 7" in launcher.said
+
+
 def test_a_user_error_is_shown_without_a_traceback(run, capfd):
     assert run("raise UserError('asked', 'found', 'type this')").code == 2
     assert capfd.readouterr().err == "lockstep: asked\n  found: found\n  do:    type this\n"
@@ -139,7 +158,7 @@ def test_a_killed_rank_is_the_culprit_and_all_are_started_again(run, tmp_path, c
     time.sleep(0.1 if me.attempt else 600)
     """
     ending = run(dedent(code))
-    assert (ending.code, ending.restarts) == (0, 1)
+    assert (ending.code, restarts_of(tmp_path)) == (0, 1)
     head, *rest = capfd.readouterr().err.splitlines()
     assert head.startswith("lockstep: rank 1 on ")
     assert " failed at step 41, phase all-reduce, " in head
@@ -150,10 +169,10 @@ def test_a_killed_rank_is_the_culprit_and_all_are_started_again(run, tmp_path, c
     assert {path.name for path in tmp_path.glob("?-?")} == {"0-0", "0-1", "1-0", "1-1"}
 
 
-def test_a_rank_that_only_complains_is_not_the_culprit(run, capfd, monkeypatch):
+def test_a_rank_that_only_complains_is_not_the_culprit(run, capfd, monkeypatch, tmp_path):
     """The complaint is on record before the other one dies."""
     # A busy machine needs longer than a second.
-    monkeypatch.setitem(status.CAUSE_WAIT_S, Consequence.CERTAIN, 60.0)
+    monkeypatch.setitem(status.ROOT_WAIT_S, Consequence.CERTAIN, 60.0)
     code = """
     if me.attempt == 0 and me.rank == 1:
         while not (me.folder / "rank-0.json").exists():
@@ -162,21 +181,23 @@ def test_a_rank_that_only_complains_is_not_the_culprit(run, capfd, monkeypatch):
     if me.attempt == 0:
         raise RuntimeError("[pair.cc:537] Read error: connection reset by peer")
     """
-    assert run(dedent(code)).restarts == 1
+    run(dedent(code))
+    assert restarts_of(tmp_path) == 1
     text = capfd.readouterr().err
     assert "rank 1" in text.splitlines()[0]
     assert "connection reset" not in text
 
 
-def test_a_crash_shows_where_python_was(run, capfd):
+def test_a_crash_shows_where_python_was(run, capfd, tmp_path):
     code = "import ctypes\ndef inner(): ctypes.string_at(0)\nif me.attempt == 0: inner()"
-    assert run(code, 1).restarts == 1
+    run(code, 1)
+    assert restarts_of(tmp_path) == 1
     text = capfd.readouterr().err
     assert "SIGSEGV: segmentation fault in native code" in text.splitlines()[0]
     assert "<string>:2 inner" in text
 
 
-def test_the_budget_of_restarts_ends(run, capfd):
+def test_the_budget_of_restarts_ends(run, capfd, tmp_path):
     code = """
     import json
     (me.folder / "s.tmp").write_text(json.dumps({"restart": {"per_hour": 2, "grace": 9}}))
@@ -184,14 +205,14 @@ def test_the_budget_of_restarts_ends(run, capfd):
     me.kill()
     """
     ending = run(dedent(code), 1)
-    assert (ending.code, ending.restarts) == (1, 2)
+    assert (ending.code, restarts_of(tmp_path)) == (1, 2)
     assert "not restarted: 2 restarts within the last hour" in capfd.readouterr().err
 
 
-def test_an_exception_after_progress_is_worth_another_try(run):
+def test_an_exception_after_progress_is_worth_another_try(run, tmp_path):
     code = "me.commit(10 + me.attempt if me.attempt < 2 else 11)\nif me.attempt < 3: raise ValueError('now and then')"
     ending = run(code, 1)
-    assert (ending.code, ending.restarts) == (1, 2)  # the third one made no progress
+    assert (ending.code, restarts_of(tmp_path)) == (1, 2)  # the third one made no progress
 
 
 def test_an_exit_code_is_a_failure(run, capfd):
@@ -263,7 +284,7 @@ def test_a_second_kill_during_recovery(run, tmp_path):
 
     in_the_meantime(kill_each)
     ending = run("me.note()\nif me.attempt < 3: time.sleep(600)")
-    assert (ending.code, ending.restarts) == (0, 3)
+    assert (ending.code, restarts_of(tmp_path)) == (0, 3)
     assert [event["event"] for event in events(tmp_path)].count("restart") == 3
 
 
@@ -373,7 +394,7 @@ def test_a_stopped_process_that_starts_ranks_is_replaced(run, tmp_path, capfd, m
 
     in_the_meantime(hurt)
     ending = run(f"me.note()\nif me.attempt == 0: me.train()\n{UNTIL_PATIENT}")
-    assert (ending.code, ending.restarts) == (0, 1)  # seen as a rank that is dead, but not reaped
+    assert (ending.code, restarts_of(tmp_path)) == (0, 1)  # seen as a rank that is dead, but not reaped
     assert "rank 1 on " in capfd.readouterr().err
 
 
@@ -383,9 +404,9 @@ def test_a_folder_that_cannot_be_made(run, tmp_path):
         run("me.note()")
 
 
-def test_what_cannot_be_imported_is_not_tried_again(run, capfd):
+def test_what_cannot_be_imported_is_not_tried_again(run, capfd, tmp_path):
     ending = run("", entry="no_such_module:work")
-    assert (ending.code, ending.restarts) == (1, 0)
+    assert (ending.code, restarts_of(tmp_path)) == (1, 0)
     assert "No module named 'no_such_module'" in (text := capfd.readouterr().err)
     assert "it would end the same way" in text
 
@@ -409,9 +430,9 @@ def test_resize(run, tmp_path, capfd):
     assert "restarting" not in said
 
 
-def test_a_rank_that_keeps_dying_before_anything_is_saved_ends_the_job(run, capfd):
+def test_a_rank_that_keeps_dying_before_anything_is_saved_ends_the_job(run, capfd, tmp_path):
     ending = run("if me.rank == 1: me.kill()\ntime.sleep(600)", Bounds(1, 2))
-    assert (ending.code, ending.restarts) == (1, 5)
+    assert (ending.code, restarts_of(tmp_path)) == (1, 5)
     assert "not restarted: 5 restarts in a row without a new checkpoint" in capfd.readouterr().err
 
 
@@ -423,7 +444,8 @@ def test_a_stopped_rank_is_named(run, tmp_path, capfd, impatient):
         impatient()
 
     in_the_meantime(stop)
-    assert run(f"me.note()\nif me.attempt == 0: me.train()\n{UNTIL_PATIENT}").restarts == 1
+    run(f"me.note()\nif me.attempt == 0: me.train()\n{UNTIL_PATIENT}")
+    assert restarts_of(tmp_path) == 1
     head, *detail = capfd.readouterr().err.splitlines()
     assert "rank 1 on " in head
     assert "suspended by a signal" in head
@@ -444,7 +466,7 @@ def test_a_program_that_goes_on_after_its_run_does_not_hang(run):
     assert run(dedent(code)) == JobEnd(0)
 
 
-def test_a_run_that_never_closes_hangs(run, capfd):
+def test_a_run_that_never_closes_hangs(run, capfd, tmp_path):
     # No restart: the ranks of another attempt might not begin within such a limit.
     code = """
     me.heartbeat.beat("end" if me.rank == 0 else "collective", 41)
@@ -456,7 +478,7 @@ def test_a_run_that_never_closes_hangs(run, capfd):
     time.sleep(600)
     """
     ending = run(dedent(code))
-    assert (ending.code, ending.failure.rank, ending.restarts) == (1, 0, 0)
+    assert (ending.code, ending.failure.rank, restarts_of(tmp_path)) == (1, 0, 0)
     assert "rank 0 on " in (head := capfd.readouterr().err.splitlines()[0])
     assert "phase end" in head
     assert "hang" in head
@@ -483,6 +505,7 @@ def test_folders_are_removed(run, tmp_path, monkeypatch):
     if me.attempt == 0: me.kill()
     """
     code = dedent(code)
-    assert run(code, 1).restarts == 1
+    run(code, 1)
+    assert restarts_of(tmp_path) == 1
     assert (tmp_path / "1-0").read_text().endswith("0o700")
     assert not list((tmp_path / "scratch").iterdir())

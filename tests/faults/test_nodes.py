@@ -89,7 +89,7 @@ def test_a_newcomer_that_cannot_import_leaves_and_the_job_goes_on(nodes, tmp_pat
     # Its platform starts it once more. Now it may not join: the ranks would save for it again, for ever.
     (newcomer,) = nodes(1, code, (1, 2), host="127.0.0.2")
     assert newcomer.wait() == 2
-    assert "nodes on 127.0.0.2 were sent away" in newcomer.said
+    assert "nodes on 127.0.0.2 were dismissed" in newcomer.said
 
     # The job has saved for the newcomers, and trains alone again.
     def trains_alone() -> bool:

@@ -11,6 +11,7 @@ import pytest
 from lockstep import api, cli
 from lockstep.errors import EXIT_CODES, FINAL_CODES, ExitCode, PeersMissing, Preempted, final_codes
 from lockstep.launch.failure import Failure, LauncherFailure
+from lockstep.launch.supervisor import Outcome
 from lockstep.launch.wire.messages import JobEnd
 
 PAGE = Path(__file__).parents[2] / "docs" / "multi_node.md"
@@ -27,7 +28,7 @@ def test_every_code_has_one_of_three_answers() -> None:
         ExitCode.FINISHED: "finished",
         ExitCode.RESTART: "restart",
     }
-    assert (Preempted.CODE, Preempted.INTERRUPTED) == (75, 130)
+    assert [Preempted.code_of(signal) for signal in ("SIGTERM", "SIGUSR1", "SIGINT")] == [75, 75, 130]
 
 
 def test_the_last_line_names_code_and_reason() -> None:
@@ -51,7 +52,7 @@ def test_a_command_whose_peers_are_missing_may_be_restarted(monkeypatch, capsys)
 def test_the_line_is_printed_once_if_all_nodes_have_one_log(
     monkeypatch, capsys, tmp_path, one_log, ended_here, lines
 ) -> None:
-    monkeypatch.setattr(api, "supervise", lambda job: (JobEnd(75), ended_here))
+    monkeypatch.setattr(api, "supervise", lambda job: Outcome(JobEnd(75), ended_here))
     if one_log:
         monkeypatch.setenv("LOCKSTEP_ONE_LOG", "1")
     assert cli.main(["train", "char_lm", f"run_dir={tmp_path / 'run'}", "--nproc", "2"]) == 75

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from lockstep.clusters.slurm_job import Component, SlurmJob
-from lockstep.errors import FINAL_CODES, SRUN_CODES, ExitCode, Preempted, final_codes
+from lockstep.errors import FINAL_CODES, SRUN_CODES, ExitCode, final_codes
 from lockstep.launch.terminal import ONE_LOG
 
 NAME = "job.slurm"
@@ -116,7 +116,7 @@ def _comment(job: SlurmJob, path: Path) -> list[str]:
         "# (Slurm does not make the folder of the log.)",
         "#",
         f"# {job.signal_before} s before the time limit Slurm sends SIGUSR1 to the tasks. All ranks save after the",
-        f"# same step, the tasks exit with {Preempted.CODE}, and the job is requeued: it resumes in the same folder.",
+        f"# same step, the tasks exit with {ExitCode.RESTART}, and the job is requeued: it resumes in the same folder.",
         "# `scancel JOB` ends the job; `scancel --signal=USR1 JOB` makes it save and requeue now.",
     ]
 
@@ -237,7 +237,7 @@ def _continued(lines: Iterable[str]) -> list[str]:
 
 def _verdict(job: SlurmJob) -> list[str]:
     """Return what the script does with the exit code of its tasks."""
-    refused, interrupted = SRUN_CODES[ExitCode.REFUSED], Preempted.INTERRUPTED
+    refused, interrupted = SRUN_CODES[ExitCode.REFUSED], ExitCode.INTERRUPTED
     lines = []
     if _may_lose_nodes(job):
         lines += [
@@ -246,7 +246,7 @@ def _verdict(job: SlurmJob) -> list[str]:
             "",
             "# A node that cannot take part does not end a run that makes progress without it.",
             f'if [ "$code" -eq {refused} ] && [ -n "$(find "$run/checkpoints" -newer "$run/.job-started")" ]; then',
-            f"    code={Preempted.CODE}",
+            f"    code={ExitCode.RESTART}",
             "fi",
             "",
         ]
@@ -263,10 +263,10 @@ def _verdict(job: SlurmJob) -> list[str]:
 
     return [
         *lines,
-        f"# {Preempted.CODE}: saved, start me again. Above 128: killed by a signal; {interrupted}: by Ctrl-C.",
+        f"# {ExitCode.RESTART}: saved, start me again. Above 128: killed by a signal; {interrupted}: by Ctrl-C.",
         "# 0: finished. Anything else: failed, and the reason is above.",
         f"killed=$((code > 128 && code != {interrupted}))",
-        f'if [ "$code" -eq {Preempted.CODE} ] || [ "$killed" -eq 1 ]; then',
+        f'if [ "$code" -eq {ExitCode.RESTART} ] || [ "$killed" -eq 1 ]; then',
         "    export LOCKSTEP_RESTARTS=$((${LOCKSTEP_RESTARTS:-0} + ${SLURM_RESTART_COUNT:-0} + 1))",
         "    unset SLURM_RESTART_COUNT",
         f'    if [ "$LOCKSTEP_RESTARTS" -gt {job.max_requeues} ]; then',

@@ -90,10 +90,9 @@ def main(request: EvaluateRequest, layers: list[Layer]) -> int:
     else:
         # As for every launch, what the ranks get has crossed JSON.
         plain = json.loads(json.dumps(spec, default=str))
-        ending, _ = supervise(Job(plain, run_dir, parse_nproc(request.nproc), entry="lockstep.evaluate.command:work"))
-
-        if ending.code:
-            return ending.code
+        job = Job(plain, run_dir, parse_nproc(request.nproc), entry="lockstep.evaluate.command:work")
+        if code := supervise(job).ending.code:
+            return code
 
     _show(run_dir, request.json_file)
     return 0

@@ -15,7 +15,7 @@ from typing import assert_never
 
 from lockstep.errors import UserError
 from lockstep.launch import records
-from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure, RankExit
+from lockstep.launch.failure import RankExit
 from lockstep.launch.folder.run_dir import not_writable
 from lockstep.launch.hangs.suspicion import view_of
 from lockstep.launch.job import RESUME_COMMAND, Job
@@ -27,16 +27,16 @@ from lockstep.launch.ranks.zygote_client import ZygoteClient
 from lockstep.launch.wire.messages import (
     CollectStacks,
     Kill,
+    NodeFailed,
     NodeHeartbeat,
     Order,
     Prepare,
     RankExited,
     RanksGone,
-    Report,
     SaveAndExit,
     Stacks,
     Start,
-    ZygoteLost,
+    ToCoordinator,
 )
 from lockstep.launch.wire.secret import SECRET
 from lockstep.launch.wire.sockets import wait_readable
@@ -76,7 +76,7 @@ class Agent:
         self._cannot_import = False
 
         # What the next `poll` returns.
-        self._messages: list[Report] = []
+        self._messages: list[ToCoordinator] = []
 
     # ---- orders of the coordinator ----
 
@@ -123,7 +123,7 @@ class Agent:
             self._request_ranks(start)
         except (OSError, UserError) as error:
             self._close_attempt()
-            self._report_setup(start, error)
+            self._report_setup(start.attempt, error)
 
     def _request_ranks(self, start: Start) -> None:
         """Set up the ranks of an attempt, and ask the zygote for their processes."""
@@ -150,14 +150,11 @@ class Agent:
         self._started = start.attempt
         self.nproc = replace(self._job.nproc, preferred=start.count)
 
-    def _report_setup(self, start: Start, error: OSError | UserError) -> None:
+    def _report_setup(self, attempt: int, error: OSError | UserError) -> None:
         """Report that this node cannot set up its ranks. None of them has a process."""
-        text = str(error) if isinstance(error, UserError) else f"{self.name} cannot set up its ranks: {error}"
-        for rank in range(start.first_rank, start.first_rank + start.count):
-            failure = Failure.by_launcher(
-                LauncherFailure.SETUP, text, rank, self.name, for_user=isinstance(error, UserError)
-            )
-            self._messages.append(RankExited(start.attempt, rank, RankExit(1, failure)))
+        for_user = isinstance(error, UserError)
+        text = str(error) if for_user else f"{self.name} cannot set up its ranks: {error}"
+        self._messages.append(NodeFailed(attempt, "setup", text, for_user))
 
     def _prepare(self, count: int) -> None:
         """Start a zygote for `count` ranks, unless the newest one will do.
@@ -195,7 +192,7 @@ class Agent:
         # Before the zygote is ready no rank exists, so all count as ranks that have exited as they were asked to.
         if not self._zygote.ready:
             self._zygote.drop_unsent()
-            rank_exit = RankExit(PREEMPTED)
+            rank_exit = RankExit.as_asked("nothing")
             self._messages += [RankExited(current.attempt, rank, rank_exit) for rank in current.ranks]
             current.ranks.clear()
 
@@ -209,7 +206,7 @@ class Agent:
         current.killed_at = time.monotonic()
         self._zygote.drop_unsent()
 
-        # Before the zygote is ready no rank exists, and none will be.
+        # Before the zygote is ready, no rank exists, and none will.
         if not self._zygote.ready:
             current.ranks.clear()
 
@@ -231,7 +228,7 @@ class Agent:
 
     # ---- what happens on the node ----
 
-    def poll(self) -> list[Report]:
+    def poll(self) -> list[ToCoordinator]:
         """Return the messages about what has happened since the last call."""
         # What happened to ranks comes first: a zygote that died may have reported their ends before.
         changes = self._zygote.poll()
@@ -290,7 +287,7 @@ class Agent:
         # Without its imports a zygote cannot work, and neither could the next one: then the job ends.
         attempt = self._current.attempt if self._current else None
         text = f"the process {self._zygote.pid} that starts the ranks on {self.name} {self._zygote.how_it_ended}"
-        self._messages.append(ZygoteLost(attempt, text, self._cannot_import))
+        self._messages.append(NodeFailed(attempt, "import" if self._cannot_import else "zygote", text))
 
         if not self._cannot_import:
             self._zygote = self._new_zygote(self._zygote.env)

@@ -35,8 +35,8 @@ from lockstep.launch.wire.messages import (
     Order,
     RankExited,
     Rendezvous,
-    Report,
     Start,
+    ToCoordinator,
     ToNode,
     Welcome,
 )
@@ -195,7 +195,7 @@ class Coordinator:
         self._state_machine.note_checkpoints(self._watch.checkpoints)
 
     def _receive_all(
-        self, messages: list[Report], from_nodes: list[tuple[int, Message | ConnectionLost]], now: float
+        self, messages: list[ToCoordinator], from_nodes: list[tuple[int, Message | ConnectionLost]], now: float
     ) -> None:
         """Handle the signals of this launcher, the messages of its agent, and those of the other nodes."""
         while self._signals:
@@ -237,7 +237,7 @@ class Coordinator:
             raise watch.error
 
         folder = self._job.run_dir
-        # Said once: the folder may be moved back.
+        # Report this only once, because the user may move the folder back.
         if watch.removed:
             watch.removed = False
             what = f"run_dir={folder} was removed or replaced while the job runs: nothing can be saved there"
@@ -260,23 +260,23 @@ class Coordinator:
             case ConnectionLost():
                 self._state_machine.node_lost(node, f"vanished: {message}", now)
 
-            # It would be admitted again, and the ranks asked to save for a node that they have already.
-            case Hello() if node in self._state_machine.nodes:
+            # Otherwise it would join twice, and the ranks would be asked to save for nothing.
+            case Hello() if node in self._state_machine.members.nodes:
                 self._state_machine.node_lost(node, "was dropped: it asked to join a second time", now)
             case Hello():
                 self._admit(node, message, now)
 
-            case _ if node not in self._state_machine.nodes:
+            case _ if node not in self._state_machine.members.nodes:
                 pass  # from a node that was refused, or that is lost
             case _ if problem := problem_with(message, node, self._state_machine.attempt):
                 self._state_machine.node_lost(node, f"was dropped: it sent an invalid message ({problem})", now)
 
-            # Of two failures the earlier one is to blame: their times must be those of one clock.
+            # Failures are compared by time, so convert the time to this machine's clock.
             case RankExited():
                 self._state_machine.receive(node, message.in_time_of(time.time()), now)
 
             case _:
-                assert isinstance(message, Report), "`problem_with` has refused anything else"
+                assert isinstance(message, ToCoordinator), "`problem_with` has refused anything else"
                 self._state_machine.receive(node, message, now)
 
     def _admit(self, node: int, hello: Hello, now: float) -> None:
@@ -286,11 +286,11 @@ class Coordinator:
 
         # The node may have reconnected before we noticed that its old connection was dead. Then it replaces itself.
         state_machine = self._state_machine
-        returns = hello.term == held_term.term.number and hello.number in state_machine.nodes
-        full = state_machine.full and not returns
+        returns = hello.term == held_term.term.number and hello.number in state_machine.members.nodes
+        full = state_machine.members.full and not returns
 
         # A refused node prints the reason and ends, which closes the connection.
-        refused = refusal_of(hello, self._job, full, state_machine.refuses(hello.host, now))
+        refused = refusal_of(hello, self._job, full, state_machine.has_dismissed(hello.host, now))
         if refused:
             if returns:
                 state_machine.node_lost(hello.number, "lost its connection and made a new one", now)
@@ -395,4 +395,4 @@ class Coordinator:
 
     def _send_to_nodes(self, message: ToNode) -> None:
         """Send a message to all other nodes; the hub skips this one."""
-        self._hub.send_to_all(self._state_machine.nodes, message)
+        self._hub.send_to_all(self._state_machine.members.nodes, message)

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from typing import Any, Literal
 
-from lockstep.errors import OutOfStep, Preempted, SmallerMicroBatch
+from lockstep.errors import ExitCode, OutOfStep, SmallerMicroBatch
 from lockstep.launch import frames, lost_peer
 
-# The exit code of a rank that exited on request, and all codes of ranks that did not fail.
-PREEMPTED = Preempted.CODE
-CLEAN = (0, PREEMPTED)
+# The exit codes of ranks that did not fail: they have finished, or exited as they were asked to.
+CLEAN = (0, ExitCode.RESTART.value)
 
 # Who says that something failed: a rank, with its exception; the kernel, with a signal; or the launcher.
 Origin = Literal["exception", "signal", "launcher"]
@@ -31,14 +30,8 @@ class FailureTraits:
     # The same program would most likely fail in the same way again, so a restart needs progress.
     likely_to_repeat: bool = False
 
-    # A whole node has failed: all its ranks end, and none of them is named or counted as the one to blame.
-    of_node: bool = False
-
     # The node would fail in the same way again: the job does without it, if it can.
-    unfit_node: bool = False
-
-    # A rank that fails like this has not lost a peer before: it would have raised, or aborted.
-    never_a_consequence: bool = False
+    dismisses_node: bool = False
 
     # micro_batch=auto asks for a smaller micro-batch: the only exception that a restart fixes.
     asks_for_smaller_micro_batch: bool = False
@@ -46,8 +39,8 @@ class FailureTraits:
     # No rank advanced: `hang.action` applies.
     hangs: bool = False
 
-    # The message names the ranks that are to blame. The rank that noticed it, and its traceback, do not help.
-    names_culprits: bool = False
+    # The message names the ranks that are out of step. The rank that noticed it, and its traceback, do not help.
+    names_other_ranks: bool = False
 
 
 class LauncherFailure(StrEnum):
@@ -62,20 +55,17 @@ class LauncherFailure(StrEnum):
         return member
 
     # A machine is lost, or too few machines joined.
-    NODE = "node", FailureTraits(of_node=True)
+    NODE = "node", FailureTraits()
 
     # The process that starts the ranks of a node ended, or could not import the program.
-    ZYGOTE = "zygote", FailureTraits(of_node=True)
-    IMPORT = "import", FailureTraits(of_node=True, unfit_node=True, likely_to_repeat=True)
+    ZYGOTE = "zygote", FailureTraits()
+    IMPORT = "import", FailureTraits(dismisses_node=True, likely_to_repeat=True)
 
     # The system refused the process of a rank.
-    FORK = "fork", FailureTraits(never_a_consequence=True)
+    FORK = "fork", FailureTraits()
 
     # A node could not set up its ranks: no room for their folder, or a run folder that it cannot write to.
-    SETUP = (
-        "setup",
-        FailureTraits(of_node=True, unfit_node=True, likely_to_repeat=True, never_a_consequence=True),
-    )
+    SETUP = "setup", FailureTraits(dismisses_node=True, likely_to_repeat=True)
 
     # No rank advances. In a deadlock the ranks' collectives prove that none can: more time would not help.
     HANG = "hang", FailureTraits(hangs=True)
@@ -85,13 +75,13 @@ class LauncherFailure(StrEnum):
     OVERDUE = "overdue", FailureTraits()
 
     # A rank ended without an exception before its work was done.
-    EXIT = "exit", FailureTraits(likely_to_repeat=True, never_a_consequence=True)
+    EXIT = "exit", FailureTraits(likely_to_repeat=True)
 
 
 # What is known about exceptions, by their names: a record has no more. All others are errors of the program.
 EXCEPTIONS = {
     SmallerMicroBatch.__name__: FailureTraits(asks_for_smaller_micro_batch=True),
-    OutOfStep.__name__: FailureTraits(likely_to_repeat=True, names_culprits=True),
+    OutOfStep.__name__: FailureTraits(likely_to_repeat=True, names_other_ranks=True),
 }
 ERROR_OF_PROGRAM = FailureTraits(likely_to_repeat=True)
 
@@ -102,9 +92,9 @@ ABORTED_UNREAD = "native code aborted; if it gave a reason, that is on the termi
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an attempt ended: which rank failed, where and when."""
+    """Why an attempt ended: which rank or node failed, where and when."""
 
-    rank: int | None  # None if the failure concerns no rank: a lost node that had none, for example
+    rank: int | None  # None if no rank has failed, but a node, or the job as a whole
     host: str
     time: float
     kind: str  # the exception's type, the signal's name, or a `LauncherFailure`, depending on `origin`
@@ -117,6 +107,7 @@ class Failure:
     cause: str = ""  # see `UserError`
     follows_lost_peer: bool = False  # `lost_peer.follows`
     origin: Origin = "exception"
+    node: int | None = None  # the node that has failed: its ranks end with it
 
     @classmethod
     def by_launcher(
@@ -165,7 +156,7 @@ class Failure:
     def reports_lost_peer(self) -> bool:
         """Whether another rank is gone, and that is all: a torch exception says so, or what followed from it."""
         if self.origin == "exception":
-            return self.follows_lost_peer or lost_peer.says_so(self.kind, self.message)
+            return self.follows_lost_peer
 
         aborted = self.origin == "signal" and self.kind == signal.SIGABRT.name
         return aborted and lost_peer.explains_abort(self.message)
@@ -182,7 +173,7 @@ class Failure:
     def headline(self) -> str:
         """The first line of the failure: which rank, where, when, and the error."""
         when = time.strftime("%H:%M:%S", time.localtime(self.time))
-        if self.traits.of_node or self.traits.names_culprits:
+        if self.rank is None or self.traits.names_other_ranks:
             return f"lockstep: {self.message} ({when})"
 
         where = f"step {self.step}, phase {self.phase}, " if self.step is not None else ""
@@ -195,7 +186,7 @@ class Failure:
             return f"lockstep: {self.message}"
 
         # A smaller micro-batch is a request, not an error of the program.
-        if self.traits.asks_for_smaller_micro_batch or self.traits.names_culprits:
+        if self.traits.asks_for_smaller_micro_batch or self.traits.names_other_ranks:
             return self.headline
 
         # After a crash the stack and the last lines of the log are shown. An exception's traceback is in both.
@@ -208,7 +199,7 @@ class Failure:
         return "\n".join([self.headline, *(f"  {line}" for line in shown)])
 
 
-# ---- how ranks ended, and which of them is to blame ----
+# ---- how ranks ended, and which of them failed first ----
 
 
 class Consequence(IntEnum):
@@ -220,36 +211,40 @@ class Consequence(IntEnum):
     CERTAIN = 3  # torch says that a peer is gone
 
 
+# What became of the save of ranks that were asked to save and exit. "nothing": there was nothing to save yet.
+Save = Literal["saved", "failed", "nothing"]
+
+
 @dataclass(frozen=True)
 class RankExit:
-    """How a rank ended, with its failure unless the rank finished or was preempted."""
+    """How a rank ended, with its failure unless the rank finished, or exited as it was asked to."""
 
     code: int
     failure: Failure | None = None
     exit_line: str = ""  # FILE:LINE of the sys.exit(0) that ended the rank, if one did
-    unsaved_step: int | None = None  # the step whose save failed, if the rank was asked to save and exit
+    save: Save | None = None  # None if the rank was not asked to save and exit
+    save_step: int | None = None  # the step that it saved, or failed to save
+
+    @classmethod
+    def as_asked(cls, save: Save, step: int | None = None) -> RankExit:
+        """Return the end of a rank that was asked to save and exit."""
+        return cls(ExitCode.RESTART.value, save=save, save_step=step)
 
     @property
     def clean(self) -> bool:
         """Whether the rank finished, or exited as it was asked to."""
-        return self.code in CLEAN and self.failure is None
-
-    @property
-    def never_started(self) -> bool:
-        """Whether its node could not set it up."""
-        return self.failure is not None and self.failure.noticed_as(LauncherFailure.SETUP)
+        return self.failure is None and self.code == (ExitCode.RESTART if self.save else ExitCode.FINISHED)
 
     @property
     def consequence(self) -> Consequence:
-        """Whether this rank failed only because another rank is gone. A rank that has not failed has not."""
+        """Whether this rank failed only because another rank is gone; UNLIKELY for a rank that has not failed."""
         failure = self.failure
         if failure is None:
             return Consequence.UNLIKELY
 
         # A rank that has lost its peers raises, or aborts. This one was killed by another signal, or exited without an
-        # exception, or never started. A rank that has raised, and then crashes while it exits, has raised.
-        killed = self.code < 0 and self.code != -signal.SIGABRT and failure.origin != "exception"
-        if killed or failure.traits.never_a_consequence:
+        # exception, or was never forked.
+        if failure.origin == "launcher" or (failure.origin == "signal" and failure.kind != signal.SIGABRT.name):
             return Consequence.NEVER
 
         if failure.reports_lost_peer:
@@ -263,7 +258,7 @@ def pick_root(exits: dict[int, RankExit]) -> int | None:
 
     The one that is least likely a consequence comes first; among equals, the earliest, and the rank breaks ties. A
     process that dies leaves no record, and its peers record within milliseconds that they lost it, so time alone would
-    blame one of the peers.
+    pick one of the peers.
     """
     failures = [(end.consequence, end.failure.time, rank) for rank, end in exits.items() if end.failure is not None]
     return min(failures)[-1] if failures else None

@@ -18,7 +18,7 @@ from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 # The largest file, in bytes, that is read as a whole. Logs and metrics of long runs stay far below it.
 LARGEST = 2**30
@@ -128,8 +128,8 @@ def parse(kind: Any, value: Any) -> Any:
 
         return value
 
-    # `kind | None`: the only kind of union.
-    if base is UnionType:
+    # `kind | None`: the only kind of union. That of a `Literal` is typing's own.
+    if base in (UnionType, Union):
         return None if value is None else parse(arguments[0], value)
 
     if has_fields:

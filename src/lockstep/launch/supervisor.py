@@ -13,14 +13,13 @@ from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.folder.start_from import hold_for_new_job
 from lockstep.launch.job import Job, parse_address
-from lockstep.launch.nodes.node_launcher import NodeLauncher
-from lockstep.launch.wire.messages import JobEnd
+from lockstep.launch.nodes.node_launcher import NodeLauncher, Outcome
 from lockstep.runtime.host.network import check_interfaces
 from lockstep.runtime.preemption import PREEMPT_SIGNALS, signal_handler
 
 
-def supervise(job: Job) -> tuple[JobEnd, bool]:
-    """Run the job on this node, alone or as one of several. Return how it ended, and whether this node ended it."""
+def supervise(job: Job) -> Outcome:
+    """Run the job on this node, alone or as one of several."""
     if job.join is None and job.nnodes.least > 1:
         raise UserError(
             f"--nnodes {job.nnodes} needs --join",
@@ -35,13 +34,12 @@ def supervise(job: Job) -> tuple[JobEnd, bool]:
     name = job.host or socket.gethostname()
     with collect_signals() as signals:
         if job.join is not None:
-            launcher = NodeLauncher(job, name, signals)
-            return launcher.run(), launcher.ended_job
+            return NodeLauncher(job, name, signals).run()
 
         with hold_for_new_job(job.run_dir, job.goes_back_to), closing(Agent(job, name)) as agent:
             ending = Coordinator(job, agent, signals).run()
             assert ending is not None, "only a job on several machines can be taken over"
-            return ending, True
+            return Outcome(ending, ended_here=True)
 
 
 @contextmanager

@@ -6,16 +6,16 @@ from typing import Any
 
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.job import PROGRAM, Job
-from lockstep.launch.wire.messages import Hello, Message, Refused, Report
+from lockstep.launch.wire.messages import Hello, Message, Refused, ToCoordinator
 
 # How many ranks a node may announce at most.
 MAX_RANKS = 4096
 
 
-def refusal_of(hello: Hello, job: Job, full: bool, unfit: bool = False) -> Refused | None:
+def refusal_of(hello: Hello, job: Job, full: bool, dismissed: bool = False) -> Refused | None:
     """Return why a node may not join the job, or None if it may.
 
-    `full`: the job has all its nodes. `unfit`: nodes of this host were sent away, and no more are admitted.
+    `full`: the job has all its nodes. `dismissed`: nodes of this host were dismissed, and no more are admitted.
     """
     join = f"--join {job.join}"
     same = "run the same command on every node"
@@ -34,10 +34,10 @@ def refusal_of(hello: Hello, job: Job, full: bool, unfit: bool = False) -> Refus
         found = f"the job has its {job.nnodes.most} nodes already"
         return Refused(f"{join}: no more nodes can join", found, "start the job with a larger --nnodes")
 
-    if unfit:
+    if dismissed:
         found = "it could not import the program or set up its ranks; events.jsonl of the run says why"
         return Refused(
-            f"{join}: nodes on {hello.host} were sent away, and no other may join from there within an hour",
+            f"{join}: nodes on {hello.host} were dismissed, and no other may join from there within an hour",
             found,
             "mend that before you start it again",
         )
@@ -75,7 +75,7 @@ def _different_values(theirs: dict[str, Any], ours: dict[str, Any]) -> str | Non
 
 def problem_with(message: Message, node: int, attempt: Attempt) -> str | None:
     """Return why this message of a node cannot be right, or None. `attempt` is the current one."""
-    if not isinstance(message, Report):
+    if not isinstance(message, ToCoordinator):
         return f"{type(message).__name__} is not for the coordinator"
 
     problem = message.why_invalid()

@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.launch import agent as module
 from lockstep.launch.agent import Agent
-from lockstep.launch.failure import LauncherFailure
+from lockstep.launch.failure import RankExit
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.ranks import local_ranks, rank_record, zygote_client
 from lockstep.launch.ranks.post_mortem import examine
@@ -22,11 +22,13 @@ from lockstep.launch.wire.messages import (
     CollectStacks,
     Kill,
     Message,
+    NodeFailed,
+    RankExited,
     RanksGone,
     Rendezvous,
+    SaveAndExit,
     Stacks,
     Start,
-    ZygoteLost,
 )
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, OF_ONE_JOB
 from lockstep.runtime.heartbeat import Heartbeat
@@ -82,7 +84,7 @@ def test_a_zygote_that_is_killed_while_it_imports_is_replaced(importing):
     os.kill(first, signal.SIGKILL)
     (message,) = first_messages(agent)
     text = f"the process {first} that starts the ranks on host-a was killed by SIGKILL while importing"
-    assert message == ZygoteLost(None, text, cannot_import=False)
+    assert message == NodeFailed(None, "zygote", text)
     assert agent._zygote.alive
     assert agent._zygote.pid != first
 
@@ -91,7 +93,7 @@ def test_a_zygote_whose_imports_fail_is_not_replaced(importing, capfd):
     agent = importing("raise ImportError('no such library')")
     first = agent._zygote.pid
     (message,) = first_messages(agent)
-    assert message.cannot_import
+    assert message.what == "import"
     assert message.why.endswith("exited while importing; the error is on that node's terminal")
     assert agent._zygote.pid == first
     assert agent.poll() == []
@@ -100,7 +102,7 @@ def test_a_zygote_whose_imports_fail_is_not_replaced(importing, capfd):
     # A new coordinator starts an attempt on the same agent: it must learn of the failed imports, too.
     agent.carry_out(START)
     (again,) = first_messages(agent)
-    assert again.cannot_import
+    assert again.what == "import"
 
 
 def test_a_zygote_that_imports_for_too_long_is_not_replaced(importing, monkeypatch):
@@ -109,8 +111,17 @@ def test_a_zygote_that_imports_for_too_long_is_not_replaced(importing, monkeypat
     agent = importing("import time; time.sleep(600)")
     agent.carry_out(START)
     (message,) = first_messages(agent)
-    assert message.cannot_import
+    assert message.what == "import"
     assert message.why.endswith("did not finish its imports within 0 s")
+
+
+def test_ranks_that_do_not_exist_yet_have_nothing_to_save(importing):
+    """A resumed job said that it had saved where it had begun."""
+    agent = importing("import time; time.sleep(600)")
+    agent.carry_out(START)
+    agent.carry_out(SaveAndExit(0, "SIGTERM"))
+    (message,) = first_messages(agent)
+    assert message == RankExited(0, 0, RankExit.as_asked("nothing"))
 
 
 # ---- ranks that cannot be set up ----
@@ -125,14 +136,12 @@ def without_processes(tmp_path, monkeypatch):
     agent.close()
 
 
-def test_a_node_without_room_for_its_ranks_reports_all_of_them(without_processes, tmp_path, monkeypatch):
+def test_a_node_without_room_for_its_ranks_reports_that_once(without_processes, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "removed"))
     without_processes.carry_out(replace(START, first_rank=2, count=2))
-    exits = without_processes.poll()
-    assert [(message.rank, message.exit.code) for message in exits] == [(2, 1), (3, 1)]
-    failure = exits[0].exit.failure
-    assert failure.noticed_as(LauncherFailure.SETUP)
-    assert "host-a cannot set up its ranks: [Errno 2] No such file or directory" in failure.headline
+    (message,) = without_processes.poll()
+    assert (message.attempt, message.what, message.for_user) == (0, "setup", False)
+    assert message.why.startswith("host-a cannot set up its ranks: [Errno 2] No such file or directory")
 
     # Nothing is left to kill.
     without_processes.carry_out(Kill(0))
@@ -143,9 +152,9 @@ def test_a_node_that_cannot_write_the_logs_says_what_to_type(without_processes, 
     (tmp_path / "run").write_text("not a folder")
     without_processes.carry_out(START)
     (message,) = without_processes.poll()
-    assert message.exit.failure.for_user
-    assert "cannot be written to" in message.exit.failure.text()
-    assert "set run_dir=FOLDER" in message.exit.failure.text()
+    assert message.for_user
+    assert "cannot be written to" in message.why
+    assert "set run_dir=FOLDER" in message.why
 
 
 # ---- ranks that are slow to die ----
@@ -210,7 +219,7 @@ def test_a_rank_that_is_slow_to_die_is_not_gone_and_its_zygote_is_not_to_blame(s
     # Now the rank is dead, and the zygote does not say so.
     die(process)
     lost, gone = agent.poll()
-    assert isinstance(lost, ZygoteLost)
+    assert isinstance(lost, NodeFailed)
     assert gone == RanksGone(0)
     assert agent._zygote is not first
 
@@ -218,7 +227,7 @@ def test_a_rank_that_is_slow_to_die_is_not_gone_and_its_zygote_is_not_to_blame(s
 def test_a_rank_that_outlives_its_zygote_is_not_gone(slow_rank):
     agent, process = slow_rank
     agent._zygote.alive = False
-    assert [type(message) for message in agent.poll()] == [ZygoteLost]
+    assert [type(message) for message in agent.poll()] == [NodeFailed]
     agent.carry_out(Kill(0))
     assert agent.poll() == []
     die(process)

@@ -248,7 +248,7 @@ def test_a_rank_0_that_ended_because_of_a_successor_is_no_failure(started, tmp_p
     """It may have looked before the thread has."""
     coordinator, _ = started([])
     exits = []
-    monkeypatch.setattr(coordinator._state_machine, "rank_exited", lambda message, now: exits.append(message))
+    monkeypatch.setattr(coordinator._state_machine._rank_exits, "note", lambda message, now: exits.append(message))
     ended = RankExited(0, 0, RankExit(-9))
     monkeypatch.setattr(coordinator._agent, "poll", lambda: [ended], raising=False)
     if superseded:
@@ -264,10 +264,10 @@ def test_a_node_that_asks_to_join_twice_is_dropped(started):
     hello = Hello("host-b", Bounds(1, 1), coordinator._job.identity)
     state_machine = coordinator._state_machine
     coordinator._receive_from_node(1, hello, 0.0)
-    assert sorted(state_machine.nodes) == [0, 1]
+    assert sorted(state_machine.members.nodes) == [0, 1]
 
     coordinator._receive_from_node(1, hello, 1.0)
-    assert sorted(state_machine.nodes) == [0]
+    assert sorted(state_machine.members.nodes) == [0]
     assert DropNode(1) in state_machine.take_commands()
 
 
@@ -275,7 +275,7 @@ def test_failures_of_two_machines_are_compared_by_one_clock(started, monkeypatch
     """The clock of node 1 is an hour ahead. Its rank failed two seconds ago, before the rank of this node."""
     coordinator, _ = started([], nnodes=Bounds(2, 2))
     exits = []
-    monkeypatch.setattr(coordinator._state_machine, "rank_exited", lambda message, now: exits.append(message))
+    monkeypatch.setattr(coordinator._state_machine._rank_exits, "note", lambda message, now: exits.append(message))
     coordinator._receive_from_node(1, Hello("host-b", Bounds(1, 1), coordinator._job.identity), 0.0)
 
     here = time.time()

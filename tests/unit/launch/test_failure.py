@@ -101,7 +101,7 @@ CUDA_FAILED = "NCCL error: unhandled cuda error, ncclUnhandledCudaError: Call to
 
 
 @pytest.mark.parametrize(
-    ("message", "lost_peer"),
+    ("message", "lost"),
     [
         (TIMEOUT, True),
         (ABORTED, True),
@@ -110,16 +110,15 @@ CUDA_FAILED = "NCCL error: unhandled cuda error, ncclUnhandledCudaError: Call to
         (CUDA_FAILED, False),
     ],
 )
-def test_a_timeout_of_nccl_is_a_complaint(message, lost_peer, local_rank):
-    raised = Failure(1, "h", WHEN, "DistBackendError", message)
-    assert raised.reports_lost_peer is lost_peer
+def test_a_timeout_of_nccl_is_a_complaint(message, lost, local_rank):
+    assert lost_peer.says_so("DistBackendError", message) is lost
 
     what = f"[PG 0 Rank 1] Process group watchdog thread terminated with exception: {message}"
     local_rank.log.write_text(
         f"terminate called after throwing an instance of 'c10::DistBackendError'\n  what():  {what}\n"
     )
     certain = examine(local_rank, -signal.SIGABRT, WHEN).consequence is Consequence.CERTAIN
-    assert certain is lost_peer
+    assert certain is lost
 
 
 def test_an_abort_of_rank_0_may_be_a_complaint_and_may_be_the_cause(local_rank, recorded):
@@ -183,9 +182,8 @@ def test_the_users_frames_come_first_and_ours_are_folded():
 
 
 def test_a_lost_node_has_no_rank_to_name():
-    text = Failure.by_launcher(
-        LauncherFailure.NODE, "node 1 (node-b) vanished: no heartbeat for 5 s", 3, "node-b", when=WHEN
-    ).text()
+    found = "node 1 (node-b) vanished: no heartbeat for 5 s"
+    text = Failure.by_launcher(LauncherFailure.NODE, found, host="node-b", when=WHEN, node=1).text()
     assert text == "lockstep: node 1 (node-b) vanished: no heartbeat for 5 s (12:03:10)"
 
 
@@ -195,7 +193,7 @@ def test_a_lost_node_has_no_rank_to_name():
         (Failure(0, "h", 0.0, "ValueError", "m"), True),
         (Failure.by_launcher(LauncherFailure.EXIT, "m", 0), True),
         (Failure(0, "h", 0.0, "SIGKILL", "m", origin="signal"), False),
-        (Failure.by_launcher(LauncherFailure.NODE, "m", 0), False),
+        (Failure.by_launcher(LauncherFailure.NODE, "m", node=0), False),
     ],
 )
 def test_what_the_program_would_do_again(found, repeats):
@@ -271,12 +269,12 @@ def test_an_error_of_lockstep_is_no_complaint_whatever_led_to_it(error):
     ],
 )
 def test_what_torch_says_of_a_lost_peer(kind, message):
-    assert Failure(0, "h", 0.0, kind, message).reports_lost_peer
+    assert lost_peer.says_so(kind, message)
 
 
 def test_a_rank_that_was_never_forked_is_the_cause():
     refused = RankExit(1, Failure.by_launcher(LauncherFailure.FORK, "refused", 1, "h", when=9e9))
-    lost = RankExit(1, Failure(0, "h", 0.0, "DistStoreError", "timed out waiting for clients"))
+    lost = RankExit(1, Failure(0, "h", 0.0, "DistStoreError", "timed out", follows_lost_peer=True))
     assert refused.consequence is Consequence.NEVER
     assert root_failure({0: lost, 1: refused}).kind == "fork"
     assert not refused.failure.likely_to_repeat  # other processes of the machine may end

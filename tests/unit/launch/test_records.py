@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -13,6 +14,7 @@ from lockstep.launch import records
 class Part:
     size: float
     name: str | None = None
+    side: Literal["left", "right"] | None = None
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,16 @@ def test_a_draft_is_not_written_through_a_link(tmp_path):
     assert (tmp_path / "record").read_text() == "new"
 
 
-GOOD = {"number": 1, "parts": [{"size": 2, "name": None}], "texts": {"3": "x"}, "anything": {"a": [1, None]}}
+GOOD = {
+    "number": 1,
+    "parts": [{"size": 2, "name": None, "side": "left"}],
+    "texts": {"3": "x"},
+    "anything": {"a": [1, None]},
+}
 
 
 def test_json_becomes_objects():
-    assert records.parse(Whole, GOOD) == Whole(1, [Part(2)], {3: "x"}, {"a": [1, None]})
+    assert records.parse(Whole, GOOD) == Whole(1, [Part(2, side="left")], {3: "x"}, {"a": [1, None]})
 
 
 def test_fields_with_a_default_may_be_missing():
@@ -85,11 +92,12 @@ def test_fields_with_a_default_may_be_missing():
         {"parts": ["size"]},
         {"parts": [{"size": "2", "name": None}]},
         {"parts": [{"size": True, "name": None}]},
+        {"parts": [{"size": 2, "side": "up"}]},
         {"texts": {"x": "x"}},
         {"texts": {"3": 3}},
         {"more": 1},
     ],
 )
 def test_json_of_another_shape_is_refused(wrong):
-    with pytest.raises(ValueError, match=r"not a valid|instead of a value|invalid literal"):
+    with pytest.raises(ValueError, match=r"not a valid|instead of (a value|one of)|invalid literal"):
         records.parse(Whole, GOOD | wrong)

@@ -11,7 +11,7 @@ from lockstep.launch.ranks import rank_process
 def test_a_short_limit_stays_below_the_one_that_relies_on_it():
     beat, lost = times.HEARTBEAT_S, times.LOST_AFTER_S
     stacks = times.RANKS_STACKS_S + times.COLLECTIVES_S
-    waits = status.CAUSE_WAIT_S
+    waits = status.ROOT_WAIT_S
     pairs = {
         "a heartbeat is sent on time": (coordinator.WAIT_S, beat),
         "a node is quiet only if a heartbeat is missing": (beat, status.QUIET_S),

@@ -1,6 +1,7 @@
 """Which messages of a node can be right, by the ranks of the attempt that it has."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,12 @@ from lockstep.launch.validation import MAX_RANKS, difference, different_program,
 from lockstep.launch.wire.messages import (
     Hello,
     JobEnd,
+    NodeFailed,
     NodeHeartbeat,
     RankExited,
     RanksGone,
     SignalReceived,
     Stacks,
-    ZygoteLost,
 )
 
 KILLED = RankExit(-9, Failure(2, "host-1", 0.0, "SIGKILL", "killed", origin="signal"))
@@ -43,6 +44,7 @@ def attempt():
     [
         RankExited(5, 2, KILLED),
         RankExited(5, 3, RankExit(0)),
+        RankExited(5, 3, RankExit.as_asked("failed", 900)),
         RankExited(4, 0, KILLED),  # of an attempt in which it had this rank: ignored later
         Stacks.of(5, 1, {2: "", 3: ""}, {3: []}),
         Stacks.of(5, 1, {}, {3: [{"profiling_name": None}]}),  # another version of torch may write that
@@ -50,7 +52,7 @@ def attempt():
         NodeHeartbeat(),
         SignalReceived("SIGTERM"),
         RanksGone(5),
-        ZygoteLost(5, "died", False),
+        NodeFailed(5, "zygote", "died"),
     ],
     ids=str,
 )
@@ -64,6 +66,9 @@ def test_a_message_that_can_be_right(attempt, message):
         (RankExited(5, 0, KILLED), r"ranks \[0\] are not its ranks"),
         (RankExited(5, 9, KILLED), r"ranks \[9\] are not its ranks"),
         (RankExited(5, 2, RankExit(1)), "rank 2 failed without a failure"),
+        (RankExited(5, 2, RankExit(75)), "rank 2 failed without a failure"),
+        (RankExited(5, 2, RankExit(0, save="saved")), "rank 2 failed without a failure"),
+        (RankExited(5, 2, replace(KILLED, save="saved")), "rank 2 failed, and exited as it was asked to"),
         (RankExited(5, 2, KILLED, float("nan")), "rank 2 failed nan seconds ago"),
         (Stacks.of(5, 1, {1: ""}, {}), r"ranks \[1\]"),
         (Stacks.of(5, 1, {}, {7: []}), r"ranks \[7\]"),
@@ -95,10 +100,10 @@ def test_who_may_join(nproc, full, problem):
     assert refused is None if problem is None else problem in refused.problem
 
 
-def test_a_host_that_was_sent_away_is_told_what_to_mend():
+def test_a_host_that_was_dismissed_is_told_what_to_mend():
     job = Job({"resume_command": "again"}, Path("runs/x"), Bounds(1, 1), Bounds(2, 3), join="host-0:29400")
-    refused = refusal_of(Hello("host-1", Bounds(1, 1), job.identity), job, full=False, unfit=True)
-    assert "nodes on host-1 were sent away" in refused.problem
+    refused = refusal_of(Hello("host-1", Bounds(1, 1), job.identity), job, full=False, dismissed=True)
+    assert "nodes on host-1 were dismissed" in refused.problem
     assert "could not import the program" in refused.found
 
 

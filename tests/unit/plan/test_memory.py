@@ -18,7 +18,6 @@ from lockstep.config.sections import RestartConfig
 from lockstep.engine.diagnose import explained
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch.decisions.recovery import End, Restart, Situation, decide
-from lockstep.launch.decisions.restarts import Restarts
 from lockstep.launch.decisions.state import Settings
 from lockstep.launch.failure import Failure
 from lockstep.launch.ranks import rank_record
@@ -232,20 +231,10 @@ def test_such_an_end_is_restarted_without_any_checkpoint_as_often_as_needed(tmp_
     assert failure.traits.asks_for_smaller_micro_batch
     assert "\n" not in failure.text()
 
-    restarts = Restarts()
     unsaved = Situation(settings=Settings())
-    for _ in range(20):  # more than the restarts that an hour may have: a large batch is halved many times
-        for settings in (Settings(), Settings(restart=RestartConfig(per_hour=0))):
-            situation = replace(unsaved, settings=settings, recent_restarts=restarts.recent(0.0))
-            assert isinstance(decide(failure, situation), Restart)
-        restarts.count(None, 0.0, counts=False)
-
-    # A kill has restarts of its own: the others did not count.
-    killed = Failure(1, "here", 0.0, "SIGKILL", "from outside", origin="signal")
-    assert restarts.recent(0.0) == 0
-    assert isinstance(decide(killed, unsaved), Restart)
-    restarts.count(None, 0.0)
-    assert restarts.recent(0.0) == restarts.in_a_row(None) == 1
+    for settings in (Settings(), Settings(restart=RestartConfig(per_hour=0))):
+        situation = replace(unsaved, settings=settings, recent_restarts=20, restarts_in_a_row=20)
+        assert isinstance(decide(failure, situation), Restart)
 
     usual = Failure(1, "here", 0.0, "ValueError", "again")
     assert isinstance(decide(usual, unsaved), End)

@@ -6,16 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from lockstep.errors import plural
-from lockstep.launch.failure import (
-    PREEMPTED,
-    Consequence,
-    Failure,
-    LauncherFailure,
-    RankExit,
-    left_early,
-    pick_root,
-)
+from lockstep.launch.failure import Consequence, Failure, RankExit, Save, left_early, pick_root
 from lockstep.launch.hangs.watchdog import Watchdog
 
 
@@ -57,10 +48,10 @@ class Attempt:
         self.unconfirmed: set[int] = set()
         self.confirm_by = math.inf
 
-        # The ranks that have ended so far. After a failure, when the one to blame is picked: until then the exit of a
+        # The ranks that have ended so far. After a failure, when the root failure is picked: until then the exit of a
         # rank that failed earlier may arrive.
         self.exits: dict[int, RankExit] = {}
-        self.blame_at = math.inf
+        self.root_known_at = math.inf
 
         self.watchdog = watchdog
 
@@ -82,15 +73,6 @@ class Attempt:
         """Return the ranks of a node, in order; [] for a node that has none."""
         return self._ranks_on.get(node, [])
 
-    def node_of(self, rank: int | None) -> int | None:
-        """Return the node of a rank; None for a failure that concerns no rank of this attempt."""
-        return self.ranks.get(rank) if rank is not None else None
-
-    def lost_with(self, node: int) -> list[int]:
-        """Return the ranks that end with a node: those that run, and those that it could not set up."""
-        exits = self.exits
-        return [rank for rank in self.ranks_on(node) if rank not in exits or exits[rank].never_started]
-
     @property
     def nodes(self) -> set[int]:
         return set(self._ranks_on)
@@ -111,20 +93,12 @@ class Attempt:
         return [rank for rank, rank_exit in self.exits.items() if rank_exit.code == 0 and rank_exit.clean]
 
     @property
-    def any_exited_as_asked(self) -> bool:
-        """Whether some rank has exited because it was asked to save and exit. Its save may have failed."""
-        return any(rank_exit.code == PREEMPTED for rank_exit in self.exits.values())
-
-    @property
-    def unsaved_step(self) -> int | None:
-        """The step at which the ranks should have saved before they exited, if that save failed."""
-        unsaved = (rank_exit.unsaved_step for rank_exit in self.exits.values())
-        return next((step for step in unsaved if step is not None), None)
-
-    @property
-    def any_saved_and_exited(self) -> bool:
-        """Whether some rank has saved and exited, as it was asked to."""
-        return self.any_exited_as_asked and self.unsaved_step is None
+    def save(self) -> Save | None:
+        """What became of the save of ranks that were asked to save and exit; None if none of them has exited."""
+        # What failed on one rank is no checkpoint.
+        saves = {rank_exit.save for rank_exit in self.exits.values()}
+        outcomes: tuple[Save, ...] = ("failed", "saved", "nothing")
+        return next((save for save in outcomes if save in saves), None)
 
     def has_saved(self, newest: int | None) -> bool:
         """Return whether this attempt is known to have saved the newest checkpoint; `newest` is its step."""
@@ -132,7 +106,7 @@ class Attempt:
             return False
 
         # Ranks that were asked to exit have saved, perhaps at the very step that they started from.
-        return newest != self.started_from or self.any_saved_and_exited
+        return newest != self.started_from or self.save == "saved"
 
     # ---- failures ----
 
@@ -143,7 +117,7 @@ class Attempt:
         failure = self.exits[root].failure
         assert failure is not None
 
-        # A rank may have noticed that another one is at fault.
+        # A rank may have noticed that another one is out of step.
         if failure.rank != root:
             failure = self._located(failure)
 
@@ -155,7 +129,7 @@ class Attempt:
         return failure
 
     def _located(self, failure: Failure) -> Failure:
-        """Return a failure that another rank recorded, with host, step and phase of the rank at fault."""
+        """Return a failure that another rank recorded, with host, step and phase of the rank that it names."""
         if failure.rank is None or failure.rank not in self.ranks:
             return replace(failure, host="", step=None, phase=None)
 
@@ -165,27 +139,13 @@ class Attempt:
         return replace(failure, host=self._host_of(failure.rank), step=step, phase=phase)
 
     def overdue_failure(self) -> Failure:
-        """Return the failure of ranks that were asked to save and take too long, naming the one that holds them up."""
-        late = self.running
-        text = plural(
-            len(late), "rank did not exit in time and was killed", "ranks did not exit in time and were killed"
-        )
-
-        if failure := self.watchdog.overdue(late, text):
-            return failure
-
-        # Nothing is known of some of them.
-        first = min(late)
-        return Failure.by_launcher(LauncherFailure.OVERDUE, text, first, self._host_of(first))
+        """Return the failure of ranks that were asked to save and exit, and still run."""
+        return self.watchdog.overdue({rank: self._host_of(rank) for rank in self.running})
 
     def count_ended_by(self, failure: Failure) -> int:
         """Return how many ranks end because of a failure of others: they are killed, or have failed as well."""
-        failed = {failure.rank}
-
-        # A node, or the process that forked a node's ranks, takes all ranks of that node with it.
-        if failure.traits.of_node and failure.rank in self.ranks:
-            failed = set(self.ranks_on(self.ranks[failure.rank]))
-
+        # A node takes all its ranks with it.
+        failed = {failure.rank} if failure.node is None else set(self.ranks_on(failure.node))
         finished = {rank for rank, rank_exit in self.exits.items() if rank_exit.clean}
         return len(self.ranks.keys() - failed - finished)
 

@@ -24,6 +24,7 @@ from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import ACTIVE, NODES_KILL_S, JobStatus
 from lockstep.launch.failure import Failure, LauncherFailure
+from lockstep.launch.hangs.suspicion import RAISE_FACTOR
 from lockstep.launch.job import COORDINATOR
 from lockstep.launch.wire.messages import JobEnd, Kill
 
@@ -38,26 +39,20 @@ class FailureHandler:
 
     # ---- what calls for a decision ----
 
-    def handle(self, failure: Failure, now: float, node: int | None = None, nothing_to_save: bool = False) -> None:
-        """Decide what follows, announce it with the failure, and kill all ranks, or go on without a node.
-
-        `node` is the one that has failed, if a whole node has: by default that of the failure's rank.
-        `nothing_to_save`: see `Situation`.
-        """
-        if node is None and failure.traits.of_node:
-            node = self._state.attempt.node_of(failure.rank)
-
-        situation = self._situation(now, node, nothing_to_save=nothing_to_save)
-        decision = decide(failure, situation)
+    def handle(self, failure: Failure, now: float) -> None:
+        """Decide what follows, announce it with the failure, and kill all ranks, or go on without a node."""
+        decision = decide(failure, self._situation(now, failure))
         match decision:
             case Drop(dismiss):
-                assert node is not None
-                self._drop(node, failure, dismiss, now)
+                self._drop(failure, dismiss, now)
                 return
 
             case Restart():
-                self._count_restart(decision, failure, now)
-                self.announce(failure, self._describe_restart(decision, failure, now))
+                # A smaller micro-batch is asked for only a few times.
+                if not failure.traits.asks_for_smaller_micro_batch:
+                    self._state.restarts.count(now, hang=failure.noticed_as(LauncherFailure.HANG))
+
+                self.announce(failure, self._describe_restart(failure, now))
 
             case Continue():
                 head = f"{failure.message}; continuing from {self._state.where_to_resume}"
@@ -68,7 +63,7 @@ class FailureHandler:
                 self._save_requests.undo_resize()
 
             case EndPreempted():
-                self.announce(failure, "not restarted: the job was asked to save and exit")
+                self.announce(failure, f"not restarted: {decision.reason}")
 
             case End():
                 self.announce(failure, self._describe_end(decision, failure))
@@ -88,7 +83,7 @@ class FailureHandler:
     def node_lost(self, number: int, why: str, now: float) -> None:
         """Handle the loss of a node. `why` is a verb phrase: "vanished"."""
         if number in self._state.members.nodes and self._state.status is not JobStatus.OVER:
-            self.handle(self._loss_of(number, why), now, number)
+            self.handle(self._loss_of(number, why), now)
 
     def end_without_attempt(self, problem: str, now: float) -> None:
         """End the job while no rank runs, because no attempt can follow. An end that was decided before stays."""
@@ -96,7 +91,7 @@ class FailureHandler:
             return
 
         failure = Failure.by_launcher(LauncherFailure.NODE, problem)
-        self._state.decided = decide(failure, self._situation(now, cannot_start=problem))
+        self._state.decided = decide(failure, self._situation(now, failure, cannot_start=problem))
         again = "restarted" if self._state.attempt.number is not None else "started"
         self._state.outbox.say(f"not {again}: {problem}. {self._state.how_to_continue}")
         self._next_attempt.end_if_decided()
@@ -110,14 +105,14 @@ class FailureHandler:
     def _situation(
         self,
         now: float,
-        node: int | None = None,
+        failure: Failure | None = None,
         *,
-        nothing_to_save: bool = False,
         typed_twice: bool = False,
         cannot_start: str | None = None,
     ) -> Situation:
-        """Return the facts on which a decision depends. `node` is the one that has failed, if one has."""
+        """Return the facts on which a decision depends. `failure`: what calls for it, if it is a failure."""
         state = self._state
+        node = failure.node if failure else None
         # After a takeover the other nodes have yet to join, so a shortage means nothing yet.
         shortage = state.members.shortage if state.attempt.started_here else None
         is_member = node in state.members.nodes
@@ -125,36 +120,34 @@ class FailureHandler:
             settings=state.settings,
             newest=state.checkpoints.newest,
             progress=state.attempt.has_saved(state.checkpoints.newest),
-            any_saved_and_exited=state.attempt.any_saved_and_exited,
-            save_failed=state.attempt.unsaved_step is not None,
+            save=state.attempt.save,
             any_finished=bool(state.attempt.finished),
-            limit_can_rise=state.attempt.watchdog.limit_can_rise,
             recent_restarts=state.restarts.recent(now),
-            restarts_in_a_row=state.restarts.in_a_row(state.checkpoints.newest),
+            restarts_in_a_row=state.restarts.in_a_row,
             cannot_start=cannot_start or shortage,
             node_is_member=is_member,
             can_spare_node=is_member and node != COORDINATOR and state.members.can_spare_a_node,
             preempt_signal=self._save_requests.signal,
             typed_twice=typed_twice,
-            has_failed=state.decided if isinstance(state.decided, End) else None,
-            nothing_to_save=nothing_to_save,
+            decided_end=state.decided if isinstance(state.decided, End) else None,
             first_after_resize=self._save_requests.first_after_resize,
         )
 
     # ---- a node fewer ----
 
-    def _drop(self, node: int, failure: Failure, dismiss: bool, now: float) -> None:
-        """Go on without a node. If ranks ran there, that ends the attempt."""
-        state, attempt = self._state, self._state.attempt
+    def _drop(self, failure: Failure, dismiss: bool, now: float) -> None:
+        """Go on without the node that has failed. If ranks ran there, that ends the attempt."""
+        state, attempt, node = self._state, self._state.attempt, failure.node
+        assert node is not None
         if dismiss:
             state.outbox.put(DismissNode(node, JobEnd(ExitCode.FAILED, failure)))
-            state.restarts.count_sent_away(state.members.nodes[node].host, now)
+            state.restarts.count_dismissed(state.members.nodes[node].host, now)
             failure = self._loss_of(node, f"was dropped: {failure.message}")
         else:
             state.outbox.put(DropNode(node))
 
         # Nothing is expected of it any more: neither stacks, nor the end of its ranks, nor that it starts them.
-        lost = attempt.lost_with(node)
+        lost = attempt.running.intersection(attempt.ranks_on(node))
         state.members.remove(node, now)
         state.unanswered.discard(node)
         attempt.unconfirmed.discard(node)
@@ -168,24 +161,14 @@ class FailureHandler:
         self.continue_if_gone(now)
 
     def _loss_of(self, node: int, why: str) -> Failure:
-        """Return the loss of a node as a failure. It names a lost rank, from which `count_ended_by` finds the node."""
+        """Return the loss of a node as a failure."""
         host = self._state.members.nodes[node].host
-        lost = self._state.attempt.lost_with(node)
-        return Failure.by_launcher(LauncherFailure.NODE, f"node {node} ({host}) {why}", min(lost, default=None), host)
+        return Failure.by_launcher(LauncherFailure.NODE, f"node {node} ({host}) {why}", host=host, node=node)
 
     # ---- the announcement ----
 
-    def _count_restart(self, restart: Restart, failure: Failure, now: float) -> None:
-        """Count a restart, and note what the next attempt does in another way."""
-        state = self._state
-        counts = not failure.traits.asks_for_smaller_micro_batch
-        state.restarts.count(state.checkpoints.newest, now, counts)
-
-        if restart.raise_limit:
-            state.restarts.count_hang(failure)
-
-    def _describe_restart(self, restart: Restart, failure: Failure, now: float) -> str:
-        """Return a restart that was counted in words."""
+    def _describe_restart(self, failure: Failure, now: float) -> str:
+        """Describe the restart that was just counted."""
         state = self._state
         # After a takeover the other nodes have yet to join, so the number of ranks is not known.
         started_here = state.attempt.started_here
@@ -193,14 +176,16 @@ class FailureHandler:
 
         limits = state.settings.restart
         budget = f"restart {state.restarts.recent(now)} of {limits.per_hour} in an hour"
-        in_a_row = state.restarts.in_a_row(state.checkpoints.newest)
+        in_a_row = state.restarts.in_a_row
         if failure.traits.asks_for_smaller_micro_batch:
             budget = "not counted as a restart"
         elif in_a_row > 1:
             budget += f", {in_a_row} of {limits.max_in_a_row} in a row without a new checkpoint"
 
-        limit = f"; with a higher limit for step {failure.step}, phase {failure.phase}" if restart.raise_limit else ""
-        return f"restarting {what} from {state.where_to_resume} ({budget}){limit}"
+        # Slow work may have been taken for a hang.
+        times = f"{RAISE_FACTOR**state.restarts.hangs:g} times as long until the next checkpoint"
+        more_time = f"; hang limits are {times}" if failure.noticed_as(LauncherFailure.HANG) else ""
+        return f"restarting {what} from {state.where_to_resume} ({budget}){more_time}"
 
     def _describe_end(self, end: End, failure: Failure) -> str:
         """Return why the job is not restarted, and what to type."""

@@ -49,10 +49,10 @@ class HangCheck:
             return
 
         # Ranks that save exit together: the first one to exit sets the time that the others have.
-        if self._pending is not None or attempt.any_exited_as_asked:
+        if self._pending is not None or attempt.save:
             return
 
-        if attempt.watchdog.suspicion(attempt.running, now) is not None:
+        if attempt.watchdog.suspicion(attempt.running, now, state.restarts.hangs) is not None:
             self._collect(now)
 
     def _collect(self, now: float) -> Collection:
@@ -73,7 +73,7 @@ class HangCheck:
         return newest if state.status in ACTIVE and not state.attempt.has_failed else None
 
     def is_due(self, now: float) -> bool:
-        """Return whether stacks are awaited no longer."""
+        """Return whether the wait for stacks is over."""
         return self._pending is not None and now >= self._pending.deadline
 
     def add_stacks(self, node: int, message: Stacks, now: float) -> None:
@@ -101,7 +101,7 @@ class HangCheck:
         self._state.deadline = math.inf
 
     def judge(self, now: float) -> None:
-        """Act on the stacks that have arrived, and those of no other node are awaited."""
+        """Judge the hang by the stacks that have arrived."""
         pending, state = self._pending, self._state
         assert pending is not None
         self._newest = None
@@ -112,7 +112,7 @@ class HangCheck:
             return
 
         # Since then, a rank may have saved and exited.
-        if state.attempt.any_exited_as_asked:
+        if state.attempt.save:
             return
 
         # It is not a hang if some rank has advanced in the meantime or is compiling.

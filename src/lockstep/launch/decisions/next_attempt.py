@@ -94,9 +94,7 @@ class NextAttempt:
         counts = dict(sorted(members.wanted.items()))
         hosts = {node: members.nodes[node].host for node in counts}
 
-        # A step and phase where earlier attempts seemed to hang gets more time.
-        watchdog = Watchdog(state.settings.hang, state.restarts.hang_points)
-
+        watchdog = Watchdog(state.settings.hang)
         number = state.attempt.next_number
         state.enter(JobStatus.RUN)
         state.attempt = attempt = Attempt(number, counts, hosts, state.checkpoints.newest, watchdog)

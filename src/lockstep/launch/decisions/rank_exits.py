@@ -8,13 +8,13 @@ from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import (
     ACTIVE,
-    CAUSE_WAIT_S,
     COMMIT_S,
     QUIET_S,
+    ROOT_WAIT_S,
     STRAGGLER_GRACE_S,
     JobStatus,
 )
-from lockstep.launch.failure import PREEMPTED, RankExit
+from lockstep.launch.failure import RankExit
 from lockstep.launch.wire.messages import JobEnd, RankExited
 
 
@@ -36,25 +36,25 @@ class RankExits:
         self._state.attempt.exits[message.rank] = rank_exit
 
         if not rank_exit.clean:
-            self._wait_for_cause(rank_exit, now)
-        elif rank_exit.code == PREEMPTED:
+            self._wait_for_root(rank_exit, now)
+        elif rank_exit.save:
             self._wait_for_stragglers(now)
 
         if self._state.attempt.all_exited:
             self._all_exited(now)
-        elif self.is_time_to_blame(now):
-            self.blame(now)
+        elif self.root_is_known(now):
+            self.handle_root(now)
 
-    def _wait_for_cause(self, rank_exit: RankExit, now: float) -> None:
+    def _wait_for_root(self, rank_exit: RankExit, now: float) -> None:
         """Set the time by which the exit of a rank that failed earlier must have arrived."""
-        seconds = CAUSE_WAIT_S[rank_exit.consequence]
-        self._state.attempt.blame_at = min(self._state.attempt.blame_at, now + seconds)
+        seconds = ROOT_WAIT_S[rank_exit.consequence]
+        self._state.attempt.root_known_at = min(self._state.attempt.root_known_at, now + seconds)
 
-    def is_time_to_blame(self, now: float) -> bool:
+    def root_is_known(self, now: float) -> bool:
         """Return whether a rank has failed, and the exit of an earlier failure is waited for no longer."""
-        return self._state.status in ACTIVE and now >= self._state.attempt.blame_at
+        return self._state.status in ACTIVE and now >= self._state.attempt.root_known_at
 
-    def blame(self, now: float) -> None:
+    def handle_root(self, now: float) -> None:
         """Handle the failure of the rank that failed first, unless there is something else to wait for."""
         state, attempt = self._state, self._state.attempt
 
@@ -64,7 +64,7 @@ class RankExits:
 
         # If all ranks have written a checkpoint, let rank 0 commit it: the next attempt can start from it.
         can_commit = 0 in attempt.running and state.checkpoints.commit_is_near(len(attempt.ranks))
-        commits = can_commit and now < attempt.blame_at + COMMIT_S
+        commits = can_commit and now < attempt.root_known_at + COMMIT_S
         if not quiet and not commits:
             self._failure_handler.handle(attempt.root_failure(), now)
 
@@ -83,11 +83,12 @@ class RankExits:
         # The exits of ranks that failed came first: they explain the rest.
         if attempt.has_failed:
             self._failure_handler.handle(attempt.root_failure(), now)
-        elif not attempt.any_exited_as_asked:
+        elif attempt.save is None:
             self._state.end(JobEnd(ExitCode.FINISHED))
         else:
-            if attempt.unsaved_step is not None:
-                lost = f"the save of step {attempt.unsaved_step} failed"
+            if attempt.save == "failed":
+                step = next(end.save_step for end in attempt.exits.values() if end.save == "failed")
+                lost = f"the save of step {step} failed"
                 self._state.outbox.say(f"{lost}; the job can only continue from {self._state.where_to_resume}")
 
             self._failure_handler.follow_request(now)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lockstep.errors import ExitCode, Preempted
-from lockstep.launch.failure import Failure, LauncherFailure
+from lockstep.launch.failure import Failure, LauncherFailure, Save
 from lockstep.launch.job import Settings
 
 # ---- what follows, once the ranks of the attempt are gone; a node is dropped at once ----
@@ -17,13 +17,7 @@ from lockstep.launch.job import Settings
 
 @dataclass(frozen=True)
 class Restart:
-    """Another attempt, from the newest checkpoint, on the nodes that are left.
-
-    `raise_limit`: it gets more time where this one seemed to hang. Otherwise slow work that is taken for a hang would
-    end every attempt at the same step.
-    """
-
-    raise_limit: bool = False
+    """Another attempt, from the newest checkpoint, on the nodes that are left."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +44,8 @@ class Drop:
 class EndPreempted:
     """The job ends as preempted: it was asked to save and exit, and it can be resumed."""
 
+    reason = "the job was asked to save and exit"
+
 
 @dataclass(frozen=True)
 class End:
@@ -73,10 +69,8 @@ class Situation:
     settings: Settings
     newest: int | None = None  # the step of the newest checkpoint
     progress: bool = False  # the attempt has saved a checkpoint
-    any_saved_and_exited: bool = False  # some rank of the attempt has saved and exited, as it was asked to
-    save_failed: bool = False  # the ranks exited as they were asked to, but their save failed
+    save: Save | None = None  # what became of the save of ranks that exited as they were asked to
     any_finished: bool = False  # some rank of the attempt has ended with code 0
-    limit_can_rise: bool = False  # the ranks were suspected because of a limit that can be raised
     recent_restarts: int = 0  # within the last hour
     restarts_in_a_row: int = 0  # without a new checkpoint
     cannot_start: str | None = None  # why no attempt can follow: too few nodes, or killed ranks that do not end
@@ -84,14 +78,13 @@ class Situation:
     can_spare_node: bool = False  # the job could go on without it
     preempt_signal: str | None = None  # the signal that asked the job to save and exit, if one did
     typed_twice: bool = False  # Ctrl-C
-    has_failed: End | None = None  # the end that was decided already, while the ranks are still being killed
-    nothing_to_save: bool = False  # no training would be lost if the job ended now without a checkpoint
+    decided_end: End | None = None  # the end that was decided already, while the ranks are still being killed
     first_after_resize: bool = False  # the attempt is the first one after a resize
 
     @property
     def can_be_resumed(self) -> bool:
         """Whether the job can be resumed later without losing training: something was saved, or nothing has to be."""
-        return self.nothing_to_save or self.newest is not None or self.any_saved_and_exited
+        return self.newest is not None or self.save in ("saved", "nothing")
 
 
 # ---- the rules ----
@@ -102,11 +95,11 @@ def decide(failure: Failure | None, situation: Situation) -> Decision:
     if failure is None:
         return _without_failure(situation)
 
-    # Of a lost node nothing more can be expected. One that cannot run its ranks would only fail again.
+    # A lost node sends nothing more. One that cannot run its ranks would only fail again.
     if failure.noticed_as(LauncherFailure.NODE) and situation.node_is_member:
         return Drop()
 
-    if failure.traits.unfit_node and situation.can_spare_node:
+    if failure.traits.dismisses_node and situation.can_spare_node:
         return Drop(dismiss=True)
 
     if failure.noticed_as(LauncherFailure.IMPORT):
@@ -134,7 +127,7 @@ def decide(failure: Failure | None, situation: Situation) -> Decision:
     if reason:
         return End(ExitCode.FAILED, reason, failure)
 
-    return Restart(raise_limit=failure.noticed_as(LauncherFailure.HANG) and situation.limit_can_rise)
+    return Restart()
 
 
 def _without_failure(situation: Situation) -> Decision:
@@ -144,14 +137,14 @@ def _without_failure(situation: Situation) -> Decision:
         return End(Preempted.code_of(situation.preempt_signal), "Ctrl-C was typed twice")
 
     # A job that has failed has an exit code of its own, which a signal must not change.
-    if situation.has_failed:
-        return situation.has_failed
+    if situation.decided_end:
+        return situation.decided_end
 
     if not situation.preempt_signal:
         return Continue()
 
     # A signal may come before there is anything to save. If a save failed, there was.
-    if situation.save_failed and not situation.can_be_resumed:
+    if situation.save == "failed" and not situation.can_be_resumed:
         return End(ExitCode.FAILED, "the save failed, and there is no checkpoint")
 
     return EndPreempted()

@@ -63,6 +63,11 @@ class SaveRequests:
         members, outbox = self._state.members, self._state.outbox
         bounds = members.rank_bounds
 
+        # No other attempt will start.
+        if self.signal or self._state.decided_end:
+            outbox.say(f"not resized to {plural(ranks, 'rank')}: the job is ending")
+            return
+
         # A number that the nodes cannot run is refused, and the job goes on as it is.
         if not bounds.least <= ranks <= bounds.most:
             outbox.say(f"not resized to {plural(ranks, 'rank')}: --nproc allows {bounds} in all")
@@ -130,16 +135,16 @@ class SaveRequests:
 
     def end_job(self) -> None:
         """End the job as preempted, because a signal asked for it and no rank runs any more."""
-        state = self._state
+        state, attempt = self._state, self._state.attempt
         step = state.checkpoints.newest
 
         # The newest checkpoint need not be of this attempt, nor be the one that the ranks were asked for.
-        is_new = step != self._newest_when_asked or state.attempt.any_saved_and_exited
+        is_new = step != self._newest_when_asked or attempt.save == "saved"
         if step is None:
             saved = "ended before anything was saved"
-        elif state.attempt.has_saved(step) and state.attempt.unsaved_step is None and is_new:
+        elif attempt.has_saved(step) and attempt.save != "failed" and is_new:
             saved = f"saved at step {step}"
-        elif state.attempt.number is not None and not state.attempt.started_here:
+        elif attempt.number is not None and not attempt.started_here:
             # The ranks of a lost coordinator may have saved it, or not.
             saved = f"ended after a takeover; the newest checkpoint is of step {step}"
         else:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 
 from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.commands import NodeNews, Outbox
 from lockstep.launch.decisions.members import Members
 from lockstep.launch.decisions.recovery import Decision, End
-from lockstep.launch.decisions.restarts import Restarts
 from lockstep.launch.decisions.status import ACTIVE, JOIN_S, TRANSITIONS, JobStatus
 from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.hangs.watchdog import Watchdog
@@ -24,13 +22,13 @@ class JobState:
 
     def __init__(self, job: Job, checkpoints: CheckpointFacts, now: float, inherited: CoordinatorState):
         self.job = job
-        self.checkpoints = checkpoints
         self.settings = Settings(**inherited.settings)
 
         # The nodes, the ranks that run now, and the restarts so far.
         self.members = Members(job.nnodes, now)
         self.attempt = Attempt(inherited.attempt, {}, {}, None, Watchdog(self.settings.hang), started_here=False)
-        self.restarts = Restarts.inherited(inherited.history, now)
+        self.restarts = inherited.restarts.by_another_clock(now - inherited.clock)
+        self.note_checkpoints(checkpoints)
 
         self.outbox = Outbox(job.run_dir / "logs")
         self.node_news = NodeNews(self.outbox)
@@ -49,6 +47,11 @@ class JobState:
         # Nodes that have not said yet, in KILL, that their ranks are gone.
         self.unanswered: set[int] = set()
 
+    def note_checkpoints(self, checkpoints: CheckpointFacts) -> None:
+        """Note what the checkpoints show now."""
+        self.checkpoints = checkpoints
+        self.restarts.note_checkpoint(checkpoints.newest)
+
     def enter(self, status: JobStatus, deadline: float = math.inf, unanswered: Iterable[int] = ()) -> None:
         """Change the status. `unanswered` are the nodes from which it awaits an answer, until `deadline`."""
         assert status in TRANSITIONS[self.status], f"{status.name} cannot follow {self.status.name}"
@@ -57,9 +60,9 @@ class JobState:
         self.unanswered = set(unanswered)
 
     def end(self, ending: JobEnd) -> None:
-        """End the job. `ending` need not count the restarts."""
+        """End the job."""
         self.enter(JobStatus.OVER)
-        self.outbox.put(replace(ending, restarts=self.restarts.total))
+        self.outbox.put(ending)
 
     @property
     def decided_end(self) -> JobEnd | None:

@@ -18,7 +18,6 @@ A node that takes over from a lost coordinator begins in JOIN, with the last `Co
 
 from __future__ import annotations
 
-from collections.abc import Set
 from typing import assert_never
 
 from lockstep.errors import plural
@@ -26,10 +25,10 @@ from lockstep.launch.decisions.attempt import Attempt
 from lockstep.launch.decisions.commands import Command
 from lockstep.launch.decisions.failure_handler import FailureHandler
 from lockstep.launch.decisions.hang_check import HangCheck
-from lockstep.launch.decisions.members import Node
+from lockstep.launch.decisions.members import Members, Node
 from lockstep.launch.decisions.next_attempt import NextAttempt
 from lockstep.launch.decisions.rank_exits import RankExits
-from lockstep.launch.decisions.recovery import End, Restart
+from lockstep.launch.decisions.recovery import End, EndPreempted, Restart
 from lockstep.launch.decisions.save_requests import SaveRequests
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.status import (
@@ -45,13 +44,13 @@ from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.job import COORDINATOR, Job, Settings
 from lockstep.launch.wire.messages import (
     CoordinatorState,
+    NodeFailed,
     NodeHeartbeat,
     RankExited,
     RanksGone,
-    Report,
     SignalReceived,
     Stacks,
-    ZygoteLost,
+    ToCoordinator,
     ranges,
 )
 
@@ -89,10 +88,11 @@ class JobStateMachine:
         return CoordinatorState(
             ranges(sorted(self._state.members.nodes)),
             self._state.attempt.number,
-            self._state.restarts.history(now),
+            self._state.restarts,
             self._state.settings.model_dump(),
             self._save_requests.signal,
             self._state.decided_end,
+            now,
         )
 
     @property
@@ -102,7 +102,7 @@ class JobStateMachine:
 
     def note_checkpoints(self, checkpoints: CheckpointFacts) -> None:
         """The coordinator has looked at the checkpoints. It does so before it reports anything else."""
-        self._state.checkpoints = checkpoints
+        self._state.note_checkpoints(checkpoints)
 
     @property
     def attempt(self) -> Attempt:
@@ -110,34 +110,40 @@ class JobStateMachine:
         return self._state.attempt
 
     @property
-    def nodes(self) -> Set[int]:
-        """The numbers of the nodes that belong to the job."""
-        return self._state.members.nodes.keys()
+    def members(self) -> Members:
+        """The nodes that belong to the job."""
+        return self._state.members
 
-    @property
-    def full(self) -> bool:
-        """Whether no other node may join."""
-        return self._state.members.full
-
-    def refuses(self, host: str, now: float) -> bool:
-        """Return whether a node of this host may not join: others of it were sent away."""
-        return self._state.restarts.refuses(host, now)
+    def has_dismissed(self, host: str, now: float) -> bool:
+        """Return whether a node of this host may not join: others of it were dismissed."""
+        return self._state.restarts.has_dismissed(host, now)
 
     def is_due(self, now: float) -> bool:
-        """Return whether `tick` would act on a deadline."""
-        return now >= self._state.deadline or self._rank_exits.is_time_to_blame(now) or self._hang_check.is_due(now)
+        """Return whether `tick` would act on something that did not come in time: nodes, exits of ranks, stacks."""
+        if now >= self._state.deadline or self._late_nodes(now):
+            return True
 
-    def receive(self, node: int, message: Report, now: float) -> None:
+        return self._rank_exits.root_is_known(now) or self._hang_check.is_due(now)
+
+    def _late_nodes(self, now: float) -> list[int]:
+        """Return the nodes that did not start their ranks in time."""
+        state, attempt = self._state, self._state.attempt
+        if now <= attempt.confirm_by or state.status not in ACTIVE:
+            return []
+
+        return sorted(attempt.unconfirmed & state.members.nodes.keys())
+
+    def receive(self, node: int, message: ToCoordinator, now: float) -> None:
         """Act on the message of a node, which may be the coordinating one."""
         match message:
             case RankExited():
-                self.rank_exited(message, now)
+                self._rank_exits.note(message, now)
             case RanksGone():
                 self.ranks_gone(node, message.attempt, now)
-            case ZygoteLost():
-                self.zygote_lost(node, message, now)
+            case NodeFailed():
+                self.node_failed(node, message, now)
             case Stacks():
-                self.stacks_received(node, message, now)
+                self._hang_check.add_stacks(node, message, now)
             case NodeHeartbeat():
                 self.heartbeat_received(node, message, now)
             case SignalReceived():
@@ -176,22 +182,17 @@ class JobStateMachine:
             self._failure_handler.announce(failure)
             return
 
-        # The job had failed, and its ranks are gone by now: `NextAttempt` ends it.
+        # The job had failed, or was asked to exit, and its ranks are gone by now: `NextAttempt` ends it.
         decided = self._state.decided
-        if isinstance(decided, End):
+        if isinstance(decided, End | EndPreempted):
             self._failure_handler.announce(failure, f"not restarted: {decided.reason}")
             return
 
-        # The ranks are gone already, so a job that was asked to exit ends as preempted.
-        self._failure_handler.handle(failure, now, nothing_to_save=True)
+        self._failure_handler.handle(failure, now)
         if isinstance(self._state.decided, Restart):
             self._next_attempt.say_missing(now)
 
     # ---- ranks end ----
-
-    def rank_exited(self, message: RankExited, now: float) -> None:
-        """A rank has ended. A failure is handled at once, unless the exit of another rank may have come first."""
-        self._rank_exits.note(message, now)
 
     def ranks_gone(self, node: int, attempt: int, now: float) -> None:
         """A node has killed its ranks, and they are gone."""
@@ -199,20 +200,17 @@ class JobStateMachine:
             self._state.unanswered.discard(node)
             self._failure_handler.continue_if_gone(now)
 
-    def zygote_lost(self, node: int, message: ZygoteLost, now: float) -> None:
-        """The process that forks a node's ranks has died. Between two attempts that is not a failure."""
+    def node_failed(self, node: int, message: NodeFailed, now: float) -> None:
+        """A node has lost its ranks, or cannot start any. A zygote that dies between two attempts is replaced."""
         state = self._state
         # A node that is lost has taken its ranks with it.
         if node not in state.members.nodes or state.status is JobStatus.OVER:
             return
 
-        # The failure names the node's first rank, from which `Attempt.count_ended_by` finds the others.
-        kind = LauncherFailure.IMPORT if message.cannot_import else LauncherFailure.ZYGOTE
-        first = min(state.attempt.ranks_on(node), default=None)
-        failure = Failure.by_launcher(kind, message.why, first, state.members.nodes[node].host)
-
-        if message.cannot_import or state.has_running(message.attempt):
-            self._failure_handler.handle(failure, now, node)
+        kind, host = LauncherFailure(message.what), state.members.nodes[node].host
+        if kind is LauncherFailure.IMPORT or state.has_running(message.attempt):
+            failure = Failure.by_launcher(kind, message.why, host=host, node=node, for_user=message.for_user)
+            self._failure_handler.handle(failure, now)
 
     # ---- heartbeats and hangs ----
 
@@ -234,10 +232,6 @@ class JobStateMachine:
     def check_for_hangs(self, now: float) -> None:
         """Look for ranks that stall; called about once a second."""
         self._hang_check.check(now)
-
-    def stacks_received(self, node: int, message: Stacks, now: float) -> None:
-        """A node has sent the stacks of its ranks, for the watchdog to judge."""
-        self._hang_check.add_stacks(node, message, now)
 
     # ---- requests to save and exit ----
 
@@ -282,12 +276,11 @@ class JobStateMachine:
             self._next_attempt.tick(now)
 
         # A node that does not even start its ranks would hold up the others, which wait for them in the rendezvous.
-        if now > state.attempt.confirm_by and state.status in ACTIVE:
-            for node in sorted(state.attempt.unconfirmed & state.members.nodes.keys()):
-                self.node_lost(node, f"was dropped: it did not start its ranks within {START_S:.0f} s", now)
+        for node in self._late_nodes(now):
+            self.node_lost(node, f"was dropped: it did not start its ranks within {START_S:.0f} s", now)
 
-        if self._rank_exits.is_time_to_blame(now):
-            self._rank_exits.blame(now)
+        if self._rank_exits.root_is_known(now):
+            self._rank_exits.handle_root(now)
         elif self._hang_check.is_due(now):
             self._hang_check.judge(now)
         elif now >= state.deadline:

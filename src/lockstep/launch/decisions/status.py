@@ -52,7 +52,7 @@ JOIN_S = 300.0
 
 # After a failure, how long to wait for the exit of a peer that may have died first. If it seems that a peer is gone,
 # that is longer: a large process takes a while to die.
-CAUSE_WAIT_S = {
+ROOT_WAIT_S = {
     Consequence.NEVER: 0.0,
     Consequence.UNLIKELY: 1.0,
     Consequence.POSSIBLE: 5.0,

@@ -70,9 +70,9 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
 
     # If nothing tells the ranks apart, name the one that has stalled for longest.
     if awaited:
-        culprit = suspicion.views[awaited[0]]
+        named = suspicion.views[awaited[0]]
     else:
-        culprit = max(suspicion.views.values(), key=lambda view: view.age)
+        named = max(suspicion.views.values(), key=lambda view: view.age)
 
     # The most telling lines come first.
     detail = _stacks_of(awaited, suspicion, evidence.stacks)
@@ -89,11 +89,11 @@ def explain(suspicion: Suspicion, evidence: Evidence) -> Failure:
     return Failure.by_launcher(
         LauncherFailure.DEADLOCK if evidence.is_deadlock else LauncherFailure.HANG,
         f"{suspicion.reason}; {who}",
-        culprit.rank,
-        culprit.host,
+        named.rank,
+        named.host,
         traceback="\n".join(detail),
-        step=culprit.step,
-        phase=culprit.phase,
+        step=named.step,
+        phase=named.phase,
     )
 
 

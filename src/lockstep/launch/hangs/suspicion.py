@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 from lockstep.config.sections import HangConfig
@@ -34,11 +33,9 @@ BUSY_FACTOR = 12.0
 # Seconds that a process must stay halted before it is suspected: it may continue, or its exit may be reported soon.
 HALTED_S = 3.0
 
-# How much longer a rank may take at a step and phase where an earlier attempt hung, for each such attempt.
+# How much longer ranks may take for each attempt that was ended as hanging since the newest checkpoint. Otherwise slow
+# work that is taken for a hang would end every attempt at the same step.
 RAISE_FACTOR = 4.0
-
-# (step, phase) -> how many attempts were ended there as hanging.
-HangPoints = Mapping[tuple[int | None, str | None], int]
 
 
 # ---- one rank ----
@@ -58,11 +55,6 @@ class RankView(heartbeat.HeartbeatView):
     def halted(self) -> bool:
         """Whether the process is suspended, dead or gone."""
         return self.state in ("T", "Z", "")
-
-    @property
-    def finished(self) -> bool:
-        """Whether the run is closed on this rank: its process may go on for any time, or be gone."""
-        return self.phase_info.after_run
 
     @property
     def phase_info(self) -> heartbeat.Phase:
@@ -114,7 +106,6 @@ class Suspicion:
     awaited: list[int]  # the ranks that the others wait for; none if all wait at the same point
     views: dict[int, RankView]  # by rank
     remedy: str = ""  # the setting to change if this is not a hang
-    limit_can_rise: bool = False  # the limit that was reached is below `hang.first`, up to which it may be raised
 
     @property
     def awaits_halted_rank(self) -> bool:
@@ -122,14 +113,13 @@ class Suspicion:
         return any(self.views[rank].halted for rank in self.awaited)
 
 
-def suspect(
-    views: list[RankView], limits: HangConfig, hang_points: HangPoints = MappingProxyType({})
-) -> Suspicion | None:
+def suspect(views: list[RankView], limits: HangConfig, hangs: int = 0) -> Suspicion | None:
     """Return a suspicion if the job as a whole stalls. `views` are all ranks of the job, on all nodes.
 
-    At `hang_points` an earlier attempt was ended as a hang, so the limit is higher there.
+    `hangs`: how many attempts were ended as hanging since the newest checkpoint. Limits are higher then.
     """
-    working = [view for view in views if not view.finished]
+    # After its run a rank's process may go on for any time, or be gone.
+    working = [view for view in views if not view.phase_info.after_run]
     by_rank = {view.rank: view for view in working}
 
     # A rank that is traced by a debugger may stall for any time.
@@ -147,7 +137,7 @@ def suspect(
 
     # One rank within its limit is enough: the others may be waiting for it.
     peers = Peers(working)
-    rank_limits = {view.rank: raised_limit(view, peers, limits, hang_points) for view in working}
+    rank_limits = {view.rank: raised_limit(view, peers, limits, hangs) for view in working}
     if not working or any(view.age <= rank_limits[view.rank].seconds for view in working):
         return None
 
@@ -156,7 +146,7 @@ def suspect(
     reason = f"no rank has advanced for {youngest:.1f} s (limit {longest.seconds:.1f} s, by {longest.setting})"
     remedy = f"if this is slow work, not a hang: {longest.setting}={2 * longest.value:g}"
 
-    return Suspicion("limit", reason, awaited_ranks(working), by_rank, remedy, longest.seconds < limits.first)
+    return Suspicion("limit", reason, awaited_ranks(working), by_rank, remedy)
 
 
 class Limit(NamedTuple):
@@ -181,11 +171,11 @@ class Peers:
                     self.longest[phase] = seconds
 
 
-def raised_limit(view: RankView, peers: Peers, limits: HangConfig, hang_points: HangPoints) -> Limit:
+def raised_limit(view: RankView, peers: Peers, limits: HangConfig, hangs: int) -> Limit:
     """Return `limit_of` this rank, or more.
 
-    It is raised if the rank is visibly at work, because one long batch is not a hang, and if an earlier attempt was
-    ended as a hang at this step and phase.
+    It is raised if the rank is visibly at work, because one long batch is not a hang, and if earlier attempts were
+    ended as hanging.
     """
     limit = limit_of(view, peers, limits)
 
@@ -194,8 +184,7 @@ def raised_limit(view: RankView, peers: Peers, limits: HangConfig, hang_points: 
         limit = max(limit, Limit(BUSY_FACTOR * limits.least, "hang.least", limits.least))
 
     # For each earlier attempt, but never more than a phase without a history gets.
-    times = hang_points.get((view.step, view.phase), 0)
-    raised = min(limit.seconds * RAISE_FACTOR**times, limits.first)
+    raised = min(limit.seconds * RAISE_FACTOR**hangs, limits.first)
     return limit._replace(seconds=max(limit.seconds, raised))
 
 
@@ -229,13 +218,13 @@ def limit_of(view: RankView, peers: Peers, limits: HangConfig) -> Limit:
 
 def awaited_ranks(views: list[RankView]) -> list[int]:
     """Return the ranks for which the others wait: ranks that do not wait themselves, or are at an earlier step."""
-    # Usually the culprit is not in a collective, or in one of an earlier step.
+    # Usually the rank that holds up the others is not in a collective, or in one of an earlier step.
     newest = max(view.step for view in views)
     awaited = [view.rank for view in views if not view.phase_info.waits or view.step < newest]
     if awaited:
         return awaited
 
-    # All of them wait: blame the smallest group in a different collective, if there is exactly one.
+    # All of them wait: name the smallest group in a different collective, if there is exactly one.
     waits = Counter((view.phase, view.detail) for view in views)
     fewest = min(waits.values())
     if len(waits) == 1 or list(waits.values()).count(fewest) > 1:

@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 from lockstep.config.sections import HangConfig
+from lockstep.errors import plural
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.hangs import flight_recorder
 from lockstep.launch.hangs.explanation import Evidence, explain, gil_holders, ranks_ahead
 from lockstep.launch.hangs.suspicion import (
-    HangPoints,
     Peers,
     RankView,
     Suspicion,
@@ -45,11 +44,8 @@ _COMPILING = re.compile(r'/torch/_dynamo/convert_frame\.py"|/torch/_inductor/com
 class Watchdog:
     """Watches the ranks of one attempt: their heartbeats, and on suspicion their stacks and collectives."""
 
-    def __init__(self, limits: HangConfig, hang_points: HangPoints = MappingProxyType({})):
+    def __init__(self, limits: HangConfig):
         self._limits = limits
-
-        # Where earlier attempts were ended as hanging.
-        self._hang_points = hang_points
 
         # Node -> its ranks, as of its last heartbeat.
         self._views: dict[int, list[RankView]] = {}
@@ -104,10 +100,10 @@ class Watchdog:
 
     # ---- suspicion and verdict ----
 
-    def suspicion(self, running: Collection[int], now: float) -> Suspicion | None:
+    def suspicion(self, running: Collection[int], now: float, hangs: int = 0) -> Suspicion | None:
         """Return a suspicion about the ranks that still run, after which their stacks are collected.
 
-        Called about once a second.
+        Called about once a second. `hangs`: how many attempts were ended as hanging since the newest checkpoint.
         """
         views = [view for view in self._all_views if view.rank in running]
 
@@ -133,14 +129,14 @@ class Watchdog:
         self.forget_answers()
         self._suspicion = None
         if now >= self._quiet_until:
-            self._suspicion = suspect(seen, self._limits, self._hang_points) or self._stall(seen)
+            self._suspicion = suspect(seen, self._limits, hangs) or self._stall(seen, hangs)
 
         return self._suspicion
 
-    def _stall(self, views: list[RankView]) -> Suspicion | None:
+    def _stall(self, views: list[RankView], hangs: int) -> Suspicion | None:
         """Return a suspicion long before a limit is reached, to show where the ranks are; once for each stall."""
         beats = {view.rank: view.beats for view in views}
-        working = [view for view in views if not view.finished]
+        working = [view for view in views if not view.phase_info.after_run]
         youngest = min((view.age for view in working), default=0.0)
         in_debugger = any(view.state == "t" for view in working)
 
@@ -154,7 +150,7 @@ class Watchdog:
         named = min(working, key=lambda view: (view.phase_info.waits, view.rank))
         peers = Peers(working)
 
-        limit = max(raised_limit(view, peers, self._limits, self._hang_points) for view in working)
+        limit = max(raised_limit(view, peers, self._limits, hangs) for view in working)
         where = f"rank {named.rank} has been in phase {named.phase} of step {named.step} for {named.age:.0f} s"
         applies = f"the limit is {limit.seconds:.0f} s, by {limit.setting}"
         reason = f"no rank has advanced for {youngest:.0f} s: {where}; {applies}"
@@ -182,11 +178,6 @@ class Watchdog:
         """Return whether a rank has sent another heartbeat since the suspicion."""
         beats = {view.rank: view.beats for view in self._all_views}
         return any(beats.get(view.rank, view.beats) != view.beats for view in suspicion.views.values())
-
-    @property
-    def limit_can_rise(self) -> bool:
-        """Whether the current suspicion is about a limit that can be raised, and not about a halted process."""
-        return self._suspicion is not None and self._suspicion.limit_can_rise
 
     def verdict(self, saves_may_take_long: bool = False) -> Failure | None:
         """Return the failure, after stacks were collected; None if the ranks turn out to be busy.
@@ -217,11 +208,16 @@ class Watchdog:
         reason = f"no rank has advanced for {youngest:.0f} s, and none can: they wait in different collectives"
         return explain(replace(suspicion, reason=reason), evidence)
 
-    def overdue(self, late: Collection[int], reason: str) -> Failure | None:
-        """Return the failure of ranks that were asked to save and exit, and have not; None if some are not known."""
+    def overdue(self, late: Mapping[int, str]) -> Failure:
+        """Return the failure of ranks that were asked to save and take too long. `late`: rank -> host."""
+        one, several = "rank did not exit in time and was killed", "ranks did not exit in time and were killed"
+        reason = plural(len(late), one, several)
+
+        # Without a view of every rank it is not known which one holds up the others.
         views = [view for view in self._all_views if view.rank in late]
-        if not views or len(views) < len(late):
-            return None
+        if len(views) < len(late):
+            first = min(late)
+            return Failure.by_launcher(LauncherFailure.OVERDUE, reason, first, late[first])
 
         suspicion = Suspicion("overdue", reason, awaited_ranks(views), {view.rank: view for view in views})
         return replace(explain(suspicion, self._evidence(suspicion)), kind=LauncherFailure.OVERDUE)

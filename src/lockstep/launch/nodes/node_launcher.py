@@ -10,7 +10,7 @@ import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lockstep.errors import ExitCode, UserError
 from lockstep.launch import election
@@ -38,6 +38,13 @@ from lockstep.launch.wire.secret import find_secret
 from lockstep.launch.wire.sockets import wait_readable
 
 
+class Outcome(NamedTuple):
+    """How a job ended, for the launcher of one node."""
+
+    ending: JobEnd
+    ended_here: bool  # whether this node coordinated the job when it ended
+
+
 class NodeLauncher:
     """The launcher of one node of a job on several machines."""
 
@@ -58,11 +65,9 @@ class NodeLauncher:
         self._membership: Membership | None = None
 
         self._search = Search(job, name, signals, self._secret)
+        self._ended_here = False
 
-        # Whether the job has ended while this node coordinated it.
-        self.ended_job = False
-
-    def run(self) -> JobEnd:
+    def run(self) -> Outcome:
         """Coordinate the job or follow its coordinator, in turns if nodes are lost, until the job ends."""
         try:
             next_step = self._search.find_coordinator()
@@ -74,7 +79,7 @@ class NodeLauncher:
                 else:
                     next_step = self._follow(next_step)
 
-            return next_step
+            return Outcome(next_step, self._ended_here)
         finally:
             if self._agent is not None:
                 self._agent.close()
@@ -102,7 +107,7 @@ class NodeLauncher:
 
             ending = coordinator.run()
             if ending:
-                self.ended_job = True
+                self._ended_here = True
                 return ending
 
         # The successor has not received the signals that this launcher received: they are sent again.

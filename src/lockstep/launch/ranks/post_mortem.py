@@ -76,13 +76,13 @@ def examine(rank: LocalRank, code: int, when: float) -> RankExit:
     failure = record.failure if record else None
 
     # These codes mean an end as planned, or as asked for, only if the rank has said so. On a full disk the record may
-    # be empty, which says no more than that.
+    # be empty, which says no more than that: a new checkpoint then shows whether the rank has saved.
     if code in CLEAN and failure is None:
         if record is not None and record.code == code:
             return record
 
         if record is None and rank_record.exists(rank.folder, rank.number):
-            return RankExit(code)
+            return RankExit.as_asked("nothing") if code else RankExit(code)
 
     # A rank that was killed has left no record.
     log = records.read(rank.log, rank.log_began, most=LOG_SIZE) if rank.log else None

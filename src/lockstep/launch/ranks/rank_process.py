@@ -35,7 +35,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from lockstep.launch.election import TermFile
-from lockstep.launch.failure import CLEAN, PREEMPTED, RankExit
+from lockstep.launch.failure import CLEAN, RankExit
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.wire.sockets import wait_readable
@@ -82,8 +82,9 @@ def _end(folder: Path, rank: int, rank_exit: RankExit) -> NoReturn:
 
 def exit_at_once(number: int, frame: FrameType | None) -> NoReturn:
     """End this rank on a signal that asks it to save and exit, because it has nothing to save yet."""
-    rank_record.write(Path(os.environ[ATTEMPT_FOLDER]), int(os.environ["RANK"]), RankExit(PREEMPTED))
-    os._exit(PREEMPTED)
+    rank_exit = RankExit.as_asked("nothing")
+    rank_record.write(Path(os.environ[ATTEMPT_FOLDER]), int(os.environ["RANK"]), rank_exit)
+    os._exit(rank_exit.code)
 
 
 def _keep_sockets_in(folder: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from lockstep.errors import OutOfStep, Preempted, UserError
 from lockstep.launch import lost_peer, records
-from lockstep.launch.failure import PREEMPTED, Failure, RankExit
+from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.frames import Frame
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 
@@ -28,19 +28,23 @@ from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 
 def ended_by(error: BaseException, rank: int) -> RankExit:
     """Return how this exception ends the rank: as planned, as it was asked to, or with a failure."""
+    if not isinstance(error, SystemExit):
+        return RankExit(1, _failure_of(error, rank))
+
     # A program that cleans up after a preemption may then call sys.exit with its code.
     preempted = error if isinstance(error, Preempted) else error.__context__
     if isinstance(preempted, Preempted):
-        return RankExit(PREEMPTED, unsaved_step=preempted.step if preempted.save_failed else None)
+        without_failure = "saved" if preempted.checkpoint else "nothing"
+        return RankExit.as_asked("failed" if preempted.save_failed else without_failure, preempted.step)
 
-    if isinstance(error, SystemExit) and error.code in (None, 0):
+    if error.code in (None, 0):
         return RankExit(0, exit_line=raising_line(error))
 
     return RankExit(1, _failure_of(error, rank))
 
 
 def _failure_of(error: BaseException, rank: int) -> Failure:
-    """Return the failure of this rank. For OutOfStep it names the rank at fault, not the rank that noticed."""
+    """Return the failure of this rank. For OutOfStep it names the rank that is, not the one that noticed."""
     # The time at which the error was first seen: before the rank has cleaned up, others may fail because of it. Some
     # exception classes take no attributes.
     when = time.time()

@@ -139,7 +139,7 @@ class Zygote:
         while True:
             readable = [descriptor for descriptor, _ in poll.poll()]
 
-            # Emptied before the look at the children: one that ends after the look rings again.
+            # Empty the pipe first, so that a child that ends now wakes us again.
             if self._woken in readable:
                 os.read(self._woken, 4096)
                 self._reap()

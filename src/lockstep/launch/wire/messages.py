@@ -9,12 +9,14 @@ import json
 import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from lockstep.launch import records
 from lockstep.launch.election import Term
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import COORDINATOR, Bounds, Settings
+from lockstep.launch.restarts import Restarts
 from lockstep.runtime.preemption import PREEMPT_SIGNALS
 
 # The messages, by their names in JSON.
@@ -82,6 +84,9 @@ class RankExited(AttemptMessage):
         if self.exit.failure is None and not self.exit.clean:
             return f"rank {self.rank} failed without a failure"
 
+        if self.exit.failure is not None and self.exit.save is not None:
+            return f"rank {self.rank} failed, and exited as it was asked to"
+
         if not math.isfinite(self.age):
             return f"rank {self.rank} failed {self.age} seconds ago"
 
@@ -101,12 +106,13 @@ class RanksGone(AttemptMessage):
 
 
 @dataclass(frozen=True)
-class ZygoteLost(Message):
-    """The process that forks the node's ranks died; `cannot_import`: it could not import the job's program."""
+class NodeFailed(Message):
+    """The node cannot start its ranks, or has lost those that ran. `what` is a `LauncherFailure`."""
 
     attempt: int | None  # None if no ranks were started before
+    what: Literal["zygote", "import", "setup"]
     why: str
-    cannot_import: bool
+    for_user: bool = False  # whether `why` says what to do
 
 
 @dataclass(frozen=True)
@@ -226,36 +232,19 @@ class Welcome(Message):
 
 
 @dataclass(frozen=True)
-class HangPoint:
-    """A step and phase at which attempts were ended as hanging, and how many."""
-
-    step: int | None
-    phase: str | None
-    count: int
-
-
-@dataclass(frozen=True)
-class RestartHistory:
-    """What is remembered of the restarts so far. Times are ages in seconds, because clocks of two machines differ."""
-
-    restarts: int = 0
-    recent: list[float] = field(default_factory=list)  # how many seconds ago each restart was that still counts
-    in_a_row: int = 0  # how many of those that count followed each other without a new checkpoint
-    newest: int | None = None  # the step of the newest checkpoint at the last of them
-    hang_points: list[HangPoint] = field(default_factory=list)
-    sent_away: dict[str, list[float]] = field(default_factory=dict)  # host -> how many seconds ago
-
-
-@dataclass(frozen=True)
 class CoordinatorState(Message):
-    """The coordinator's heartbeat, sent every second; a successor starts from the last one that it received."""
+    """The coordinator's heartbeat, sent every second; a successor starts from the last one that it received.
+
+    Times are those of the coordinator's monotonic clock, which shows `clock` now.
+    """
 
     members: list[list[int]]  # the numbers of all nodes, as ranges: the first and the last of each
     attempt: int | None = None  # the newest attempt
-    history: RestartHistory = field(default_factory=RestartHistory)
+    restarts: Restarts = field(default_factory=Restarts)
     settings: dict = field(default_factory=dict)
     preempt_signal: str | None = None  # the signal that asked the job to save and exit, if one did
     ending: JobEnd | None = None  # how the job ends when all ranks are gone, if that is decided: it has failed
+    clock: float = 0.0
 
     @property
     def numbers(self) -> list[int]:
@@ -349,13 +338,12 @@ class JobEnd(Message):
 
     code: int  # an `ExitCode`
     failure: Failure | None = None
-    restarts: int = 0
 
 
 # ---- which way they go ----
 
 # What the agent of a node reports. Apart from these a node sends only its `Hello`.
-Report = RankExited | RanksGone | ZygoteLost | Stacks | SignalReceived | NodeHeartbeat
+ToCoordinator = RankExited | RanksGone | NodeFailed | Stacks | SignalReceived | NodeHeartbeat
 
 # What the agent of a node carries out, and all that a node receives.
 Order = Start | Prepare | SaveAndExit | CollectStacks | Kill

@@ -21,7 +21,7 @@ from lockstep.launch.job import Settings
 
 KILLED = Failure(1, "host-0", 1000.0, "SIGKILL", "killed", origin="signal")
 RAISED = Failure(1, "host-0", 1000.0, "ValueError", "no such column")
-PEER_LOST = Failure(1, "host-0", 1000.0, "DistBackendError", "NCCL error: ncclRemoteError: remote process exited")
+PEER_LOST = Failure(1, "host-0", 1000.0, "DistBackendError", "NCCL error: ncclRemoteError", follows_lost_peer=True)
 NO_IMPORT = Failure.by_launcher(LauncherFailure.IMPORT, "no torch")
 REFUSED = replace(RAISED, for_user=True)
 
@@ -35,8 +35,9 @@ STOP = Settings(hang=HangConfig(action="stop"))
 RECURS = "no checkpoint has been saved since the last start, so the same error would most likely recur"
 FINISHED = "another rank has ended with code 0, so the same would most likely recur"
 OVERDUE = Failure.by_launcher(LauncherFailure.OVERDUE, "2 ranks did not exit in time", 0, "host-0")
-LOST = Failure.by_launcher(LauncherFailure.NODE, "node 1 vanished", 1, "host-1")
+LOST = Failure.by_launcher(LauncherFailure.NODE, "node 1 vanished", host="host-1", node=1)
 NO_SETUP = replace(LOST, kind=LauncherFailure.SETUP)
+SAVE_FAILED = "the save failed, and there is no checkpoint"
 TOO_FEW = "1 node left, and 2 needed"
 FAILED = End(ExitCode.FAILED, "it would end the same way", NO_IMPORT)
 ASKED = {"preempt_signal": "SIGTERM"}
@@ -48,9 +49,8 @@ ASKED = {"preempt_signal": "SIGTERM"}
         (KILLED, UNSAVED, Restart()),
         (RAISED, SAVED, Restart()),
         (PEER_LOST, UNSAVED, Restart()),
-        (HANG, replace(UNSAVED, limit_can_rise=True), Restart(raise_limit=True)),
         (HANG, UNSAVED, Restart()),
-        (DEADLOCK, replace(SAVED, limit_can_rise=True), Restart()),
+        (DEADLOCK, SAVED, Restart()),
         (DEADLOCK, UNSAVED, End(ExitCode.FAILED, RECURS, DEADLOCK)),
         (HANG, replace(SAVED, settings=STOP), End(ExitCode.FAILED, "hang.action is stop", HANG)),
         (DEADLOCK, replace(SAVED, settings=STOP), End(ExitCode.FAILED, "hang.action is stop", DEADLOCK)),
@@ -64,7 +64,9 @@ ASKED = {"preempt_signal": "SIGTERM"}
             replace(UNSAVED, **ASKED),
             End(ExitCode.FAILED, "the job was asked to save and exit (SIGTERM)", KILLED),
         ),
-        (KILLED, replace(UNSAVED, **ASKED, nothing_to_save=True), EndPreempted()),
+        (KILLED, replace(UNSAVED, **ASKED, save="nothing"), EndPreempted()),
+        (None, replace(UNSAVED, **ASKED, save="failed"), End(ExitCode.FAILED, SAVE_FAILED)),
+        (None, replace(SAVED, **ASKED, save="failed"), EndPreempted()),
         (OVERDUE, UNSAVED, Continue()),
         (OVERDUE, replace(SAVED, **ASKED), EndPreempted()),
         (LOST, replace(SAVED, node_is_member=True), Drop()),
@@ -75,7 +77,7 @@ ASKED = {"preempt_signal": "SIGTERM"}
         (NO_SETUP, replace(UNSAVED, node_is_member=True), End(ExitCode.FAILED, RECURS, NO_SETUP)),
         (None, UNSAVED, Continue()),
         (None, replace(UNSAVED, **ASKED), EndPreempted()),
-        (None, replace(SAVED, **ASKED, has_failed=FAILED), FAILED),
+        (None, replace(SAVED, **ASKED, decided_end=FAILED), FAILED),
         (None, replace(SAVED, **ASKED, typed_twice=True), End(ExitCode.RESTART, "Ctrl-C was typed twice")),
     ],
 )

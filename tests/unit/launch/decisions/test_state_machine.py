@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep import api
 from lockstep.config.sections import RestartConfig
 from lockstep.errors import ExitCode
 from lockstep.launch.decisions import status
@@ -14,8 +15,9 @@ from lockstep.launch.decisions.commands import DismissNode, DropNode, LogEvent, 
 from lockstep.launch.decisions.members import Node, divide
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.state_machine import JobStateMachine
-from lockstep.launch.failure import ABORTED_UNREAD, Failure, LauncherFailure, RankExit
+from lockstep.launch.failure import ABORTED_UNREAD, Failure, LauncherFailure, RankExit, Save
 from lockstep.launch.folder.run_dir import CheckpointFacts
+from lockstep.launch.hangs.flight_recorder import DEFAULT_GROUP
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job, Settings
 from lockstep.launch.wire.messages import (
@@ -24,20 +26,20 @@ from lockstep.launch.wire.messages import (
     CoordinatorState,
     JobEnd,
     Kill,
+    NodeFailed,
     NodeHeartbeat,
     Prepare,
     RankExited,
     SaveAndExit,
     Stacks,
-    ZygoteLost,
     decode,
     encode,
 )
 
 ONE, TWO = Bounds(1, 1), Bounds(2, 2)
 
-# What gloo says in a rank whose peer is gone.
-LOST = "[pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
+# The failure of a rank whose peer is gone, which gloo reports.
+LOST = {"kind": "RuntimeError", "message": "Connection closed by peer [127.0.0.1]:1234", "follows_lost_peer": True}
 
 
 @dataclass
@@ -51,6 +53,7 @@ class Stage:
     committing: bool = False
     inherited: CoordinatorState | None = None
     commands: list = field(default_factory=list)
+    restarts: int = 0  # that were logged
 
     def __post_init__(self):
         spec = {"resume_command": "type it again"}
@@ -76,16 +79,16 @@ class Stage:
         self.now += seconds
         self.state_machine.tick(self.now)
         self.commands = self.state_machine.take_commands()
+        self.restarts += [log.event["event"] for log in self.of(LogEvent)].count("restart")
         return self.commands
 
-    def exit(self, rank: int, code: int, exit_line: str = "", **failure) -> None:
+    def exit(self, rank: int, code: int, exit_line: str = "", save: Save = "saved", **failure) -> None:
         kind = signal.Signals(-code).name if code < 0 else "ValueError"
         origin = "signal" if code < 0 else "exception"
         values = {"host": "host-0", "time": time.time(), "kind": kind, "message": "", "origin": origin, **failure}
         failed = Failure(rank=rank, **values) if code not in (0, 75) else None
-        self.state_machine.rank_exited(
-            RankExited(self.state.attempt.number, rank, RankExit(code, failed, exit_line)), self.now
-        )
+        rank_exit = RankExit.as_asked(save) if code == 75 else RankExit(code, failed, exit_line)
+        self.state_machine.receive(0, RankExited(self.state.attempt.number, rank, rank_exit), self.now)
 
     def ranks_gone(self, *nodes: int) -> None:
         for node in nodes or (0,):
@@ -153,9 +156,9 @@ def test_messages_of_an_earlier_attempt_are_ignored(stage):
     stage.kill()
     stage.state_machine.heartbeat_received(0, NodeHeartbeat([view(1, 900.0, "data")], {}, 0), stage.now)
     assert stage.state.attempt.watchdog.last_view(1) is None
-    stage.state_machine.rank_exited(RankExited(0, 0, RankExit(-9)), stage.now)
+    stage.state_machine.receive(0, RankExited(0, 0, RankExit(-9)), stage.now)
     stage.state_machine.ranks_gone(0, 0, stage.now)
-    stage.state_machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
+    stage.state_machine.node_failed(0, NodeFailed(0, "zygote", "died"), stage.now)
     assert stage.tick() == []
 
 
@@ -185,7 +188,7 @@ def test_an_error_after_progress_is_restarted_once(stage):
         stage.ranks_gone()
         last = stage.tick()
     assert [type(command) for command in last] == [JobEnd]
-    assert last[0].restarts == 1
+    assert stage.restarts == 1
 
 
 def test_a_checkpoint_that_all_ranks_have_written_is_committed_before_the_ranks_are_killed(stage):
@@ -291,7 +294,7 @@ def test_the_budget_slides(stage):
         stage.now += 1
     last = kill_after_a_save(stage)
     assert isinstance(last[-1], JobEnd)
-    assert last[-1].restarts == 20
+    assert stage.restarts == 20
     assert "not restarted: 10 restarts within the last hour" in stage.said
 
 
@@ -301,31 +304,31 @@ def test_the_budget_is_the_tasks_own(stage):
 
 
 def test_a_dead_zygote_is_a_failure(stage):
-    stage.state_machine.zygote_lost(0, ZygoteLost(0, "the process that starts ranks died", False), stage.now)
+    stage.state_machine.node_failed(0, NodeFailed(0, "zygote", "the process that starts ranks died"), stage.now)
     stage.ranks_gone()
     assert stage.tick()[-1] == StartAttempt(1, {0: 2})
 
 
 def test_zygotes_that_are_killed_while_they_import_use_up_the_restarts(stage):
     for attempt in range(5):
-        stage.state_machine.zygote_lost(0, ZygoteLost(attempt, "was killed", False), stage.now)
+        stage.state_machine.node_failed(0, NodeFailed(attempt, "zygote", "was killed"), stage.now)
         stage.ranks_gone()
         assert stage.tick()[-1] == StartAttempt(attempt + 1, {0: 2})
 
-    stage.state_machine.zygote_lost(0, ZygoteLost(5, "was killed", False), stage.now)
+    stage.state_machine.node_failed(0, NodeFailed(5, "zygote", "was killed"), stage.now)
     stage.ranks_gone()
     assert stage.tick()[-1].code == 1
     assert "5 restarts in a row without a new checkpoint, which is the limit" in stage.said
 
 
 def test_a_zygote_that_cannot_import_ends_the_job(stage):
-    stage.state_machine.zygote_lost(0, ZygoteLost(0, "no torch", True), stage.now)
+    stage.state_machine.node_failed(0, NodeFailed(0, "import", "no torch"), stage.now)
     stage.ranks_gone()
     assert stage.tick()[-1].code == 1
 
 
 def test_a_signal_while_the_ranks_of_a_failed_job_are_killed_does_not_change_its_exit_code(stage):
-    stage.state_machine.zygote_lost(0, ZygoteLost(0, "no torch", True), stage.now)
+    stage.state_machine.node_failed(0, NodeFailed(0, "import", "no torch"), stage.now)
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.ranks_gone()
     assert stage.tick()[-1].code == ExitCode.FAILED
@@ -335,7 +338,7 @@ def test_a_newcomer_that_cannot_import_does_not_end_a_healthy_job():
     stage = nodes(1, 4, 1)
     stage.tick(3.1)
     stage.join(1)
-    stage.state_machine.zygote_lost(1, ZygoteLost(None, "exited while importing", True), stage.now)
+    stage.state_machine.node_failed(1, NodeFailed(None, "import", "exited while importing"), stage.now)
     stage.tick()
     assert "node 1 (host-1) was dropped: exited while importing" in stage.said
     assert not stage.sent(Kill) + stage.of(JobEnd)
@@ -354,7 +357,7 @@ def test_a_newcomer_that_cannot_import_does_not_end_a_healthy_job():
 def test_a_node_with_ranks_that_cannot_import_is_lost():
     stage = nodes(1, 2, 2)
     stage.tick()
-    stage.state_machine.zygote_lost(1, ZygoteLost(0, "exited while importing", True), stage.now)
+    stage.state_machine.node_failed(1, NodeFailed(0, "import", "exited while importing"), stage.now)
     stage.tick()
     assert stage.sent(Kill) == [0]
     assert "restarting 1 rank from the beginning" in stage.said
@@ -363,43 +366,42 @@ def test_a_node_with_ranks_that_cannot_import_is_lost():
     assert stage.of(StartAttempt) == [StartAttempt(1, {0: 1})]
 
 
-def setup_failed(stage, rank: int) -> None:
-    failure = Failure.by_launcher(LauncherFailure.SETUP, "no space left", rank, "host-1")
-    stage.state_machine.rank_exited(RankExited(0, rank, RankExit(1, failure)), stage.now)
+def setup_failed(stage: Stage) -> None:
+    stage.state_machine.node_failed(1, NodeFailed(0, "setup", "no space left"), stage.now)
     stage.tick()
 
 
-def test_a_node_that_cannot_set_up_its_ranks_is_sent_away_if_the_job_can_spare_it():
+def test_a_node_that_cannot_set_up_its_ranks_is_dismissed_if_the_job_can_spare_it():
     stage = nodes(1, 2, 2)
     stage.tick()
-    setup_failed(stage, rank=1)
+    setup_failed(stage)
     assert [command.node for command in stage.of(DismissNode)] == [1]
     assert "node 1 (host-1) was dropped: no space left" in stage.said
     assert stage.sent(Kill) == [0]
 
 
-def test_a_host_that_was_sent_away_twice_may_not_join_for_an_hour():
+def test_a_host_that_was_dismissed_twice_may_not_join_for_an_hour():
     """Its platform starts it again and again: each time the ranks save, and an attempt fails."""
     stage = nodes(1, 2, 1)
     for number in (1, 2):
-        assert not stage.state_machine.refuses(f"host-{number}", stage.now)
+        assert not stage.state_machine.has_dismissed(f"host-{number}", stage.now)
         stage.state_machine.node_joined(Node(number, "bad-host", ONE), stage.now)
-        stage.state_machine.zygote_lost(number, ZygoteLost(None, "exited while importing", True), stage.now)
-        assert stage.state_machine.refuses("bad-host", stage.now) is (number == 2)
+        stage.state_machine.node_failed(number, NodeFailed(None, "import", "exited while importing"), stage.now)
+        assert stage.state_machine.has_dismissed("bad-host", stage.now) is (number == 2)
         stage.tick(60.0)
 
-    assert not stage.state_machine.refuses("host-0", stage.now)
+    assert not stage.state_machine.has_dismissed("host-0", stage.now)
 
     # A successor of the coordinator remembers it, too.
     new = Stage(inherited=decode(encode(stage.state_machine.coordinator_state(stage.now))), now=5.0)
-    assert new.state_machine.refuses("bad-host", 5.0)
-    assert not new.state_machine.refuses("bad-host", 3600.0)
+    assert new.state_machine.has_dismissed("bad-host", 5.0)
+    assert not new.state_machine.has_dismissed("bad-host", 3600.0)
 
 
 def test_a_node_that_the_job_needs_and_that_cannot_set_up_its_ranks_ends_the_job():
     stage = nodes(2, 2, 2)
     stage.tick()
-    setup_failed(stage, rank=1)
+    setup_failed(stage)
     said = stage.said
     stage.ranks_gone(0, 1)
     stage.tick()
@@ -413,7 +415,7 @@ def test_a_node_that_the_job_needs_and_that_cannot_import_ends_the_job(started):
     stage = nodes(2, 2 if started else 3, 2)
     stage.tick()
     attempt = 0 if started else None
-    stage.state_machine.zygote_lost(1, ZygoteLost(attempt, "exited while importing", True), stage.now)
+    stage.state_machine.node_failed(1, NodeFailed(attempt, "import", "exited while importing"), stage.now)
     said = [stage.tick(), stage.said][1]
     if started:
         stage.ranks_gone(0, 1)
@@ -446,7 +448,8 @@ def test_a_hang_that_repeats_without_a_checkpoint_ends_the_job(stage):
         assert not stage.of(JobEnd)
         stage.now += 900.0
 
-    assert stage.kill()[-1].restarts == 5
+    assert [type(command) for command in stage.kill()][-1] is JobEnd
+    assert stage.restarts == 5
     assert "not restarted: 5 restarts in a row without a new checkpoint, which is the limit" in stage.said
 
 
@@ -508,8 +511,8 @@ def test_a_checkpoint_from_before_a_stop_request_is_not_what_it_has_saved(stage)
 def exit_unsaved(stage: Stage, step: int) -> None:
     """Both ranks exit as they were asked to, but their save of this step failed."""
     for rank in range(2):
-        message = RankExited(stage.state.attempt.number, rank, RankExit(75, unsaved_step=step))
-        stage.state_machine.rank_exited(message, stage.now)
+        message = RankExited(stage.state.attempt.number, rank, RankExit.as_asked("failed", step))
+        stage.state_machine.receive(0, message, stage.now)
     stage.tick()
 
 
@@ -543,14 +546,18 @@ def test_a_resize_after_a_failed_save_says_what_is_lost():
     assert stage.of(StartAttempt) == [StartAttempt(1, {0: 3})]
 
 
-def test_a_stop_request_before_the_first_step_has_saved_where_it_started():
+@pytest.mark.parametrize("save", ["saved", "nothing"])
+def test_a_job_that_had_nothing_to_save_does_not_claim_to_have_saved(save):
+    """It was resumed at step 100, and its ranks did not exist yet, or had not begun."""
     stage = Stage(saved=100)
     stage.tick()
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
     for rank in range(2):
-        stage.exit(rank, 75)
+        stage.exit(rank, 75, save=save)
     stage.tick()
-    assert "saved at step 100; to resume" in stage.said
+    assert ("saved at step 100" in stage.said) == (save == "saved")
+    assert ("ended without another save; the newest checkpoint is of step 100" in stage.said) == (save == "nothing")
+    assert stage.of(JobEnd) == [JobEnd(75)]
 
 
 def test_a_stop_request_before_the_first_attempt_has_saved_nothing():
@@ -590,7 +597,7 @@ def test_ranks_that_do_not_stop_are_killed(stage):
 def test_when_one_rank_has_stopped_the_others_follow_soon_or_are_killed(stage):
     """Signalled while they were joining, one may have got the signal and the other be stuck in the rendezvous."""
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
-    stage.exit(0, 75)
+    stage.exit(0, 75, save="nothing")
     stage.tick(19)
     assert not stage.sent(CollectStacks)
     overdue(stage, 2)
@@ -633,7 +640,7 @@ def test_a_stop_request_between_two_attempts(stage):
     stage.state_machine.preempt_requested("SIGTERM", stage.now)
     stage.ranks_gone()
     stage.tick()
-    assert stage.of(JobEnd) == [JobEnd(75, None, 1)]
+    assert stage.of(JobEnd) == [JobEnd(75)]
     assert not stage.of(StartAttempt)
 
 
@@ -665,7 +672,24 @@ def test_resize():
     stage.exit(1, 75)
     stage.tick()
     assert stage.of(StartAttempt) == [StartAttempt(1, {0: 3})]
-    assert stage.state.restarts.total == 0
+    assert stage.restarts == 0
+
+
+@pytest.mark.parametrize("ending", ["signal", "failure"])
+def test_a_job_that_is_ending_is_not_resized(ending):
+    """It said that it asked the ranks to save, logged a resize, and started a process that imports torch."""
+    stage = Stage(Bounds(1, 8, 2))
+    stage.tick()
+    if ending == "signal":
+        stage.state_machine.preempt_requested("SIGTERM", stage.now)
+    else:
+        stage.exit(0, 1, for_user=True)
+        stage.tick(1.1)
+    stage.tick()
+    stage.state_machine.resize_requested(3, stage.now)
+    stage.tick()
+    assert stage.said == "lockstep: not resized to 3 ranks: the job is ending"
+    assert not stage.of(LogEvent) + stage.of(Send)
 
 
 def resized_to_3() -> Stage:
@@ -691,7 +715,7 @@ def test_a_size_that_the_job_cannot_use_is_given_up():
     assert "not resized to 3 ranks: continuing with 2 ranks" in stage.said
     stage.ranks_gone()
     assert stage.tick() == [StartAttempt(2, {0: 2})]
-    assert stage.state.restarts.total == 0
+    assert stage.restarts == 0
     refuse(stage)  # and now it is a mistake like any other
     stage.ranks_gone()
     assert stage.tick()[-1].code == 2
@@ -731,7 +755,7 @@ def test_a_rank_killed_while_resizing_is_an_ordinary_failure():
     stage.tick()
     stage.state_machine.resize_requested(3, stage.now)
     assert stage.kill()[-1] == StartAttempt(1, {0: 3})
-    assert stage.state.restarts.total == 1
+    assert stage.restarts == 1
 
 
 def test_ranks_are_divided_evenly():
@@ -788,6 +812,37 @@ def test_a_lost_node_stops_the_others_and_ends_what_needs_it():
     assert (ending.code, ending.failure.kind) == (ExitCode.RESTART, "node")
 
 
+@pytest.mark.parametrize("kind", ["zygote", "import", "setup"])
+def test_of_a_node_that_fails_no_rank_is_named(kind):
+    """Its first rank was named as the one that had failed, and its log, though that rank may never have existed."""
+    stage = Stage(TWO, TWO)
+    stage.join(1)
+    stage.tick()
+    stage.beat(restart={"per_hour": 0})
+    stage.state_machine.node_failed(1, NodeFailed(0, kind, "no luck"), stage.now)
+    stage.tick()
+    assert stage.said.startswith("lockstep: no luck (")
+    assert "2 other ranks ended because of it." in stage.said
+    assert "Log of rank" not in stage.said
+    (event,) = [log.event for log in stage.of(LogEvent)]
+    assert (event["rank"], event["node"], event["host"]) == (None, 1, "host-1")
+    stage.ranks_gone(0, 1)
+    (ending,) = [stage.tick(), stage.of(JobEnd)][1]
+    assert api._describe_exit(ending) == f"exit code 1 (never restart): {kind}: no luck"
+
+
+def test_of_a_node_that_is_lost_no_rank_is_named():
+    stage = Stage(TWO, TWO)
+    stage.join(1)
+    stage.tick()
+    stage.state_machine.node_lost(1, "vanished", stage.now)
+    assert "Log of rank" not in [stage.tick(), stage.said][1]
+    stage.ranks_gone(0)
+    (ending,) = [stage.tick(), stage.of(JobEnd)][1]
+    assert (ending.failure.rank, ending.failure.node) == (None, 1)
+    assert api._describe_exit(ending) == "exit code 75 (restart): node: node 1 (host-1) vanished"
+
+
 def test_a_node_that_returns_does_not_end_a_job_that_needs_all_its_nodes():
     stage = Stage(TWO, TWO)
     stage.join(1)
@@ -823,11 +878,11 @@ def test_ranks_that_are_lost_with_a_failure_are_no_consequence_of_it():
     stage = Stage(TWO, Bounds(1, 2))
     stage.join(1)
     stage.tick()
-    stage.state_machine.zygote_lost(1, ZygoteLost(0, "died", False), stage.now)
+    stage.state_machine.node_failed(1, NodeFailed(0, "zygote", "died"), stage.now)
     assert "2 other ranks ended because of it" in [stage.tick(), stage.said][1]
     stage = Stage(TWO)
     stage.tick()
-    stage.state_machine.zygote_lost(0, ZygoteLost(0, "died", False), stage.now)
+    stage.state_machine.node_failed(0, NodeFailed(0, "zygote", "died"), stage.now)
     assert "because of it" not in [stage.tick(), stage.said][1]
 
 
@@ -836,7 +891,7 @@ def test_ranks_that_finished_are_no_consequence_of_a_failure():
     stage = Stage(Bounds(4, 4))
     stage.tick()
     stage.exit(0, 0)
-    stage.exit(1, 1, kind="RuntimeError", message=LOST)
+    stage.exit(1, 1, **LOST)
     stage.exit(2, -9)
     assert "2 other ranks ended because of it" in [stage.tick(), stage.said][1]
 
@@ -977,7 +1032,7 @@ def test_the_zygote_of_a_node_that_was_dropped_does_not_matter():
     stage.exit(0, -9)
     stage.state_machine.node_lost(1, "vanished", stage.now)
     stage.tick()
-    stage.state_machine.zygote_lost(1, ZygoteLost(0, "died", False), stage.now)
+    stage.state_machine.node_failed(1, NodeFailed(0, "zygote", "died"), stage.now)
     assert stage.tick() == []
 
 
@@ -988,7 +1043,11 @@ def test_a_node_that_starts_nothing_is_named_and_dropped():
     stage.state_machine.heartbeat_received(1, NodeHeartbeat(), stage.now)  # it is alive, but does nothing
     stage.tick(9.9)
     assert not stage.of(DropNode)
-    stage.tick(0.2)
+    assert not stage.state_machine.is_due(stage.now)
+    stage.now += 0.2
+    assert stage.state_machine.is_due(stage.now)  # the coordinator looks at the checkpoints before the decision
+    stage.tick()
+    assert not stage.state_machine.is_due(stage.now)
     stage.ranks_gone(0)
     assert stage.of(DropNode) == [DropNode(1)]
     assert "node 1 (host-1) was dropped: it did not start its ranks within 10 s" in stage.said
@@ -1013,7 +1072,7 @@ def test_a_node_that_comes_is_welcomed():
     assert stage.sent(SaveAndExit) == [0]
     stage.exit(0, 75)
     assert stage.tick() == [StartAttempt(1, {0: 1, 1: 1})]
-    assert stage.state.restarts.total == 0
+    assert stage.restarts == 0
 
 
 def test_a_stop_request_while_a_node_is_being_welcomed():
@@ -1081,7 +1140,7 @@ def test_the_budget_survives_the_coordinator(stage):
     new = taken_over(stage)
     new.tick(3.1)
     assert "10 restarts within the last hour, which is the limit. To resume: type it again" in new.said
-    assert [(end.code, end.restarts) for end in new.of(JobEnd)] == [(1, 10)]
+    assert new.of(JobEnd)[0].code == 1
     stage.now += 700  # the first one is more than an hour ago
     new = taken_over(stage)
     assert "(restart 10 of 10 in an hour" in [new.tick(), new.said][1]
@@ -1096,14 +1155,15 @@ def test_settings_survive_the_coordinator(stage):
 
 
 def test_restarts_in_a_row_and_raised_limits_survive_the_coordinator(stage):
-    for _ in range(5):
+    hang(stage)
+    for _ in range(4):
         stage.kill()
         stage.now += 900.0
-    stage.state.restarts.hang_points[41, "data"] += 1
     heard = decode(encode(stage.state_machine.coordinator_state(stage.now)))
-    new = Stage(inherited=heard)
+    new = Stage(inherited=heard, now=5.0)
     new.tick(3.1)
-    assert new.state.restarts.hang_points == {(41, "data"): 1}
+    assert new.state.restarts.hangs == 1
+    assert new.state.restarts.times == [moment - stage.now + 5.0 for moment in stage.state.restarts.times]
     assert isinstance(new.kill()[-1], JobEnd)  # the sixth in a row
 
 
@@ -1118,6 +1178,15 @@ def test_a_job_that_was_asked_to_stop_is_not_continued(stage):
     assert new.of(JobEnd) == [JobEnd(75)]
 
 
+def test_a_job_that_was_asked_to_stop_before_it_had_saved_ends_as_preempted_too(stage):
+    """Its ranks are gone, and they had nothing to lose that the next start would not train again."""
+    stage.state_machine.preempt_requested("SIGTERM", stage.now)
+    new = taken_over(stage)
+    assert "not restarted: the job was asked to save and exit" in [new.tick(2.9), new.said][1]
+    assert "ended before anything was saved" in [new.tick(0.2), new.said][1]
+    assert new.of(JobEnd) == [JobEnd(75)]
+
+
 @pytest.mark.parametrize(("what", "code"), [("signal", 75), ("zygote", 1)])
 def test_no_job_ends_while_the_old_rank_0_may_still_save(stage, what, code):
     new = taken_over(stage)
@@ -1125,7 +1194,7 @@ def test_no_job_ends_while_the_old_rank_0_may_still_save(stage, what, code):
     if what == "signal":
         new.state_machine.preempt_requested("SIGTERM", new.now)
     else:
-        new.state_machine.zygote_lost(0, ZygoteLost(None, "no torch", True), new.now)
+        new.state_machine.node_failed(0, NodeFailed(None, "import", "no torch"), new.now)
     assert not [new.tick(2.8), new.of(JobEnd)][1]
     assert [ending.code for ending in [new.tick(0.2), new.of(JobEnd)][1]] == [code]
 
@@ -1135,7 +1204,7 @@ def test_a_coordinator_lost_before_the_first_attempt():
     new = taken_over(stage, Bounds(2, 2))
     new.join(1)
     assert [new.tick(3.1), new.of(StartAttempt)][1] == [StartAttempt(0, {0: 1, 1: 1})]
-    assert new.state.restarts.total == 0
+    assert new.restarts == 0
 
 
 def test_nodes_that_are_waited_for_are_counted_on_the_screen():
@@ -1183,7 +1252,7 @@ def stall(stage: Stage, **settings) -> None:
 def test_a_hang_is_explained_and_restarted(stage):
     stall(stage)
     stack = 'Current thread 0x1 (most recent call first):\n  File "/x/data.py", line 7 in read\n'
-    stage.state_machine.stacks_received(0, Stacks.of(0, 1, {0: "", 1: stack}, {}), stage.now)
+    stage.state_machine.receive(0, Stacks.of(0, 1, {0: "", 1: stack}, {}), stage.now)
     stage.tick()
     assert "rank 1 on host-0 failed at step 41, phase data" in stage.said
     assert "data.py:7" in stage.said
@@ -1198,9 +1267,9 @@ def test_stacks_of_an_earlier_request_say_nothing(stage):
     assert stage.said == ""
 
     stall(stage)
-    stage.state_machine.stacks_received(0, Stacks.of(0, 1, {0: "", 1: ""}, {}), stage.now)
+    stage.state_machine.receive(0, Stacks.of(0, 1, {0: "", 1: ""}, {}), stage.now)
     assert stage.tick() == []
-    stage.state_machine.stacks_received(0, Stacks.of(0, 2, {0: "", 1: ""}, {}), stage.now)
+    stage.state_machine.receive(0, Stacks.of(0, 2, {0: "", 1: ""}, {}), stage.now)
     stage.tick()
     assert "hang" in stage.said
 
@@ -1209,21 +1278,32 @@ def test_an_error_while_stacks_are_collected_waits_for_its_cause(stage):
     stall(stage)
     stage.tick(2.9)  # the stacks have 0.1 s left
     stage.beat()  # the node is alive
-    stage.exit(0, 1, kind="RuntimeError", message=LOST)
+    stage.exit(0, 1, **LOST)
     assert stage.tick(1.0) == []
     stage.exit(1, -9)
     stage.tick()
     assert "rank 1 on host-0" in stage.said
 
 
-def test_the_same_place_gets_a_higher_limit_in_the_next_attempt(stage):
+def hang(stage: Stage) -> None:
+    """The ranks hang, and the next attempt starts."""
     stall(stage)
     stage.tick(6)
-    assert "with a higher limit for step 41, phase data" in stage.said
+    stage.ranks_gone()
+    stage.tick()
+
+
+def test_after_a_hang_limits_are_higher_until_the_next_checkpoint(stage):
+    stall(stage)
+    stage.tick(6)
+    assert "; hang limits are 4 times as long until the next checkpoint" in stage.said
     stage.ranks_gone()
     stage.tick()
     with pytest.raises(pytest.fail.Exception, match="nothing was noticed"):
         stall(stage)  # for 40 s
+
+    stage.saved = 5
+    stall(stage)
 
 
 def starting(rank: int) -> RankView:
@@ -1231,18 +1311,24 @@ def starting(rank: int) -> RankView:
     return replace(view(rank, 90.0, "compile"), steps_here=0)
 
 
-def test_a_limit_that_cannot_rise_is_not_said_to(stage):
-    """A phase without a history has `hang.first` already, which no limit exceeds."""
-    second = 0.0
-    while not stage.sent(Kill):
-        stage.beat(*(replace(view(rank, second, "join"), steps_here=0) for rank in (0, 1)))
-        stage.state_machine.check_for_hangs(stage.now)
-        stage.tick(2)
-        second += 2
-    assert "(limit 900.0 s, by hang.first)" in stage.said
-    assert "higher limit" not in stage.said
-    assert "restart 1 of 10 in an hour)" in stage.said
-    assert not stage.state.restarts.hang_points
+def test_a_deadlock_raises_no_limit(stage):
+    """More time would not help: the next attempt would only take longer to end at the same place."""
+    stall(stage)
+    stage.saved = 5
+    entry = {"process_group": ["0", DEFAULT_GROUP], "collective_seq_id": 1, "profiling_name": "gloo:all_reduce"}
+    entries = {0: [entry], 1: [entry | {"profiling_name": "gloo:barrier"}]}
+    stage.state_machine.receive(0, Stacks.of(0, 1, {0: "", 1: ""}, entries), stage.now)
+    stage.tick()
+    assert "deadlock" in stage.said
+    assert "restarting 2 ranks" in stage.said
+    assert "hang limits" not in stage.said
+    assert (stage.state.restarts.in_a_row, stage.state.restarts.hangs) == (1, 0)
+
+
+def test_a_kill_raises_no_limit(stage):
+    stage.kill()
+    assert "hang limits" not in stage.said
+    assert stage.state.restarts.hangs == 0
 
 
 def test_ranks_that_stall_have_the_same_grace_as_others(stage):
@@ -1276,7 +1362,7 @@ def test_ranks_that_hang_when_they_are_asked_to_save_are_a_hang(reason):
     ask(stage, reason)
     stall(stage)
     stack = 'Current thread 0x1 (most recent call first):\n  File "/x/data.py", line 7 in read\n'
-    stage.state_machine.stacks_received(0, Stacks.of(0, 1, {0: "", 1: stack}, {}), stage.now)
+    stage.state_machine.receive(0, Stacks.of(0, 1, {0: "", 1: stack}, {}), stage.now)
     stage.tick()
     assert "rank 1 on host-0 failed at step 41, phase data" in stage.said
     assert "data.py:7" in stage.said
@@ -1292,7 +1378,7 @@ def test_a_slow_save_has_its_grace(stage, phase):
         stage.state_machine.check_for_hangs(stage.now)
         for order in [command.order for command in stage.tick() if isinstance(command, Send)]:
             assert isinstance(order, CollectStacks)
-            stage.state_machine.stacks_received(0, Stacks.of(0, order.request, {0: "", 1: ""}, {}), stage.now)
+            stage.state_machine.receive(0, Stacks.of(0, order.request, {0: "", 1: ""}, {}), stage.now)
         stage.tick(1)
         assert not stage.sent(Kill)
     overdue(stage, 20)
@@ -1318,7 +1404,7 @@ def test_of_ranks_that_take_too_long_the_one_is_named_that_the_others_wait_for(s
     stage.beat(view(0, 2.0, "all-reduce"), view(1, 2.0, "data"))
     assert [stage.tick(601), stage.sent(CollectStacks)][1] == [0]
     stack = 'Current thread 0x1 (most recent call first):\n  File "/x/data.py", line 7 in read\n'
-    stage.state_machine.stacks_received(0, Stacks.of(0, 1, {0: "", 1: stack}, {}), stage.now)
+    stage.state_machine.receive(0, Stacks.of(0, 1, {0: "", 1: stack}, {}), stage.now)
     stage.tick()
     assert "rank 1 on host-0 failed at step 41, phase data" in stage.said
     assert "2 ranks did not exit in time and were killed; the others are waiting for rank 1" in stage.said
@@ -1356,7 +1442,7 @@ def test_nodes_that_join_during_the_first_step_do_not_end_the_job():
         stage.tick(25.0)
         assert stage.of(StartAttempt)[0].counts.keys() == set(range(number + 1))
 
-    assert stage.state.restarts.recent(stage.now) == stage.state.restarts.total == 0
+    assert stage.state.restarts.recent(stage.now) == stage.restarts == 0
 
 
 def test_ranks_that_save_too_slowly_for_a_resize_have_not_failed():
@@ -1372,7 +1458,7 @@ def test_ranks_that_save_too_slowly_for_a_resize_have_not_failed():
         stage.ranks_gone()
         assert stage.tick()[-1].counts == {0: ranks}
 
-    assert stage.state.restarts.total == 0
+    assert stage.restarts == 0
 
 
 def test_a_second_interrupt_works_after_a_sigterm_too(stage):
@@ -1427,7 +1513,7 @@ def test_ranks_that_wait_for_a_cause_do_not_hang(stage):
 
 def test_a_complaint_waits_longer_for_its_cause_than_another_error(stage):
     """A large process takes seconds to die."""
-    stage.exit(0, 1, kind="RuntimeError", message=LOST)
+    stage.exit(0, 1, **LOST)
     stage.tick(3)
     assert not stage.said
     stage.exit(1, -6)
@@ -1438,7 +1524,7 @@ def test_a_complaint_waits_longer_for_its_cause_than_another_error(stage):
 
 def test_a_rank_that_ends_before_the_others_is_named(stage):
     stage.exit(1, 0)
-    stage.exit(0, 1, kind="RuntimeError", message=LOST)
+    stage.exit(0, 1, **LOST)
     stage.tick()
     assert "rank 1 on host-0 failed" in stage.said
     assert "ended with code 0 while other ranks were training" in stage.said
@@ -1460,14 +1546,14 @@ def test_a_rank_that_ends_before_the_others_is_named_though_its_node_has_left():
     assert stage.of(StartAttempt) == [StartAttempt(0, {0: 1, 1: 1})]
     stage.exit(1, 0)
     stage.state_machine.node_lost(1, "vanished", stage.now)
-    stage.exit(0, 1, kind="RuntimeError", message=LOST)
+    stage.exit(0, 1, **LOST)
     stage.tick()
     assert "rank 1 on host-1 failed" in stage.said
 
 
 def test_a_rank_that_ends_before_the_others_is_named_with_its_line(stage):
     stage.exit(1, 0, exit_line="task.py:12")
-    stage.exit(0, 1, kind="RuntimeError", message=LOST)
+    stage.exit(0, 1, **LOST)
     stage.tick()
     assert "(sys.exit at task.py:12; if" in stage.said
 
@@ -1478,7 +1564,7 @@ def test_a_rank_that_others_blame_is_named_with_its_own_host_and_step():
     stage.beat(replace(view(0, 0.1, "all-reduce"), step=7), node=0)
     stage.beat(replace(view(1, 0.1, "collective"), step=6), node=1)
     blamed = Failure(1, "", time.time(), "OutOfStep", "the ranks are out of step: rank 1 was in a collective")
-    stage.state_machine.rank_exited(RankExited(0, 0, RankExit(1, blamed)), stage.now)
+    stage.state_machine.receive(0, RankExited(0, 0, RankExit(1, blamed)), stage.now)
     stage.tick(1.1)
     event = stage.of(LogEvent)[0].event
     assert (event["rank"], event["host"], event["step"], event["phase"]) == (1, "host-1", 6, "collective")
@@ -1486,7 +1572,7 @@ def test_a_rank_that_others_blame_is_named_with_its_own_host_and_step():
 
 def test_strange_records_of_collectives_do_no_harm(stage):
     stall(stage)
-    stage.state_machine.stacks_received(0, Stacks.of(0, 1, {0: "", 1: ""}, {0: [{"what": 1}]}), stage.now)
+    stage.state_machine.receive(0, Stacks.of(0, 1, {0: "", 1: ""}, {0: [{"what": 1}]}), stage.now)
     stage.tick()
     assert "hang" in stage.said
 

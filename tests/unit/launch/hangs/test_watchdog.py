@@ -13,7 +13,6 @@ import pytest
 import preloaded
 from lockstep.config.sections import HangConfig
 from lockstep.launch import records
-from lockstep.launch.decisions.recovery import Restart, Situation, decide
 from lockstep.launch.failure import LauncherFailure
 from lockstep.launch.frames import line_of
 from lockstep.launch.hangs import watchdog
@@ -22,7 +21,6 @@ from lockstep.launch.hangs.flight_recorder import Findings
 from lockstep.launch.hangs.stacks import _WORKER_END, collect, group, main_thread, worker_pids, workers
 from lockstep.launch.hangs.suspicion import Peers, RankView, limit_of, suspect, view_of
 from lockstep.launch.hangs.watchdog import Watchdog
-from lockstep.launch.job import Settings
 from lockstep.runtime.heartbeat import PHASES, Heartbeat
 
 LONGEST = {"data": 0.1, "compute": 0.5, "all-reduce": 0.2, "update": 0.1, "collective": 0.1}
@@ -394,28 +392,24 @@ def test_if_torch_changes_its_format_a_hang_is_explained_by_the_stacks(change):
 
 
 @pytest.mark.parametrize("name", ["gloo:all_reduce", "gloo:barrier"])
-def test_a_proven_deadlock_is_no_reason_to_raise_the_limit(name):
-    """More time would not help: the next attempt would only take longer to end at the same place."""
+def test_a_proven_deadlock_is_told_from_a_hang(name):
+    """More time would not help, so it raises no limit."""
     watch = Watchdog(HangConfig())
     assert stall(watch, [view(0, "all-reduce", 9.0), view(1, "all-reduce", 9.0)]).kind == "limit"
     reduces = entries(100, 101, done=False)
     watch.add_answers({0: "", 1: ""}, {0: [reduces[0], reduces[1] | {"profiling_name": name}], 1: reduces})
     failure = watch.verdict()
     assert failure.noticed_as(LauncherFailure.HANG if name == "gloo:all_reduce" else LauncherFailure.DEADLOCK)
-    assert decide(
-        failure, Situation(settings=Settings(), progress=True, limit_can_rise=watch.limit_can_rise)
-    ) == Restart(raise_limit=name == "gloo:all_reduce")
 
 
-def test_a_limit_that_a_repeat_hits_is_raised():
+def test_limits_are_raised_by_each_hang_up_to_that_of_a_phase_without_a_history():
     stuck = [view(0, "all-reduce", 40.0), view(1, "data", 40.0)]
     assert suspect(stuck, HangConfig()) is not None
-    assert suspect(stuck, HangConfig(), {(40, "data"): 1, (41, "compute"): 1}) is not None  # another place
-    assert suspect(stuck, HangConfig(), {(41, "data"): 1}) is None
+    assert suspect(stuck, HangConfig(), 1) is None
     later = [replace(seen, age=121.0) for seen in stuck]
-    assert suspect(later, HangConfig(), {(41, "data"): 1}) is not None
-    assert suspect(later, HangConfig(), {(41, "data"): 2}) is None
-    assert suspect([replace(seen, age=901.0) for seen in stuck], HangConfig(), {(41, "data"): 9}) is not None
+    assert suspect(later, HangConfig(), 1) is not None
+    assert suspect(later, HangConfig(), 2) is None
+    assert suspect([replace(seen, age=901.0) for seen in stuck], HangConfig(), 9) is not None
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from lockstep.launch import election
 from lockstep.launch.election import Term
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes import node_launcher
-from lockstep.launch.nodes.node_launcher import NodeLauncher, received
+from lockstep.launch.nodes.node_launcher import NodeLauncher, Outcome, received
 from lockstep.launch.nodes.search import CoordinatorRole, Membership, Search
 from lockstep.launch.wire.connections import Garbled
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd, Kill, NodeHeartbeat, Welcome
@@ -43,8 +43,14 @@ def test_the_node_that_coordinates_ends_the_job(node, tmp_path, monkeypatch):
     term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
     monkeypatch.setattr(node_launcher, "Coordinator", lambda *arguments: SimpleNamespace(run=lambda: JobEnd(1)))
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        assert node._coordinate(CoordinatorRole(ExitStack(), listener, term)) == JobEnd(1)
-    assert node.ended_job
+        role = CoordinatorRole(ExitStack(), listener, term)
+        monkeypatch.setattr(node._search, "find_coordinator", lambda: role)
+        assert node.run() == Outcome(JobEnd(1), ended_here=True)
+
+
+def test_the_node_that_follows_does_not_end_the_job(node, monkeypatch):
+    monkeypatch.setattr(node._search, "find_coordinator", lambda: JobEnd(1))
+    assert node.run() == Outcome(JobEnd(1), ended_here=False)
 
 
 def test_a_signal_that_a_superseded_coordinator_received_reaches_its_successor(node, tmp_path, monkeypatch, capfd):

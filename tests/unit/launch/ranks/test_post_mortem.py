@@ -38,28 +38,28 @@ def test_a_record_of_an_unknown_origin_is_not_valid(local_rank, origin):
 
 
 def test_a_rank_that_could_not_save_says_so(local_rank):
-    rank_record.write(local_rank.folder, 1, RankExit(75, unsaved_step=900))
-    assert examine(local_rank, 75, WHEN) == RankExit(75, unsaved_step=900)
+    rank_record.write(local_rank.folder, 1, RankExit.as_asked("failed", 900))
+    assert examine(local_rank, 75, WHEN) == RankExit.as_asked("failed", 900)
 
 
-@pytest.mark.parametrize("code", [0, 75])
-def test_finished_and_preempted_are_no_failures(local_rank, code):
-    assert examine(local_rank, code, WHEN).failure.kind == LauncherFailure.EXIT
-    rank_record.write(local_rank.folder, 1, RankExit(code))
-    assert examine(local_rank, code, WHEN) == RankExit(code)
-    assert pick_root({1: RankExit(code)}) is None
+@pytest.mark.parametrize("planned", [RankExit(0), RankExit.as_asked("saved", 7)])
+def test_finished_and_preempted_are_no_failures(local_rank, planned):
+    assert examine(local_rank, planned.code, WHEN).failure.kind == LauncherFailure.EXIT
+    rank_record.write(local_rank.folder, 1, planned)
+    assert examine(local_rank, planned.code, WHEN) == planned
+    assert pick_root({1: planned}) is None
 
 
-@pytest.mark.parametrize("code", [0, 75])
-def test_a_full_disk_does_not_make_a_failure_of_an_end_as_planned(local_rank, monkeypatch, code):
+@pytest.mark.parametrize("planned", [RankExit(0), RankExit.as_asked("nothing")])
+def test_a_full_disk_does_not_make_a_failure_of_an_end_as_planned(local_rank, monkeypatch, planned):
     """A file can be made there, and nothing written into it."""
 
     def full(path, text):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(records, "write", full)
-    rank_record.write(local_rank.folder, 1, RankExit(code))
-    assert examine(local_rank, code, WHEN) == RankExit(code)
+    rank_record.write(local_rank.folder, 1, planned)
+    assert examine(local_rank, planned.code, WHEN) == planned
 
 
 def test_the_code_of_a_preemption_after_an_end_as_planned_is_a_failure(local_rank):

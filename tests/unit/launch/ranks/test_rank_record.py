@@ -10,7 +10,7 @@ import pytest
 from lockstep import api
 from lockstep.config import resolve
 from lockstep.engine import setup
-from lockstep.errors import OutOfStep
+from lockstep.errors import OutOfStep, Preempted
 from lockstep.launch import records
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.ranks import rank_record
@@ -41,6 +41,40 @@ def test_a_rank_that_is_out_of_step_is_named_by_those_that_notice_it():
     assert not noticed.reports_lost_peer
     assert noticed.text().startswith("lockstep: the ranks are out of step: rank 1 was")
     assert "Traceback" not in noticed.text()
+
+
+@pytest.mark.parametrize(
+    ("preempted", "save"),
+    [
+        (Preempted(7, "SIGTERM", "run/checkpoints/step-00000007"), "saved"),
+        (Preempted(7, "SIGTERM", None, save_failed=True), "failed"),
+        (Preempted(7, "SIGTERM", None), "nothing"),
+    ],
+)
+def test_a_preempted_rank_says_what_became_of_its_save(preempted, save):
+    assert rank_record.ended_by(preempted, 0) == RankExit.as_asked(save, 7)
+
+
+def ended_by_handler_of_preemption(handle) -> RankExit:
+    """Return how a rank ends whose program calls `handle` when it is preempted."""
+    try:
+        try:
+            raise Preempted(7, "SIGTERM", "run/checkpoints/step-00000007")
+        except Preempted as preempted:
+            handle(preempted)
+    except BaseException as error:
+        return rank_record.ended_by(error, 0)
+    raise AssertionError("handle() raises")
+
+
+def test_an_error_after_a_preemption_is_a_failure():
+    """It was taken for the end that was asked for, and its traceback was shown nowhere."""
+    ended = ended_by_handler_of_preemption(lambda preempted: undefined)  # noqa: F821
+    assert (ended.code, ended.save, ended.failure.kind) == (1, None, "NameError")
+    assert "undefined" in ended.failure.traceback
+
+    cleaned_up = ended_by_handler_of_preemption(lambda preempted: sys.exit(preempted.code))
+    assert cleaned_up == RankExit.as_asked("saved", 7)
 
 
 def test_the_line_that_raised_is_named(tmp_path):

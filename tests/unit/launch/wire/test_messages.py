@@ -12,37 +12,39 @@ from lockstep.launch.election import Term
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds
+from lockstep.launch.restarts import Restarts
 from lockstep.launch.wire import messages
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
-    HangPoint,
     Hello,
     JobEnd,
     Kill,
+    NodeFailed,
     NodeHeartbeat,
     RankExited,
     Rendezvous,
-    Report,
-    RestartHistory,
     Stacks,
     Start,
+    ToCoordinator,
     ToNode,
     Welcome,
     decode,
     encode,
 )
 
-HISTORY = RestartHistory(2, [12.5], 1, 5, [HangPoint(41, "data", 1)])
+RESTARTS = Restarts([12.5], 1, 1, 5, {"host": [7.5]})
 VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_here": 2, "phase": "data", "detail": "", "longest": {"data": 1}}
 FAILURE = Failure(1, "host", 12, "ValueError", "text")
 MESSAGES = [
     Hello("host", Bounds(1, 2, 1), {"target": "x"}, 2, 1),
     Welcome("runs/b", [], "type it again", 1, Term(2, "host", "10.0.0.1:29400")),
-    CoordinatorState([[0, 0], [2, 2]], 3, HISTORY, {"hang": {}}, "SIGTERM", JobEnd(1, FAILURE)),
+    CoordinatorState([[0, 0], [2, 2]], 3, RESTARTS, {"hang": {}}, "SIGTERM", JobEnd(1, FAILURE), 99.5),
     RankExited(0, 1, RankExit(0)),
+    RankExited(0, 1, RankExit.as_asked("saved", 7)),
     RankExited(0, 1, RankExit(1, FAILURE)),
-    JobEnd(75, None, 3),
+    NodeFailed(0, "setup", "no space left"),
+    JobEnd(75),
     Stacks.of(3, 1, {0: "line\nline"}, {0: [{}]}),
     Start(0, 0, 2, 4, 0, Rendezvous("127.0.0.1", 5000, 5001, "a1")),
     NodeHeartbeat([RankView(rank=0, host="host", pid=1, state="S", **VIEW)], {"hang": {}}, 3),
@@ -70,7 +72,9 @@ def test_messages_survive_the_round_trip(message):
         b'{"kind": "RanksGone", "attempt": true}',
         b'{"kind": "RanksGone", "attempt": 1.5}',
         b'{"kind": "RankExited", "attempt": 0, "rank": 1, "exit": {"code": 1, "failure": {"rank": 1}}}',
+        b'{"kind": "RankExited", "attempt": 0, "rank": 1, "exit": {"code": 75, "save": "perhaps"}}',
         b'{"kind": "Stacks", "attempt": 0, "stacks": {"first": ""}, "collectives": {}}',
+        b'{"kind": "NodeFailed", "attempt": 0, "what": "exit", "why": ""}',
         b'{"kind": "Message"}',
         b'{"kind": "AttemptMessage", "attempt": 0}',
         b'{"kind": ["Announce"], "text": "x"}',
@@ -101,7 +105,7 @@ def test_nothing_but_a_value_error_comes_of_noise(kind, fields):
 
 
 def test_every_message_goes_one_way():
-    ways = [Hello, *get_args(Report), *get_args(ToNode)]
+    ways = [Hello, *get_args(ToCoordinator), *get_args(ToNode)]
     assert len(ways) == len(set(ways))
     assert set(ways) == {kind for kind in messages._KINDS.values() if kind.__module__ == messages.__name__}
 
