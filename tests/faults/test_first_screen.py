@@ -52,7 +52,7 @@ WHAT_MUST_BE_SAID = {
         "never entered it",
         "To resume",
     ),
-    "nan": ("step 12", "rank 1, micro-batch 1: loss nan", "do:"),
+    "nan": ("step 13", "rank 1, micro-batch 1: loss nan", "do:"),
     "disk-full": ("STEP 10 WAS NOT WRITTEN", "rank 1: no space left", "Training continues", "step-00000005"),
 }
 
