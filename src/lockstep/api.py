@@ -25,6 +25,7 @@ from lockstep.config.settings import typed as typed_value
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import frames
+from lockstep.launch.folder.names import CHECKPOINTS, CONFIG, PLAN, SOURCES, SUMMARY, WEIGHTS
 from lockstep.launch.folder.paths import run_of
 from lockstep.launch.folder.resize import ask_for_size
 from lockstep.launch.folder.run_dir import choose_run_dir, latest, latest_step, refuse_another_run, stored
@@ -100,7 +101,7 @@ class RunResult:
         if best is None:
             return None
 
-        path = self.run_dir / "checkpoints" / Path(best["checkpoint"]).name
+        path = self.run_dir / CHECKPOINTS / Path(best["checkpoint"]).name
         return Best(path, best["step"], best["metric"], best["value"])
 
     @cached_property
@@ -108,7 +109,7 @@ class RunResult:
         """The trained weights by name, on the CPU."""
         from safetensors.torch import load_file
 
-        return load_file(str(self.run_dir / "model.safetensors"))
+        return load_file(str(self.run_dir / WEIGHTS))
 
     @cached_property
     def model(self) -> nn.Module:
@@ -118,7 +119,7 @@ class RunResult:
         from lockstep.checkpoint.state.model_state import frozen_names
 
         model = self.task.model()
-        missing, extra = load_model(model, str(self.run_dir / "model.safetensors"), strict=False)
+        missing, extra = load_model(model, str(self.run_dir / WEIGHTS), strict=False)
 
         # With checkpoint.frozen=false the frozen weights are only in the task's model.
         wrong = sorted([*extra, *set(missing) - frozen_names(model)])
@@ -254,13 +255,13 @@ def stored_layer(resume: str | None, typed: list[Layer], leave_out: tuple[str, .
         return []
 
     run = run_of(Path(resume))
-    sources = stored(run, "config.sources.json")
+    sources = stored(run, SOURCES)
 
     # Settings in the code are read from the code as it is now. `run_dir` and `resume` must be typed again.
     was_typed = ("command line", "file ", STORED)
     values = {
         key: value
-        for key, value in flatten(stored(run, "config.yaml")).items()
+        for key, value in flatten(stored(run, CONFIG)).items()
         if str(sources.get(key)).startswith(was_typed) and not key.startswith(("run_dir", "resume", *leave_out))
     }
     if not values:
@@ -277,7 +278,7 @@ def stored_layer(resume: str | None, typed: list[Layer], leave_out: tuple[str, .
 
 def resize(run: Path, count: int) -> None:
     """Ask the launcher of `run` for `count` processes, or refuse a number that its mesh or its batch does not allow."""
-    settings, plan = stored(run, "config.yaml"), stored(run, "plan.json")
+    settings, plan = stored(run, CONFIG), stored(run, PLAN)
     samples = plan.get("samples")
 
     # A size that the run's settings do not allow is refused here, before the launcher is asked.
@@ -349,7 +350,7 @@ def fit(
         ending, _ = _launch(spec, run_dir, count, goes_back_to=choose_start(resume, run_dir).goes_back_to)
         _raise_unless_done(ending, run_dir, count, Path(path).parent)
 
-    return RunResult(run_dir, json.loads((run_dir / "summary.json").read_text()), task)
+    return RunResult(run_dir, json.loads((run_dir / SUMMARY).read_text()), task)
 
 
 def _run_name(task: Task) -> str:
@@ -416,8 +417,8 @@ def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds, errors: Pat
     if ending.code:
         # The signal follows from the exit code alone, and the step that the run has reached from its checkpoints.
         signal = "SIGINT" if ending.code == Preempted.INTERRUPTED else "SIGTERM"
-        checkpoint = latest(run_dir / "checkpoints")
-        step = latest_step(run_dir / "checkpoints") or 0
+        checkpoint = latest(run_dir / CHECKPOINTS)
+        step = latest_step(run_dir / CHECKPOINTS) or 0
         raise Preempted(step, signal, str(checkpoint) if checkpoint else None)
 
 

@@ -29,6 +29,7 @@ from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, checkpoin
 from lockstep.checkpoint.verify import check_size, verify_checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.launch.folder.checkpoint_names import folder_name, is_half_deleted, is_set_aside, step_in
+from lockstep.launch.folder.names import CHECKPOINTS, EXPORT
 from lockstep.observe.formats import columns
 
 # How many tensors `show` lists, and how many checkpoints `ls` lists.
@@ -183,7 +184,7 @@ def _delete(storage: CheckpointStorage, name: str) -> None:
 def export(path: Path, out: Path | None, step: int | None, best: bool = False, ema: bool = False) -> tuple[str, int]:
     """Write the weights of a checkpoint to a file; with `ema`, the averages of the weights."""
     checkpoint = choose(path, step, best)
-    folder = out or run_folder_of(path) / "export" / checkpoint.name
+    folder = out or run_folder_of(path) / EXPORT / checkpoint.name
     target = export_weights(checkpoint, folder, ema)
 
     digests = read_manifest(checkpoint).frozen_digests
@@ -196,7 +197,7 @@ def export(path: Path, out: Path | None, step: int | None, best: bool = False, e
 
 def delete_objects(run: Path) -> None:
     """Delete what the checkpoints of a run have in a store."""
-    CheckpointStorage(run / "checkpoints").delete_objects()
+    CheckpointStorage(run / CHECKPOINTS).delete_objects()
 
 
 def _row(checkpoint: Checkpoint, best: BestCheckpoint | None) -> tuple[str, ...]:

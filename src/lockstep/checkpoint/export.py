@@ -18,6 +18,7 @@ from lockstep.checkpoint.retention import Retention, best_checkpoint
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, checkpoints_at, committed
 from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.errors import UserError
+from lockstep.launch.folder.names import AVERAGED_WEIGHTS, WEIGHTS
 from lockstep.launch.folder.paths import read_path
 
 # `export` writes the tensors whose names begin with this.
@@ -50,7 +51,7 @@ def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> Path
         )
 
     # An older file is replaced completely or not at all.
-    name = "ema.safetensors" if ema else "model.safetensors"
+    name = AVERAGED_WEIGHTS if ema else WEIGHTS
     target = out if out.suffix == ".safetensors" else out / name
     target.parent.mkdir(parents=True, exist_ok=True)
     write_weights(target, weights.tensors, weights.aliases)

@@ -40,6 +40,7 @@ from lockstep.checkpoint.storage.together import retry_on_rank0
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
 from lockstep.errors import UserError, plural
+from lockstep.launch.folder.names import CHECKPOINTS
 from lockstep.observe.run_folder import RunFolder
 from lockstep.optim.optimizers import Update
 from lockstep.plan.plan import Plan
@@ -75,7 +76,7 @@ class CheckpointManager:
 
         # The objects that this manager is made of, each with one job.
         settings = config.checkpoint
-        self.storage = storage = CheckpointStorage(folder.path / "checkpoints", settings.storage)
+        self.storage = storage = CheckpointStorage(folder.path / CHECKPOINTS, settings.storage)
         self._retention = Retention.from_settings(settings)
         self._context = SaveContext(
             storage=storage,

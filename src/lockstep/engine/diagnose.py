@@ -21,6 +21,7 @@ from lockstep.engine.checks.token_ids import explain_index
 from lockstep.engine.evaluation.evaluator import evaluation_batch
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch import records
+from lockstep.launch.folder.names import MICRO_BATCH
 from lockstep.optim.capabilities import is_known
 from lockstep.optim.registry import state_copies
 from lockstep.parallel.blocks import find_blocks
@@ -49,7 +50,6 @@ VIEWS = ("of ViewBackward0 is a view", "of View is a view")
 
 # Parts of torch's errors about a second backward through compiled code.
 COMPILED_TWICE = ("compiled with non-empty donated buffers", "does not currently support double backward")
-MICRO_BATCH_FILE = "micro_batch.json"  # in the run folder: the largest micro-batch that fits
 
 
 @contextmanager
@@ -260,7 +260,7 @@ def recorded_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
             "start them with `lockstep train ... --nproc N` or fit(..., nproc=N), or set micro_batch=8",
         )
 
-    path = run_dir / MICRO_BATCH_FILE
+    path = run_dir / MICRO_BATCH
     return runtime.collectives.run_on_rank0(
         lambda: json.loads(records.read_bytes(path))["micro_batch"] if path.exists() else None
     )
@@ -273,7 +273,7 @@ def _record_smaller_micro_batch(run: Run) -> int | None:
 
     # The next attempt resumes from the last checkpoint with this size.
     smaller = smaller_micro_batch(run.plan)
-    records.write(run.folder.path / MICRO_BATCH_FILE, json.dumps({"micro_batch": smaller}))
+    records.write(run.folder.path / MICRO_BATCH, json.dumps({"micro_batch": smaller}))
     return smaller
 
 

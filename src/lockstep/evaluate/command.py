@@ -18,6 +18,7 @@ from lockstep.checkpoint.storage import checkpoints_at, committed
 from lockstep.config import Layer, check, resolve_for
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import UserError
+from lockstep.launch.folder.names import AVERAGED_WEIGHTS, EVALUATIONS, PLAN, WEIGHTS
 from lockstep.launch.folder.paths import read_path
 from lockstep.launch.folder.run_dir import holds_a_run, new_run_dir, stored
 from lockstep.launch.job import Job, parse_nproc
@@ -67,7 +68,7 @@ def main(request: EvaluateRequest, layers: list[Layer]) -> int:
     run = meant.run if meant.run is not None and (meant.name or holds_a_run(meant.run)) else None
 
     # Next to the run that is evaluated, and not among the runs.
-    parent = (run or Path("runs")) / "evaluations"
+    parent = (run or Path("runs")) / EVALUATIONS
 
     asked = api.strongest_value(layers, "run_dir")
     run_dir = Path(asked) if asked else new_run_dir(weights.stem, make=True, parent=parent)
@@ -80,7 +81,7 @@ def main(request: EvaluateRequest, layers: list[Layer]) -> int:
     layers = [*layers, (SOURCE, {"init_from": str(weights), "run_dir": str(run_dir)})]
 
     # The batch of the run, so that its evaluations divide the data as during training.
-    global_batch = stored(run, "plan.json").get("global_batch") if run is not None else None
+    global_batch = stored(run, PLAN).get("global_batch") if run is not None else None
     spec = {"target": request.target, "layers": layers, "path": sys.path, "global_batch": global_batch}
 
     # Without --nproc this process evaluates; otherwise it launches ranks, which call `work`.
@@ -109,8 +110,8 @@ def _weights(request: EvaluateRequest) -> Path:
         return path
 
     # A run without checkpoints may still have its final weights. Training has evaluated their averages, if it had any.
-    averages = meant.run / "ema.safetensors"
-    final = averages if averages.exists() else meant.run / "model.safetensors"
+    averages = meant.run / AVERAGED_WEIGHTS
+    final = averages if averages.exists() else meant.run / WEIGHTS
     if not request.best and request.step is None and not committed(checkpoints_at(path)[0]) and final.exists():
         return final
 

@@ -16,6 +16,7 @@ from typing import assert_never
 from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure, RankExit
+from lockstep.launch.folder.names import LOGS
 from lockstep.launch.folder.run_dir import not_writable
 from lockstep.launch.hangs.suspicion import view_of
 from lockstep.launch.job import RESUME_COMMAND, Job
@@ -128,7 +129,7 @@ class Agent:
     def _request_ranks(self, start: Start) -> None:
         """Set up the ranks of an attempt, and ask the zygote for their processes."""
         # The run's folder may have been removed, or be on a disk that this node cannot write to.
-        logs = self._job.run_dir / "logs"
+        logs = self._job.run_dir / LOGS
         try:
             logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:

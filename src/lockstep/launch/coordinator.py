@@ -16,7 +16,8 @@ from lockstep.launch.decisions.members import Node
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.election import HeldTerm
 from lockstep.launch.failure import Failure
-from lockstep.launch.folder.resize import REQUEST, size_in
+from lockstep.launch.folder.names import RESIZE_REQUEST
+from lockstep.launch.folder.resize import size_in
 from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.jsonl import append_event
@@ -250,7 +251,7 @@ class Coordinator:
             if count is not None:
                 self._state_machine.resize_requested(count, now)
             else:
-                say(f"lockstep: {folder / REQUEST} must hold a number; it held {text[:80]!r}")
+                say(f"lockstep: {folder / RESIZE_REQUEST} must hold a number; it held {text[:80]!r}")
 
     # ---- messages of nodes ----
 

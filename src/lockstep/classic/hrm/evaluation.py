@@ -26,6 +26,7 @@ from lockstep.classic.hrm.messages import check_names, help_text, translate
 from lockstep.classic.hrm.pretrain_config import generate_name
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import step_in
+from lockstep.launch.folder.names import CHECKPOINTS
 from lockstep.recipes.hrm import HRM
 from lockstep.recipes.hrm.arguments import overrides
 from lockstep.task import Loss
@@ -111,7 +112,7 @@ def _find_checkpoint(checkpoint: Path) -> tuple[Path, Path, int]:
     if step_in(checkpoint.name) is None:
         # The folder of a run: its newest checkpoint.
         run = checkpoint
-        found = committed(CheckpointStorage(run / "checkpoints"))
+        found = committed(CheckpointStorage(run / CHECKPOINTS))
     else:
         # One checkpoint of a run.
         run = checkpoint.resolve().parent.parent
@@ -127,7 +128,7 @@ def _find_checkpoint(checkpoint: Path) -> tuple[Path, Path, int]:
     if other := _other_recipe(run):
         raise UserError(f"checkpoint={checkpoint} is a run of {other}", "", "give the folder of a run of hrm")
 
-    return run, run / "checkpoints" / found[0].name, found[0].step
+    return run, run / CHECKPOINTS / found[0].name, found[0].step
 
 
 def _other_recipe(run: Path) -> str | None:

@@ -12,6 +12,7 @@ from lockstep.checkpoint.storage import CheckpointStorage, committed
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.checks.model import check_instance_norms, check_supported
+from lockstep.launch.folder.names import CHECKPOINTS
 from lockstep.observe.run_folder import RunFolder
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.capabilities import check_kind
@@ -47,7 +48,7 @@ def initial_weights(
     assert config.init_from is not None
 
     def has_checkpoint() -> bool:
-        return bool(committed(CheckpointStorage(folder.path / "checkpoints")))
+        return bool(committed(CheckpointStorage(folder.path / CHECKPOINTS)))
 
     # None reads all weights. The checkpoint that a run resumes from replaces them, except frozen ones that it leaves
     # out.

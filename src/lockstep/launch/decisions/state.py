@@ -13,6 +13,7 @@ from lockstep.launch.decisions.members import Members
 from lockstep.launch.decisions.recovery import Decision, End
 from lockstep.launch.decisions.restarts import Restarts
 from lockstep.launch.decisions.status import ACTIVE, JOIN_S, TRANSITIONS, JobStatus
+from lockstep.launch.folder.names import LOGS
 from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import Job, Settings
@@ -32,7 +33,7 @@ class JobState:
         self.attempt = Attempt(inherited.attempt, {}, {}, None, Watchdog(self.settings.hang), started_here=False)
         self.restarts = Restarts.inherited(inherited.history, now)
 
-        self.outbox = Outbox(job.run_dir / "logs")
+        self.outbox = Outbox(job.run_dir / LOGS)
         self.node_news = NodeNews(self.outbox)
 
         # How long the status may last: `JobStateMachine._deadline_passed` says what follows. RUN, which the watchdog

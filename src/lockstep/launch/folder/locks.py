@@ -18,10 +18,8 @@ from typing import IO, Any
 
 from lockstep.errors import UserError
 from lockstep.launch import records
+from lockstep.launch.folder.names import LAUNCHER_LOCK, LOCK
 from lockstep.launch.folder.run_dir import not_writable, prepare
-
-LOCK = ".lock"
-LAUNCHER_LOCK = ".launcher"
 
 # How long a launcher waits for the end of another one, which may just have been killed.
 LAUNCHER_WAIT_S = 10.0

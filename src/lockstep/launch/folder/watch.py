@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.launch.election import HeldTerm, folder_identity
+from lockstep.launch.folder.names import CHECKPOINTS
 from lockstep.launch.folder.resize import take_request
 from lockstep.launch.folder.run_dir import CheckpointFacts, read_checkpoint_facts
 from lockstep.launch.jsonl import append_event
@@ -123,7 +124,7 @@ class FolderWatch:
 
         try:
             with suppress(OSError):
-                self.checkpoints = read_checkpoint_facts(self._run_dir / "checkpoints")
+                self.checkpoints = read_checkpoint_facts(self._run_dir / CHECKPOINTS)
         finally:
             self._looking.release()
 

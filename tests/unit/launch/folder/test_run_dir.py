@@ -15,6 +15,7 @@ from lockstep.errors import UserError
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.folder import locks, run_dir
 from lockstep.launch.folder.locks import break_locks, has_launcher, hold, lock
+from lockstep.launch.folder.names import WRITTEN
 from lockstep.launch.folder.resize import ask_for_size
 from lockstep.launch.folder.run_dir import choose_run_dir, prepare
 from lockstep.launch.job import Bounds
@@ -178,10 +179,10 @@ def test_a_size_that_does_not_fit_is_refused_before_anybody_is_asked(tmp_path, c
 
 # Folders from somebody else
 
-WRITTEN = ["metrics.jsonl", ".lock", "config.yaml", "logs/rank-0.log", "checkpoints/latest", "checkpoints", "logs"]
+INSIDE = ["logs/rank-0.log", "checkpoints/latest", "checkpoints/step-00000001", "profile/rank-0.json"]
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", [*(pattern.replace("*", "x") for pattern in WRITTEN), "metrics.csv", *INSIDE])
 def test_a_run_writes_through_no_link(tmp_path, name):
     """Not even if the link leads to a file that is there, or to a folder."""
     run, victim = tmp_path / "run", tmp_path / "victim"
@@ -189,7 +190,7 @@ def test_a_run_writes_through_no_link(tmp_path, name):
     (run / name).parent.mkdir(parents=True, exist_ok=True)
     (run / name).symlink_to(victim)
     with pytest.raises(
-        UserError, match=f"would write through {name}, which is not a file\n.*symbolic link -> {victim}"
+        UserError, match=f"Lockstep would write through {name}, which is not a file\n.*symbolic link -> {victim}"
     ):
         prepare(run)
     assert list(victim.iterdir()) == []
