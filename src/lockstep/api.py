@@ -40,9 +40,8 @@ from lockstep.observe.notebook import kernel
 from lockstep.observe.notebook.follower import following
 from lockstep.observe.notebook.result import result_html, result_text
 from lockstep.observe.report import write_report
-from lockstep.runtime import environments
+from lockstep.runtime import attempt_folder, environments
 from lockstep.runtime.environments import current_world
-from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 from lockstep.runtime.host.threads import wait_asleep
 from lockstep.runtime.world import World
 
@@ -651,7 +650,7 @@ def _advice_for_code(run_dir: Path) -> str:
 
 def _advice_unless_launched() -> ResumeCommand | None:
     """Return the advice for a script, or None if `lockstep train` or our launcher says what to type."""
-    launched = LAYERS in os.environ or from_launcher(ATTEMPT_FOLDER) is not None
+    launched = LAYERS in os.environ or attempt_folder.current() is not None
     return None if launched else _advice_for_code
 
 

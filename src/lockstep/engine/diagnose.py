@@ -32,8 +32,8 @@ from lockstep.parallel.exact.block_inputs import BlockInputs
 from lockstep.parallel.fsdp.driver import hidden_output
 from lockstep.plan.memory import Footprint, Option, amount, bytes_of, options
 from lockstep.plan.plan import smaller_micro_batch
+from lockstep.runtime import attempt_folder
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run
@@ -253,7 +253,7 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
 
 def recorded_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
     """Return the largest micro-batch that fits, if an earlier attempt of this run recorded it. Collective."""
-    if from_launcher(ATTEMPT_FOLDER) is None:
+    if attempt_folder.current() is None:
         raise UserError(
             "micro_batch=auto needs Lockstep's launcher, which restarts the ranks when memory runs out",
             "these ranks were started by another launcher",
@@ -268,7 +268,7 @@ def recorded_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
 
 def _record_smaller_micro_batch(run: Run) -> int | None:
     """With micro_batch=auto, record a smaller size for the next attempt, and return it. Otherwise return None."""
-    if run.config.micro_batch != "auto" or from_launcher(ATTEMPT_FOLDER) is None or run.plan.micro_batch == 1:
+    if run.config.micro_batch != "auto" or attempt_folder.current() is None or run.plan.micro_batch == 1:
         return None
 
     # The next attempt resumes from the last checkpoint with this size.

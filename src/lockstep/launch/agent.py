@@ -41,7 +41,8 @@ from lockstep.launch.wire.messages import (
 )
 from lockstep.launch.wire.secret import SECRET
 from lockstep.launch.wire.sockets import wait_readable
-from lockstep.runtime.environments.launcher import OF_ONE_JOB, SETTINGS_FILE, TERM_FILE
+from lockstep.runtime import attempt_folder
+from lockstep.runtime.environments.launcher import OF_ONE_JOB, TERM_FILE
 from lockstep.runtime.host.threads import share_cores
 from lockstep.runtime.rendezvous.handshake import Secret
 
@@ -308,7 +309,7 @@ class Agent:
         views = [view_of(rank, self.name, pid, current.folder) for rank, pid in current.pids.items()]
 
         # Rank 0 renames the file with the task's settings into place once it has read the configuration.
-        settings = json.loads(records.read(current.folder / SETTINGS_FILE) or "{}")
+        settings = json.loads(records.read(attempt_folder.settings(current.folder)) or "{}")
 
         return NodeHeartbeat([view for view in views if view is not None], settings, current.attempt)
 
