@@ -196,7 +196,7 @@ class SimulatedAgent:
 
 
 def make_job(run_dir: Path, nodes: int, ranks: int, join: str | None = None) -> Job:
-    return Job({"resume_command": "again"}, run_dir, Bounds(1, ranks, ranks), Bounds(1, nodes), join)
+    return Job({}, run_dir, Bounds(1, ranks, ranks), Bounds(1, nodes), join)
 
 
 def make_coordinator(run_dir: Path, nodes: int, ranks: int) -> tuple[Coordinator, SimulatedAgent, str]:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +30,7 @@ from lockstep.launch.folder.paths import run_of
 from lockstep.launch.folder.resize import ask_for_size
 from lockstep.launch.folder.run_dir import choose_run_dir, latest, latest_step, refuse_another_run, stored
 from lockstep.launch.folder.start_from import choose_start
-from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
+from lockstep.launch.job import PROGRAM, RESUME_COMMAND, Bounds, Job, as_json, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.supervisor import JobEnd, supervise
@@ -186,18 +186,23 @@ def train(
     # The folder is chosen before the task is imported, so only what was typed counts. On several machines it is not
     # made yet: the coordinator's choice applies.
     asked, resume = strongest_value(layers, "run_dir"), strongest_value(layers, "resume") or "never"
-    make = placement.join is None
-    run_dir, layers = _choose_run_dir_for_ranks(asked, resume, targets.name_of(target), layers, make)
-    command = os.environ.get(RESUME_COMMAND) or resume_command(run_dir)
-    spec = {"target": target, "layers": layers, "arguments": list(arguments), "resume_command": command}
+    run_dir = choose_run_dir(asked, resume, targets.name_of(target), make=placement.join is None)
     if placement.source:
         print(printable(f"lockstep: {placement.source}"), file=sys.stderr)
 
-    processes, nodes = parse_nproc(placement.nproc), parse_nnodes(placement.nnodes)
     program = {} if placement.join is None else {PROGRAM: targets.program_of(target)}
-    spec = {**spec, **program}
-    back = choose_start(resume, run_dir).goes_back_to
-    ending, ended_here = _launch(spec, run_dir, processes, nodes, placement.join, placement.node, back)
+    job = Job(
+        {"target": target, "layers": layers, "arguments": list(arguments), **program},
+        run_dir,
+        parse_nproc(placement.nproc),
+        parse_nnodes(placement.nnodes),
+        placement.join,
+        node=placement.node,
+        run_dir_was_chosen=not asked,
+        goes_back_to=choose_start(resume, run_dir).goes_back_to,
+        resume_command=os.environ.get(RESUME_COMMAND) or resume_command(run_dir),
+    )
+    ending, ended_here = _launch(job)
     if ending.code and (ended_here or not shares_log()):
         print(printable(f"lockstep: {_describe_exit(ending)}"), file=sys.stderr)
 
@@ -332,10 +337,9 @@ def fit(
         with _resume_hint(resume_command or _advice_unless_launched()):
             return _fit_here(task, resolved, name, callbacks)
 
-    resume = resolved.config.resume
-    run_dir, layers = _choose_run_dir_for_ranks(resolved.config.run_dir, resume, name, layers)
+    asked, resume = resolved.config.run_dir, resolved.config.resume
+    run_dir = choose_run_dir(asked, resume, name)
     refuse_another_run(run_dir, resume)  # before any process is started
-    command = (resume_command or _advice_for_code)(run_dir)
 
     # Rank 0 has no notebook: this process shows its records.
     in_notebook = resolved.config.log.progress in ("auto", "live") and kernel.shell() is not None
@@ -345,8 +349,15 @@ def fit(
     # Ranks are separate processes: they get the task in a file and leave their results in the run folder.
     pickled = _pickled(task, resolved.config.task, callbacks)
     with pickled as path, following(run_dir) if in_notebook else nullcontext():
-        spec = {"task": path, "name": name, "layers": layers, "resume_command": command}
-        ending, _ = _launch(spec, run_dir, count, goes_back_to=choose_start(resume, run_dir).goes_back_to)
+        job = Job(
+            {"task": path, "name": name, "layers": layers},
+            run_dir,
+            count,
+            run_dir_was_chosen=not asked,
+            goes_back_to=choose_start(resume, run_dir).goes_back_to,
+            resume_command=(resume_command or _advice_for_code)(run_dir),
+        )
+        ending, _ = _launch(job)
         _raise_unless_done(ending, run_dir, count, Path(path).parent)
 
     return RunResult(run_dir, json.loads((run_dir / SUMMARY).read_text()), task)
@@ -487,12 +498,18 @@ def _show_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
 
 # ---- a rank of our launcher ----
 
+# The source of the run folder, if the launcher has chosen it.
+FROM_LAUNCHER = "launcher"
+
 
 def work(spec: dict[str, Any]) -> None:
-    """Do the work of one rank: `spec` is what `train` or `fit` gave to the launcher."""
+    """Do the work of one rank: `spec` is what `train` or `fit` gave to the launcher (`Job.spec_for_ranks`)."""
     # A rank is forked from a process that was started elsewhere: it needs the paths of the launcher.
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     layers = [(source, values) for source, values in spec["layers"]]
+    if "run_dir" in spec:
+        layers.append((FROM_LAUNCHER, {"run_dir": spec["run_dir"]}))
+
     if "target" in spec:
         sys.argv = [spec["target"]]
         run_target(spec["target"], layers, spec.get("arguments", ()))
@@ -552,22 +569,12 @@ def running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[Run
 # ---- the launcher, and the folder that all ranks must share ----
 
 
-def _launch(
-    spec: dict[str, Any],
-    run_dir: Path,
-    nproc: Bounds,
-    nnodes: Bounds = Bounds(1, 1),
-    join: str | None = None,
-    node: int | None = None,
-    goes_back_to: str | None = None,
-) -> tuple[JobEnd, bool]:
-    """Run `spec` on the ranks of a launcher until they end; record why, if they fail. `goes_back_to`: see `Job`.
+def _launch(job: Job) -> tuple[JobEnd, bool]:
+    """Run a job on the ranks of a launcher until they end; record why, if they fail.
 
     Returns how the job ended, and whether this launcher ended it.
     """
-    # Ranks get plain JSON: a Path in the configuration, say, becomes text.
-    plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
-    ending, ended_here = supervise(Job(plain, run_dir, nproc, nnodes, join, node=node, goes_back_to=goes_back_to))
+    ending, ended_here = supervise(replace(job, spec=as_json({**job.spec, "path": sys.path})))
 
     # All launchers of a job have the same folder: one of them writes there.
     culprit = ending.failure
@@ -576,23 +583,12 @@ def _launch(
 
     # Rank 0 may only have recorded a lost peer; the launcher has found which rank failed first.
     message = culprit.message if culprit.rank is None else f"rank {culprit.rank}: {culprit.message}"
-    append_event(run_dir, {"time": culprit.time, "event": "error", "type": culprit.kind, "message": message})
+    append_event(job.run_dir, {"time": culprit.time, "event": "error", "type": culprit.kind, "message": message})
 
     with suppress(OSError):  # on a full disk the report is the least of the problems
-        write_report(run_dir)
+        write_report(job.run_dir)
 
     return ending, ended_here
-
-
-def _choose_run_dir_for_ranks(
-    asked: str | None, resume: str, name: str, layers: list[Layer], make: bool = True
-) -> tuple[Path, list[Layer]]:
-    """Return the run folder, and the layers for the ranks: one more names the folder if the user has not."""
-    run_dir = choose_run_dir(asked, resume, name, make)
-    if asked:
-        return run_dir, layers
-
-    return run_dir, [*layers, (FROM_LAUNCHER, {"run_dir": str(run_dir)})]
 
 
 def _check_launcher_folder(layers: list[Layer]) -> None:

@@ -21,7 +21,7 @@ from lockstep.errors import UserError
 from lockstep.launch.folder.names import AVERAGED_WEIGHTS, EVALUATIONS, PLAN, WEIGHTS
 from lockstep.launch.folder.paths import read_path
 from lockstep.launch.folder.run_dir import holds_a_run, new_run_dir, stored
-from lockstep.launch.job import Job, parse_nproc
+from lockstep.launch.job import Job, as_json, parse_nproc
 from lockstep.launch.supervisor import supervise
 from lockstep.observe.formats import columns, figures
 
@@ -88,9 +88,9 @@ def main(request: EvaluateRequest, layers: list[Layer]) -> int:
     if request.nproc is None:
         work(spec)
     else:
-        # As for every launch, what the ranks get has crossed JSON.
-        plain = json.loads(json.dumps(spec, default=str))
-        ending, _ = supervise(Job(plain, run_dir, parse_nproc(request.nproc), entry="lockstep.evaluate.command:work"))
+        ending, _ = supervise(
+            Job(as_json(spec), run_dir, parse_nproc(request.nproc), entry="lockstep.evaluate.command:work")
+        )
 
         if ending.code:
             return ending.code

@@ -138,6 +138,7 @@ class Agent:
 
         # The environment that all ranks share, and then what is different for each.
         self._current = current = LocalRanks(start, self.name, logs)
+        spec = self._job.spec_for_ranks
         shared = rank_environment(start, current.folder, logs, self._zygote.env, self.secret)
         for local_rank, (number, rank) in enumerate(current.ranks.items()):
             env = shared | {"RANK": str(number), "LOCAL_RANK": str(local_rank)}
@@ -146,7 +147,7 @@ class Agent:
             if number == 0 and self.term_file:
                 env[TERM_FILE] = str(self.term_file)
 
-            self._zygote.fork(number, env, self._job.spec, rank.log, current.lifeline)
+            self._zygote.fork(number, env, spec, rank.log, current.lifeline)
 
         # The coordinator learns from the next heartbeat that the ranks were requested.
         self._started = start.attempt

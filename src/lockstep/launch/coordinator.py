@@ -300,7 +300,7 @@ class Coordinator:
             return
 
         job = self._job
-        self._hub.send(node, Welcome(str(job.run_dir), job.launcher_layers, job.resume_command, node, held_term.term))
+        self._hub.send(node, Welcome(str(job.run_dir), job.resume_command, node, held_term.term))
 
         # A node that returns replaces itself: it is not lost, and does not count twice.
         joining = Node(node, hello.host, hello.nproc)

@@ -51,7 +51,7 @@ def started(tmp_path):
 
     def make(signals: list[str], nnodes: Bounds = Bounds(2, 2)) -> tuple[Coordinator, election.HeldTerm]:
         term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
-        job = Job({"resume_command": "again"}, tmp_path, Bounds(1, 1), nnodes, join=ADDRESS)
+        job = Job({}, tmp_path, Bounds(1, 1), nnodes, join=ADDRESS, resume_command="again")
         return Coordinator(job, IdleAgent(orders=[]), signals, held_term=term), term
 
     return make

@@ -17,7 +17,7 @@ from lockstep.launch import election
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import WAIT_S, Coordinator
 from lockstep.launch.folder.run_dir import prepare
-from lockstep.launch.job import COORDINATOR, FROM_LAUNCHER, Job
+from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes.search import CoordinatorRole, Membership, NextStep, Search
 from lockstep.launch.terminal import say, shares_log
@@ -49,7 +49,7 @@ class NodeLauncher:
         self._agent: Agent | None = None
 
         # With run_dir on the command line all nodes share it; otherwise the coordinator chooses it.
-        if not job.launcher_layers:
+        if not job.run_dir_was_chosen:
             prepare(job.run_dir)
 
         self._secret = find_secret(job.secret_path)
@@ -141,7 +141,7 @@ class NodeLauncher:
                 return self._search.after_loss(last, str(lost))
 
     def _join(self, connection: Connection) -> list[ToNode]:
-        """Join the job and adopt the coordinator's choices. Return the first orders."""
+        """Join the job and adopt the coordinator's run folder. Return the first orders."""
         nproc = self._agent.nproc if self._agent else self._job.nproc
         hello = Hello(self._name, nproc, self._job.identity)
         # A node that returns says who it was, so that the coordinator drops its old connection.
@@ -182,7 +182,7 @@ class NodeLauncher:
             election.remove_cut_off_file(self._job.run_dir, last.term.number, last.number)
 
         # An agent belongs to a job as it was: one for another run folder starts anew.
-        job = adopt(self._job, welcome)
+        job = replace(self._job, run_dir=Path(welcome.run_dir), resume_command=welcome.resume_command)
         if self._agent is not None and job != self._job:
             self._agent.close()
             self._agent = None
@@ -231,15 +231,6 @@ class NodeLauncher:
                 connection.send(agent.heartbeat())
 
             orders = received(connection, *agent.sockets())
-
-
-def adopt(job: Job, welcome: Welcome) -> Job:
-    """Return the job with the coordinator's choice of the run folder."""
-    # The coordinator's choices replace the choices of this node's launcher.
-    layers = [layer for layer in job.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
-    spec = {**job.spec, "layers": layers + welcome.decided, "resume_command": welcome.resume_command}
-
-    return replace(job, run_dir=Path(welcome.run_dir), spec=spec)
 
 
 def received(connection: Connection, *others: Any) -> list[ToNode]:

@@ -18,7 +18,7 @@ from lockstep.launch.folder.locks import break_locks, has_launcher, hold, lock
 from lockstep.launch.folder.names import WRITTEN
 from lockstep.launch.folder.resize import ask_for_size
 from lockstep.launch.folder.run_dir import choose_run_dir, prepare
-from lockstep.launch.job import Bounds
+from lockstep.launch.job import Bounds, Job
 from lockstep.launch.wire.messages import JobEnd
 
 
@@ -133,7 +133,7 @@ def test_the_launcher_that_coordinates_records_the_error(tmp_path, monkeypatch, 
     """A lost node is no rank; and the other launchers have the same folder."""
     ending = JobEnd(1, Failure.by_launcher(LauncherFailure.NODE, "it broke", rank, "host-a"))
     monkeypatch.setattr(api, "supervise", lambda job: (ending, coordinated))
-    assert api._launch({}, tmp_path, Bounds(1, 1)) == (ending, coordinated)
+    assert api._launch(Job({}, tmp_path, Bounds(1, 1))) == (ending, coordinated)
     events = tmp_path / "events.jsonl"
     lines = events.read_text().splitlines() if events.exists() else []
     assert [json.loads(line)["message"] for line in lines] == recorded

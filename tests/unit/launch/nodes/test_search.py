@@ -54,7 +54,7 @@ def last():
 @pytest.fixture
 def search(tmp_path, monkeypatch):
     """The search of a node that can reach no other node."""
-    job = Job({"resume_command": "again"}, tmp_path, Bounds(1, 1), Bounds(2, 3), join=ADDRESS)
+    job = Job({}, tmp_path, Bounds(1, 1), Bounds(2, 3), join=ADDRESS, resume_command="again")
     made = Search(job, "host-c", [], Secret(b"0" * 32, "a test"))
     monkeypatch.setattr(made, "_reach", lambda *addresses: None)
     return made
