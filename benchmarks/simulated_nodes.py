@@ -222,14 +222,14 @@ def make_successor(run_dir: Path, nodes: int, ranks: int, last: Membership) -> t
     assert isinstance(role, CoordinatorRole)
     assert role.failure is not None
     hub = Hub(Acceptor.for_nodes(role.listener, SECRET, nodes))
-    job = replace(job, join=role.held_term.term.address)
+    job = replace(job, join=role.lease.term.address)
     coordinator = Coordinator(
         job,
         agent,  # pyrefly: ignore[bad-argument-type]
         [],
         hub,
         "127.0.0.1",
-        role.held_term,
+        role.lease,
         role.inherited,
     )
     coordinator.took_over(role.failure)

@@ -14,7 +14,7 @@ from lockstep.launch.agent import Agent
 from lockstep.launch.decisions.commands import Command, DismissNode, DropNode, LogEvent, Send, StartAttempt
 from lockstep.launch.decisions.members import Node
 from lockstep.launch.decisions.state_machine import JobStateMachine
-from lockstep.launch.election import HeldTerm
+from lockstep.launch.election import Lease
 from lockstep.launch.failure import Failure
 from lockstep.launch.folder.names import RESIZE_REQUEST
 from lockstep.launch.folder.resize import size_in
@@ -51,7 +51,7 @@ WAIT_S = 0.05
 class Coordinator:
     """Runs the ranks of its node, exchanges messages with the other nodes and carries out the state machine's commands.
 
-    On several machines it has a `held_term`, and after a takeover the state that it `inherited` from its predecessor.
+    On several machines it has a `lease`, and after a takeover the state that it `inherited` from its predecessor.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Coordinator:
         signals: list[str],
         hub: Hub | None = None,
         address: str = "127.0.0.1",
-        held_term: HeldTerm | None = None,
+        lease: Lease | None = None,
         inherited: CoordinatorState | None = None,
     ):
         self._job = job
@@ -73,10 +73,10 @@ class Coordinator:
         self._address = address
         self._store: StoreServer | None = None
 
-        self._held_term = held_term
+        self._lease = lease
 
         # A thread looks at the run folder, which may be on a disk that answers slowly.
-        self._watch = FolderWatch(job.run_dir, held_term)
+        self._watch = FolderWatch(job.run_dir, lease)
 
         # The coordinating node joins its own job like any other node.
         now = time.monotonic()
@@ -107,8 +107,8 @@ class Coordinator:
 
             # Removing the term file tells the others that the job has ended. After an exception it stays, so that
             # another node takes over.
-            if self._held_term and not self._watch.superseded:
-                self._held_term.end()
+            if self._lease and not self._watch.superseded:
+                self._lease.end()
 
         counts = self._hub.rejected()
         if counts:
@@ -282,12 +282,12 @@ class Coordinator:
 
     def _admit(self, node: int, hello: Hello, now: float) -> None:
         """Let a node join the job, or refuse it."""
-        held_term = self._held_term
-        assert held_term is not None, "on one machine no node can join"
+        lease = self._lease
+        assert lease is not None, "on one machine no node can join"
 
         # The node may have reconnected before we noticed that its old connection was dead. Then it replaces itself.
         state_machine = self._state_machine
-        returns = hello.term == held_term.term.number and hello.number in state_machine.nodes
+        returns = hello.term == lease.term.number and hello.number in state_machine.nodes
         full = state_machine.full and not returns
 
         # A refused node prints the reason and ends, which closes the connection.
@@ -300,7 +300,7 @@ class Coordinator:
             return
 
         job = self._job
-        self._hub.send(node, Welcome(str(job.run_dir), job.resume_command, node, held_term.term))
+        self._hub.send(node, Welcome(str(job.run_dir), job.resume_command, node, lease.term))
 
         # A node that returns replaces itself: it is not lost, and does not count twice.
         joining = Node(node, hello.host, hello.nproc)

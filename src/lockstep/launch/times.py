@@ -5,15 +5,15 @@
 
 from __future__ import annotations
 
-# Seconds between two heartbeats: of a node, and of the coordinator in the run folder.
+# Seconds between two heartbeats of a node, and between two renewals of the coordinator's lease.
 HEARTBEAT_S = 1.0
 
 # A node that sends nothing for this long is lost.
 LOST_AFTER_S = 5.0
 
 # What may keep a launcher from sending its heartbeat, one at a time: `Coordinator` sends its own in between if it is
-# due. The last one may be HEARTBEAT_S old when the wait begins. Without a limit are a terminal stopped with Ctrl-S, and
-# the logs of ranks that start, on a disk that does not answer: then another node takes over.
+# due. The last one may be HEARTBEAT_S old when the wait begins. Two waits have no limit: a terminal stopped with
+# Ctrl-S, and the logs of ranks that start, on a disk that does not answer. Then another node takes over.
 
 # How long ranks have to write their stacks, and then their collectives, while their agent waits.
 RANKS_STACKS_S = 1.5

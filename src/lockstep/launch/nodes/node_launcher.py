@@ -81,18 +81,18 @@ class NodeLauncher:
 
     def _coordinate(self, role: CoordinatorRole) -> NextStep:
         """Coordinate the job until it ends, or until another node has taken over."""
-        term = role.held_term.term
+        term = role.lease.term
         if self._agent is None:
             self._agent = Agent(self._job, self._name, self._secret)
 
         # Rank 0 watches this file: it ends if another node takes over.
-        self._agent.term_file = role.held_term.path
+        self._agent.term_file = role.lease.path
         address = local_address(role.listener)
         hub = Hub(Acceptor.for_nodes(role.listener, self._secret, self._job.nnodes.most))
 
         with role.resources:
             job = replace(self._job, join=term.address)
-            coordinator = Coordinator(job, self._agent, self._signals, hub, address, role.held_term, role.inherited)
+            coordinator = Coordinator(job, self._agent, self._signals, hub, address, role.lease, role.inherited)
 
             # After a takeover, the state machine decides whether the job restarts.
             if role.failure:
