@@ -6,8 +6,10 @@ It runs in the launcher of one node. On several machines `nodes/search.py` finds
 from __future__ import annotations
 
 import secrets
+import socket
 import time
 from contextlib import closing
+from functools import partial
 from typing import assert_never
 
 from lockstep.launch.agent import Agent
@@ -24,8 +26,8 @@ from lockstep.launch.jsonl import append_event
 from lockstep.launch.terminal import say
 from lockstep.launch.times import HEARTBEAT_S, OVERDUE_ITERATION_S
 from lockstep.launch.validation import problem_with, refusal_of
-from lockstep.launch.wire.acceptor import Rejection
-from lockstep.launch.wire.connections import ConnectionLost, Hub, listen_at, unused_port
+from lockstep.launch.wire.acceptor import Acceptor, Rejection
+from lockstep.launch.wire.connections import ConnectionLost, Hub, listen_at, local_address, unused_port
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
@@ -51,7 +53,7 @@ WAIT_S = 0.05
 class Coordinator:
     """Runs the ranks of its node, exchanges messages with the other nodes and carries out the state machine's commands.
 
-    On several machines it has a `lease`, and after a takeover the state that it `inherited` from its predecessor.
+    On several machines it has a `listener` and a `lease`, and after a takeover its predecessor's state (`inherited`).
     """
 
     def __init__(
@@ -59,18 +61,25 @@ class Coordinator:
         job: Job,
         agent: Agent,
         signals: list[str],
-        hub: Hub | None = None,
-        address: str = "127.0.0.1",
+        listener: socket.socket | None = None,
         lease: Lease | None = None,
         inherited: CoordinatorState | None = None,
     ):
         self._job = job
         self._agent = agent
         self._signals = signals
-        self._hub = hub or Hub()
+
+        # The other nodes connect to `listener`.
+        self._acceptor: Acceptor | None = None
+        if listener is not None:
+            assert agent.secret is not None
+            announce = partial(self._announce_unknown_peer, f"--join {job.join}")
+            self._acceptor = Acceptor.for_nodes(listener, agent.secret, job.nnodes.most, announce)
+
+        self._hub = Hub(self._acceptor)
 
         # The store of the current attempt, if its ranks are on several nodes, and the address where it is bound.
-        self._address = address
+        self._address = local_address(listener) if listener else "127.0.0.1"
         self._store: StoreServer | None = None
 
         self._lease = lease
@@ -110,9 +119,8 @@ class Coordinator:
             if self._lease and not self._watch.superseded:
                 self._lease.end()
 
-        counts = self._hub.rejected()
-        if counts:
-            append_event(self._job.run_dir, {"event": "unknown_peers", "counts": counts})
+        if self._acceptor and self._acceptor.rejected:
+            append_event(self._job.run_dir, {"event": "unknown_peers", "counts": self._acceptor.rejected})
 
         return self._ending
 
@@ -152,7 +160,9 @@ class Coordinator:
         from_nodes = self._hub.poll(now)
         self._note_checkpoints([*messages, *(message for _, message in from_nodes)], now)
         self._receive_all(messages, from_nodes, now)
-        self._serve_store(now)
+        if self._store is not None:
+            self._store.poll(now)
+
         self._poll_folder(now)
 
         if now >= self._check_due:
@@ -214,17 +224,7 @@ class Coordinator:
             self._hub.send_to_all(self._newcomers, self.state)
             self._newcomers.clear()
 
-        for rejection in self._hub.take_rejections():
-            self._announce_unknown_peer(rejection, f"--join {self._job.join}")
-
-    def _serve_store(self, now: float) -> None:
-        """Answer the requests of ranks to their store, on several nodes."""
-        if self._store is not None:
-            self._store.poll(now)
-            for rejection in self._store.take_rejections():
-                self._announce_unknown_peer(rejection, "the ranks' store")
-
-    def _announce_unknown_peer(self, rejection: Rejection, where: str) -> None:
+    def _announce_unknown_peer(self, where: str, rejection: Rejection) -> None:
         """Print the first peer that was rejected for some reason. Nothing that it sent is printed."""
         source = f" from {rejection.address}" if rejection.address else ""
         what = f"an unknown peer{source} at {where} {rejection.reason}"
@@ -378,7 +378,8 @@ class Coordinator:
         # A key for this attempt only: ranks of an earlier attempt cannot reach the new store.
         nonce = secrets.token_hex(16)
         listener = listen_at(self._address, 0)
-        self._store = StoreServer(listener, store_secret(self._agent.secret, nonce), world_size)
+        announce = partial(self._announce_unknown_peer, "the ranks' store")
+        self._store = StoreServer(listener, store_secret(self._agent.secret, nonce), world_size, announce)
         return Rendezvous(self._address, unused_port(self._address), listener.getsockname()[1], nonce)
 
     def _close_store(self) -> None:

@@ -22,8 +22,7 @@ from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes.search import CoordinatorRole, Membership, NextStep, Search
 from lockstep.launch.terminal import say, shares_log
 from lockstep.launch.times import HEARTBEAT_S
-from lockstep.launch.wire.acceptor import Acceptor
-from lockstep.launch.wire.connections import Connection, ConnectionLost, Garbled, Hub, local_address
+from lockstep.launch.wire.connections import Connection, ConnectionLost, Garbled, local_address
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
@@ -88,11 +87,10 @@ class NodeLauncher:
         # Rank 0 watches this file: it ends if another node takes over.
         self._agent.term_file = role.lease.path
         address = local_address(role.listener)
-        hub = Hub(Acceptor.for_nodes(role.listener, self._secret, self._job.nnodes.most))
 
         with role.resources:
             job = replace(self._job, join=term.address)
-            coordinator = Coordinator(job, self._agent, self._signals, hub, address, role.lease, role.inherited)
+            coordinator = Coordinator(job, self._agent, self._signals, role.listener, role.lease, role.inherited)
 
             # After a takeover, the state machine decides whether the job restarts.
             if role.failure:

@@ -172,7 +172,7 @@ def address():
 def test_one_claims_the_address_and_the_others_connect(address):
     listener = bind_join_address(address)
     assert bind_join_address(address) is None
-    hub = Hub(Acceptor(listener, SECRET))
+    hub = Hub(Acceptor(listener, SECRET, pytest.fail))
     lines = connected(hub, address, None, "127.0.0.2")
     for line in lines:
         line.send(Announce("here"))
@@ -195,7 +195,7 @@ def test_one_claims_the_address_and_the_others_connect(address):
 def test_last_words_arrive_although_others_still_talk(address, monkeypatch):
     monkeypatch.setattr(connections, "DRAIN_S", 120.0)
     monkeypatch.setattr(connections, "LOST_AFTER_S", 120.0)
-    hub = Hub(Acceptor(bind_join_address(address), SECRET))
+    hub = Hub(Acceptor(bind_join_address(address), SECRET, pytest.fail))
     (line,) = connected(hub, address, None)
     line.send(Announce("here"))
     while not (heard := hub.poll(0.0)):
