@@ -238,7 +238,7 @@ class Coordinator:
             raise watch.error
 
         folder = self._job.run_dir
-        # Said once: the folder may be moved back.
+        # Report this only once, because the user may move the folder back.
         if watch.removed:
             watch.removed = False
             what = f"run_dir={folder} was removed or replaced while the job runs: nothing can be saved there"
@@ -261,7 +261,7 @@ class Coordinator:
             case ConnectionLost():
                 self._state_machine.node_lost(node, f"vanished: {message}", now)
 
-            # It would be admitted again, and the ranks asked to save for a node that they have already.
+            # Otherwise it would join twice, and the ranks would be asked to save for nothing.
             case Hello() if node in self._state_machine.nodes:
                 self._state_machine.node_lost(node, "was dropped: it asked to join a second time", now)
             case Hello():

@@ -206,7 +206,7 @@ class CheckpointFacts:
     # The step of the newest committed checkpoint; while a run goes back to an earlier one, the step of that one.
     newest: int | None = None
 
-    # Of saves that are not committed yet: how many ranks have confirmed each, and whether one has its manifest.
+    # How many ranks have confirmed each uncommitted save, and whether one of these saves has its manifest.
     confirmed: frozenset[int] = frozenset()
     has_manifest: bool = False
 
