@@ -247,7 +247,7 @@ def store_of(ranks: int) -> str:
 def serve(listener: socket.socket, start: Start, control: Pipe) -> None:
     """Serve a store until this process is killed, and answer once what it has cost."""
     before = own_usage()
-    server = StoreServer(listener, store_secret(SECRET, start.rendezvous.store_nonce), start.world_size)
+    server = StoreServer(listener, store_secret(SECRET, start.rendezvous.store_nonce), start.world_size, print)
     while True:
         now = time.monotonic()
         wait_readable([control, *server.sockets(now)], WAIT_S)

@@ -30,11 +30,9 @@ from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.nodes.search import SEARCH_RETRY_S, STAGGER_S, CoordinatorRole, Membership, Search
 from lockstep.launch.times import LOST_AFTER_S
-from lockstep.launch.wire.acceptor import Acceptor
 from lockstep.launch.wire.connections import (
     Connection,
     ConnectionLost,
-    Hub,
     NoAnswer,
     address_of,
     bind_join_address,
@@ -196,7 +194,7 @@ class SimulatedAgent:
 
 
 def make_job(run_dir: Path, nodes: int, ranks: int, join: str | None = None) -> Job:
-    return Job({"resume_command": "again"}, run_dir, Bounds(1, ranks, ranks), Bounds(1, nodes), join)
+    return Job({}, run_dir, Bounds(1, ranks, ranks), Bounds(1, nodes), join)
 
 
 def make_coordinator(run_dir: Path, nodes: int, ranks: int) -> tuple[Coordinator, SimulatedAgent, str]:
@@ -209,8 +207,7 @@ def make_coordinator(run_dir: Path, nodes: int, ranks: int) -> tuple[Coordinator
     job = make_job(run_dir, nodes, ranks, address)
     agent = SimulatedAgent(job.nproc)
     term = election.begin_term(run_dir, None, agent.name, address)
-    hub = Hub(Acceptor.for_nodes(listener, SECRET, nodes))
-    coordinator = Coordinator(job, agent, [], hub, "127.0.0.1", term)  # pyrefly: ignore[bad-argument-type]
+    coordinator = Coordinator(job, agent, [], listener, term)  # pyrefly: ignore[bad-argument-type]
     return coordinator, agent, address
 
 
@@ -221,15 +218,13 @@ def make_successor(run_dir: Path, nodes: int, ranks: int, last: Membership) -> t
     role = Search(job, agent.name, [], SECRET).after_loss(last, "the connection was closed")
     assert isinstance(role, CoordinatorRole)
     assert role.failure is not None
-    hub = Hub(Acceptor.for_nodes(role.listener, SECRET, nodes))
-    job = replace(job, join=role.held_term.term.address)
+    job = replace(job, join=role.lease.term.address)
     coordinator = Coordinator(
         job,
         agent,  # pyrefly: ignore[bad-argument-type]
         [],
-        hub,
-        "127.0.0.1",
-        role.held_term,
+        role.listener,
+        role.lease,
         role.inherited,
     )
     coordinator.took_over(role.failure)

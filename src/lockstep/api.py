@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -25,11 +25,12 @@ from lockstep.config.settings import typed as typed_value
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import frames
+from lockstep.launch.folder.names import CHECKPOINTS, CONFIG, PLAN, SOURCES, SUMMARY, WEIGHTS
 from lockstep.launch.folder.paths import run_of
 from lockstep.launch.folder.resize import ask_for_size
 from lockstep.launch.folder.run_dir import choose_run_dir, latest, latest_step, refuse_another_run, stored
 from lockstep.launch.folder.start_from import choose_start
-from lockstep.launch.job import FROM_LAUNCHER, PROGRAM, RESUME_COMMAND, Bounds, Job, parse_nnodes, parse_nproc
+from lockstep.launch.job import PROGRAM, RESUME_COMMAND, Bounds, Job, as_json, parse_nnodes, parse_nproc
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.supervisor import Outcome, supervise
@@ -40,9 +41,8 @@ from lockstep.observe.notebook import kernel
 from lockstep.observe.notebook.follower import following
 from lockstep.observe.notebook.result import result_html, result_text
 from lockstep.observe.report import write_report
-from lockstep.runtime import environments
+from lockstep.runtime import attempt_folder, environments
 from lockstep.runtime.environments import current_world
-from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 from lockstep.runtime.host.threads import wait_asleep
 from lockstep.runtime.world import World
 
@@ -101,7 +101,7 @@ class RunResult:
         if best is None:
             return None
 
-        path = self.run_dir / "checkpoints" / Path(best["checkpoint"]).name
+        path = self.run_dir / CHECKPOINTS / Path(best["checkpoint"]).name
         return Best(path, best["step"], best["metric"], best["value"])
 
     @cached_property
@@ -109,7 +109,7 @@ class RunResult:
         """The trained weights by name, on the CPU."""
         from safetensors.torch import load_file
 
-        return load_file(str(self.run_dir / "model.safetensors"))
+        return load_file(str(self.run_dir / WEIGHTS))
 
     @cached_property
     def model(self) -> nn.Module:
@@ -119,7 +119,7 @@ class RunResult:
         from lockstep.checkpoint.state.model_state import frozen_names
 
         model = self.task.model()
-        missing, extra = load_model(model, str(self.run_dir / "model.safetensors"), strict=False)
+        missing, extra = load_model(model, str(self.run_dir / WEIGHTS), strict=False)
 
         # With checkpoint.frozen=false the frozen weights are only in the task's model.
         wrong = sorted([*extra, *set(missing) - frozen_names(model)])
@@ -187,18 +187,23 @@ def train(
     # The folder is chosen before the task is imported, so only what was typed counts. On several machines it is not
     # made yet: the coordinator's choice applies.
     asked, resume = strongest_value(layers, "run_dir"), strongest_value(layers, "resume") or "never"
-    make = placement.join is None
-    run_dir, layers = _choose_run_dir_for_ranks(asked, resume, targets.name_of(target), layers, make)
-    command = os.environ.get(RESUME_COMMAND) or resume_command(run_dir)
-    spec = {"target": target, "layers": layers, "arguments": list(arguments), "resume_command": command}
+    run_dir = choose_run_dir(asked, resume, targets.name_of(target), make=placement.join is None)
     if placement.source:
         print(printable(f"lockstep: {placement.source}"), file=sys.stderr)
 
-    processes, nodes = parse_nproc(placement.nproc), parse_nnodes(placement.nnodes)
     program = {} if placement.join is None else {PROGRAM: targets.program_of(target)}
-    spec = {**spec, **program}
-    back = choose_start(resume, run_dir).goes_back_to
-    ending, ended_here = _launch(spec, run_dir, processes, nodes, placement.join, placement.node, back)
+    job = Job(
+        {"target": target, "layers": layers, "arguments": list(arguments), **program},
+        run_dir,
+        parse_nproc(placement.nproc),
+        parse_nnodes(placement.nnodes),
+        placement.join,
+        node=placement.node,
+        run_dir_was_chosen=not asked,
+        goes_back_to=choose_start(resume, run_dir).goes_back_to,
+        resume_command=os.environ.get(RESUME_COMMAND) or resume_command(run_dir),
+    )
+    ending, ended_here = _launch(job)
     if ending.code and (ended_here or not shares_log()):
         print(printable(f"lockstep: {_describe_exit(ending)}"), file=sys.stderr)
 
@@ -255,13 +260,13 @@ def stored_layer(resume: str | None, typed: list[Layer], leave_out: tuple[str, .
         return []
 
     run = run_of(Path(resume))
-    sources = stored(run, "config.sources.json")
+    sources = stored(run, SOURCES)
 
     # Settings in the code are read from the code as it is now. `run_dir` and `resume` must be typed again.
     was_typed = ("command line", "file ", STORED)
     values = {
         key: value
-        for key, value in flatten(stored(run, "config.yaml")).items()
+        for key, value in flatten(stored(run, CONFIG)).items()
         if str(sources.get(key)).startswith(was_typed) and not key.startswith(("run_dir", "resume", *leave_out))
     }
     if not values:
@@ -278,7 +283,7 @@ def stored_layer(resume: str | None, typed: list[Layer], leave_out: tuple[str, .
 
 def resize(run: Path, count: int) -> None:
     """Ask the launcher of `run` for `count` processes, or refuse a number that its mesh or its batch does not allow."""
-    settings, plan = stored(run, "config.yaml"), stored(run, "plan.json")
+    settings, plan = stored(run, CONFIG), stored(run, PLAN)
     samples = plan.get("samples")
 
     # A size that the run's settings do not allow is refused here, before the launcher is asked.
@@ -333,10 +338,9 @@ def fit(
         with _resume_hint(resume_command or _advice_unless_launched()):
             return _fit_here(task, resolved, name, callbacks)
 
-    resume = resolved.config.resume
-    run_dir, layers = _choose_run_dir_for_ranks(resolved.config.run_dir, resume, name, layers)
+    asked, resume = resolved.config.run_dir, resolved.config.resume
+    run_dir = choose_run_dir(asked, resume, name)
     refuse_another_run(run_dir, resume)  # before any process is started
-    command = (resume_command or _advice_for_code)(run_dir)
 
     # Rank 0 has no notebook: this process shows its records.
     in_notebook = resolved.config.log.progress in ("auto", "live") and kernel.shell() is not None
@@ -346,11 +350,17 @@ def fit(
     # Ranks are separate processes: they get the task in a file and leave their results in the run folder.
     pickled = _pickled(task, resolved.config.task, callbacks)
     with pickled as path, following(run_dir) if in_notebook else nullcontext():
-        spec = {"task": path, "name": name, "layers": layers, "resume_command": command}
-        outcome = _launch(spec, run_dir, count, goes_back_to=choose_start(resume, run_dir).goes_back_to)
-        _raise_unless_done(outcome.ending, run_dir, count, Path(path).parent)
+        job = Job(
+            {"task": path, "name": name, "layers": layers},
+            run_dir,
+            count,
+            run_dir_was_chosen=not asked,
+            goes_back_to=choose_start(resume, run_dir).goes_back_to,
+            resume_command=(resume_command or _advice_for_code)(run_dir),
+        )
+        _raise_unless_done(_launch(job).ending, run_dir, count, Path(path).parent)
 
-    return RunResult(run_dir, json.loads((run_dir / "summary.json").read_text()), task)
+    return RunResult(run_dir, json.loads((run_dir / SUMMARY).read_text()), task)
 
 
 def _run_name(task: Task) -> str:
@@ -420,8 +430,8 @@ def _raise_unless_done(ending: JobEnd, run_dir: Path, count: Bounds, errors: Pat
     if ending.code:
         # The signal follows from the exit code alone, and the step that the run has reached from its checkpoints.
         signal = "SIGINT" if ending.code == ExitCode.INTERRUPTED else "SIGTERM"
-        checkpoint = latest(run_dir / "checkpoints")
-        step = latest_step(run_dir / "checkpoints") or 0
+        checkpoint = latest(run_dir / CHECKPOINTS)
+        step = latest_step(run_dir / CHECKPOINTS) or 0
         raise Preempted(step, signal, str(checkpoint) if checkpoint else None)
 
 
@@ -491,12 +501,18 @@ def _show_uncaught(kind: type[BaseException], error: BaseException, trace: Trace
 
 # ---- a rank of our launcher ----
 
+# The source of the run folder, if the launcher has chosen it.
+FROM_LAUNCHER = "launcher"
+
 
 def work(spec: dict[str, Any]) -> None:
-    """Do the work of one rank: `spec` is what `train` or `fit` gave to the launcher."""
+    """Do the work of one rank: `spec` is what `train` or `fit` gave to the launcher (`Job.spec_for_ranks`)."""
     # A rank is forked from a process that was started elsewhere: it needs the paths of the launcher.
     sys.path += [folder for folder in spec["path"] if folder not in sys.path]
     layers = [(source, values) for source, values in spec["layers"]]
+    if "run_dir" in spec:
+        layers.append((FROM_LAUNCHER, {"run_dir": spec["run_dir"]}))
+
     if "target" in spec:
         sys.argv = [spec["target"]]
         run_target(spec["target"], layers, spec.get("arguments", ()))
@@ -556,19 +572,9 @@ def running(resolved: Resolved, name: str, unit: str = "sample") -> Iterator[Run
 # ---- the launcher, and the folder that all ranks must share ----
 
 
-def _launch(
-    spec: dict[str, Any],
-    run_dir: Path,
-    nproc: Bounds,
-    nnodes: Bounds = Bounds(1, 1),
-    join: str | None = None,
-    node: int | None = None,
-    goes_back_to: str | None = None,
-) -> Outcome:
-    """Run `spec` on the ranks of a launcher until they end; record why, if they fail. `goes_back_to`: see `Job`."""
-    # Ranks get plain JSON: a Path in the configuration, say, becomes text.
-    plain = json.loads(json.dumps({**spec, "path": sys.path}, default=str))
-    outcome = supervise(Job(plain, run_dir, nproc, nnodes, join, node=node, goes_back_to=goes_back_to))
+def _launch(job: Job) -> Outcome:
+    """Run a job on the ranks of a launcher until they end; record why, if they fail."""
+    outcome = supervise(replace(job, spec=as_json({**job.spec, "path": sys.path})))
 
     # All launchers of a job have the same folder: one of them writes there.
     failure = outcome.ending.failure
@@ -577,23 +583,12 @@ def _launch(
 
     # Rank 0 may only have recorded a lost peer; the launcher has found which rank failed first.
     message = failure.message if failure.rank is None else f"rank {failure.rank}: {failure.message}"
-    append_event(run_dir, {"time": failure.time, "event": "error", "type": failure.kind, "message": message})
+    append_event(job.run_dir, {"time": failure.time, "event": "error", "type": failure.kind, "message": message})
 
     with suppress(OSError):  # on a full disk the report is the least of the problems
-        write_report(run_dir)
+        write_report(job.run_dir)
 
     return outcome
-
-
-def _choose_run_dir_for_ranks(
-    asked: str | None, resume: str, name: str, layers: list[Layer], make: bool = True
-) -> tuple[Path, list[Layer]]:
-    """Return the run folder, and the layers for the ranks: one more names the folder if the user has not."""
-    run_dir = choose_run_dir(asked, resume, name, make)
-    if asked:
-        return run_dir, layers
-
-    return run_dir, [*layers, (FROM_LAUNCHER, {"run_dir": str(run_dir)})]
 
 
 def _check_launcher_folder(layers: list[Layer]) -> None:
@@ -651,7 +646,7 @@ def _advice_for_code(run_dir: Path) -> str:
 
 def _advice_unless_launched() -> ResumeCommand | None:
     """Return the advice for a script, or None if `lockstep train` or our launcher says what to type."""
-    launched = LAYERS in os.environ or from_launcher(ATTEMPT_FOLDER) is not None
+    launched = LAYERS in os.environ or attempt_folder.current() is not None
     return None if launched else _advice_for_code
 
 

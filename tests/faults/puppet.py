@@ -89,7 +89,6 @@ if __name__ == "__main__":  # a launcher of such ranks: its argument describes t
                 {
                     "code": described["code"],
                     "run_dir": described["run_dir"],
-                    "resume_command": "type it again",
                     "program": described.get("program", {}),
                 },
                 Path(described["run_dir"]),
@@ -99,6 +98,7 @@ if __name__ == "__main__":  # a launcher of such ranks: its argument describes t
                 described.get("host"),
                 entry="puppet:play",
                 preload=(),
+                resume_command="type it again",
             )
         )
     except UserError as error:

@@ -26,8 +26,9 @@ def run(tmp_path, monkeypatch):
 
     def run(code: str, nproc: int | Bounds = 2, entry: str = "puppet:play", preload: tuple[str, ...] = ()) -> JobEnd:
         count = Bounds(nproc, nproc) if isinstance(nproc, int) else nproc
-        spec = {"code": code, "run_dir": str(tmp_path), "resume_command": "type it again"}
-        return supervise(Job(spec, tmp_path, count, entry=entry, preload=preload)).ending
+        spec = {"code": code, "run_dir": str(tmp_path)}
+        job = Job(spec, tmp_path, count, entry=entry, preload=preload, resume_command="type it again")
+        return supervise(job).ending
 
     return run
 

@@ -25,6 +25,7 @@ from lockstep.checkpoint.storage.rules import committed, delete_checkpoint
 from lockstep.checkpoint.verify import check_size, verify_checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.launch.folder.checkpoint_names import folder_name, is_half_deleted, is_set_aside, step_in
+from lockstep.launch.folder.names import EXPORT
 from lockstep.observe.formats import columns
 
 # How many tensors `show` lists, and how many checkpoints `ls` lists.
@@ -175,7 +176,7 @@ def _delete(storage: CheckpointStorage, name: str) -> None:
 def export(path: Path, out: Path | None, step: int | None, best: bool = False, ema: bool = False) -> tuple[str, int]:
     """Write the weights of a checkpoint to a file; with `ema`, the averages of the weights."""
     checkpoint = choose(path, step, best)
-    folder = out or run_folder_of(path) / "export" / checkpoint.name
+    folder = out or run_folder_of(path) / EXPORT / checkpoint.name
     target, left_out = export_weights(checkpoint, folder, ema)
     if not left_out:
         return str(target), 0

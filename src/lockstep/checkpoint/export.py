@@ -13,6 +13,7 @@ from lockstep.checkpoint.manifest import InvalidCheckpoint, average_name, weight
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
+from lockstep.launch.folder.names import AVERAGED_WEIGHTS, WEIGHTS
 
 
 class Weights(NamedTuple):
@@ -42,7 +43,7 @@ def export_weights(checkpoint: Checkpoint, out: Path, ema: bool = False) -> tupl
         )
 
     # An older file is replaced completely or not at all.
-    name = "ema.safetensors" if ema else "model.safetensors"
+    name = AVERAGED_WEIGHTS if ema else WEIGHTS
     target = out if out.suffix == ".safetensors" else out / name
     target.parent.mkdir(parents=True, exist_ok=True)
     write_weights(target, weights.tensors, weights.aliases)

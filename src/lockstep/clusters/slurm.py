@@ -20,6 +20,7 @@ from lockstep.clusters.slurm_job import SlurmJob, read_job
 from lockstep.clusters.slurm_partitions import ask_cluster, check_fits, run
 from lockstep.clusters.slurm_script import NAME, batch_script
 from lockstep.errors import UserError, plural, printable
+from lockstep.launch.folder.names import LAUNCH
 
 HELP = "a Slurm cluster: a batch script, which requeues itself before its time limit until the run has finished"
 
@@ -57,7 +58,7 @@ def render(request: JobRequest, options: argparse.Namespace) -> dict[str, str]:
     else:
         check_fits(job, cluster)
 
-    folder = options.out or (request.run_dir / "launch" if options.submit else Path())
+    folder = options.out or (request.run_dir / LAUNCH if options.submit else Path())
     return {NAME: batch_script(job, folder / NAME)}
 
 

@@ -21,6 +21,7 @@ from lockstep.engine.checks.token_ids import explain_index
 from lockstep.engine.evaluation.evaluator import evaluation_batch
 from lockstep.errors import SmallerMicroBatch, UserError
 from lockstep.launch import records
+from lockstep.launch.folder.names import MICRO_BATCH
 from lockstep.optim.capabilities import is_known
 from lockstep.optim.registry import state_copies
 from lockstep.parallel.blocks import find_blocks
@@ -31,8 +32,8 @@ from lockstep.parallel.exact.block_inputs import BlockInputs
 from lockstep.parallel.fsdp.driver import hidden_output
 from lockstep.plan.memory import Footprint, Option, amount, bytes_of, options
 from lockstep.plan.plan import smaller_micro_batch
+from lockstep.runtime import attempt_folder
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run
@@ -49,7 +50,6 @@ VIEWS = ("of ViewBackward0 is a view", "of View is a view")
 
 # Parts of torch's errors about a second backward through compiled code.
 COMPILED_TWICE = ("compiled with non-empty donated buffers", "does not currently support double backward")
-MICRO_BATCH_FILE = "micro_batch.json"  # in the run folder: the largest micro-batch that fits
 
 
 @contextmanager
@@ -253,14 +253,14 @@ def _footprint(driver: Driver, builder: RunBuilder) -> Footprint:
 
 def recorded_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
     """Return the largest micro-batch that fits, if an earlier attempt of this run recorded it. Collective."""
-    if from_launcher(ATTEMPT_FOLDER) is None:
+    if attempt_folder.current() is None:
         raise UserError(
             "micro_batch=auto needs Lockstep's launcher, which restarts the ranks when memory runs out",
             "these ranks were started by another launcher",
             "start them with `lockstep train ... --nproc N` or fit(..., nproc=N), or set micro_batch=8",
         )
 
-    path = run_dir / MICRO_BATCH_FILE
+    path = run_dir / MICRO_BATCH
     return runtime.collectives.run_on_rank0(
         lambda: json.loads(records.read_bytes(path))["micro_batch"] if path.exists() else None
     )
@@ -268,12 +268,12 @@ def recorded_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
 
 def _record_smaller_micro_batch(run: Run) -> int | None:
     """With micro_batch=auto, record a smaller size for the next attempt, and return it. Otherwise return None."""
-    if run.config.micro_batch != "auto" or from_launcher(ATTEMPT_FOLDER) is None or run.plan.micro_batch == 1:
+    if run.config.micro_batch != "auto" or attempt_folder.current() is None or run.plan.micro_batch == 1:
         return None
 
     # The next attempt resumes from the last checkpoint with this size.
     smaller = smaller_micro_batch(run.plan)
-    records.write(run.folder.path / MICRO_BATCH_FILE, json.dumps({"micro_batch": smaller}))
+    records.write(run.folder.path / MICRO_BATCH, json.dumps({"micro_batch": smaller}))
     return smaller
 
 

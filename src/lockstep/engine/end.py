@@ -17,6 +17,7 @@ from lockstep.checkpoint.state.model_state import frozen_names, is_extra, tied_n
 from lockstep.config.settings import nested
 from lockstep.engine.log.summary import summary_of
 from lockstep.errors import Preempted, UserError
+from lockstep.launch.folder.names import AVERAGED_WEIGHTS, WEIGHTS
 from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import write_summary
 from lockstep.observe.weights import save_weights
@@ -83,11 +84,11 @@ def _save_final_weights(run: Run) -> None:
     trained = run.trained_model
     trained.driver.sync_buffers()
     with trained.evaluation_weights():
-        _save_weights(run, "model.safetensors")
+        _save_weights(run, WEIGHTS)
 
     if trained.average:
         with trained.averaged_weights():
-            _save_weights(run, "ema.safetensors", ema=True)
+            _save_weights(run, AVERAGED_WEIGHTS, ema=True)
 
 
 def _save_weights(run: Run, file: str, ema: bool = False) -> None:

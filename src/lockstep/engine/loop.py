@@ -19,6 +19,7 @@ from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.engine.start_check.metrics import check_metrics
+from lockstep.launch.folder.names import ASSETS
 from lockstep.parallel.meta.init import init_as_configured
 from lockstep.task import Loss, StepBatches, Task
 
@@ -134,7 +135,7 @@ def _setup_model(task: Task, builder: RunBuilder, data: Callable[[], Any]) -> No
 
 def _write_assets(write: Callable[[Path], None], run_dir: Path) -> None:
     """Let the task write its files into RUN/assets, on rank 0."""
-    folder = run_dir / "assets"
+    folder = run_dir / ASSETS
     folder.mkdir(exist_ok=True)
     write(folder)
 

@@ -19,9 +19,10 @@ from lockstep.checkpoint.storage.rules import committed
 from lockstep.config import Layer, check, resolve_for
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import UserError
+from lockstep.launch.folder.names import AVERAGED_WEIGHTS, EVALUATIONS, PLAN, WEIGHTS
 from lockstep.launch.folder.paths import RunPath, read_path
 from lockstep.launch.folder.run_dir import holds_a_run, new_run_dir, stored
-from lockstep.launch.job import Job, parse_nproc
+from lockstep.launch.job import Job, as_json, parse_nproc
 from lockstep.launch.supervisor import supervise
 from lockstep.observe.formats import columns, figures
 
@@ -68,7 +69,7 @@ def main(request: EvaluateRequest, layers: list[Layer]) -> int:
     run = meant.run if meant.run is not None and (meant.name or holds_a_run(meant.run)) else None
 
     # Next to the run that is evaluated, and not among the runs.
-    parent = (run or Path("runs")) / "evaluations"
+    parent = (run or Path("runs")) / EVALUATIONS
 
     asked = api.strongest_value(layers, "run_dir")
     run_dir = Path(asked) if asked else new_run_dir(weights.stem, make=True, parent=parent)
@@ -81,16 +82,14 @@ def main(request: EvaluateRequest, layers: list[Layer]) -> int:
     layers = [*layers, (SOURCE, {"init_from": str(weights), "run_dir": str(run_dir)})]
 
     # The batch of the run, so that its evaluations divide the data as during training.
-    global_batch = stored(run, "plan.json").get("global_batch") if run is not None else None
+    global_batch = stored(run, PLAN).get("global_batch") if run is not None else None
     spec = {"target": request.target, "layers": layers, "path": sys.path, "global_batch": global_batch}
 
     # Without --nproc this process evaluates; otherwise it launches ranks, which call `work`.
     if request.nproc is None:
         work(spec)
     else:
-        # As for every launch, what the ranks get has crossed JSON.
-        plain = json.loads(json.dumps(spec, default=str))
-        job = Job(plain, run_dir, parse_nproc(request.nproc), entry="lockstep.evaluate.command:work")
+        job = Job(as_json(spec), run_dir, parse_nproc(request.nproc), entry="lockstep.evaluate.command:work")
         if code := supervise(job).ending.code:
             return code
 
@@ -108,8 +107,8 @@ def _weights(request: EvaluateRequest, meant: RunPath) -> Path:
         return path
 
     # A run without checkpoints may still have its final weights. Training has evaluated their averages, if it had any.
-    averages = meant.run / "ema.safetensors"
-    final = averages if averages.exists() else meant.run / "model.safetensors"
+    averages = meant.run / AVERAGED_WEIGHTS
+    final = averages if averages.exists() else meant.run / WEIGHTS
     if (
         not request.best
         and request.step is None

@@ -24,6 +24,7 @@ from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.hf import adapters
 from lockstep.hf.local import LOCAL, load_config, load_model, no_progress_bars, package
+from lockstep.launch.folder.names import ASSETS, EXPORT
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -45,12 +46,12 @@ class ExportOptions:
 def export(path: Path, checkpoint: Checkpoint, options: ExportOptions) -> str:
     """Write the weights of a checkpoint, found at `path`, as a Hugging Face folder. Return the text to print."""
     run = run_folder_of(path)
-    out = options.out or run / "export" / f"{checkpoint.name}-hf"
+    out = options.out or run / EXPORT / f"{checkpoint.name}-hf"
     if out.exists() and not options.overwrite:
         raise UserError(f"{out} already exists", "", "name another folder with --out, or add --overwrite")
 
     _check_replaceable(out, [run, options.assets, options.base])
-    assets = options.assets or run / "assets"
+    assets = options.assets or run / ASSETS
     if not (assets / CONFIG).exists():
         raise UserError(
             f"the config of the model is not known: there is no {assets / CONFIG}",

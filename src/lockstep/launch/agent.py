@@ -16,6 +16,7 @@ from typing import assert_never
 from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.launch.failure import RankExit
+from lockstep.launch.folder.names import LOGS
 from lockstep.launch.folder.run_dir import not_writable
 from lockstep.launch.hangs.suspicion import view_of
 from lockstep.launch.job import RESUME_COMMAND, Job
@@ -40,7 +41,8 @@ from lockstep.launch.wire.messages import (
 )
 from lockstep.launch.wire.secret import SECRET
 from lockstep.launch.wire.sockets import wait_readable
-from lockstep.runtime.environments.launcher import OF_ONE_JOB, SETTINGS_FILE, TERM_FILE
+from lockstep.runtime import attempt_folder
+from lockstep.runtime.environments.launcher import OF_ONE_JOB, TERM_FILE
 from lockstep.runtime.host.threads import share_cores
 from lockstep.runtime.rendezvous.handshake import Secret
 
@@ -128,7 +130,7 @@ class Agent:
     def _request_ranks(self, start: Start) -> None:
         """Set up the ranks of an attempt, and ask the zygote for their processes."""
         # The run's folder may have been removed, or be on a disk that this node cannot write to.
-        logs = self._job.run_dir / "logs"
+        logs = self._job.run_dir / LOGS
         try:
             logs.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -136,6 +138,7 @@ class Agent:
 
         # The environment that all ranks share, and then what is different for each.
         self._current = current = LocalRanks(start, self.name, logs)
+        spec = self._job.spec_for_ranks
         shared = rank_environment(start, current.folder, logs, self._zygote.env, self.secret)
         for local_rank, (number, rank) in enumerate(current.ranks.items()):
             env = shared | {"RANK": str(number), "LOCAL_RANK": str(local_rank)}
@@ -144,7 +147,7 @@ class Agent:
             if number == 0 and self.term_file:
                 env[TERM_FILE] = str(self.term_file)
 
-            self._zygote.fork(number, env, self._job.spec, rank.log, current.lifeline)
+            self._zygote.fork(number, env, spec, rank.log, current.lifeline)
 
         # The coordinator learns from the next heartbeat that the ranks were requested.
         self._started = start.attempt
@@ -304,7 +307,7 @@ class Agent:
         views = [view_of(rank, self.name, pid, current.folder) for rank, pid in current.pids.items()]
 
         # Rank 0 renames the file with the task's settings into place once it has read the configuration.
-        settings = json.loads(records.read(current.folder / SETTINGS_FILE) or "{}")
+        settings = json.loads(records.read(attempt_folder.settings(current.folder)) or "{}")
 
         return NodeHeartbeat([view for view in views if view is not None], settings, current.attempt)
 

@@ -6,25 +6,28 @@ It runs in the launcher of one node. On several machines `nodes/search.py` finds
 from __future__ import annotations
 
 import secrets
+import socket
 import time
 from contextlib import closing
+from functools import partial
 from typing import assert_never
 
 from lockstep.launch.agent import Agent
 from lockstep.launch.decisions.commands import Command, DismissNode, DropNode, LogEvent, Send, StartAttempt
 from lockstep.launch.decisions.members import Node
 from lockstep.launch.decisions.state_machine import JobStateMachine
-from lockstep.launch.election import HeldTerm
+from lockstep.launch.election import Lease
 from lockstep.launch.failure import Failure
-from lockstep.launch.folder.resize import REQUEST, size_in
+from lockstep.launch.folder.names import RESIZE_REQUEST
+from lockstep.launch.folder.resize import size_in
 from lockstep.launch.folder.watch import FolderWatch
 from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.terminal import say
 from lockstep.launch.times import HEARTBEAT_S, OVERDUE_ITERATION_S
 from lockstep.launch.validation import problem_with, refusal_of
-from lockstep.launch.wire.acceptor import Rejection
-from lockstep.launch.wire.connections import ConnectionLost, Hub, listen_at, unused_port
+from lockstep.launch.wire.acceptor import Acceptor, Rejection
+from lockstep.launch.wire.connections import ConnectionLost, Hub, listen_at, local_address, unused_port
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
@@ -50,7 +53,7 @@ WAIT_S = 0.05
 class Coordinator:
     """Runs the ranks of its node, exchanges messages with the other nodes and carries out the state machine's commands.
 
-    On several machines it has a `held_term`, and after a takeover the state that it `inherited` from its predecessor.
+    On several machines it has a `listener` and a `lease`, and after a takeover its predecessor's state (`inherited`).
     """
 
     def __init__(
@@ -58,24 +61,31 @@ class Coordinator:
         job: Job,
         agent: Agent,
         signals: list[str],
-        hub: Hub | None = None,
-        address: str = "127.0.0.1",
-        held_term: HeldTerm | None = None,
+        listener: socket.socket | None = None,
+        lease: Lease | None = None,
         inherited: CoordinatorState | None = None,
     ):
         self._job = job
         self._agent = agent
         self._signals = signals
-        self._hub = hub or Hub()
+
+        # The other nodes connect to `listener`.
+        self._acceptor: Acceptor | None = None
+        if listener is not None:
+            assert agent.secret is not None
+            announce = partial(self._announce_unknown_peer, f"--join {job.join}")
+            self._acceptor = Acceptor.for_nodes(listener, agent.secret, job.nnodes.most, announce)
+
+        self._hub = Hub(self._acceptor)
 
         # The store of the current attempt, if its ranks are on several nodes, and the address where it is bound.
-        self._address = address
+        self._address = local_address(listener) if listener else "127.0.0.1"
         self._store: StoreServer | None = None
 
-        self._held_term = held_term
+        self._lease = lease
 
         # A thread looks at the run folder, which may be on a disk that answers slowly.
-        self._watch = FolderWatch(job.run_dir, held_term)
+        self._watch = FolderWatch(job.run_dir, lease)
 
         # The coordinating node joins its own job like any other node.
         now = time.monotonic()
@@ -106,12 +116,11 @@ class Coordinator:
 
             # Removing the term file tells the others that the job has ended. After an exception it stays, so that
             # another node takes over.
-            if self._held_term and not self._watch.superseded:
-                self._held_term.end()
+            if self._lease and not self._watch.superseded:
+                self._lease.end()
 
-        counts = self._hub.rejected()
-        if counts:
-            append_event(self._job.run_dir, {"event": "unknown_peers", "counts": counts})
+        if self._acceptor and self._acceptor.rejected:
+            append_event(self._job.run_dir, {"event": "unknown_peers", "counts": self._acceptor.rejected})
 
         return self._ending
 
@@ -151,7 +160,9 @@ class Coordinator:
         from_nodes = self._hub.poll(now)
         self._note_checkpoints([*messages, *(message for _, message in from_nodes)], now)
         self._receive_all(messages, from_nodes, now)
-        self._serve_store(now)
+        if self._store is not None:
+            self._store.poll(now)
+
         self._poll_folder(now)
 
         if now >= self._check_due:
@@ -213,17 +224,7 @@ class Coordinator:
             self._hub.send_to_all(self._newcomers, self.state)
             self._newcomers.clear()
 
-        for rejection in self._hub.take_rejections():
-            self._announce_unknown_peer(rejection, f"--join {self._job.join}")
-
-    def _serve_store(self, now: float) -> None:
-        """Answer the requests of ranks to their store, on several nodes."""
-        if self._store is not None:
-            self._store.poll(now)
-            for rejection in self._store.take_rejections():
-                self._announce_unknown_peer(rejection, "the ranks' store")
-
-    def _announce_unknown_peer(self, rejection: Rejection, where: str) -> None:
+    def _announce_unknown_peer(self, where: str, rejection: Rejection) -> None:
         """Print the first peer that was rejected for some reason. Nothing that it sent is printed."""
         source = f" from {rejection.address}" if rejection.address else ""
         what = f"an unknown peer{source} at {where} {rejection.reason}"
@@ -250,7 +251,7 @@ class Coordinator:
             if count is not None:
                 self._state_machine.resize_requested(count, now)
             else:
-                say(f"lockstep: {folder / REQUEST} must hold a number; it held {text[:80]!r}")
+                say(f"lockstep: {folder / RESIZE_REQUEST} must hold a number; it held {text[:80]!r}")
 
     # ---- messages of nodes ----
 
@@ -281,12 +282,12 @@ class Coordinator:
 
     def _admit(self, node: int, hello: Hello, now: float) -> None:
         """Let a node join the job, or refuse it."""
-        held_term = self._held_term
-        assert held_term is not None, "on one machine no node can join"
+        lease = self._lease
+        assert lease is not None, "on one machine no node can join"
 
         # The node may have reconnected before we noticed that its old connection was dead. Then it replaces itself.
         state_machine = self._state_machine
-        returns = hello.term == held_term.term.number and hello.number in state_machine.members.nodes
+        returns = hello.term == lease.term.number and hello.number in state_machine.members.nodes
         full = state_machine.members.full and not returns
 
         # A refused node prints the reason and ends, which closes the connection.
@@ -299,7 +300,7 @@ class Coordinator:
             return
 
         job = self._job
-        self._hub.send(node, Welcome(str(job.run_dir), job.launcher_layers, job.resume_command, node, held_term.term))
+        self._hub.send(node, Welcome(str(job.run_dir), job.resume_command, node, lease.term))
 
         # A node that returns replaces itself: it is not lost, and does not count twice.
         joining = Node(node, hello.host, hello.nproc)
@@ -377,7 +378,8 @@ class Coordinator:
         # A key for this attempt only: ranks of an earlier attempt cannot reach the new store.
         nonce = secrets.token_hex(16)
         listener = listen_at(self._address, 0)
-        self._store = StoreServer(listener, store_secret(self._agent.secret, nonce), world_size)
+        announce = partial(self._announce_unknown_peer, "the ranks' store")
+        self._store = StoreServer(listener, store_secret(self._agent.secret, nonce), world_size, announce)
         return Rendezvous(self._address, unused_port(self._address), listener.getsockname()[1], nonce)
 
     def _close_store(self) -> None:

@@ -134,8 +134,8 @@ class TermFile:
         return False
 
 
-class HeldTerm(TermFile):
-    """The term in which this node coordinates the job, with the file that says so: a lease, renewed every second."""
+class Lease(TermFile):
+    """The right of this node to coordinate the job for a term, renewed every second, with the file that says so."""
 
     def __init__(self, run: Path, term: Term):
         super().__init__(_term_path(run, term.number))
@@ -165,7 +165,7 @@ class HeldTerm(TermFile):
             _remove_cut_off_files(self.path.parent, self.term.number)
 
 
-def begin_term(run: Path, after: int | None, host: str, address: str) -> HeldTerm | None:
+def begin_term(run: Path, after: int | None, host: str, address: str) -> Lease | None:
     """Begin term `after` + 1; if `after` is None, the term after the newest one on disk.
 
     Return None if another node has begun that term, or a later one, and if term `after` has no file any more: then
@@ -203,7 +203,7 @@ def begin_term(run: Path, after: int | None, host: str, address: str) -> HeldTer
     # An earlier job in this folder may have had a term of this number.
     _remove_cut_off_files(run, number)
 
-    return HeldTerm(run, Term(number, host, address))
+    return Lease(run, Term(number, host, address))
 
 
 def _remove_cut_off_files(run: Path, last: int) -> None:

@@ -34,9 +34,6 @@ RESUME_COMMAND = "LOCKSTEP_RESUME_COMMAND"
 # The coordinating node's number. The others get theirs, from 1 on, in the order in which they join.
 COORDINATOR = 0
 
-# The source of a setting that one node chooses for all nodes: the run folder.
-FROM_LAUNCHER = "launcher"
-
 # The key of a job's `spec` under which each node says which versions and which sources it has.
 PROGRAM = "program"
 
@@ -61,7 +58,7 @@ class Bounds:
 class Job:
     """A job, as the command on one node describes it."""
 
-    spec: dict[str, Any]  # passed to every rank, as plain JSON; "resume_command" is what to type to resume the job
+    spec: dict[str, Any]  # passed to every rank, as plain JSON
     run_dir: Path
     nproc: Bounds
     nnodes: Bounds = Bounds(1, 1)
@@ -71,8 +68,14 @@ class Job:
     # This node's number, if a platform numbers its machines: then number 0 coordinates first, at the address of `join`.
     node: int | None = None
 
+    # Whether the user has named no run folder. On several machines the coordinator's choice then applies to all nodes.
+    run_dir_was_chosen: bool = False
+
     # The name of a checkpoint of this run, if --resume names one: the first attempt goes back to it.
     goes_back_to: str | None = None
+
+    # What to type to resume the job.
+    resume_command: str = "run the same command again with --resume auto"
 
     # The function that a rank calls with `spec`, as MODULE:FUNCTION. It is text, because this package must not import
     # the layers above it.
@@ -80,8 +83,9 @@ class Job:
     preload: tuple[str, ...] = PRELOAD
 
     @property
-    def resume_command(self) -> str:
-        return self.spec.get("resume_command") or "run the same command again with --resume auto"
+    def spec_for_ranks(self) -> dict[str, Any]:
+        """`spec`, and the run folder where no setting names it."""
+        return {**self.spec, "run_dir": str(self.run_dir)} if self.run_dir_was_chosen else self.spec
 
     @property
     def addresses(self) -> list[str]:
@@ -96,7 +100,7 @@ class Job:
     def secret_path(self) -> Path:
         """The file with the job's secret, at a path that every node can compute before it has joined."""
         # Without run_dir on the command line, a node learns the run folder only when it has joined.
-        if not self.launcher_layers:
+        if not self.run_dir_was_chosen:
             return self.run_dir / ".secret"
 
         return self.run_dir.parent / f".secret-{re.sub('[^0-9A-Za-z.]', '-', self.join or '')}"
@@ -104,23 +108,13 @@ class Job:
     @property
     def identity(self) -> dict[str, Any]:
         """The part of the command that must be equal on all nodes."""
-        # Nodes may have Python's modules in different folders, and the coordinator chooses the run folder.
-        shared = {key: value for key, value in self.spec.items() if key not in ("path", "resume_command")}
-
-        layers = [layer for layer in self.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
-        return _plain({**shared, "layers": layers, "nnodes": str(self.nnodes)})
-
-    @property
-    def launcher_layers(self) -> list[Any]:
-        """The layers of settings that this launcher has chosen: the run folder, unless the user has named one.
-
-        On several machines the coordinator's choice applies to all nodes.
-        """
-        return _plain([layer for layer in self.spec.get("layers", []) if layer[0] == FROM_LAUNCHER])
+        # Nodes may have Python's modules in different folders.
+        shared = {key: value for key, value in self.spec.items() if key != "path"}
+        return as_json({**shared, "nnodes": str(self.nnodes)})
 
 
-def _plain(values: Any) -> Any:
-    """Return the values as they look after a trip through JSON."""
+def as_json(values: Any) -> Any:
+    """Return the values as they look after a trip through JSON: a Path in a setting, say, becomes text."""
     return json.loads(json.dumps(values, default=str))
 
 

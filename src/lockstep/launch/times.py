@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-# Seconds between two heartbeats: of a node, and of the coordinator in the run folder.
+# Seconds between two heartbeats of a node, and between two renewals of the coordinator's lease.
 HEARTBEAT_S = 1.0
 
 # A node that sends nothing for this long is lost.

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from lockstep.launch.folder.names import METRICS
 from lockstep.launch.jsonl import EVENTS, read_jsonl
 from lockstep.observe.report import without_undone
 
 
 def read_history(run_dir: Path) -> list[dict[str, Any]]:
     """Return one record per log line or evaluation, by step. Steps that a resume repeated appear once."""
-    lines = without_undone(_read(run_dir / "metrics.jsonl"))
+    lines = without_undone(_read(run_dir / METRICS))
     by_step: dict[int, dict[str, Any]] = {line["step"]: {**line, "eval": None} for line in lines}
 
     # A task may have several evaluation sets, each with its own event after a step.

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import torch
 
+from lockstep.launch.folder.names import LOGS
 from lockstep.observe import stragglers
 from lockstep.observe.console import Display, fact_lines, open_display
 from lockstep.observe.metrics import Interval, Sums, exact_from_text, from_exact, quotients
@@ -46,7 +47,7 @@ class Recorder:
         self._spent = dict(runtime.heartbeat.spent)
 
         # Only rank 0 writes records.
-        self._log = (run_dir / "logs" / f"rank-{runtime.world.rank}.log").open("a")
+        self._log = (run_dir / LOGS / f"rank-{runtime.world.rank}.log").open("a")
         self._jsonl = RunJsonl(run_dir) if runtime.is_main else None
         self._sinks = SinkList(sinks, run_dir if runtime.is_main else None, self._warn)
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
+from lockstep.launch.folder.names import CONFIG, EVENTS, METRICS, PLAN, PROFILE, REPORT, SOURCES, SUMMARY
 from lockstep.launch.folder.run_dir import read_mapping
 from lockstep.launch.records import replacing
 from lockstep.observe.charts import Point, Series, Style, line_chart
@@ -58,10 +59,10 @@ def write_report(run_dir: str | os.PathLike[str], config: Record | None = None) 
         raise UserError(f"there is no folder {folder} to report on", "", "name a run's folder, such as runs/NAME-TIME")
 
     # A browser never loads half a page.
-    with replacing(folder / "report.html") as draft:
+    with replacing(folder / REPORT) as draft:
         draft.write_text(page(read_run(folder, config)), encoding="utf-8")
 
-    return folder / "report.html"
+    return folder / REPORT
 
 
 # ---- the run folder, read back ----
@@ -127,14 +128,14 @@ def read_run(folder: Path, config: Record | None = None) -> RunRecord:
 
     return RunRecord(
         name=folder.resolve().name,
-        metrics=without_undone(map(flat, read("metrics.jsonl", read_jsonl, []))),
-        events=read("events.jsonl", read_jsonl, []),
-        config=read("config.yaml", read_mapping, {}) if config is None else config,
-        sources=read("config.sources.json", read_mapping, {}),
-        plan=read("plan.json", read_mapping, {}),
-        summary=read("summary.json", read_mapping, {}),
+        metrics=without_undone(map(flat, read(METRICS, read_jsonl, []))),
+        events=read(EVENTS, read_jsonl, []),
+        config=read(CONFIG, read_mapping, {}) if config is None else config,
+        sources=read(SOURCES, read_mapping, {}),
+        plan=read(PLAN, read_mapping, {}),
+        summary=read(SUMMARY, read_mapping, {}),
         # Only a run with --profile has it, so that it is not missed.
-        profile=read("profile/breakdown.json", read_mapping, {}) if (folder / "profile").is_dir() else {},
+        profile=read(f"{PROFILE}/breakdown.json", read_mapping, {}) if (folder / PROFILE).is_dir() else {},
         notes=notes,
     )
 
@@ -176,12 +177,12 @@ def page(run: RunRecord) -> str:
 <body>
 <main>
 {header(run, task)}
-{section("Curves", curves(run) if run.metrics else nothing_in(run, "metrics.jsonl"))}
+{section("Curves", curves(run) if run.metrics else nothing_in(run, METRICS))}
 {profile_of(run)}
 {sample(run)}
-{section("Configuration", config_table(run) if run.config else nothing_in(run, "config.yaml"))}
+{section("Configuration", config_table(run) if run.config else nothing_in(run, CONFIG))}
 {section("Plan", plan_table(run))}
-{section("Events", events_table(run) if run.events else nothing_in(run, "events.jsonl"))}
+{section("Events", events_table(run) if run.events else nothing_in(run, EVENTS))}
 <footer>Written by Lockstep on {_clock(datetime.now(UTC).timestamp())}<br/>
 {escaped(" · ".join(run.notes.values()))}</footer>
 </main>
@@ -457,7 +458,7 @@ def plan_table(run: RunRecord) -> str:
 
     values = flat(run.plan)
     if not values:
-        return lead + nothing_in(run, "plan.json")
+        return lead + nothing_in(run, PLAN)
 
     rows = [(key, value, values.get(f"reasons.{key}", "")) for key, value in values.items()]
     derived = [row for row in rows if not row[0].startswith("reasons.")]

@@ -17,6 +17,7 @@ from lockstep.config import Resolved, RunConfig, to_yaml
 from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.launch.folder.locks import lock
+from lockstep.launch.folder.names import CHECKPOINTS, CONFIG, PLAN, SOURCES, SUMMARY
 from lockstep.launch.folder.run_dir import choose_run_dir, holds_a_run, not_writable, prepare, refuse_another_run
 from lockstep.launch.folder.start_from import StartFrom, choose_start, going_back_mark, mark_going_back
 from lockstep.observe.formats import finite
@@ -114,7 +115,7 @@ def _create(folder: RunFolder) -> None:
 
     try:
         prepare(path)
-        (path / "checkpoints").mkdir(exist_ok=True)
+        (path / CHECKPOINTS).mkdir(exist_ok=True)
         folder.lock = lock(path)
 
         # An attempt that was killed early left its mark behind.
@@ -137,16 +138,16 @@ def _seen_mark(folder: RunFolder) -> Path:
 def write_head(run_dir: Path, resolved: Resolved, plan: dict[str, Any]) -> None:
     """Write what is known before the first step."""
     # Each in one piece: after a kill, --resume reads what was typed for the run from these files.
-    _replace(run_dir / "config.yaml", to_yaml(resolved.config))
-    _replace(run_dir / "config.sources.json", json.dumps(resolved.sources, indent=2))
-    _replace(run_dir / "plan.json", json.dumps(plan, indent=2))
+    _replace(run_dir / CONFIG, to_yaml(resolved.config))
+    _replace(run_dir / SOURCES, json.dumps(resolved.sources, indent=2))
+    _replace(run_dir / PLAN, json.dumps(plan, indent=2))
 
     # A summary from before a resume is out of date.
-    (run_dir / "summary.json").unlink(missing_ok=True)
+    (run_dir / SUMMARY).unlink(missing_ok=True)
 
 
 def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
-    _replace(run_dir / "summary.json", json.dumps(finite(summary), indent=2))
+    _replace(run_dir / SUMMARY, json.dumps(finite(summary), indent=2))
 
 
 def _replace(path: Path, text: str) -> None:

@@ -17,7 +17,8 @@ from rich.filesize import decimal as size_text
 
 from lockstep.errors import UserError
 from lockstep.launch import records
-from lockstep.launch.folder.locks import LOCK, is_running
+from lockstep.launch.folder.locks import is_running
+from lockstep.launch.folder.names import CONFIG, EVENTS, LOCK, LOGS, METRICS, PLAN, SOURCES
 from lockstep.launch.folder.run_dir import read_mapping
 from lockstep.observe.formats import columns, figures, flat, number, one_line
 from lockstep.observe.report import without_undone
@@ -80,14 +81,14 @@ def find_runs(folder: Path) -> list[Path]:
 def is_run(folder: Path) -> bool:
     """Return whether Lockstep has made this folder for a run, even one that never began to train."""
     # Copies may lack the lock, as a hidden file.
-    has_lock = (folder / LOCK).is_file() and (folder / "logs").is_dir()
-    return has_lock or ((folder / "config.sources.json").is_file() and (folder / "config.yaml").is_file())
+    has_lock = (folder / LOCK).is_file() and (folder / LOGS).is_dir()
+    return has_lock or ((folder / SOURCES).is_file() and (folder / CONFIG).is_file())
 
 
 def facts_of(run: Path) -> RunFacts:
     # The whole of the events, which are few, but only the end of the metrics.
-    events = parse_lines(records.read(run / "events.jsonl"))
-    lines = parse_lines(records.read(run / "metrics.jsonl", most=TAIL))
+    events = parse_lines(records.read(run / EVENTS))
+    lines = parse_lines(records.read(run / METRICS, most=TAIL))
     newest = lines[-1] if lines else {}
 
     start = _last(events, "start")
@@ -96,7 +97,7 @@ def facts_of(run: Path) -> RunFacts:
 
     # A run that ended or was preempted between two lines of the metrics has its last step in an event.
     reached = [number(record.get("step")) for record in (newest, *events[_index(events, start) :])]
-    plan = _mapping(run / "plan.json")
+    plan = _mapping(run / PLAN)
     return RunFacts(
         path=str(run),
         state=_state(run, events, written),
@@ -181,11 +182,11 @@ def _whole(value: float | None) -> int | None:
 def _settings(run: Path) -> dict[str, Any]:
     """Return the settings of a run, or {} if those that `best_evaluation` reads have their defaults."""
     # YAML takes 20 ms to read, for each of perhaps a thousand runs. Where a setting came from is in a JSON file.
-    sources = _mapping(run / "config.sources.json")
+    sources = _mapping(run / SOURCES)
     if all(sources.get(key) == "default" for key in ("checkpoint.best", "stop.patience")):
         return {}
 
-    return _mapping(run / "config.yaml")
+    return _mapping(run / CONFIG)
 
 
 def _mapping(path: Path) -> dict[str, Any]:
@@ -205,7 +206,7 @@ def _size_and_time(run: Path) -> tuple[int, float]:
         except OSError:
             continue
 
-    times = [_modified(run / name) for name in ("metrics.jsonl", "events.jsonl", "config.yaml")]
+    times = [_modified(run / name) for name in (METRICS, EVENTS, CONFIG)]
     return size, max(times) or _modified(run)
 
 

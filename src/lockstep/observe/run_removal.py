@@ -17,38 +17,13 @@ from rich.filesize import decimal as size_text
 
 from lockstep.errors import UserError, plural, some_names
 from lockstep.launch.folder.locks import hold_idle
+from lockstep.launch.folder.names import CHECKPOINTS, LAUNCHER_LOCK, LOCK, WRITTEN
 from lockstep.observe.run_list import facts_of, files_in, is_run
 from lockstep.observe.sinks import SINKS
 
-# What a run writes into its folder, sinks and `lockstep ckpt export` included. Other names stay where they are, such as
-# those of a user's sink, whose class is not imported here.
-OURS = (
-    *(
-        "config.yaml",
-        "config.sources.json",
-        "plan.json",
-        "summary.json",
-        "report.html",
-        "model.safetensors",
-        "ema.safetensors",
-    ),
-    *("metrics.jsonl", "events.jsonl", "micro_batch.json", "resize"),
-    *(
-        "checkpoints",
-        "logs",
-        "samples",
-        "evaluations",
-        "assets",
-        "export",
-        "profile",
-        "launch",
-    ),
-    *(".lock", ".launcher", ".going-back", ".seen-*", ".probe-*", ".secret*", ".shared-*", ".coordinator*"),
-    *(".cut-off-*", ".*.tmp"),
-    *(pattern for sink in SINKS.values() for pattern in sink.files),
-)
-
-CHECKPOINTS = ("checkpoints",)
+# What `lockstep rm` deletes. Other names stay where they are, such as those of a user's sink, whose class is not
+# imported here.
+OURS = (*WRITTEN, *(pattern for sink in SINKS.values() for pattern in sink.files))
 
 
 @dataclass(frozen=True)
@@ -99,7 +74,7 @@ def rm(
 def _plan(run: Path, only_checkpoints: bool) -> Removal:
     _refuse(run)
 
-    patterns = CHECKPOINTS if only_checkpoints else OURS
+    patterns = (CHECKPOINTS,) if only_checkpoints else OURS
     entries = sorted(run.iterdir())
 
     # What Lockstep has not written stays, and so does the folder then.
@@ -143,7 +118,7 @@ def _delete(removal: Removal, whole: bool, delete_objects: Callable[[Path], None
 
             # `hold_idle` makes a lock that the run did not have, if it ran without a launcher.
             if whole:
-                for name in (".launcher", ".lock"):
+                for name in (LAUNCHER_LOCK, LOCK):
                     (removal.run / name).unlink(missing_ok=True)
 
         if whole and not removal.stays:

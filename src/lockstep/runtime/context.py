@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from lockstep import faults
 from lockstep.config import RunConfig
 from lockstep.errors import UserError, plural
+from lockstep.runtime import attempt_folder
 from lockstep.runtime.attention import attention
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.device_heartbeat import DeviceHeartbeat
-from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.host.memory import keep_freed_memory
 from lockstep.runtime.host.network import check_interfaces
@@ -217,7 +217,7 @@ def join(
         return "none"
 
     # Our launcher has checked its own environment before it started ranks.
-    if from_launcher(ATTEMPT_FOLDER) is None:
+    if attempt_folder.current() is None:
         check_interfaces(os.environ)
 
     # Before the ranks meet: all of them have the same setting.

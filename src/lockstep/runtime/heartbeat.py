@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
+from lockstep.runtime import attempt_folder
 
 # How long a visit of a phase takes. "steady": about as long in every step; "files": it reads or writes files;
 # "unpredictable": earlier visits, if there were any, say nothing about the next visit.
@@ -109,8 +109,8 @@ class Heartbeat:
     @classmethod
     def from_env(cls, rank: int) -> Heartbeat:
         """Return a heartbeat that the launcher reads, if there is a launcher."""
-        folder = from_launcher(ATTEMPT_FOLDER)
-        return cls(Path(folder) / f"heartbeat-{rank}" if folder else None)
+        folder = attempt_folder.current()
+        return cls(attempt_folder.heartbeat(folder, rank) if folder else None)
 
     def beat(self, phase: str, step: int | None = None) -> None:
         """Enter `phase`, and a new step if `step` changed."""
@@ -170,8 +170,8 @@ def waits_in_step(step: int, ranks: int) -> bool:
     A rank that will not take part in it calls it. Without a launcher there are no heartbeat files, and the
     answer is False.
     """
-    folder = from_launcher(ATTEMPT_FOLDER)
-    views = [read(Path(folder) / f"heartbeat-{rank}") for rank in range(ranks)] if folder else []
+    folder = attempt_folder.current()
+    views = [read(attempt_folder.heartbeat(folder, rank)) for rank in range(ranks)] if folder else []
     return any(view is not None and view.phase == "all-reduce" and view.step == step for view in views)
 
 

@@ -14,19 +14,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from lockstep.errors import Preempted
-from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
+from lockstep.runtime import attempt_folder
 
 # Schedulers send one of these some time before they kill. SIGINT is Ctrl-C at a terminal.
 SCHEDULER_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 PREEMPT_SIGNALS = (*SCHEDULER_SIGNALS, signal.SIGINT)
-
-# The file in the folder of a rank and its launcher that has the signal for which the launcher ends its ranks.
-PREEMPT_FILE = "preempt-signal"
 
 # The name, in this process, of worker processes that read the training data.
 WORKER_NAME = "lockstep-worker"
@@ -135,9 +131,9 @@ class PreemptionNotice:
 
 def _said_by_launcher() -> str | None:
     """Return what our launcher has written for its ranks before it signalled them; None if it did not."""
-    folder = from_launcher(ATTEMPT_FOLDER)
+    folder = attempt_folder.current()
     try:
-        return None if folder is None else (Path(folder) / PREEMPT_FILE).read_text()
+        return None if folder is None else attempt_folder.preempt_signal(folder).read_text()
     except OSError:
         return None
 
@@ -155,7 +151,7 @@ def handle_signals() -> Iterator[PreemptionNotice]:
     Under our launcher a rank does not handle Ctrl-C: the launcher receives it and sends SIGTERM to the ranks. The
     launcher also kills ranks that do not react.
     """
-    launched = from_launcher(ATTEMPT_FOLDER) is not None
+    launched = attempt_folder.current() is not None
     notice = PreemptionNotice(waits=launched)
     with (
         signal_handler(notice.receive, SCHEDULER_SIGNALS if launched else PREEMPT_SIGNALS),

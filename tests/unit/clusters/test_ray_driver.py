@@ -822,11 +822,11 @@ def test_without_ray_the_driver_says_what_to_install(monkeypatch, capsys, tmp_pa
 
 
 def test_a_launcher_says_what_to_type_to_resume_the_whole_job(monkeypatch, tmp_path):
-    specs = []
+    jobs = []
     monkeypatch.setenv(RESUME_COMMAND, "lockstep launch ray char_lm --submit")
-    monkeypatch.setattr(api, "_launch", lambda spec, *rest: specs.append(spec) or (JobEnd(0), True))
+    monkeypatch.setattr(api, "_launch", lambda job: jobs.append(job) or (JobEnd(0), True))
     assert main(["train", "char_lm", "--nproc", "1", f"run_dir={tmp_path}/run"]) == 0
-    assert specs[0]["resume_command"] == "lockstep launch ray char_lm --submit"
+    assert jobs[0].resume_command == "lockstep launch ray char_lm --submit"
 
     # A rank that starts a job of its own must not say it.
     assert RESUME_COMMAND not in _environment_for(1)

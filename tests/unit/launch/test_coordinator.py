@@ -49,10 +49,10 @@ class IdleAgent(SimpleNamespace):
 def started(tmp_path):
     """Return a function that makes a coordinator; the job needs two nodes, so that nothing starts."""
 
-    def make(signals: list[str], nnodes: Bounds = Bounds(2, 2)) -> tuple[Coordinator, election.HeldTerm]:
+    def make(signals: list[str], nnodes: Bounds = Bounds(2, 2)) -> tuple[Coordinator, election.Lease]:
         term = election.begin_term(tmp_path, None, "host-a", ADDRESS)
-        job = Job({"resume_command": "again"}, tmp_path, Bounds(1, 1), nnodes, join=ADDRESS)
-        return Coordinator(job, IdleAgent(orders=[]), signals, held_term=term), term
+        job = Job({}, tmp_path, Bounds(1, 1), nnodes, join=ADDRESS, resume_command="again")
+        return Coordinator(job, IdleAgent(orders=[]), signals, lease=term), term
 
     return make
 

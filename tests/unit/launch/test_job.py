@@ -8,6 +8,8 @@ from lockstep.errors import UserError
 from lockstep.launch import job as module
 from lockstep.launch.folder.run_dir import latest_step
 from lockstep.launch.job import Bounds, Job, parse_address, parse_nnodes, parse_nproc
+from lockstep.launch.validation import refusal_of
+from lockstep.launch.wire.messages import Hello
 from lockstep.runtime.host.resources import visible_gpus
 
 
@@ -62,14 +64,31 @@ def test_gpus_are_counted_without_torch():
 
 
 def test_nodes_agree_on_everything_but_paths_and_the_run_folder():
-    def job(**spec) -> Job:
-        layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": spec.pop("run_dir", "runs/a")})]
-        return Job({"target": "x", "layers": layers, "path": ["/a"], **spec}, Path("runs/a"), Bounds(1, 1))
+    def job(run_dir: str = "runs/a", **spec) -> Job:
+        layers = [("command line", {"steps": 3})]
+        spec = {"target": "x", "layers": layers, "path": ["/a"], **spec}
+        return Job(spec, Path(run_dir), Bounds(1, 1), run_dir_was_chosen=True, resume_command=f"with {run_dir}")
 
-    assert job().identity == job(path=["/b"], run_dir="runs/b", resume_command="other").identity
+    assert job().identity == job(path=["/b"], run_dir="runs/b").identity
     assert job().identity != job(target="y").identity
     assert job().identity != job(layers=[("command line", {"steps": 4})]).identity
-    assert job(run_dir="runs/b").launcher_layers == [["launcher", {"run_dir": "runs/b"}]]
+
+
+def test_a_run_folder_that_is_typed_on_one_node_only_is_refused():
+    """Ranks would read it from their settings on that node, and from the launcher on the others."""
+    typed = Job({"layers": [("command line", {"steps": 3, "run_dir": "runs/a"})]}, Path("runs/a"), Bounds(1, 1))
+    chosen = Job({"layers": [("command line", {"steps": 3})]}, Path("runs/a"), Bounds(1, 1), run_dir_was_chosen=True)
+    for ours, theirs in ((typed, chosen), (chosen, typed)):
+        refused = refusal_of(Hello("host-b", Bounds(1, 1), theirs.identity), ours, full=False)
+        assert refused is not None
+        assert "'run_dir': 'runs/a'" in refused.found
+
+
+def test_ranks_get_the_run_folder_from_the_launcher_only_if_the_user_has_named_none():
+    spec = {"layers": []}
+    assert Job(spec, Path("runs/a"), Bounds(1, 1)).spec_for_ranks == spec
+    chosen = Job(spec, Path("runs/a"), Bounds(1, 1), run_dir_was_chosen=True)
+    assert chosen.spec_for_ranks == {"layers": [], "run_dir": "runs/a"}
 
 
 @pytest.mark.parametrize(

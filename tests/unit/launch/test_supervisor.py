@@ -3,7 +3,8 @@
 import pytest
 
 from lockstep.launch import supervisor
-from lockstep.launch.folder.run_dir import GOING_BACK, latest_step
+from lockstep.launch.folder.names import GOING_BACK
+from lockstep.launch.folder.run_dir import latest_step
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.wire.messages import JobEnd
 

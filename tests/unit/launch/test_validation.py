@@ -95,20 +95,20 @@ def test_a_message_that_cannot_be_right(attempt, message, problem):
     ],
 )
 def test_who_may_join(nproc, full, problem):
-    job = Job({"resume_command": "again"}, Path("runs/x"), Bounds(1, 1), Bounds(2, 3), join="host-0:29400")
+    job = Job({}, Path("runs/x"), Bounds(1, 1), Bounds(2, 3), join="host-0:29400")
     refused = refusal_of(Hello("host-1", nproc, job.identity), job, full)
     assert refused is None if problem is None else problem in refused.problem
 
 
 def test_a_host_that_was_dismissed_is_told_what_to_mend():
-    job = Job({"resume_command": "again"}, Path("runs/x"), Bounds(1, 1), Bounds(2, 3), join="host-0:29400")
+    job = Job({}, Path("runs/x"), Bounds(1, 1), Bounds(2, 3), join="host-0:29400")
     refused = refusal_of(Hello("host-1", Bounds(1, 1), job.identity), job, full=False, dismissed=True)
     assert "nodes on host-1 were dismissed" in refused.problem
     assert "could not import the program" in refused.found
 
 
 def test_a_node_with_another_command_may_not_join():
-    job = Job({"resume_command": "again"}, Path("runs/x"), Bounds(1, 1), Bounds(2, 3), join="host-0:29400")
+    job = Job({}, Path("runs/x"), Bounds(1, 1), Bounds(2, 3), join="host-0:29400")
     refused = refusal_of(Hello("host-1", Bounds(1, 1), {**job.identity, "target": "another"}), job, full=False)
     assert "the commands of two nodes differ" in refused.problem
 

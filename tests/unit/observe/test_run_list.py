@@ -12,7 +12,8 @@ import pytest
 from run_folders import START, event, make_run
 
 from lockstep.errors import UserError
-from lockstep.launch.folder.locks import LAUNCHER_LOCK, LOCK, hold, is_running, lock
+from lockstep.launch.folder.locks import hold, is_running, lock
+from lockstep.launch.folder.names import LAUNCHER_LOCK, LOCK
 from lockstep.observe.run_list import age, facts_of, runs
 
 

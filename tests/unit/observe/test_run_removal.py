@@ -12,7 +12,7 @@ from test_run_list import held_elsewhere
 from lockstep import cli
 from lockstep.checkpoint.command import delete_objects
 from lockstep.errors import UserError
-from lockstep.launch.folder.locks import LAUNCHER_LOCK, LOCK
+from lockstep.launch.folder.names import LAUNCHER_LOCK, LOCK
 from lockstep.observe.run_removal import rm
 
 

@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.runtime import environments
+from lockstep.runtime import attempt_folder, environments
 from lockstep.runtime.environments import NODES, RANKS, detect
-from lockstep.runtime.environments.launcher import ATTEMPT, ATTEMPT_FOLDER, TERM_FILE, from_launcher, settings_file
+from lockstep.runtime.environments.launcher import ATTEMPT, ATTEMPT_FOLDER, TERM_FILE, from_launcher
 from lockstep.runtime.environments.nodes import FIRST_PORT, PORTS
 from lockstep.runtime.environments.slurm import first_host, tasks_per_node
 from lockstep.runtime.heartbeat import Heartbeat
@@ -138,12 +138,11 @@ def test_ranks_of_torchrun_are_no_ranks_of_the_launcher_whose_rank_started_it(na
     assert from_launcher(name, {name: "1", "TORCHELASTIC_RUN_ID": "none"}) is None
 
 
-def test_only_rank_0_tells_our_launcher_the_settings(tmp_path):
+def test_a_rank_of_our_launcher_knows_the_folder_that_it_shares_with_it(tmp_path):
     ours = {ATTEMPT_FOLDER: str(tmp_path)}
-    assert settings_file(ours | {"RANK": "0"}) == tmp_path / "settings.json"
-    assert settings_file(ours | {"RANK": "1"}) is None
-    assert settings_file({"RANK": "0"}) is None
-    assert settings_file(ours | {"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}) is None
+    assert attempt_folder.current(ours) == tmp_path
+    assert attempt_folder.current({}) is None
+    assert attempt_folder.current(ours | {"TORCHELASTIC_RUN_ID": "none"}) is None
 
 
 @pytest.mark.parametrize("inside_torchrun", [True, False])

@@ -25,10 +25,10 @@ from lockstep.bench.options import BenchOptions
 from lockstep.bench.pool import Pool, RanksEnded
 from lockstep.bench.results import Column, Section
 from lockstep.errors import plural
+from lockstep.launch.folder.names import METRICS
 from lockstep.launch.jsonl import EVENTS, read_jsonl
 from lockstep.runtime.environments.launcher import OF_ONE_JOB
 
-METRICS = "metrics.jsonl"
 LIMIT_S = 60.0  # for one record: longer is a hang
 EVERY = 5  # steps between two checkpoints
 

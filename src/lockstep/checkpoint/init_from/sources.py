@@ -24,6 +24,7 @@ from lockstep.checkpoint.manifest import weight_name
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.search import wait_for_newest_valid
 from lockstep.errors import UserError
+from lockstep.launch.folder.names import SUMMARY, WEIGHTS
 from lockstep.launch.folder.paths import read_path
 from lockstep.launch.folder.run_dir import holds_a_run
 from lockstep.runtime.context import EventLogger, Runtime
@@ -99,7 +100,7 @@ def open_source(path: Path, runtime: Runtime, timeout_s: float, log_event: Event
 def _newest_is_meant(path: Path) -> bool:
     """Return whether `path` is a run whose newest checkpoint is newer than its model.safetensors, or which has none."""
     # A run writes summary.json last, after the weights, and deletes it when it is resumed.
-    ended = (path / "summary.json").exists() and (path / "model.safetensors").exists()
+    ended = (path / SUMMARY).exists() and (path / WEIGHTS).exists()
     return holds_a_run(path) and not ended
 
 

@@ -23,6 +23,7 @@ from lockstep.clusters.ray.placement import AgentPlacement, Slot
 from lockstep.clusters.ray.round import FAILURES, Round
 from lockstep.clusters.request import JobRequest
 from lockstep.errors import ExitCode, Preempted, UserError
+from lockstep.launch.folder.names import LAUNCH
 from lockstep.launch.job import RESUME_COMMAND
 from lockstep.launch.terminal import say
 from lockstep.launch.wire.secret import SECRET, SECRET_FILE
@@ -127,7 +128,7 @@ class RayDriver:
     def _prepare(self) -> None:
         """Choose the job's secret, and make the file by which a node recognises the run folder."""
         run_dir = self._request.run_dir
-        marker = run_dir / "launch" / f".shared-{secrets.token_hex(4)}"
+        marker = run_dir / LAUNCH / f".shared-{secrets.token_hex(4)}"
         try:
             # A new name at each start, so that no node can take a file of an earlier start for it.
             marker.parent.mkdir(parents=True, exist_ok=True)

@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from lockstep.engine.step import Stepper
+from lockstep.launch.folder.names import SAMPLES
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.sinks import JsonlSink
@@ -25,7 +26,7 @@ class SampleLog(StepPart):
     place = "log"
 
     def __init__(self, folder: RunFolder, rank: int):
-        path = folder.path / "samples" / f"rank-{rank}.jsonl"
+        path = folder.path / SAMPLES / f"rank-{rank}.jsonl"
         path.parent.mkdir(exist_ok=True)
         self._attempt = folder.attempt
         self._sink = JsonlSink(path)

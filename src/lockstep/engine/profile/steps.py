@@ -13,6 +13,7 @@ from typing import Any
 
 from lockstep.engine.profile.flops import StepFlops, matmul_rate
 from lockstep.engine.run import Run
+from lockstep.launch.folder.names import PROFILE
 from lockstep.observe.profile.merge import mean_kinds, merge, warnings
 from lockstep.observe.profile.tracer import StepTracer
 from lockstep.parallel.progress import StepProgress
@@ -82,7 +83,7 @@ class ProfiledSteps(StepPart):
 
         # What is done here is no part of the step: its time is left out of the metrics.
         began = time.perf_counter()
-        folder = run.folder.path / "profile"
+        folder = run.folder.path / PROFILE
         folder.mkdir(exist_ok=True)
 
         # Each rank has traced itself; rank 0 puts the timelines together.

@@ -46,8 +46,8 @@ from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver
 from lockstep.parallel.inner_gradients import stop_watching
 from lockstep.precision import Precision, choose_precision, for_model
+from lockstep.runtime import attempt_folder
 from lockstep.runtime.context import Runtime
-from lockstep.runtime.environments.launcher import settings_file
 from lockstep.runtime.seeds import derive, seed_everything, seed_torch
 
 
@@ -295,14 +295,19 @@ def open_run(
         run_class=run_class,
     )
 
-    # Only here are the settings complete that the launcher follows.
-    for_launcher = settings_file()
-    if for_launcher:
-        limits = {"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}
-        records.write(for_launcher, json.dumps(limits))
+    # Only here are the settings complete.
+    tell_launcher(config, runtime.is_main)
 
     # Code that draws random numbers before the first step, such as model initialization, draws the same on every rank.
     runtime.heartbeat.beat("build")
     seed_everything(derive(config.seed, "init"))
     seed_torch(derive(config.seed, "init"), runtime.device)
     return builder
+
+
+def tell_launcher(config: RunConfig, is_main: bool) -> None:
+    """Tell our launcher, if there is one, the settings that it follows. Rank 0 does it for all."""
+    folder = attempt_folder.current()
+    if folder and is_main:
+        limits = {"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}
+        records.write(attempt_folder.settings(folder), json.dumps(limits))

@@ -10,6 +10,7 @@ from lockstep.config import RunConfig
 from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.settings import check_epochs_countable
 from lockstep.engine.step import Stepper
+from lockstep.launch.folder.names import METRICS
 from lockstep.observe.sinks import read_jsonl
 from lockstep.plan.plan import Plan
 from lockstep.task import BatchSource
@@ -31,6 +32,6 @@ def continue_plan(resumed: Resumed, plan: Plan, source: BatchSource, stepper: St
 
 def last_log_line(run_dir: Path, steps_done: int) -> dict[str, Any]:
     """Return the last record of metrics.jsonl that was written when at most so many steps were done, or {}."""
-    path = run_dir / "metrics.jsonl"
+    path = run_dir / METRICS
     lines = read_jsonl(path) if path.exists() else []
     return next((line for line in reversed(lines) if line["step"] <= steps_done), {})

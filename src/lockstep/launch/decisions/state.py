@@ -11,6 +11,7 @@ from lockstep.launch.decisions.commands import NodeNews, Outbox
 from lockstep.launch.decisions.members import Members
 from lockstep.launch.decisions.recovery import Decision, End
 from lockstep.launch.decisions.status import ACTIVE, JOIN_S, TRANSITIONS, JobStatus
+from lockstep.launch.folder.names import LOGS
 from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import Job, Settings
@@ -30,7 +31,7 @@ class JobState:
         self.restarts = inherited.restarts.by_another_clock(now - inherited.clock)
         self.note_checkpoints(checkpoints)
 
-        self.outbox = Outbox(job.run_dir / "logs")
+        self.outbox = Outbox(job.run_dir / LOGS)
         self.node_news = NodeNews(self.outbox)
 
         # How long the status may last: `JobStateMachine._deadline_passed` says what follows. RUN, which the watchdog

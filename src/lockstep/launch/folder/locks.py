@@ -12,16 +12,14 @@ import os
 import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from lockstep.errors import UserError
 from lockstep.launch import records
+from lockstep.launch.folder.names import LAUNCHER_LOCK, LOCK
 from lockstep.launch.folder.run_dir import not_writable, prepare
-
-LOCK = ".lock"
-LAUNCHER_LOCK = ".launcher"
 
 # How long a launcher waits for the end of another one, which may just have been killed.
 LAUNCHER_WAIT_S = 10.0
@@ -36,18 +34,9 @@ def lock(run: Path, timeout: float = 10.0) -> Any:
     The lock belongs to this process and is released however the process ends. Return None on a file system without
     locks, where only the owner's token guards the checkpoints.
     """
-    file = _open_lock(run / LOCK)
-
-    match _acquire(file, timeout):
-        case False:
-            raise _in_use(run, f"a process that trains there right now ({_holder(run)})")
-        case None:
-            return None
-
-    # A job's next coordinator may have removed the file while this process waited for the lock.
-    if not _is_at(file, run / LOCK):
-        file.close()
-        return lock(run, timeout)
+    file = _hold_file(run / LOCK, timeout, "a process that trains there")
+    if file is None:
+        return None
 
     # A process that does not get the lock names this process in its message.
     file.truncate(0)
@@ -55,6 +44,29 @@ def lock(run: Path, timeout: float = 10.0) -> Any:
     file.flush()
 
     return file
+
+
+def _hold_file(path: Path, timeout: float, holder: str) -> IO[str] | None:
+    """Lock a file. Return None on a file system without locks; raise a UserError if another `holder` keeps the lock."""
+    file = _open_lock(path)
+    acquired = _acquire(file, timeout)
+    if acquired and _is_at(file, path):
+        return file
+
+    file.close()
+    if acquired is False:
+        found = f"{holder} right now{_name_in(path)}"
+        fix = "wait for it, stop it, or set another run_dir"
+        raise UserError(f"run_dir={path.parent} is in use by another run", found, fix)
+
+    # A job's next coordinator may have removed the file while this process waited. Such a lock protects nothing.
+    return _hold_file(path, timeout, holder) if acquired else None
+
+
+def _name_in(path: Path) -> str:
+    """Return the process that a lock names, in parentheses; "" if it names none."""
+    host, _, pid = records.read(path, most=300).strip().partition(" ")
+    return f" (process {pid} on {host})" if pid else ""
 
 
 def _open_lock(path: Path) -> IO[str]:
@@ -97,15 +109,6 @@ def _acquire(file: IO[str], timeout: float) -> bool | None:
             return None
 
 
-def _in_use(run: Path, found: str) -> UserError:
-    return UserError(f"run_dir={run} is in use by another run", found, "wait for it, stop it, or set another run_dir")
-
-
-def _holder(run: Path) -> str:
-    host, _, pid = records.read(run / LOCK, most=300).strip().partition(" ")
-    return f"process {pid} on {host}" if pid else "unknown"
-
-
 @contextmanager
 def hold(run: Path) -> Iterator[None]:
     """Hold the folder for the launcher of one job, so that no other launcher starts ranks there.
@@ -120,22 +123,12 @@ def hold(run: Path) -> Iterator[None]:
     if held is not None:
         held.close()
 
-    with _launcher_lock(run, LAUNCHER_WAIT_S):
+    with _lock_for_launcher(run, LAUNCHER_WAIT_S):
         yield
 
 
-def _launcher_lock(run: Path, timeout: float) -> IO[str]:
-    file = _open_lock(run / LAUNCHER_LOCK)
-    if _acquire(file, timeout) is False:
-        file.close()
-        raise _in_use(run, "a launcher whose job is there right now")
-
-    # As in `lock`: the lock of a file that was removed protects nothing.
-    if not _is_at(file, run / LAUNCHER_LOCK):
-        file.close()
-        return _launcher_lock(run, timeout)
-
-    return file
+def _lock_for_launcher(run: Path, timeout: float) -> AbstractContextManager[Any]:
+    return _hold_file(run / LAUNCHER_LOCK, timeout, "a launcher whose job is there") or nullcontext()
 
 
 def has_launcher(run: Path) -> bool:
@@ -178,7 +171,7 @@ def hold_idle(run: Path) -> Iterator[None]:
 
     Unlike `hold` it does not wait, and makes nothing but the two locks.
     """
-    with _launcher_lock(run, timeout=0.0), lock(run, timeout=0.0) or nullcontext():
+    with _lock_for_launcher(run, timeout=0.0), lock(run, timeout=0.0) or nullcontext():
         yield
 
 

@@ -13,9 +13,7 @@ from pathlib import Path
 
 from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import MANIFEST, step_in
-
-# The name of the folder of a run's checkpoints.
-CHECKPOINTS = "checkpoints"
+from lockstep.launch.folder.names import CHECKPOINTS, METRICS
 
 
 @dataclass(frozen=True)
@@ -71,4 +69,4 @@ def _has_manifest(path: Path) -> bool:
 
 
 def _is_run(path: Path) -> bool:
-    return (path / CHECKPOINTS).is_dir() or (path / "metrics.jsonl").exists()
+    return (path / CHECKPOINTS).is_dir() or (path / METRICS).exists()

@@ -7,10 +7,8 @@ from pathlib import Path
 
 from lockstep.errors import UserError
 from lockstep.launch import records
-from lockstep.launch.folder.locks import LOCK, has_launcher
-
-# The file with the number of processes.
-REQUEST = "resize"
+from lockstep.launch.folder.locks import has_launcher
+from lockstep.launch.folder.names import LOCK, RESIZE_REQUEST
 
 
 def ask_for_size(run: Path, count: int) -> None:
@@ -33,7 +31,7 @@ def ask_for_size(run: Path, count: int) -> None:
         )
 
     # The launcher looks for the file once a second.
-    records.write(run / REQUEST, f"{count}\n")
+    records.write(run / RESIZE_REQUEST, f"{count}\n")
 
 
 # ---- in the launcher ----
@@ -41,7 +39,7 @@ def ask_for_size(run: Path, count: int) -> None:
 
 def take_request(run: Path) -> str | None:
     """Return the text of the request and remove it; None if there is none yet, or if the disk fails for the moment."""
-    request = run / REQUEST
+    request = run / RESIZE_REQUEST
     try:
         text = records.read_bytes(request, most=4096).decode(errors="replace").strip()
     except OSError:
@@ -65,4 +63,4 @@ def size_in(text: str) -> int | None:
 
 def remove_old_requests(run: Path) -> None:
     """Remove a request that an earlier job did not carry out."""
-    (run / REQUEST).unlink(missing_ok=True)
+    (run / RESIZE_REQUEST).unlink(missing_ok=True)

@@ -9,6 +9,7 @@ import itertools
 import os
 import re
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,22 +21,29 @@ from lockstep.config import yaml_dialect
 from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.launch.folder.checkpoint_names import LATEST, MANIFEST, OWNER, is_confirmation, is_draft, step_in
+from lockstep.launch.folder.names import (
+    CHECKPOINTS,
+    CONFIG,
+    GOING_BACK,
+    LOGS,
+    METRICS,
+    PROFILE,
+    SAMPLES,
+    SOURCES,
+    SUMMARY,
+    is_written,
+)
 from lockstep.launch.folder.paths import run_of
 from lockstep.runtime.environments.launcher import TORCHRUN_ID, TORCHRUN_RESTARTS
-
-# The file that exists while a run goes back to one of its own checkpoints, whose name it holds: until the later ones
-# are set aside, or the run has committed another one.
-GOING_BACK = ".going-back"
 
 # The largest settings or plan file of a run, in bytes.
 LARGEST_SETTINGS = 2**26
 
-# The names that a run writes to, as a pattern for each folder.
-WRITTEN = {
-    ".": r"\..*|(config|plan|summary|metrics|events|report|model|micro_batch)\b.*|resize|logs|checkpoints|samples",
-    "logs": ".*",
-    "samples": ".*",
-    "checkpoints": f"{LATEST}|{OWNER}|step-.*",
+# The folders in which a run writes, and to which names there. What is in ASSETS is the task's own.
+WRITTEN_IN: dict[str, Callable[[str], bool]] = {
+    "": is_written,
+    **dict.fromkeys((LOGS, SAMPLES, PROFILE), lambda name: True),
+    CHECKPOINTS: lambda name: name in (LATEST, OWNER) or name.startswith("step-"),
 }
 
 
@@ -108,15 +116,15 @@ def newest_unfinished(name: str) -> Path | None:
     """Return the most recently written run folder of this name that has no summary."""
     # Only names that `new_run_dir` gives: the names of other tasks may begin with the same word.
     ours = re.compile(rf"{re.escape(name)}-\d{{8}}-\d{{6}}(-\d+)?")
-    runs = [path.parent for path in Path("runs").glob(f"{name}-*/metrics.jsonl") if ours.fullmatch(path.parent.name)]
-    unfinished = [run for run in runs if not (run / "summary.json").exists()]
+    runs = [path.parent for path in Path("runs").glob(f"{name}-*/{METRICS}") if ours.fullmatch(path.parent.name)]
+    unfinished = [run for run in runs if not (run / SUMMARY).exists()]
 
-    return max(unfinished, key=lambda run: (run / "metrics.jsonl").stat().st_mtime, default=None)
+    return max(unfinished, key=lambda run: (run / METRICS).stat().st_mtime, default=None)
 
 
 def holds_a_run(path: Path) -> bool:
     """Return whether a run has left something there. One that was refused before its first step leaves nothing."""
-    metrics, checkpoints = path / "metrics.jsonl", path / "checkpoints"
+    metrics, checkpoints = path / METRICS, path / CHECKPOINTS
     has_metrics = metrics.exists() and (not metrics.is_file() or metrics.stat().st_size > 0)
     return has_metrics or (checkpoints.exists() and (not checkpoints.is_dir() or any(checkpoints.iterdir())))
 
@@ -125,7 +133,7 @@ def prepare(run: Path) -> None:
     """Make the folder and check that it can be written to, and that it holds no links, pipes or devices."""
     _refuse_detours(run)
     try:
-        (run / "logs").mkdir(parents=True, exist_ok=True)
+        (run / LOGS).mkdir(parents=True, exist_ok=True)
 
         # Permissions say nothing about full or read-only disks, so a file is written.
         probe = run / f".probe-{os.getpid()}"
@@ -136,20 +144,18 @@ def prepare(run: Path) -> None:
 
 
 def _refuse_detours(run: Path) -> None:
-    """Raise a UserError if something that the run would write to is a link, a pipe or a device."""
-    for folder, names in WRITTEN.items():
+    """Raise a UserError if something that Lockstep would write to is a link, a pipe or a device."""
+    for folder, is_ours in WRITTEN_IN.items():
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(run / folder) as entries:
             for entry in entries:
-                # Files and folders are fine, and so are names that the run never writes to.
-                if entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False):
-                    continue
-
-                if not re.fullmatch(names, entry.name):
+                # Files and folders are fine, and so are names that Lockstep never writes to.
+                is_plain = entry.is_file(follow_symlinks=False) or entry.is_dir(follow_symlinks=False)
+                if is_plain or not is_ours(entry.name):
                     continue
 
                 target = f" -> {os.readlink(entry.path)}" if entry.is_symlink() else ""
                 raise UserError(
-                    f"run_dir={run}: the run would write through {Path(folder) / entry.name}, which is not a file",
+                    f"run_dir={run}: Lockstep would write through {Path(folder) / entry.name}, which is not a file",
                     f"{'a symbolic link' if target else 'a pipe or a device'}{target}",
                     f"remove {entry.path}; to keep a run on another disk, let run_dir itself name a folder there",
                 )
@@ -185,7 +191,7 @@ def stored(run: Path, name: str) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        files = " and ".join(dict.fromkeys([name, "config.yaml", "config.sources.json"]))
+        files = " and ".join(dict.fromkeys([name, CONFIG, SOURCES]))
         fix = f"restore it, or remove {files} there, and give the settings again"
         raise UserError(f"the file {name} of the run {run} cannot be read", f"{why}", fix) from None
 
@@ -200,7 +206,7 @@ class CheckpointFacts:
     # The step of the newest committed checkpoint; while a run goes back to an earlier one, the step of that one.
     newest: int | None = None
 
-    # Of saves that are not committed yet: how many ranks have confirmed each, and whether one has its manifest.
+    # How many ranks have confirmed each uncommitted save, and whether one of these saves has its manifest.
     confirmed: frozenset[int] = frozenset()
     has_manifest: bool = False
 

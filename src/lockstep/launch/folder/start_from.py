@@ -12,9 +12,9 @@ from pathlib import Path
 
 from lockstep.launch import records
 from lockstep.launch.folder.locks import hold
+from lockstep.launch.folder.names import GOING_BACK
 from lockstep.launch.folder.paths import read_path, run_of
 from lockstep.launch.folder.resize import remove_old_requests
-from lockstep.launch.folder.run_dir import GOING_BACK
 
 
 @dataclass(frozen=True)

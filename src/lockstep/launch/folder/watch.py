@@ -10,7 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.election import HeldTerm, folder_identity
+from lockstep.launch.election import Lease, folder_identity
+from lockstep.launch.folder.names import CHECKPOINTS
 from lockstep.launch.folder.resize import take_request
 from lockstep.launch.folder.run_dir import CheckpointFacts, read_checkpoint_facts
 from lockstep.launch.jsonl import append_event
@@ -21,15 +22,15 @@ END_S = 2.0
 
 
 class FolderWatch:
-    """A thread that looks at the run folder once a second, and writes the coordinator's heartbeat and events there.
+    """A thread that looks at the run folder once a second, and renews the coordinator's lease and writes events there.
 
     All of this is in a thread because a disk may answer slowly: the coordinator's loop must go on meanwhile, or the
     other nodes would lose it.
     """
 
-    def __init__(self, run_dir: Path, held_term: HeldTerm | None):
+    def __init__(self, run_dir: Path, lease: Lease | None):
         self._run_dir = run_dir
-        self._held_term = held_term
+        self._lease = lease
 
         # When the last iteration of the coordinator's loop began, as the loop itself says.
         self.last_iteration_at = time.monotonic()
@@ -66,7 +67,7 @@ class FolderWatch:
                 self.look_at_folder()
                 self._write_events_until(time.monotonic() + HEARTBEAT_S)
         except Exception as error:
-            # The coordinator's loop raises it, whatever it is: without this thread there is no heartbeat.
+            # The coordinator's loop raises it, whatever it is: without this thread nothing renews the lease.
             self.error = error
         finally:
             self._write_events()
@@ -97,18 +98,18 @@ class FolderWatch:
             self.resize_requests.append(request)
 
     def _look_at_term(self) -> None:
-        """Write the heartbeat, and check whether another node has taken over."""
+        """Renew the lease, and check whether another node has taken over."""
         # The loop may stall, for example in a write to a terminal stopped with Ctrl-S, for as long as it takes the
-        # other nodes to lose this one. Then there is no heartbeat: another node is to take over.
+        # other nodes to lose this one. Then the lease is not renewed: another node is to take over.
         stalls = time.monotonic() - self.last_iteration_at > LOST_AFTER_S
-        if self._held_term is not None and not stalls:
-            self._held_term.renew()
+        if self._lease is not None and not stalls:
+            self._lease.renew()
 
         self.look_for_successor()
 
     def look_for_successor(self) -> None:
         """Check whether another node has taken over. The coordinator's loop calls this as well; it may block."""
-        if self._held_term is not None and self._held_term.superseded():
+        if self._lease is not None and self._lease.superseded():
             self.superseded = True
 
     def look_at_checkpoints(self) -> CheckpointFacts:
@@ -123,7 +124,7 @@ class FolderWatch:
 
         try:
             with suppress(OSError):
-                self.checkpoints = read_checkpoint_facts(self._run_dir / "checkpoints")
+                self.checkpoints = read_checkpoint_facts(self._run_dir / CHECKPOINTS)
         finally:
             self._looking.release()
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from lockstep.launch import records
 from lockstep.launch.frames import Frame
+from lockstep.runtime import attempt_folder
 
 SIGNAL = signal.SIGUSR2
 
@@ -72,7 +73,7 @@ def worker_pids(pid: int) -> list[int]:
 
 def _collect(folder: Path, pids: dict[int, int], deadline: float) -> dict[int, str]:
     """Ask each process for its stacks and return what it has written by the deadline, "" if nothing."""
-    files = {rank: folder / f"stacks-{rank}" for rank in pids}
+    files = {rank: attempt_folder.stacks(folder, rank) for rank in pids}
 
     # Answers are appended: the new answer begins where the file ends now.
     before = {rank: path.stat().st_size if path.exists() else 0 for rank, path in files.items()}

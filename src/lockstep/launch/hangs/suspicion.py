@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from lockstep.config.sections import HangConfig
 from lockstep.launch import records
-from lockstep.runtime import heartbeat
+from lockstep.runtime import attempt_folder, heartbeat
 
 # The phases of ranks that have not yet entered a collective in which other ranks may already wait.
 BEFORE_ALL_REDUCE = {name for name, phase in heartbeat.PHASES.items() if phase.before_all_reduce}
@@ -75,7 +75,7 @@ def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:
     Return None as well if the attempt's folder is gone: a rank that trains would seem to be starting for ever.
     """
     stat = process_stat(pid)
-    view = heartbeat.read(folder / f"heartbeat-{rank}")
+    view = heartbeat.read(attempt_folder.heartbeat(folder, rank))
     if view is None and not (stat and folder.exists()):
         return None
 

@@ -17,13 +17,12 @@ from lockstep.launch import election
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import WAIT_S, Coordinator
 from lockstep.launch.folder.run_dir import prepare
-from lockstep.launch.job import COORDINATOR, FROM_LAUNCHER, Job
+from lockstep.launch.job import COORDINATOR, Job
 from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes.search import CoordinatorRole, Membership, NextStep, Search
 from lockstep.launch.terminal import say, shares_log
 from lockstep.launch.times import HEARTBEAT_S
-from lockstep.launch.wire.acceptor import Acceptor
-from lockstep.launch.wire.connections import Connection, ConnectionLost, Garbled, Hub, local_address
+from lockstep.launch.wire.connections import Connection, ConnectionLost, Garbled, local_address
 from lockstep.launch.wire.messages import (
     Announce,
     CoordinatorState,
@@ -56,7 +55,7 @@ class NodeLauncher:
         self._agent: Agent | None = None
 
         # With run_dir on the command line all nodes share it; otherwise the coordinator chooses it.
-        if not job.launcher_layers:
+        if not job.run_dir_was_chosen:
             prepare(job.run_dir)
 
         self._secret = find_secret(job.secret_path)
@@ -86,18 +85,17 @@ class NodeLauncher:
 
     def _coordinate(self, role: CoordinatorRole) -> NextStep:
         """Coordinate the job until it ends, or until another node has taken over."""
-        term = role.held_term.term
+        term = role.lease.term
         if self._agent is None:
             self._agent = Agent(self._job, self._name, self._secret)
 
         # Rank 0 watches this file: it ends if another node takes over.
-        self._agent.term_file = role.held_term.path
+        self._agent.term_file = role.lease.path
         address = local_address(role.listener)
-        hub = Hub(Acceptor.for_nodes(role.listener, self._secret, self._job.nnodes.most))
 
         with role.resources:
             job = replace(self._job, join=term.address)
-            coordinator = Coordinator(job, self._agent, self._signals, hub, address, role.held_term, role.inherited)
+            coordinator = Coordinator(job, self._agent, self._signals, role.listener, role.lease, role.inherited)
 
             # After a takeover, the state machine decides whether the job restarts.
             if role.failure:
@@ -146,7 +144,7 @@ class NodeLauncher:
                 return self._search.after_loss(last, str(lost))
 
     def _join(self, connection: Connection) -> list[ToNode]:
-        """Join the job and adopt the coordinator's choices. Return the first orders."""
+        """Join the job and adopt the coordinator's run folder. Return the first orders."""
         nproc = self._agent.nproc if self._agent else self._job.nproc
         hello = Hello(self._name, nproc, self._job.identity)
         # A node that returns says who it was, so that the coordinator drops its old connection.
@@ -187,7 +185,7 @@ class NodeLauncher:
             election.remove_cut_off_file(self._job.run_dir, last.term.number, last.number)
 
         # An agent belongs to a job as it was: one for another run folder starts anew.
-        job = adopt(self._job, welcome)
+        job = replace(self._job, run_dir=Path(welcome.run_dir), resume_command=welcome.resume_command)
         if self._agent is not None and job != self._job:
             self._agent.close()
             self._agent = None
@@ -236,15 +234,6 @@ class NodeLauncher:
                 connection.send(agent.heartbeat())
 
             orders = received(connection, *agent.sockets())
-
-
-def adopt(job: Job, welcome: Welcome) -> Job:
-    """Return the job with the coordinator's choice of the run folder."""
-    # The coordinator's choices replace the choices of this node's launcher.
-    layers = [layer for layer in job.spec.get("layers", []) if layer[0] != FROM_LAUNCHER]
-    spec = {**job.spec, "layers": layers + welcome.decided, "resume_command": welcome.resume_command}
-
-    return replace(job, run_dir=Path(welcome.run_dir), spec=spec)
 
 
 def received(connection: Connection, *others: Any) -> list[ToNode]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from lockstep.errors import ExitCode, PeersMissing, Preempted, UserError
 from lockstep.launch import election
-from lockstep.launch.election import CounterWatch, HeldTerm, TakeoverWatch, Term
+from lockstep.launch.election import CounterWatch, Lease, TakeoverWatch, Term
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.folder.locks import break_locks, hold
 from lockstep.launch.folder.start_from import hold_for_new_job
@@ -76,7 +76,7 @@ class CoordinatorRole:
 
     resources: ExitStack  # holds the run folder and the listening socket until it is closed
     listener: socket.socket
-    held_term: HeldTerm
+    lease: Lease
     inherited: CoordinatorState | None = None
     failure: Failure | None = None  # the loss of the previous coordinator
 
@@ -248,11 +248,11 @@ class Search:
         """
         # This comes first: it raises if another job holds the folder, whose term file must stay.
         resources.enter_context(hold_for_new_job(self._job.run_dir, self._job.goes_back_to))
-        held_term = self._try_term(None, listener)
+        lease = self._try_term(None, listener)
 
-        return CoordinatorRole(resources.pop_all(), listener, held_term) if held_term else None
+        return CoordinatorRole(resources.pop_all(), listener, lease) if lease else None
 
-    def _try_term(self, after: int | None, listener: socket.socket) -> HeldTerm | None:
+    def _try_term(self, after: int | None, listener: socket.socket) -> Lease | None:
         """Begin a term. Return None if another node was faster, or if the run folder cannot be written."""
         try:
             return election.begin_term(self._job.run_dir, after, self._name, address_of(listener))
@@ -362,8 +362,8 @@ class Search:
                 return None
 
             # The term file decides: only one node can create it.
-            held_term = self._try_term(term.number, listener)
-            if held_term is None:
+            lease = self._try_term(term.number, listener)
+            if lease is None:
                 return None
 
             # The locks are those of the lost coordinator.
@@ -372,7 +372,7 @@ class Search:
 
             text = f"{self._name} takes over from {term.host} ({term.address}): {why}"
             failure = Failure.by_launcher(LauncherFailure.NODE, text, host=term.host)
-            return CoordinatorRole(resources.pop_all(), listener, held_term, last.state, failure)
+            return CoordinatorRole(resources.pop_all(), listener, lease, last.state, failure)
 
     def _where_to_listen(self, local_address: str) -> tuple[str, int]:
         """Return where this node listens as a successor: at its entry in --join, or at the port of the first entry."""

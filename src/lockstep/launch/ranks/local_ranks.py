@@ -19,7 +19,7 @@ from lockstep.launch.ranks.post_mortem import LocalRank, OomKills
 from lockstep.launch.ranks.zygote import kill_process_group
 from lockstep.launch.times import COLLECTIVES_S, RANKS_STACKS_S
 from lockstep.launch.wire.messages import Start
-from lockstep.runtime.preemption import PREEMPT_FILE
+from lockstep.runtime import attempt_folder
 
 # How often the files that ranks share with their launcher are touched.
 TOUCH_S = 3600.0
@@ -120,7 +120,7 @@ class LocalRanks:
 
         # Without this file, the ranks name SIGTERM as the signal that ended them.
         with suppress(OSError):
-            records.write(self.folder / PREEMPT_FILE, signal or "")
+            records.write(attempt_folder.preempt_signal(self.folder), signal or "")
 
         for pid in self.pids.values():
             _ask_rank_to_save(pid)

@@ -16,7 +16,7 @@ from lockstep.launch import frames, records
 from lockstep.launch.failure import ABORTED_UNREAD, CLEAN, Failure, LauncherFailure, RankExit
 from lockstep.launch.hangs import stacks
 from lockstep.launch.ranks import rank_record
-from lockstep.runtime import heartbeat
+from lockstep.runtime import attempt_folder, heartbeat
 
 # How much of the end of a log is read, in bytes, and how many of its lines are shown.
 LOG_SIZE = 100_000
@@ -94,7 +94,7 @@ def examine(rank: LocalRank, code: int, when: float) -> RankExit:
         return RankExit(code, replace(failure, host=""))
 
     # The record holds the error; the heartbeat holds the step and phase of the rank.
-    view = heartbeat.read(rank.folder / f"heartbeat-{rank.number}")
+    view = heartbeat.read(attempt_folder.heartbeat(rank.folder, rank.number))
     if view is not None:
         failure = replace(failure, step=view.step, phase=view.phase)
 
@@ -117,7 +117,7 @@ def _without_record(rank: LocalRank, code: int, when: float, log: str | None) ->
 
     # A rank cannot react to SIGKILL: any stack on file is from an earlier hang check. Otherwise the
     # crash was most likely in the main thread, so threads of torch are left out.
-    dumped = "" if code == -signal.SIGKILL else records.read(rank.folder / f"stacks-{rank.number}")
+    dumped = "" if code == -signal.SIGKILL else records.read(attempt_folder.stacks(rank.folder, rank.number))
     detail = frames.describe(stacks.main_thread(dumped))
 
     return Failure(rank.number, rank.host, when, kind, message, traceback="\n".join(detail), origin="signal")

@@ -10,6 +10,7 @@ from lockstep.errors import UserError
 from lockstep.launch.hangs import flight_recorder
 from lockstep.launch.wire.messages import Rendezvous, Start
 from lockstep.launch.wire.store_server import store_secret
+from lockstep.runtime import attempt_folder
 from lockstep.runtime.environments.launcher import ATTEMPT, ATTEMPT_FOLDER, STORE_FILE, STORE_KEY_FILE, STORE_PORT
 from lockstep.runtime.host.network import (
     GLOO_INTERFACE,
@@ -57,13 +58,13 @@ def _store_file(folder: Path, user: Mapping[str, str]) -> dict[str, str]:
     loopback = loopback_interface()
 
     gloo = {GLOO_INTERFACE: loopback} if loopback and GLOO_INTERFACE not in user else {}
-    return {STORE_FILE: str(folder / "store"), **gloo}
+    return {STORE_FILE: str(attempt_folder.store(folder)), **gloo}
 
 
 def check_locks(folder: Path) -> None:
     """Raise a UserError if files in the folder cannot be locked, as torch's FileStore does."""
     try:
-        with (folder / "store").open("w") as file:
+        with attempt_folder.store(folder).open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
     except OSError as error:
         raise UserError(
@@ -79,7 +80,7 @@ def _store_server(
     """Return where ranks of several machines meet: at the coordinator's server, for which they get a key."""
     # The key is in a file, not in a variable, because programs may record their environment.
     assert secret is not None
-    key_file = folder / "store.key"
+    key_file = attempt_folder.store_key(folder)
     key_file.touch(mode=0o600)
     key_file.write_bytes(store_secret(secret, rendezvous.store_nonce).key)
 

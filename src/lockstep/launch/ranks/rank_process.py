@@ -39,6 +39,7 @@ from lockstep.launch.failure import CLEAN, RankExit
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.wire.sockets import wait_readable
+from lockstep.runtime import attempt_folder
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, TERM_FILE
 
 # How often rank 0 of a job on several machines checks whether its coordinator has been superseded.
@@ -55,7 +56,7 @@ def main(spec: dict[str, Any], work: Callable[[dict[str, Any]], None], lifeline:
     # From here on the launcher can ask this rank where it is.
     rank = int(os.environ["RANK"])
     folder = Path(os.environ[ATTEMPT_FOLDER])
-    stacks.register(folder / f"stacks-{rank}")
+    stacks.register(attempt_folder.stacks(folder, rank))
     _keep_sockets_in(folder)
     flight_recorder.serve(folder, rank)
 

@@ -1,7 +1,7 @@
-"""What a rank leaves in its attempt's folder about its own end.
+"""What a rank leaves behind about its own end.
 
-    rank-3.json     how rank 3 ends: a `RankExit`, with its failure if it has failed
-    error-3         the exception of rank 3 itself, for the process that called `lockstep.fit`
+    rank-3.json     how rank 3 ends, in its attempt's folder: a `RankExit`, with its failure if it has failed
+    error-3         the exception of rank 3 itself, in the folder of the process that called `lockstep.fit`
 
 `post_mortem.py` reads the first in the launcher.
 """
@@ -21,7 +21,7 @@ from lockstep.errors import OutOfStep, Preempted, UserError
 from lockstep.launch import lost_peer, records
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.frames import Frame
-from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER, from_launcher
+from lockstep.runtime import attempt_folder
 
 # ---- how a rank ends ----
 
@@ -71,7 +71,7 @@ def _failure_of(error: BaseException, rank: int) -> Failure:
 
 def write(folder: Path, rank: int, rank_exit: RankExit) -> None:
     """Record how a rank ends. Without a record, its exit code is all that is known."""
-    path = _record_path(folder, rank)
+    path = attempt_folder.exit_record(folder, rank)
     # The launcher may have ended, and removed the folder. A full disk has room for an empty file: see `examine`.
     with contextlib.suppress(OSError):
         path.touch()
@@ -80,17 +80,17 @@ def write(folder: Path, rank: int, rank_exit: RankExit) -> None:
 
 def read(folder: Path, rank: int) -> RankExit | None:
     """Read the record of a rank. Return None if there is none, or if it is not valid."""
-    return _parse(_record_path(folder, rank))
+    return _parse(attempt_folder.exit_record(folder, rank))
 
 
 def exists(folder: Path, rank: int) -> bool:
     """Return whether a rank has left a record, valid or not."""
-    return _record_path(folder, rank).exists()
+    return attempt_folder.exit_record(folder, rank).exists()
 
 
 def first_failure(folder: Path) -> Failure | None:
     """Return the first failure that ranks of this folder have recorded. An error for the user comes before others."""
-    ends = [_parse(path) for path in folder.glob(_record_path(folder, "*").name)]
+    ends = [_parse(path) for path in folder.glob(attempt_folder.exit_record(folder, "*").name)]
     failures = [end.failure for end in ends if end is not None and end.failure is not None]
     return min(failures, key=lambda failure: (not failure.for_user, failure.time), default=None)
 
@@ -102,11 +102,6 @@ def _parse(path: Path) -> RankExit | None:
         return None
 
 
-def _record_path(folder: Path, rank: int | str) -> Path:
-    """Return the path of a rank's record. The rank may be a pattern."""
-    return folder / f"rank-{rank}.json"
-
-
 @contextlib.contextmanager
 def recording_early(rank: int) -> Iterator[Callable[[BaseException], None]]:
     """Yield a function that records a failure before this rank cleans up. At the end the record is withdrawn.
@@ -114,19 +109,19 @@ def recording_early(rank: int) -> Iterator[Callable[[BaseException], None]]:
     If the clean-up hangs, the launcher finds the record: the rank has failed, and does not hang (`Agent`). After the
     clean-up the program may catch the error and go on. Without our launcher nothing is recorded.
     """
-    attempt_folder = from_launcher(ATTEMPT_FOLDER)
+    folder = attempt_folder.current()
 
     def record(error: BaseException) -> None:
         rank_exit = ended_by(error, rank)
-        if attempt_folder is not None:
-            write(Path(attempt_folder), rank, rank_exit)
+        if folder is not None:
+            write(folder, rank, rank_exit)
 
     try:
         yield record
     finally:
-        if attempt_folder is not None:
+        if folder is not None:
             with contextlib.suppress(OSError):
-                _record_path(Path(attempt_folder), rank).unlink(missing_ok=True)
+                attempt_folder.exit_record(folder, rank).unlink(missing_ok=True)
 
 
 def raising_line(error: BaseException) -> str:

@@ -12,6 +12,7 @@ import hmac
 import resource
 import socket
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -147,8 +148,17 @@ def _send_now(connection: socket.socket, line: bytes) -> None:
 class Acceptor:
     """The listening socket of a job, and the handshakes of the connections that it has accepted."""
 
-    def __init__(self, listener: socket.socket, secret: Secret, most: int = MOST_PENDING):
-        """`most`: how many handshakes may be under way at once."""
+    def __init__(
+        self,
+        listener: socket.socket,
+        secret: Secret,
+        on_first: Callable[[Rejection], None],
+        most: int = MOST_PENDING,
+    ):
+        """`on_first` gets the first peer that is rejected for each reason.
+
+        `most` is how many handshakes may be under way at once.
+        """
         self._listener = listener
         self._secret = secret
 
@@ -157,27 +167,24 @@ class Acceptor:
         self._most = most
         self._paused_until = 0.0
 
-        # How many peers were rejected for each reason, and the first of each that `take_rejections` has not returned.
+        # How many peers were rejected for each reason.
         self.rejected: Counter[str] = Counter()
-        self._rejections: list[Rejection] = []
+        self._on_first = on_first
 
     @classmethod
-    def for_nodes(cls, listener: socket.socket, secret: Secret, nodes: int) -> Acceptor:
+    def for_nodes(
+        cls, listener: socket.socket, secret: Secret, nodes: int, on_first: Callable[[Rejection], None]
+    ) -> Acceptor:
         """Return the acceptor of a job of this many nodes, all of which may connect at once, and some again."""
         # `--nnodes` may allow far more nodes than there are.
         nodes = min(nodes, MOST_NODES)
         allow_files(OTHER_FILES + 3 * nodes)
-        return cls(listener, secret, max(MOST_PENDING, 2 * nodes))
+        return cls(listener, secret, on_first, max(MOST_PENDING, 2 * nodes))
 
     def sockets(self, now: float) -> list[socket.socket | Handshake]:
         """Return the sockets to wait for. During a pause, new connections must not end the wait."""
         listening = [] if now < self._paused_until else [self._listener]
         return [*listening, *self._pending]
-
-    def take_rejections(self) -> list[Rejection]:
-        """Return the first peer that was rejected for each reason, unless an earlier call has returned it."""
-        rejections, self._rejections = self._rejections, []
-        return rejections
 
     def poll(self, now: float) -> list[tuple[socket.socket, LineSigner]]:
         """Accept connections, and return those whose handshake has succeeded."""
@@ -233,7 +240,7 @@ class Acceptor:
         """Reject all pending peers, and accept no connection for a moment."""
         self._paused_until = now + PAUSE_S
 
-        self._note(FEW_DESCRIPTORS, self._pending[-1].address if self._pending else "")
+        self.note_rejection(FEW_DESCRIPTORS, self._pending[-1].address if self._pending else "")
         for handshake in list(self._pending):
             self._reject(handshake, FEW_DESCRIPTORS)
 
@@ -243,14 +250,13 @@ class Acceptor:
         handshake.connection.close()
 
         if reason:
-            self._note(reason, handshake.address)
+            self.note_rejection(reason, handshake.address)
 
-    def _note(self, reason: str, address: str) -> None:
-        """Count a rejection. The first of each kind is reported."""
-        if reason not in self.rejected:
-            self._rejections.append(Rejection(reason, address))
-
+    def note_rejection(self, reason: str, address: str) -> None:
+        """Count a rejection, and report the first for this reason."""
         self.rejected[reason] += 1
+        if self.rejected[reason] == 1:
+            self._on_first(Rejection(reason, address))
 
     def close(self) -> None:
         """Close the listening socket and all connections whose handshake is not over."""

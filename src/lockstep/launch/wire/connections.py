@@ -19,7 +19,7 @@ from typing import Any
 from lockstep.errors import UserError
 from lockstep.launch.job import COORDINATOR, parse_address
 from lockstep.launch.times import LOST_AFTER_S
-from lockstep.launch.wire.acceptor import Acceptor, Rejection
+from lockstep.launch.wire.acceptor import Acceptor
 from lockstep.launch.wire.messages import Message, decode, encode
 from lockstep.launch.wire.secret import SECRET, SECRET_FILE
 from lockstep.launch.wire.sockets import LineReader, ReadySockets, wait_readable
@@ -172,14 +172,6 @@ class Hub:
             self._ready.add(connection)
 
         return self._read_all(now)
-
-    def take_rejections(self) -> list[Rejection]:
-        """Return the first peer that was rejected for each reason, unless an earlier call has returned it."""
-        return self._acceptor.take_rejections() if self._acceptor else []
-
-    def rejected(self) -> dict[str, int]:
-        """Return how many peers were rejected for each reason."""
-        return dict(self._acceptor.rejected) if self._acceptor else {}
 
     def _read_all(self, now: float) -> list[tuple[int, Message | ConnectionLost]]:
         """Return the messages of all nodes, and the losses. Connections that are lost are dropped."""

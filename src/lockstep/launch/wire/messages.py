@@ -222,10 +222,9 @@ class NodeHeartbeat(Message):
 
 @dataclass(frozen=True)
 class Welcome(Message):
-    """The node belongs to the job now and adopts the coordinator's choices. A `CoordinatorState` follows at once."""
+    """The node belongs to the job now, and adopts its run folder. A `CoordinatorState` follows at once."""
 
     run_dir: str
-    decided: list  # the coordinator's `Job.launcher_layers`
     resume_command: str  # what to type to resume the job
     number: int  # the node's number
     term: Term  # the coordinator's

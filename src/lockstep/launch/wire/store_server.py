@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import socket
 from base64 import b64decode, b64encode
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,10 +83,10 @@ class StoreServer:
     have sent something, and hardly on how many there are.
     """
 
-    def __init__(self, listener: socket.socket, secret: Secret, ranks: int):
+    def __init__(self, listener: socket.socket, secret: Secret, ranks: int, on_first: Callable[[Rejection], None]):
         # Every connection and every handshake that is under way is an open file.
         listener.setblocking(False)
-        self._acceptor = Acceptor(listener, secret, most=max(MOST_PENDING, 2 * PER_RANK * ranks))
+        self._acceptor = Acceptor(listener, secret, on_first, max(MOST_PENDING, 2 * PER_RANK * ranks))
         allow_files(OTHER_FILES + 3 * PER_RANK * ranks)
 
         self._values: dict[str, bytes] = {}
@@ -97,22 +98,9 @@ class StoreServer:
         self._to_check: dict[Client, None] = {}
         self._next_look = 0.0
 
-        # The first invalid request: later ones are most likely of the same peer.
-        self._forged: Rejection | None = None
-        self._forged_reported = False
-
     def sockets(self, now: float) -> list[Any]:
         """Return what to wait for: new connections and handshakes, and all ranks as one."""
         return [*self._acceptor.sockets(now), self._ready]
-
-    def take_rejections(self) -> list[Rejection]:
-        """Return the first peer that was rejected for each reason, unless an earlier call has returned it."""
-        rejections = list(self._acceptor.take_rejections())
-        if self._forged and not self._forged_reported:
-            self._forged_reported = True
-            rejections.append(self._forged)
-
-        return rejections
 
     def poll(self, now: float) -> None:
         """Accept ranks, and answer the requests that can be answered."""
@@ -135,7 +123,7 @@ class StoreServer:
                 self._drop(client)
             except (ValueError, KeyError, TypeError):
                 self._drop(client)
-                self._forged = self._forged or Rejection(FORGED, client.address)
+                self._acceptor.note_rejection(FORGED, client.address)
 
         # Deadlines are looked at now and then: ranks wait for seconds.
         if now >= self._next_look:

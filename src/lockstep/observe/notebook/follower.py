@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.launch import records
+from lockstep.launch.folder.names import METRICS
 from lockstep.launch.jsonl import EVENTS
 from lockstep.observe.console import Display, fact_lines, open_display
 from lockstep.observe.formats import SAMPLE, number
@@ -58,7 +59,7 @@ class Follower:
     """
 
     def __init__(self, run_dir: Path):
-        self._files = [run_dir / name for name in (EVENTS, "metrics.jsonl")]
+        self._files = [run_dir / name for name in (EVENTS, METRICS)]
 
         # Where each file has been read to, in bytes.
         self._read = {path: path.stat().st_size if path.exists() else 0 for path in self._files}

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError, unknown_name
+from lockstep.launch.folder.names import METRICS
 from lockstep.launch.jsonl import EVENTS, JsonlSink, read_jsonl
 from lockstep.observe.sinks.background import BackgroundSink
 from lockstep.observe.sinks.csv_sink import CsvSink
@@ -78,7 +79,7 @@ class RunJsonl(Sink):
     """The sink that every run has: `metrics.jsonl` and `events.jsonl` in its folder."""
 
     def __init__(self, run_dir: Path):
-        self._metrics = JsonlSink(run_dir / "metrics.jsonl")
+        self._metrics = JsonlSink(run_dir / METRICS)
         self._events = JsonlSink(run_dir / EVENTS)
 
     def write(self, record: Mapping[str, Any]) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import yaml
 
+from lockstep.launch.folder.names import CONFIG
+
 
 def settings_of(run_dir: Path) -> dict[str, Any]:
     """Return the settings of the run, as its folder holds them."""
-    path = run_dir / "config.yaml"
+    path = run_dir / CONFIG
     return yaml.safe_load(path.read_text()) if path.exists() else {}
 
 

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
-# The folder that a rank shares with its launcher, for heartbeats, failure records, stacks and settings.
+# The folder that a rank shares with its launcher, and what is in it: `runtime/attempt_folder.py`.
 ATTEMPT_FOLDER = "LOCKSTEP_ATTEMPT_FOLDER"
-
-# The file in it with the limits that the run has: the launcher has no access to the task's defaults.
-SETTINGS_FILE = "settings.json"
 
 # The number of the rank's attempt, counted from 0.
 ATTEMPT = "LOCKSTEP_ATTEMPT"
@@ -45,9 +41,3 @@ def from_launcher(name: str, env: Mapping[str, str] = os.environ) -> str | None:
     job.
     """
     return None if TORCHRUN_ID in env else env.get(name)
-
-
-def settings_file(env: Mapping[str, str] = os.environ) -> Path | None:
-    """Return the file in which rank 0 tells our launcher the settings of the run. Other ranks have none."""
-    folder = from_launcher(ATTEMPT_FOLDER, env)
-    return Path(folder) / SETTINGS_FILE if folder and env.get("RANK") == "0" else None

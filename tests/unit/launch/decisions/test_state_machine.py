@@ -56,8 +56,7 @@ class Stage:
     restarts: int = 0  # that were logged
 
     def __post_init__(self):
-        spec = {"resume_command": "type it again"}
-        job = Job(spec, Path("runs/x"), self.nproc, self.nnodes)
+        job = Job({}, Path("runs/x"), self.nproc, self.nnodes, resume_command="type it again")
         self._state_machine = JobStateMachine(job, CheckpointFacts(), self.now, self.inherited)
         self.join(0)
 

@@ -15,9 +15,10 @@ from lockstep.errors import UserError
 from lockstep.launch.failure import Failure, LauncherFailure
 from lockstep.launch.folder import locks, run_dir
 from lockstep.launch.folder.locks import break_locks, has_launcher, hold, lock
+from lockstep.launch.folder.names import WRITTEN
 from lockstep.launch.folder.resize import ask_for_size
 from lockstep.launch.folder.run_dir import choose_run_dir, prepare
-from lockstep.launch.job import Bounds
+from lockstep.launch.job import Bounds, Job
 from lockstep.launch.supervisor import Outcome
 from lockstep.launch.wire.messages import JobEnd
 
@@ -134,7 +135,7 @@ def test_the_launcher_that_coordinates_records_the_error(tmp_path, monkeypatch, 
     ending = JobEnd(1, Failure.by_launcher(LauncherFailure.EXIT, "it broke", rank, "host-a"))
     outcome = Outcome(ending, coordinated)
     monkeypatch.setattr(api, "supervise", lambda job: outcome)
-    assert api._launch({}, tmp_path, Bounds(1, 1)) == outcome
+    assert api._launch(Job({}, tmp_path, Bounds(1, 1))) == outcome
     events = tmp_path / "events.jsonl"
     lines = events.read_text().splitlines() if events.exists() else []
     assert [json.loads(line)["message"] for line in lines] == recorded
@@ -180,10 +181,10 @@ def test_a_size_that_does_not_fit_is_refused_before_anybody_is_asked(tmp_path, c
 
 # Folders from somebody else
 
-WRITTEN = ["metrics.jsonl", ".lock", "config.yaml", "logs/rank-0.log", "checkpoints/latest", "checkpoints", "logs"]
+INSIDE = ["logs/rank-0.log", "checkpoints/latest", "checkpoints/step-00000001", "profile/rank-0.json"]
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", [*(pattern.replace("*", "x") for pattern in WRITTEN), "metrics.csv", *INSIDE])
 def test_a_run_writes_through_no_link(tmp_path, name):
     """Not even if the link leads to a file that is there, or to a folder."""
     run, victim = tmp_path / "run", tmp_path / "victim"
@@ -191,7 +192,7 @@ def test_a_run_writes_through_no_link(tmp_path, name):
     (run / name).parent.mkdir(parents=True, exist_ok=True)
     (run / name).symlink_to(victim)
     with pytest.raises(
-        UserError, match=f"would write through {name}, which is not a file\n.*symbolic link -> {victim}"
+        UserError, match=f"Lockstep would write through {name}, which is not a file\n.*symbolic link -> {victim}"
     ):
         prepare(run)
     assert list(victim.iterdir()) == []

@@ -22,7 +22,7 @@ ADDRESS = "127.0.0.1:29400"
 def node(tmp_path, monkeypatch):
     """Node 2 of three, which followed the coordinator of term 1."""
     monkeypatch.setattr(node_launcher, "Agent", lambda job, name, secret: SimpleNamespace(close=lambda: None))
-    job = Job({"resume_command": "again"}, tmp_path, Bounds(1, 1), Bounds(2, 3), join=ADDRESS)
+    job = Job({}, tmp_path, Bounds(1, 1), Bounds(2, 3), join=ADDRESS)
     made = NodeLauncher(job, "host-c", [])
     made._membership = Membership(Term(1, "host-a", ADDRESS), 2, CoordinatorState([[0, 2]], 0), "127.0.0.1")
     return made
@@ -32,7 +32,7 @@ def test_a_node_that_returns_withdraws_what_it_said_under_its_old_number(node, t
     election.begin_term(tmp_path, None, "host-a", ADDRESS)
     election.write_cut_off_file(tmp_path, 1, 2)
     node._adopt(
-        Welcome(str(tmp_path), [], "again", number=3, term=Term(1, "host-a", ADDRESS)),
+        Welcome(str(tmp_path), "again", number=3, term=Term(1, "host-a", ADDRESS)),
         CoordinatorState([[0, 1], [3, 3]]),
         "127.0.0.1",
     )

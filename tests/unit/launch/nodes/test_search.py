@@ -54,7 +54,7 @@ def last():
 @pytest.fixture
 def search(tmp_path, monkeypatch):
     """The search of a node that can reach no other node."""
-    job = Job({"resume_command": "again"}, tmp_path, Bounds(1, 1), Bounds(2, 3), join=ADDRESS)
+    job = Job({}, tmp_path, Bounds(1, 1), Bounds(2, 3), join=ADDRESS, resume_command="again")
     made = Search(job, "host-c", [], Secret(b"0" * 32, "a test"))
     monkeypatch.setattr(made, "_reach", lambda *addresses: None)
     return made
@@ -117,7 +117,7 @@ def test_no_job_begins_in_a_folder_that_cannot_be_read(search, last, clock, tmp_
     monkeypatch.setattr(search, "_claim_first", lambda: listener)
     role = search.find_coordinator()
     with role.resources:
-        assert role.held_term.term.number == 1
+        assert role.lease.term.number == 1
         assert clock.now - began >= 5
 
 
@@ -165,7 +165,7 @@ def test_a_coordinator_that_dies_after_a_sign_of_life_is_not_called_alive(search
     monkeypatch.setattr(election, "write_cut_off_file", lambda *arguments: cut_off.append(clock.now))
     role = search.after_loss(last, "no answer")
     with role.resources:
-        assert role.held_term.term.number == 2
+        assert role.lease.term.number == 2
     assert 0 < max(cut_off) - began < 1 + LOST_AFTER_S
 
 

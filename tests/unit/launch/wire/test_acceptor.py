@@ -26,7 +26,7 @@ class Meeting:
 
     def __init__(self):
         self.join = f"127.0.0.1:{free_port()}"
-        self.acceptor = Acceptor(bind_join_address(self.join), OURS)
+        self.acceptor = Acceptor(bind_join_address(self.join), OURS, lambda first: None)
         self.admitted = []
         self._open = True
         self._thread = threading.Thread(target=self._serve)
@@ -150,15 +150,15 @@ def polled_acceptor():
     """An acceptor that accepts when the test says so."""
     listener = socket.create_server(("127.0.0.1", 0))
     listener.setblocking(False)
-    made = Acceptor(listener, OURS)
-    lines = []
+    firsts, lines = [], []
+    made = Acceptor(listener, OURS, firsts.append)
 
     def connect(data: bytes = b"") -> socket.socket:
         lines.append(socket.create_connection(listener.getsockname()))
         lines[-1].sendall(data)
         return lines[-1]
 
-    yield made, connect
+    yield made, connect, firsts
     made.close()
     for line in lines:
         line.close()
@@ -174,7 +174,7 @@ def turn(polled: Acceptor, reason: str, now: float = 0.0) -> None:
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.0\r\n\r\n", b"\x00", b"0" * 2**20, b"0" * 129 + b"\n"])
 def test_noise(polled_acceptor, data):
-    polled, connect = polled_acceptor
+    polled, connect, _ = polled_acceptor
     line = connect()
     threading.Thread(target=_try_to_send, args=(line, data), daemon=True).start()
     turn(polled, handshake.NOT_AN_ANSWER)
@@ -188,13 +188,13 @@ def _try_to_send(line: socket.socket, data: bytes) -> None:
 
 
 def test_half_an_answer(polled_acceptor):
-    polled, connect = polled_acceptor
+    polled, connect, _ = polled_acceptor
     connect(b"0" * 40).close()
     turn(polled, acceptor.HUNG_UP)
 
 
 def test_a_look_at_the_port_is_not_worth_a_word(polled_acceptor):
-    polled, connect = polled_acceptor
+    polled, connect, _ = polled_acceptor
     connect().close()
     for _ in range(5):
         assert polled.poll(0.0) == []
@@ -205,7 +205,7 @@ def test_a_look_at_the_port_is_not_worth_a_word(polled_acceptor):
 
 @pytest.mark.parametrize("data", [b"", b"0"])
 def test_silence_has_an_end_even_if_digits_come_now_and_then(polled_acceptor, data):
-    polled, connect = polled_acceptor
+    polled, connect, _ = polled_acceptor
     line = connect(data)
     for second in range(5):
         polled.poll(float(second))
@@ -214,14 +214,14 @@ def test_silence_has_an_end_even_if_digits_come_now_and_then(polled_acceptor, da
 
 
 def test_a_crowd_makes_room_for_others(polled_acceptor, monkeypatch):
-    polled, connect = polled_acceptor
+    polled, connect, firsts = polled_acceptor
     monkeypatch.setattr(polled, "_most", 8)
     for _ in range(30):
         connect()
     turn(polled, acceptor.TOO_MANY)
     assert len(polled.sockets(0.0)) <= 1 + 8
-    assert len(polled.take_rejections()) == 1
-    assert polled.take_rejections() == []
+    assert [first.reason for first in firsts] == [acceptor.TOO_MANY]
+    assert polled.rejected[acceptor.TOO_MANY] > 1
 
 
 class Exhausted:
@@ -235,7 +235,7 @@ class Exhausted:
 
 
 def test_without_descriptors_nothing_is_accepted_for_a_moment(polled_acceptor):
-    polled, connect = polled_acceptor
+    polled, connect, _ = polled_acceptor
     connect()
     while not polled.sockets(0.0)[1:]:
         polled.poll(0.0)
@@ -248,7 +248,7 @@ def test_without_descriptors_nothing_is_accepted_for_a_moment(polled_acceptor):
 
 
 def test_a_proof_is_good_for_one_connection(polled_acceptor):
-    polled, connect = polled_acceptor
+    polled, connect, _ = polled_acceptor
     ours, theirs = socket.socketpair()
     with ours, theirs:
         pending = acceptor.Handshake(theirs, "here", 0.0)

@@ -11,7 +11,7 @@ import pytest
 from lockstep.errors import UserError
 from lockstep.launch.election import Term
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.nodes.node_launcher import NodeLauncher, adopt
+from lockstep.launch.nodes.node_launcher import NodeLauncher
 from lockstep.launch.wire import connections
 from lockstep.launch.wire.acceptor import Acceptor
 from lockstep.launch.wire.connections import (
@@ -172,7 +172,7 @@ def address():
 def test_one_claims_the_address_and_the_others_connect(address):
     listener = bind_join_address(address)
     assert bind_join_address(address) is None
-    hub = Hub(Acceptor(listener, SECRET))
+    hub = Hub(Acceptor(listener, SECRET, pytest.fail))
     lines = connected(hub, address, None, "127.0.0.2")
     for line in lines:
         line.send(Announce("here"))
@@ -195,7 +195,7 @@ def test_one_claims_the_address_and_the_others_connect(address):
 def test_last_words_arrive_although_others_still_talk(address, monkeypatch):
     monkeypatch.setattr(connections, "DRAIN_S", 120.0)
     monkeypatch.setattr(connections, "LOST_AFTER_S", 120.0)
-    hub = Hub(Acceptor(bind_join_address(address), SECRET))
+    hub = Hub(Acceptor(bind_join_address(address), SECRET, pytest.fail))
     (line,) = connected(hub, address, None)
     line.send(Announce("here"))
     while not (heard := hub.poll(0.0)):
@@ -219,14 +219,12 @@ def node(tmp_path, monkeypatch):
     """A node that has not been welcome anywhere."""
     agent = lambda job, name, secret: SimpleNamespace(count=job.nproc)
     monkeypatch.setattr("lockstep.launch.nodes.node_launcher.Agent", agent)
-    layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": str(tmp_path / "a")})]
-    job = Job({"layers": layers, "path": []}, tmp_path / "a", Bounds(1, 1), join="127.0.0.1:29400")
+    spec = {"layers": [("command line", {"steps": 3})], "path": []}
+    job = Job(spec, tmp_path / "a", Bounds(1, 1), join="127.0.0.1:29400", run_dir_was_chosen=True)
     return NodeLauncher(job, "host", [])
 
 
-WELCOME = Welcome(
-    "runs/b", [["launcher", {"run_dir": "runs/b"}]], "type it again", 2, Term(1, "host-a", "127.0.0.1:29400")
-)
+WELCOME = Welcome("runs/b", "type it again", 2, Term(1, "host-a", "127.0.0.1:29400"))
 
 
 def test_orders_may_come_together_with_the_welcome(line, node):
@@ -237,14 +235,17 @@ def test_orders_may_come_together_with_the_welcome(line, node):
     assert not (node._job.run_dir / "logs").exists()  # a node that follows makes no folder of its own
 
 
-def test_a_node_adopts_what_the_coordinator_decided():
-    layers = [("command line", {"steps": 3}), ("launcher", {"run_dir": "runs/a"})]
-    job = Job({"layers": layers, "path": [], "resume_command": "with runs/a"}, Path("runs/a"), Bounds(1, 1))
-    adopted = adopt(job, WELCOME)
-    assert adopted.run_dir == Path("runs/b")
-    assert adopted.spec["layers"] == [("command line", {"steps": 3}), ["launcher", {"run_dir": "runs/b"}]]
-    assert adopted.resume_command == "type it again"
-    assert adopt(adopted, WELCOME) == adopted  # so that a node that comes back keeps what it has
+def test_a_node_adopts_the_run_folder_of_the_coordinator(node):
+    state = CoordinatorState([[0, 0], [2, 2]])
+    node._adopt(WELCOME, state, "127.0.0.1")
+    assert node._job.run_dir == Path("runs/b")
+    assert node._job.spec_for_ranks["run_dir"] == "runs/b"
+    assert node._job.resume_command == "type it again"
+
+    # A node that comes back keeps what it has.
+    adopted, agent = node._job, node._agent
+    node._adopt(WELCOME, state, "127.0.0.1")
+    assert (node._job, node._agent) == (adopted, agent)
 
 
 def test_a_refusal_is_an_error_for_the_user(line, node):

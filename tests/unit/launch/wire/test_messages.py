@@ -38,7 +38,7 @@ VIEW = {"beats": 1, "age": 0.5, "step": 3, "steps_here": 2, "phase": "data", "de
 FAILURE = Failure(1, "host", 12, "ValueError", "text")
 MESSAGES = [
     Hello("host", Bounds(1, 2, 1), {"target": "x"}, 2, 1),
-    Welcome("runs/b", [], "type it again", 1, Term(2, "host", "10.0.0.1:29400")),
+    Welcome("runs/b", "type it again", 1, Term(2, "host", "10.0.0.1:29400")),
     CoordinatorState([[0, 0], [2, 2]], 3, RESTARTS, {"hang": {}}, "SIGTERM", JobEnd(1, FAILURE), 99.5),
     RankExited(0, 1, RankExit(0)),
     RankExited(0, 1, RankExit.as_asked("saved", 7)),

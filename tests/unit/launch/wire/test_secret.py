@@ -74,8 +74,6 @@ def test_a_secret_that_others_may_know_is_refused(tmp_path, how):
 
 def test_the_secret_of_a_job_without_a_typed_folder_lies_beside_it():
     typed = Job({}, Path("runs/a"), Bounds(1, 1), join="[::1]:29400")
-    chosen = Job(
-        {"layers": [("launcher", {"run_dir": "runs/a-1"})]}, Path("runs/a-1"), Bounds(1, 1), join="[::1]:29400"
-    )
+    chosen = Job({}, Path("runs/a-1"), Bounds(1, 1), join="[::1]:29400", run_dir_was_chosen=True)
     assert typed.secret_path == Path("runs/a/.secret")
     assert chosen.secret_path == Path("runs/.secret----1--29400")

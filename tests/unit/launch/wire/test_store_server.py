@@ -30,14 +30,13 @@ SHORT, PATIENT = timedelta(seconds=0.2), timedelta(seconds=60)
 def serving() -> Iterator[tuple[int, list[Rejection]]]:
     """Yield the port of a store, and the peers that it has rejected; a thread takes the launcher's place."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = StoreServer(listener, OURS, ranks=2)
     over, rejections = threading.Event(), []
+    server = StoreServer(listener, OURS, 2, rejections.append)
 
     def serve() -> None:
         while not over.is_set():
             wait_readable(server.sockets(time.monotonic()), 0.02)
             server.poll(time.monotonic())
-            rejections.extend(server.take_rejections())
 
     thread = threading.Thread(target=serve)
     thread.start()
@@ -148,7 +147,7 @@ def test_a_changed_answer_is_refused_in_words():
 
 def test_a_rank_that_dies_after_its_handshake_is_not_the_end_of_the_launcher():
     listener = socket.create_server(("127.0.0.1", 0))
-    server = StoreServer(listener, OURS, ranks=2)
+    server = StoreServer(listener, OURS, 2, pytest.fail)
     try:
         line = socket.create_connection(listener.getsockname())
         server.poll(time.monotonic())
@@ -166,11 +165,10 @@ def test_a_rank_that_dies_after_its_handshake_is_not_the_end_of_the_launcher():
 def test_ranks_that_come_all_at_once_are_no_crowd():
     ranks = 40
     listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    server = StoreServer(listener, OURS, ranks)
+    server = StoreServer(listener, OURS, ranks, pytest.fail)
     lines = [socket.create_connection(listener.getsockname()) for _ in range(4 * ranks)]
     try:
         server.poll(time.monotonic())
-        assert server.take_rejections() == []
         assert len(server.sockets(time.monotonic())[:-1]) == 1 + len(lines)
     finally:
         server.close()
