@@ -44,12 +44,12 @@ from lockstep.checkpoint.saving.snapshot import Snapshot
 from lockstep.checkpoint.storage import CheckpointStorage, claim
 from lockstep.launch.coordinator import WAIT_S
 from lockstep.launch.decisions import failure_handler, hang_check, next_attempt
-from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.launch.nodes.search import SEARCH_RETRY_S, Membership
 from lockstep.launch.wire import connections
 from lockstep.launch.wire.messages import Rendezvous, Start
 from lockstep.launch.wire.sockets import wait_readable
 from lockstep.launch.wire.store_server import StoreServer, store_secret
+from lockstep.run_folder.checkpoint_names import file_name
 from lockstep.runtime.layout import LocalShard
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

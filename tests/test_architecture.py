@@ -17,9 +17,10 @@ PACKAGE = ROOT / "src" / "lockstep"
 # From the bottom up. An area may import areas of lower rows, and itself; areas of one row do not import each other.
 ROWS = [
     {"errors", "_version", "causes", "garbage"},
-    {"user_classes"},
+    {"user_classes", "files"},
     {"config", "faults"},
     {"runtime"},
+    {"run_folder"},
     {"launch"},
     {"task", "precision", "testing"},
     {"losses", "plan", "data", "optim", "observe", "callbacks"},
@@ -37,10 +38,9 @@ ROWS = [
 ]
 # The same inside `launch/`, for its modules and folders.
 LAUNCH_ROWS = [
-    {"frames", "job", "lost_peer", "records", "terminal", "times"},
-    {"election", "failure", "jsonl"},
-    {"folder"},
-    {"hangs"},
+    {"frames", "job", "lost_peer", "terminal", "times"},
+    {"election", "failure"},
+    {"folder_watch", "hangs"},
     {"wire"},
     {"decisions", "ranks"},
     {"agent", "validation"},

@@ -18,8 +18,8 @@ from lockstep.checkpoint.retention import Retention, best_checkpoint
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, checkpoints_at, committed
 from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.errors import UserError
-from lockstep.launch.folder.names import AVERAGED_WEIGHTS, WEIGHTS
-from lockstep.launch.folder.paths import read_path
+from lockstep.run_folder.names import AVERAGED_WEIGHTS, WEIGHTS
+from lockstep.run_folder.paths import read_path
 
 # `export` writes the tensors whose names begin with this.
 _PREFIX = f"{MODEL}."

@@ -24,7 +24,7 @@ from lockstep.checkpoint.manifest_reader import (
     require,
 )
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed
-from lockstep.launch.folder.checkpoint_names import METRICS
+from lockstep.run_folder.checkpoint_names import METRICS
 
 # Upper limit on the size of the file, which is read into memory, in bytes.
 _MAX_BYTES = 2**24

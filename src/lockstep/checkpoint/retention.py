@@ -16,7 +16,7 @@ from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.storage import Checkpoint, committed, delete_checkpoint
 from lockstep.config import yaml_dialect
 from lockstep.config.sections import CheckpointConfig
-from lockstep.launch.folder.checkpoint_names import folder_name
+from lockstep.run_folder.checkpoint_names import folder_name
 
 
 @dataclass(frozen=True)

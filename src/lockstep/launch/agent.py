@@ -13,11 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
+from lockstep import files
 from lockstep.errors import UserError
-from lockstep.launch import records
 from lockstep.launch.failure import PREEMPTED, Failure, LauncherFailure, RankExit
-from lockstep.launch.folder.names import LOGS
-from lockstep.launch.folder.run_dir import not_writable
 from lockstep.launch.hangs.suspicion import view_of
 from lockstep.launch.job import RESUME_COMMAND, Job
 from lockstep.launch.ranks.local_ranks import LocalRanks
@@ -41,6 +39,8 @@ from lockstep.launch.wire.messages import (
 )
 from lockstep.launch.wire.secret import SECRET
 from lockstep.launch.wire.sockets import wait_readable
+from lockstep.run_folder.names import LOGS
+from lockstep.run_folder.run_dir import not_writable
 from lockstep.runtime import attempt_folder
 from lockstep.runtime.environments.launcher import OF_ONE_JOB, TERM_FILE
 from lockstep.runtime.host.threads import share_cores
@@ -310,7 +310,7 @@ class Agent:
         views = [view_of(rank, self.name, pid, current.folder) for rank, pid in current.pids.items()]
 
         # Rank 0 renames the file with the task's settings into place once it has read the configuration.
-        settings = json.loads(records.read(attempt_folder.settings(current.folder)) or "{}")
+        settings = json.loads(files.read(attempt_folder.settings(current.folder)) or "{}")
 
         return NodeHeartbeat([view for view in views if view is not None], settings, current.attempt)
 

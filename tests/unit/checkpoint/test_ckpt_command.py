@@ -20,7 +20,7 @@ from lockstep.checkpoint.export import export_weights
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, committed, set_aside
 from lockstep.cli import main
 from lockstep.errors import UserError
-from lockstep.launch.folder.checkpoint_names import file_name
+from lockstep.run_folder.checkpoint_names import file_name
 
 
 @pytest.fixture

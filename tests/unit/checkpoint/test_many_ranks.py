@@ -20,7 +20,7 @@ from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Save, Saver
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim
-from lockstep.launch.folder.checkpoint_names import draft_name, file_name
+from lockstep.run_folder.checkpoint_names import draft_name, file_name
 from lockstep.runtime.layout import LocalShard
 
 

@@ -20,8 +20,8 @@ from lockstep.checkpoint.manifest import Damaged
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics, read_metrics, write_metrics
 from lockstep.checkpoint.storage import Checkpoint, CheckpointStorage, claim
-from lockstep.launch.folder.checkpoint_names import METRICS
 from lockstep.observe.sinks import read_jsonl
+from lockstep.run_folder.checkpoint_names import METRICS
 
 
 class Scored(lockstep.Task):

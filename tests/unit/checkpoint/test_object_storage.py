@@ -32,7 +32,7 @@ from lockstep.checkpoint.storage import CheckpointStorage, stores
 from lockstep.checkpoint.storage.together import StorageUnavailable
 from lockstep.cli import main
 from lockstep.errors import Preempted, UserError
-from lockstep.launch.folder.checkpoint_names import file_name
+from lockstep.run_folder.checkpoint_names import file_name
 from lockstep.testing import fail_at
 
 

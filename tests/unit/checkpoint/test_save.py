@@ -52,7 +52,7 @@ from lockstep.checkpoint.storage import (
 )
 from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.errors import UserError
-from lockstep.launch.folder.checkpoint_names import MANIFEST, file_name
+from lockstep.run_folder.checkpoint_names import MANIFEST, file_name
 from lockstep.runtime.layout import LocalShard, shard_of
 
 DTYPES = [

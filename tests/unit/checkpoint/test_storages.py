@@ -32,7 +32,7 @@ from lockstep.checkpoint.storage import (
 )
 from lockstep.checkpoint.storage.files import CHUNK, PAGE, split
 from lockstep.checkpoint.storage.stores import allow_store
-from lockstep.launch.folder.run_dir import latest_step
+from lockstep.run_folder.run_dir import latest_step
 
 
 class TestWithoutAStore(StorageContract):

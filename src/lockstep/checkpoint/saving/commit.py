@@ -42,7 +42,7 @@ from lockstep.checkpoint.storage import (
     update_latest,
 )
 from lockstep.errors import listed_ranks
-from lockstep.launch.folder.checkpoint_names import folder_name
+from lockstep.run_folder.checkpoint_names import folder_name
 
 
 def commit(draft: Draft, abort: AbortRequest, aliases: Mapping[str, str], values: Mapping[str, Any]) -> Committed:
@@ -58,7 +58,7 @@ def commit(draft: Draft, abort: AbortRequest, aliases: Mapping[str, str], values
     storage.write(draft.manifest, [memoryview(encoded)])
 
     # Only now may the confirmations go: until there is a manifest, they tell the launcher
-    # (`commit_is_near` in launch/folder/run_dir.py) that a commit is near.
+    # (`commit_is_near` in run_folder/run_dir.py) that a commit is near.
     draft.delete_confirmations()
     faults.fire("rename", draft.steps_done)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from lockstep.launch.records import open_regular
+from lockstep.files import open_regular
 
 # The number of bytes that are written or read at a time.
 CHUNK = 16 << 20

@@ -24,7 +24,8 @@ from pathlib import Path
 
 from lockstep.checkpoint.storage.files import create_file, free_bytes, sync_folder, write_all, write_file
 from lockstep.checkpoint.storage.stores import open_store
-from lockstep.launch.folder.checkpoint_names import (
+from lockstep.files import open_regular, read_bytes, replacing
+from lockstep.run_folder.checkpoint_names import (
     DELETED_PREFIX,
     TENSOR_SUFFIX,
     URL_SUFFIX,
@@ -33,8 +34,7 @@ from lockstep.launch.folder.checkpoint_names import (
     is_object_url,
     object_url,
 )
-from lockstep.launch.folder.run_dir import folders_in
-from lockstep.launch.records import open_regular, read_bytes, replacing
+from lockstep.run_folder.run_dir import folders_in
 
 
 class NotDurable(OSError):

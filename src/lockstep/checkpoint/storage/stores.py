@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 
 from lockstep.checkpoint.storage.files import LocalFiles
 from lockstep.errors import UserError
-from lockstep.launch.folder.checkpoint_names import file_name, folder_name, is_object_url, object_url
+from lockstep.run_folder.checkpoint_names import file_name, folder_name, is_object_url, object_url
 from lockstep.user_classes import import_class, is_class_name
 
 

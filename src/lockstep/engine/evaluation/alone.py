@@ -22,8 +22,8 @@ from lockstep.engine.model_setup import ModelSetup
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.errors import Preempted, UserError
-from lockstep.launch.folder.paths import read_path
 from lockstep.parallel.meta.init import init_as_configured
+from lockstep.run_folder.paths import read_path
 from lockstep.task import Task
 
 

@@ -10,13 +10,13 @@ import time
 from typing import Any
 
 from lockstep.engine.step import Stepper
-from lockstep.launch.folder.names import SAMPLES
 from lockstep.observe.recorder import Interval, Recorder
 from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.sinks import JsonlSink
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.plan.plan import Plan
+from lockstep.run_folder.names import SAMPLES
 from lockstep.task import Number, StepResult, Weight
 
 

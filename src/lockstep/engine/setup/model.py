@@ -12,7 +12,6 @@ from lockstep.checkpoint.storage import CheckpointStorage, committed
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.checks.model import check_instance_norms, check_supported
-from lockstep.launch.folder.names import CHECKPOINTS
 from lockstep.observe.run_folder import RunFolder
 from lockstep.optim.bf16_masters import MasterWeights
 from lockstep.optim.capabilities import check_kind
@@ -23,6 +22,7 @@ from lockstep.optim.weight_average import WeightAverage
 from lockstep.optim.zero1 import ShardedOptimizers
 from lockstep.parallel.driver import Driver
 from lockstep.precision import Precision, check_batchnorm, check_storage
+from lockstep.run_folder.names import CHECKPOINTS
 from lockstep.runtime.context import EventLogger, Runtime
 
 

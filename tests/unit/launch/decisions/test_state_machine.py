@@ -15,7 +15,6 @@ from lockstep.launch.decisions.members import Node, divide
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.failure import ABORTED_UNREAD, Failure, LauncherFailure, RankExit
-from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job, Settings
 from lockstep.launch.wire.messages import (
@@ -33,6 +32,7 @@ from lockstep.launch.wire.messages import (
     decode,
     encode,
 )
+from lockstep.run_folder.run_dir import CheckpointFacts
 
 ONE, TWO = Bounds(1, 1), Bounds(2, 2)
 

@@ -9,8 +9,8 @@ from dataclasses import asdict
 
 import pytest
 
+from lockstep import files
 from lockstep.errors import OutOfStep
-from lockstep.launch import records
 from lockstep.launch.failure import Failure, LauncherFailure, RankExit, pick_root
 from lockstep.launch.ranks import post_mortem, rank_record
 from lockstep.launch.ranks.post_mortem import LocalRank, examine
@@ -57,7 +57,7 @@ def test_a_full_disk_does_not_make_a_failure_of_an_end_as_planned(local_rank, mo
     def full(path, text):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(records, "write", full)
+    monkeypatch.setattr(files, "write", full)
     rank_record.write(local_rank.folder, 1, RankExit(code))
     assert examine(local_rank, code, WHEN) == RankExit(code)
 
