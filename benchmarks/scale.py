@@ -45,7 +45,6 @@ from lockstep.checkpoint.storage.rules import claim
 from lockstep.config.sections import CheckpointConfig
 from lockstep.launch.coordinator import WAIT_S
 from lockstep.launch.decisions import failure_handler, hang_check, next_attempt
-from lockstep.launch.folder.checkpoint_names import file_name
 from lockstep.launch.nodes.search import SEARCH_RETRY_S, Membership
 from lockstep.launch.wire import connections
 from lockstep.launch.wire.messages import Rendezvous, Start

@@ -17,9 +17,10 @@ PACKAGE = ROOT / "src" / "lockstep"
 # From the bottom up. An area may import areas of lower rows, and itself; areas of one row do not import each other.
 ROWS = [
     {"errors", "_version", "causes", "garbage"},
-    {"user_classes"},
+    {"user_classes", "files"},
     {"config", "faults"},
     {"runtime"},
+    {"run_folder"},
     {"launch"},
     {"task", "precision", "testing"},
     {"losses", "plan", "data", "optim", "observe", "callbacks"},

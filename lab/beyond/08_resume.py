@@ -31,11 +31,11 @@ from torch.utils.data import DistributedSampler, TensorDataset
 
 from lockstep import Loss, Sampled, Task, fit
 from lockstep.errors import RanksFailed
+from lockstep.files.jsonl import read_jsonl
 from lockstep.lab import plots, predictions
 from lockstep.lab.checks import Checks
 from lockstep.lab.predictions import Question
 from lockstep.lab.ranks import LIMIT, run_ranks
-from lockstep.launch.jsonl import read_jsonl
 from lockstep.testing import fail_at
 
 SAMPLES = 96

@@ -25,13 +25,7 @@ from lockstep.config.settings import typed as typed_value
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import frames
-from lockstep.launch.folder.names import CHECKPOINTS, CONFIG, PLAN, SOURCES, SUMMARY, WEIGHTS
-from lockstep.launch.folder.paths import run_of
-from lockstep.launch.folder.resize import ask_for_size
-from lockstep.launch.folder.run_dir import choose_run_dir, latest, latest_step, refuse_another_run, stored
-from lockstep.launch.folder.start_from import choose_start
 from lockstep.launch.job import PROGRAM, RESUME_COMMAND, Bounds, Job, as_json, parse_nnodes, parse_nproc
-from lockstep.launch.jsonl import append_event
 from lockstep.launch.ranks import rank_record
 from lockstep.launch.supervisor import Outcome, supervise
 from lockstep.launch.terminal import shares_log
@@ -41,6 +35,12 @@ from lockstep.observe.notebook import kernel
 from lockstep.observe.notebook.follower import following
 from lockstep.observe.notebook.result import result_html, result_text
 from lockstep.observe.report import write_report
+from lockstep.run_folder.events import append_event
+from lockstep.run_folder.names import CHECKPOINTS, CONFIG, PLAN, SOURCES, SUMMARY, WEIGHTS
+from lockstep.run_folder.paths import run_of
+from lockstep.run_folder.resize import ask_for_size
+from lockstep.run_folder.run_dir import choose_run_dir, latest, latest_step, refuse_another_run, stored
+from lockstep.run_folder.start_from import choose_start
 from lockstep.runtime import attempt_folder, environments
 from lockstep.runtime.environments import current_world
 from lockstep.runtime.host.threads import wait_asleep

@@ -360,7 +360,7 @@ def _train_on_hosts(
     options: argparse.Namespace, overrides: Sequence[str], layers: list[Layer], resume_command: ResumeCommand
 ) -> int:
     from lockstep.config import strongest_value
-    from lockstep.launch.folder.run_dir import choose_run_dir
+    from lockstep.run_folder.run_dir import choose_run_dir
 
     # All hosts need the same folder, so it is chosen here.
     asked, resume = strongest_value(layers, "run_dir"), strongest_value(layers, "resume") or "never"

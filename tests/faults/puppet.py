@@ -71,7 +71,7 @@ def play(spec):
 if __name__ == "__main__":  # a launcher of such ranks: its argument describes the job
     import json
 
-    from lockstep.launch.folder import watch
+    from lockstep.launch import folder_watch
     from lockstep.launch.job import Bounds, Job
     from lockstep.launch.nodes import search
     from lockstep.launch.supervisor import supervise
@@ -80,7 +80,7 @@ if __name__ == "__main__":  # a launcher of such ranks: its argument describes t
     described = json.loads(sys.argv[1])
     search.TAKEN_S = described.pop("taken_s", search.TAKEN_S)
     lost_after_s = described.pop("lost_after_s", LOST_AFTER_S)
-    for module in (connections, search, watch):
+    for module in (connections, search, folder_watch):
         module.LOST_AFTER_S = lost_after_s
     nproc, nnodes = Bounds(*described.pop("nproc")), Bounds(*described.pop("nnodes", (1, 1)))
     try:

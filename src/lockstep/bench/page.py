@@ -13,7 +13,7 @@ from typing import Any
 from lockstep.bench import plots
 from lockstep.bench.intervals import ENOUGH
 from lockstep.bench.results import Result, Section, cell, is_estimate
-from lockstep.launch.records import replacing
+from lockstep.files import replacing
 from lockstep.observe import report
 from lockstep.observe.formats import escaped
 

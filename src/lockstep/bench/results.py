@@ -19,7 +19,7 @@ from typing import Any
 import lockstep
 from lockstep.bench.intervals import ENOUGH, Estimate
 from lockstep.errors import UserError
-from lockstep.launch.records import replacing
+from lockstep.files import replacing
 from lockstep.observe.formats import finite
 
 FILE = "results.json"

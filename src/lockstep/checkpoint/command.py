@@ -27,6 +27,8 @@ from lockstep.errors import UserError, plural
 from lockstep.launch.folder.checkpoint_names import folder_name, is_half_deleted, is_set_aside, step_in
 from lockstep.launch.folder.names import EXPORT
 from lockstep.observe.formats import columns
+from lockstep.run_folder.checkpoint_names import folder_name, is_half_deleted, is_set_aside, step_in
+from lockstep.run_folder.names import CHECKPOINTS, EXPORT
 
 # How many tensors `show` lists, and how many checkpoints `ls` lists.
 MAX_SHOWN = 200

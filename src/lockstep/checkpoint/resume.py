@@ -21,8 +21,8 @@ from lockstep.checkpoint.storage.rules import set_aside, set_aside_after
 from lockstep.config import RunConfig
 from lockstep.config.changes import Change, config_changes
 from lockstep.errors import UserError
-from lockstep.launch.folder.checkpoint_names import step_in
-from lockstep.launch.folder.start_from import StartFrom
+from lockstep.run_folder.checkpoint_names import step_in
+from lockstep.run_folder.start_from import StartFrom
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import reseed_at
 

@@ -16,7 +16,7 @@ from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.rules import committed, delete_checkpoint
 from lockstep.config import yaml_dialect
 from lockstep.config.sections import CheckpointConfig
-from lockstep.launch.folder.checkpoint_names import folder_name
+from lockstep.run_folder.checkpoint_names import folder_name
 
 # The settings that `steps_to_delete` follows.
 RULES = ("keep", "keep_every", "best", "best_mode")

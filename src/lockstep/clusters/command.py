@@ -105,7 +105,7 @@ def make_request(options: argparse.Namespace, overrides: Sequence[str]) -> JobRe
     # `lockstep --help` must not wait for pydantic.
     from lockstep.config import check, read_layers, strongest_value
     from lockstep.engine.checks.names import check_names
-    from lockstep.launch.folder.run_dir import new_run_dir
+    from lockstep.run_folder.run_dir import new_run_dir
 
     layers = read_layers(options.config, overrides)
     targets.check(options.target)

@@ -20,7 +20,7 @@ from lockstep.clusters.slurm_job import SlurmJob, read_job
 from lockstep.clusters.slurm_partitions import ask_cluster, check_fits, run
 from lockstep.clusters.slurm_script import NAME, batch_script
 from lockstep.errors import UserError, plural, printable
-from lockstep.launch.folder.names import LAUNCH
+from lockstep.run_folder.names import LAUNCH
 
 HELP = "a Slurm cluster: a batch script, which requeues itself before its time limit until the run has finished"
 
@@ -64,7 +64,7 @@ def render(request: JobRequest, options: argparse.Namespace) -> dict[str, str]:
 
 def submit(request: JobRequest, options: argparse.Namespace, files: dict[str, Path]) -> int:
     # `lockstep --help` must not wait for yaml and pydantic.
-    from lockstep.launch.folder.run_dir import not_writable
+    from lockstep.run_folder.run_dir import not_writable
 
     job = read_job(request, options)
     path = str(files[NAME])

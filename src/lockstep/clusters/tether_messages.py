@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lockstep.launch import records
+from lockstep.files import typed_json
 
 # No text of a job begins a line like this: U+001E is a separator of records.
 MARK = "\x1elockstep "
@@ -130,14 +130,14 @@ _ANSWERS = {kind.__name__: kind for kind in (HostFacts, Listening, Tried, HostPr
 
 
 def encode(message: Request | Answer) -> str:
-    return records.encode_kind(message)
+    return typed_json.encode_kind(message)
 
 
 def decode_request(line: str | bytes) -> Any:
     """Return the `Request` in a line. Raises ValueError if there is none."""
-    return records.parse_kind(_REQUESTS, line)
+    return typed_json.parse_kind(_REQUESTS, line)
 
 
 def decode_answer(line: str | bytes) -> Any:
     """Return the `Answer` in a line. Raises ValueError if there is none."""
-    return records.parse_kind(_ANSWERS, line)
+    return typed_json.parse_kind(_ANSWERS, line)

@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lockstep import files
 from lockstep.engine.checks.token_ids import explain_index
 from lockstep.engine.evaluation.evaluator import evaluation_batch
 from lockstep.errors import SmallerMicroBatch, UserError
-from lockstep.launch import records
-from lockstep.launch.folder.names import MICRO_BATCH
 from lockstep.optim.capabilities import is_known
 from lockstep.optim.registry import state_copies
 from lockstep.parallel.blocks import find_blocks
@@ -32,6 +31,7 @@ from lockstep.parallel.exact.block_inputs import BlockInputs
 from lockstep.parallel.fsdp.driver import hidden_output
 from lockstep.plan.memory import Footprint, Option, amount, bytes_of, options
 from lockstep.plan.plan import smaller_micro_batch
+from lockstep.run_folder.names import MICRO_BATCH
 from lockstep.runtime import attempt_folder
 from lockstep.runtime.context import Runtime
 
@@ -262,7 +262,7 @@ def recorded_micro_batch(run_dir: Path, runtime: Runtime) -> int | None:
 
     path = run_dir / MICRO_BATCH
     return runtime.collectives.run_on_rank0(
-        lambda: json.loads(records.read_bytes(path))["micro_batch"] if path.exists() else None
+        lambda: json.loads(files.read_bytes(path))["micro_batch"] if path.exists() else None
     )
 
 
@@ -273,7 +273,7 @@ def _record_smaller_micro_batch(run: Run) -> int | None:
 
     # The next attempt resumes from the last checkpoint with this size.
     smaller = smaller_micro_batch(run.plan)
-    records.write(run.folder.path / MICRO_BATCH, json.dumps({"micro_batch": smaller}))
+    files.write(run.folder.path / MICRO_BATCH, json.dumps({"micro_batch": smaller}))
     return smaller
 
 

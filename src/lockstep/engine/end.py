@@ -17,12 +17,12 @@ from lockstep.checkpoint.state.model_state import frozen_names, is_extra, tied_n
 from lockstep.config.settings import nested
 from lockstep.engine.log.summary import summary_of
 from lockstep.errors import Preempted, UserError
-from lockstep.launch.folder.names import AVERAGED_WEIGHTS, WEIGHTS
 from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import write_summary
 from lockstep.observe.weights import save_weights
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver
+from lockstep.run_folder.names import AVERAGED_WEIGHTS, WEIGHTS
 
 if TYPE_CHECKING:
     from lockstep.engine.run import Run  # which calls `end_preempted`

@@ -19,8 +19,8 @@ from lockstep.engine.hooks.view import BuiltRunView
 from lockstep.engine.run import Run
 from lockstep.engine.setup import RunBuilder
 from lockstep.engine.start_check.metrics import check_metrics
-from lockstep.launch.folder.names import ASSETS
 from lockstep.parallel.meta.init import init_as_configured
+from lockstep.run_folder.names import ASSETS
 from lockstep.task import Loss, StepBatches, Task
 
 

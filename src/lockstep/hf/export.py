@@ -24,7 +24,7 @@ from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.errors import UserError, plural
 from lockstep.hf import adapters
 from lockstep.hf.local import LOCAL, load_config, load_model, no_progress_bars, package
-from lockstep.launch.folder.names import ASSETS, EXPORT
+from lockstep.run_folder.names import ASSETS, EXPORT
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lockstep.errors import UserError
-from lockstep.launch.records import replacing
+from lockstep.files import replacing
 
 FOLDER = Path("runs/lab")
 

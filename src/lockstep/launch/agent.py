@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import assert_never
 
+from lockstep import files
 from lockstep.errors import UserError
 from lockstep.launch import records
 from lockstep.launch.failure import RankExit
@@ -41,6 +42,8 @@ from lockstep.launch.wire.messages import (
 )
 from lockstep.launch.wire.secret import SECRET
 from lockstep.launch.wire.sockets import wait_readable
+from lockstep.run_folder.names import LOGS
+from lockstep.run_folder.run_dir import not_writable
 from lockstep.runtime import attempt_folder
 from lockstep.runtime.environments.launcher import OF_ONE_JOB, TERM_FILE
 from lockstep.runtime.host.threads import share_cores
@@ -307,7 +310,7 @@ class Agent:
         views = [view_of(rank, self.name, pid, current.folder) for rank, pid in current.pids.items()]
 
         # Rank 0 renames the file with the task's settings into place once it has read the configuration.
-        settings = json.loads(records.read(attempt_folder.settings(current.folder)) or "{}")
+        settings = json.loads(files.read(attempt_folder.settings(current.folder)) or "{}")
 
         return NodeHeartbeat([view for view in views if view is not None], settings, current.attempt)
 

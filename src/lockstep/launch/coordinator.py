@@ -18,11 +18,8 @@ from lockstep.launch.decisions.members import Node
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.election import Lease
 from lockstep.launch.failure import Failure
-from lockstep.launch.folder.names import RESIZE_REQUEST
-from lockstep.launch.folder.resize import size_in
-from lockstep.launch.folder.watch import FolderWatch
+from lockstep.launch.folder_watch import FolderWatch
 from lockstep.launch.job import COORDINATOR, Job
-from lockstep.launch.jsonl import append_event
 from lockstep.launch.terminal import say
 from lockstep.launch.times import HEARTBEAT_S, OVERDUE_ITERATION_S
 from lockstep.launch.validation import problem_with, refusal_of
@@ -45,6 +42,9 @@ from lockstep.launch.wire.messages import (
 )
 from lockstep.launch.wire.sockets import wait_readable
 from lockstep.launch.wire.store_server import StoreServer, store_secret
+from lockstep.run_folder.events import append_event
+from lockstep.run_folder.names import RESIZE_REQUEST
+from lockstep.run_folder.resize import size_in
 
 # How long an iteration of the loop waits for something to happen.
 WAIT_S = 0.05

@@ -20,7 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.launch import records
+from lockstep import files
+from lockstep.files import typed_json
 from lockstep.launch.job import COORDINATOR
 
 _TERM_NAME = re.compile(r"\.coordinator-(\d{1,15})", re.ASCII)
@@ -62,8 +63,8 @@ def _newest_listed(run: Path) -> Term | None:
         path = _term_path(run, number)
 
         try:
-            values = json.loads(records.read_bytes(path, most=4096)[_DIGITS:])
-            return records.parse(Term, {"number": number, **values})
+            values = json.loads(files.read_bytes(path, most=4096)[_DIGITS:])
+            return typed_json.parse(Term, {"number": number, **values})
         except (ValueError, TypeError):
             continue  # no launcher wrote this file
         except OSError as error:
@@ -77,7 +78,7 @@ def _newest_listed(run: Path) -> Term | None:
 def read_counter(run: Path, term: int) -> str:
     """Return the counter of a term file, which grows every second while its coordinator is alive; "" if unreadable."""
     # The file is opened each time: only then does a network file system ask its server.
-    return records.read(_term_path(run, term), most=4096)[:_DIGITS]
+    return files.read(_term_path(run, term), most=4096)[:_DIGITS]
 
 
 def _term_numbers(run: Path) -> list[int]:

@@ -11,7 +11,6 @@ from contextlib import closing, contextmanager
 from lockstep.errors import UserError
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import Coordinator
-from lockstep.launch.folder.start_from import hold_for_new_job
 from lockstep.launch.job import Job, parse_address
 from lockstep.launch.nodes.node_launcher import NodeLauncher, Outcome
 from lockstep.runtime.host.network import check_interfaces

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.folder.names import METRICS
-from lockstep.launch.jsonl import EVENTS, read_jsonl
+from lockstep.files.jsonl import read_jsonl
 from lockstep.observe.report import without_undone
+from lockstep.run_folder.names import EVENTS, METRICS
 
 
 def read_history(run_dir: Path) -> list[dict[str, Any]]:

@@ -17,11 +17,11 @@ from typing import Any
 import psutil
 import torch
 
-from lockstep.launch.folder.names import LOGS
 from lockstep.observe import stragglers
 from lockstep.observe.console import Display, fact_lines, open_display
 from lockstep.observe.metrics import Interval, Sums, exact_from_text, from_exact, quotients
 from lockstep.observe.sinks import RunJsonl, SinkList
+from lockstep.run_folder.names import LOGS
 from lockstep.runtime.context import Runtime
 
 

@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError
-from lockstep.launch.folder.names import CONFIG, EVENTS, METRICS, PLAN, PROFILE, REPORT, SOURCES, SUMMARY
-from lockstep.launch.folder.run_dir import read_mapping
-from lockstep.launch.records import replacing
+from lockstep.files import replacing
 from lockstep.observe.charts import Point, Series, Style, line_chart
 from lockstep.observe.formats import (
     SAMPLE,
@@ -38,6 +36,8 @@ from lockstep.observe.formats import (
 )
 from lockstep.observe.profile.merge import mean_kinds, warnings
 from lockstep.observe.sinks import read_jsonl
+from lockstep.run_folder.names import CONFIG, EVENTS, METRICS, PLAN, PROFILE, REPORT, SOURCES, SUMMARY
+from lockstep.run_folder.run_dir import read_mapping
 
 Record = dict[str, Any]
 

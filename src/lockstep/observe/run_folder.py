@@ -1,6 +1,6 @@
 """Opens and writes the run folder, which holds everything that a run leaves behind.
 
-`report` reads it back; `launch/folder` chooses and locks it.
+`report` reads it back; the package `run_folder` chooses and locks it.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep import files
 from lockstep.config import Resolved, RunConfig, to_yaml
 from lockstep.errors import UserError
-from lockstep.launch import records
-from lockstep.launch.folder.locks import lock
-from lockstep.launch.folder.names import CHECKPOINTS, CONFIG, PLAN, SOURCES, SUMMARY
-from lockstep.launch.folder.run_dir import choose_run_dir, holds_a_run, not_writable, prepare, refuse_another_run
-from lockstep.launch.folder.start_from import StartFrom, choose_start, going_back_mark, mark_going_back
 from lockstep.observe.formats import finite
+from lockstep.run_folder.locks import lock
+from lockstep.run_folder.names import CHECKPOINTS, CONFIG, PLAN, SOURCES, SUMMARY
+from lockstep.run_folder.run_dir import choose_run_dir, holds_a_run, not_writable, prepare, refuse_another_run
+from lockstep.run_folder.start_from import StartFrom, choose_start, going_back_mark, mark_going_back
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.environments.launcher import ATTEMPT, TORCHRUN_RESTARTS, from_launcher
 
@@ -152,5 +152,5 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
 
 def _replace(path: Path, text: str) -> None:
     # Only rank 0 writes here, so the next run replaces the draft that a killed one has left.
-    with records.replacing(path) as draft:
+    with files.replacing(path) as draft:
         draft.write_text(text)

@@ -15,13 +15,14 @@ from typing import Any, Literal
 
 from rich.filesize import decimal as size_text
 
+from lockstep import files
 from lockstep.errors import UserError
-from lockstep.launch import records
-from lockstep.launch.folder.locks import is_running
-from lockstep.launch.folder.names import CONFIG, EVENTS, LOCK, LOGS, METRICS, PLAN, SOURCES
-from lockstep.launch.folder.run_dir import read_mapping
+from lockstep.files import typed_json
 from lockstep.observe.formats import columns, figures, flat, number, one_line
 from lockstep.observe.report import without_undone
+from lockstep.run_folder.locks import is_running
+from lockstep.run_folder.names import CONFIG, EVENTS, LOCK, LOGS, METRICS, PLAN, SOURCES
+from lockstep.run_folder.run_dir import read_mapping
 
 State = Literal["running", "finished", "preempted", "failed", "killed"]
 
@@ -87,8 +88,8 @@ def is_run(folder: Path) -> bool:
 
 def facts_of(run: Path) -> RunFacts:
     # The whole of the events, which are few, but only the end of the metrics.
-    events = parse_lines(records.read(run / EVENTS))
-    lines = parse_lines(records.read(run / METRICS, most=TAIL))
+    events = parse_lines(files.read(run / EVENTS))
+    lines = parse_lines(files.read(run / METRICS, most=TAIL))
     newest = lines[-1] if lines else {}
 
     start = _last(events, "start")
@@ -118,7 +119,7 @@ def parse_lines(text: str) -> list[dict[str, Any]]:
 
     for line in text.splitlines():
         try:
-            record = records.load_json(line)
+            record = typed_json.load_json(line)
         except ValueError:
             continue
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from rich.filesize import decimal as size_text
 
 from lockstep.errors import UserError, plural, some_names
-from lockstep.launch.folder.locks import hold_idle
-from lockstep.launch.folder.names import CHECKPOINTS, LAUNCHER_LOCK, LOCK, WRITTEN
 from lockstep.observe.run_list import facts_of, files_in, is_run
 from lockstep.observe.sinks import SINKS
+from lockstep.run_folder.locks import hold_idle
+from lockstep.run_folder.names import CHECKPOINTS, LAUNCHER_LOCK, LOCK, WRITTEN
 
 # What `lockstep rm` deletes. Other names stay where they are, such as those of a user's sink, whose class is not
 # imported here.

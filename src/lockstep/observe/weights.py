@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from lockstep.errors import UserError
-from lockstep.launch.records import replacing
+from lockstep.files import replacing
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_leaves
 
-from lockstep import api
+from lockstep import api, files
 from lockstep.checkpoint.manifest import float_of
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import pack
@@ -31,7 +31,6 @@ from lockstep.engine.setup import RunBuilder, builder
 from lockstep.engine.start_check import check as start_check
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import UserError
-from lockstep.launch import records
 from lockstep.observe.metrics import metric_terms
 from lockstep.parallel.driver import trainable
 from lockstep.parallel.hooks.parameter_hooks import hook_ids
@@ -277,7 +276,7 @@ class RecordedRun(Run):
 
         # A rank that is killed while it writes leaves the last complete record.
         path = self._folder / f"record-{self.runtime.world.rank}.json"
-        records.write(path, json.dumps({"facts": self._facts, "steps": self._steps, "snapshots": self._snapshots}))
+        files.write(path, json.dumps({"facts": self._facts, "steps": self._steps, "snapshots": self._snapshots}))
 
     def _extra(self) -> dict[str, Tensor]:
         """Return what the task or the script keeps besides the model: registered state and the task's attributes."""

@@ -21,7 +21,7 @@ from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.rules import committed, set_aside
 from lockstep.cli import main
 from lockstep.errors import UserError
-from lockstep.launch.folder.checkpoint_names import file_name
+from lockstep.run_folder.checkpoint_names import file_name
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ from lockstep.checkpoint.storage.retry import StorageUnavailable
 from lockstep.checkpoint.storage.rules import claim, delete_checkpoint
 from lockstep.checkpoint.verify import find_problems
 from lockstep.errors import UserError
-from lockstep.launch.folder.checkpoint_names import file_name
+from lockstep.run_folder.checkpoint_names import file_name
 
 FILES = ["manifest.json", file_name(0), file_name(1)]
 

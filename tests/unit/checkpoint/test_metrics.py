@@ -23,6 +23,7 @@ from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.rules import claim
 from lockstep.launch.folder.checkpoint_names import METRICS
 from lockstep.observe.sinks import read_jsonl
+from lockstep.run_folder.checkpoint_names import METRICS
 
 
 class Scored(lockstep.Task):

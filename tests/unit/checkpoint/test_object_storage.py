@@ -34,7 +34,7 @@ from lockstep.checkpoint.storage.rules import claim
 from lockstep.cli import main
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import Preempted, UserError
-from lockstep.launch.folder.checkpoint_names import file_name
+from lockstep.run_folder.checkpoint_names import file_name
 from lockstep.testing import fail_at
 
 

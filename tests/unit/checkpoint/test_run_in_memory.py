@@ -40,9 +40,9 @@ from lockstep.config.changes import config_changes
 from lockstep.config.settings import typed
 from lockstep.engine.setup import run as run_setup
 from lockstep.errors import Preempted, UserError
-from lockstep.launch.folder.checkpoint_names import MANIFEST, draft_name
 from lockstep.launch.hangs.watchdog import STALL_S
 from lockstep.observe.sinks import read_jsonl
+from lockstep.run_folder.checkpoint_names import MANIFEST, draft_name
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.testing import fail_at
 

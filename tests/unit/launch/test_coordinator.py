@@ -9,18 +9,19 @@ from types import SimpleNamespace
 
 import pytest
 
+from lockstep.files.jsonl import read_jsonl
 from lockstep.launch import coordinator as module
-from lockstep.launch import election
+from lockstep.launch import election, folder_watch
 from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.decisions.commands import DropNode, LogEvent, StartAttempt
 from lockstep.launch.decisions.recovery import End
 from lockstep.launch.failure import Failure, RankExit
-from lockstep.launch.folder import watch as folder_watch
-from lockstep.launch.folder.run_dir import CheckpointFacts
-from lockstep.launch.folder.watch import FolderWatch
+from lockstep.launch.folder_watch import FolderWatch
 from lockstep.launch.job import Bounds, Job
-from lockstep.launch.jsonl import EVENTS, append_event, read_jsonl
 from lockstep.launch.wire.messages import Hello, JobEnd, NodeHeartbeat, RankExited, Rendezvous
+from lockstep.run_folder.events import append_event
+from lockstep.run_folder.names import EVENTS
+from lockstep.run_folder.run_dir import CheckpointFacts
 
 ADDRESS = "127.0.0.1:29400"
 

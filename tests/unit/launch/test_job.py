@@ -6,10 +6,10 @@ import pytest
 
 from lockstep.errors import UserError
 from lockstep.launch import job as module
-from lockstep.launch.folder.run_dir import latest_step
 from lockstep.launch.job import Bounds, Job, parse_address, parse_nnodes, parse_nproc
 from lockstep.launch.validation import refusal_of
 from lockstep.launch.wire.messages import Hello
+from lockstep.run_folder.run_dir import latest_step
 from lockstep.runtime.host.resources import visible_gpus
 
 

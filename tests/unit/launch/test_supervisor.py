@@ -3,10 +3,10 @@
 import pytest
 
 from lockstep.launch import supervisor
-from lockstep.launch.folder.names import GOING_BACK
-from lockstep.launch.folder.run_dir import latest_step
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.wire.messages import JobEnd
+from lockstep.run_folder.names import GOING_BACK
+from lockstep.run_folder.run_dir import latest_step
 
 
 @pytest.mark.parametrize(("goes_back_to", "newest"), [("step-00000003", 3), (None, 9)])

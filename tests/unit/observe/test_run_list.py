@@ -12,9 +12,9 @@ import pytest
 from run_folders import START, event, make_run
 
 from lockstep.errors import UserError
-from lockstep.launch.folder.locks import hold, is_running, lock
-from lockstep.launch.folder.names import LAUNCHER_LOCK, LOCK
 from lockstep.observe.run_list import age, facts_of, runs
+from lockstep.run_folder.locks import hold, is_running, lock
+from lockstep.run_folder.names import LAUNCHER_LOCK, LOCK
 
 
 @contextmanager

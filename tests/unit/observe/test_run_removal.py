@@ -12,8 +12,8 @@ from test_run_list import held_elsewhere
 from lockstep import cli
 from lockstep.checkpoint.command import delete_objects
 from lockstep.errors import UserError
-from lockstep.launch.folder.names import LAUNCHER_LOCK, LOCK
 from lockstep.observe.run_removal import rm
+from lockstep.run_folder.names import LAUNCHER_LOCK, LOCK
 
 
 def yes(question: str) -> bool:

@@ -25,8 +25,8 @@ from lockstep.bench.options import BenchOptions
 from lockstep.bench.pool import Pool, RanksEnded
 from lockstep.bench.results import Column, Section
 from lockstep.errors import plural
-from lockstep.launch.folder.names import METRICS
-from lockstep.launch.jsonl import EVENTS, read_jsonl
+from lockstep.files.jsonl import read_jsonl
+from lockstep.run_folder.names import EVENTS, METRICS
 from lockstep.runtime.environments.launcher import OF_ONE_JOB
 
 LIMIT_S = 60.0  # for one record: longer is a hang

@@ -24,9 +24,9 @@ from lockstep.checkpoint.manifest import weight_name
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.search import wait_for_newest_valid
 from lockstep.errors import UserError
-from lockstep.launch.folder.names import SUMMARY, WEIGHTS
-from lockstep.launch.folder.paths import read_path
-from lockstep.launch.folder.run_dir import holds_a_run
+from lockstep.run_folder.names import SUMMARY, WEIGHTS
+from lockstep.run_folder.paths import read_path
+from lockstep.run_folder.run_dir import holds_a_run
 from lockstep.runtime.context import EventLogger, Runtime
 
 TORCH_FILES = (".pt", ".pth", ".bin", ".ckpt")

@@ -40,7 +40,7 @@ from lockstep.checkpoint.storage.folder import NotDurable
 from lockstep.checkpoint.storage.rules import commit_draft, delete_replaced, finish_deletions, update_latest
 from lockstep.checkpoint.verify import check_size
 from lockstep.errors import listed_ranks
-from lockstep.launch.folder.checkpoint_names import folder_name
+from lockstep.run_folder.checkpoint_names import folder_name
 
 
 def commit(
@@ -66,7 +66,7 @@ def commit(
     storage.write(draft.manifest, [memoryview(encoded)])
 
     # Only now may the confirmations go: until there is a manifest, they tell the launcher
-    # (`commit_is_near` in launch/folder/run_dir.py) that a commit is near.
+    # (`commit_is_near` in run_folder/run_dir.py) that a commit is near.
     draft.delete_confirmations()
     faults.fire("rename", draft.step)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry, tensors_to_json
 from lockstep.checkpoint.saving.context import SaveContext
-from lockstep.launch.folder.checkpoint_names import MANIFEST, confirmation_name, draft_name, file_name
+from lockstep.run_folder.checkpoint_names import MANIFEST, confirmation_name, draft_name, file_name
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from pathlib import Path
 
 from lockstep.checkpoint.storage.files import create_file, free_bytes, sync_folder, sync_names, write_all, write_file
 from lockstep.checkpoint.storage.stores import open_store
-from lockstep.launch.folder.checkpoint_names import (
+from lockstep.files import open_regular, read_bytes, replacing
+from lockstep.run_folder.checkpoint_names import (
     DELETED_PREFIX,
     TENSOR_SUFFIX,
     URL_SUFFIX,

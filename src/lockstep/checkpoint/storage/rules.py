@@ -11,7 +11,7 @@ from typing import Literal
 
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
-from lockstep.launch.folder.checkpoint_names import (
+from lockstep.run_folder.checkpoint_names import (
     LATEST,
     OWNER,
     is_half_deleted,

@@ -28,6 +28,8 @@ from lockstep.errors import UserError
 from lockstep.launch.folder.checkpoint_names import step_in
 from lockstep.recipes.hrm import HRM
 from lockstep.recipes.hrm.arguments import overrides
+from lockstep.run_folder.checkpoint_names import step_in
+from lockstep.run_folder.names import CHECKPOINTS
 from lockstep.task import Loss
 
 KEYS = {"checkpoint": "(needed: a run, or one of its checkpoints)", "save_outputs": False}

@@ -23,10 +23,10 @@ from lockstep.clusters.ray.placement import AgentPlacement, Slot
 from lockstep.clusters.ray.round import FAILURES, Round
 from lockstep.clusters.request import JobRequest
 from lockstep.errors import ExitCode, Preempted, UserError
-from lockstep.launch.folder.names import LAUNCH
 from lockstep.launch.job import RESUME_COMMAND
 from lockstep.launch.terminal import say
 from lockstep.launch.wire.secret import SECRET, SECRET_FILE
+from lockstep.run_folder.names import LAUNCH
 
 # The pause between two looks at the agents.
 TURN_S = 0.2

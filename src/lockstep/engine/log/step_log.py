@@ -17,6 +17,7 @@ from lockstep.observe.sinks import JsonlSink
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
 from lockstep.plan.plan import Plan
+from lockstep.run_folder.names import SAMPLES
 from lockstep.task import Number, StepResult, Weight
 
 

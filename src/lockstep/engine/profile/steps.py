@@ -13,11 +13,11 @@ from typing import Any
 
 from lockstep.engine.profile.flops import StepFlops, matmul_rate
 from lockstep.engine.run import Run
-from lockstep.launch.folder.names import PROFILE
 from lockstep.observe.profile.merge import mean_kinds, merge, warnings
 from lockstep.observe.profile.tracer import StepTracer
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import StepPart
+from lockstep.run_folder.names import PROFILE
 from lockstep.runtime.seeds import preserve_rng
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import nn
 
+from lockstep import files
 from lockstep.checkpoint.manifest import EMA
 from lockstep.checkpoint.state.stateful import RegisteredState
 from lockstep.checkpoint.storage.stores import allow_store_of
@@ -35,7 +36,6 @@ from lockstep.engine.setup.model import check_model, initial_weights, make_avera
 from lockstep.engine.setup.run import make_run
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import ConfigError, Preempted, UserError
-from lockstep.launch import records
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.report import write_report
 from lockstep.observe.run_folder import RunFolder, open_run_dir
@@ -310,4 +310,4 @@ def tell_launcher(config: RunConfig, is_main: bool) -> None:
     folder = attempt_folder.current()
     if folder and is_main:
         limits = {"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}
-        records.write(attempt_folder.settings(folder), json.dumps(limits))
+        files.write(attempt_folder.settings(folder), json.dumps(limits))

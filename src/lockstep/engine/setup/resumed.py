@@ -10,9 +10,9 @@ from lockstep.config import RunConfig
 from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.settings import check_epochs_countable
 from lockstep.engine.step import Stepper
-from lockstep.launch.folder.names import METRICS
 from lockstep.observe.sinks import read_jsonl
 from lockstep.plan.plan import Plan
+from lockstep.run_folder.names import METRICS
 from lockstep.task import BatchSource
 
 

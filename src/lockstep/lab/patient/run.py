@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from lockstep.files.jsonl import read_jsonl
 from lockstep.lab.patient.faults import TASK
-from lockstep.launch.jsonl import read_jsonl
 
 
 @dataclass(frozen=True)

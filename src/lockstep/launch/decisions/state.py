@@ -11,11 +11,11 @@ from lockstep.launch.decisions.commands import NodeNews, Outbox
 from lockstep.launch.decisions.members import Members
 from lockstep.launch.decisions.recovery import Decision, End
 from lockstep.launch.decisions.status import ACTIVE, JOIN_S, TRANSITIONS, JobStatus
-from lockstep.launch.folder.names import LOGS
-from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.hangs.watchdog import Watchdog
 from lockstep.launch.job import Job, Settings
 from lockstep.launch.wire.messages import CollectStacks, CoordinatorState, JobEnd, Kill, SaveAndExit
+from lockstep.run_folder.names import LOGS
+from lockstep.run_folder.run_dir import CheckpointFacts
 
 
 class JobState:

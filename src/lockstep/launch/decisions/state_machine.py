@@ -40,7 +40,6 @@ from lockstep.launch.decisions.status import (
     JobStatus,
 )
 from lockstep.launch.failure import Failure, LauncherFailure
-from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.job import COORDINATOR, Job, Settings
 from lockstep.launch.wire.messages import (
     CoordinatorState,
@@ -53,6 +52,7 @@ from lockstep.launch.wire.messages import (
     ToCoordinator,
     ranges,
 )
+from lockstep.run_folder.run_dir import CheckpointFacts
 
 
 class JobStateMachine:

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lockstep import files
 from lockstep.errors import listed_ranks
-from lockstep.launch import records
 from lockstep.runtime import attempt_folder
 
 # How many ranks are described in a message about a hang.
@@ -70,7 +70,7 @@ def _answer_requests(folder: Path, rank: int) -> None:
     """Write this rank's collectives to its file whenever there is a new request, until the attempt's folder is gone."""
     answered = ""
     while folder.exists():
-        request = records.read(attempt_folder.collectives_request(folder))
+        request = files.read(attempt_folder.collectives_request(folder))
         if request and request != answered:
             answered = request
 
@@ -78,7 +78,7 @@ def _answer_requests(folder: Path, rank: int) -> None:
             with contextlib.suppress(OSError, ValueError, RuntimeError):
                 # The answer repeats the request: the launcher drops answers to older ones.
                 answer = {"request": request, "entries": recorded()}
-                records.write(attempt_folder.collectives(folder, rank), json.dumps(answer))
+                files.write(attempt_folder.collectives(folder, rank), json.dumps(answer))
 
         time.sleep(REQUEST_POLL_S)
 
@@ -100,7 +100,7 @@ def collect(folder: Path, ranks: list[int], timeout: float) -> dict[int, list[di
     """Ask these ranks for their collectives. Ranks that do not answer in time are missing from the result."""
     # Every request has a new text, which the answers repeat, so that an old answer is not taken for a new one.
     request = str(time.time_ns())
-    records.write(attempt_folder.collectives_request(folder), request)
+    files.write(attempt_folder.collectives_request(folder), request)
 
     answers: dict[int, list[dict[str, Any]]] = {}
     deadline = time.monotonic() + timeout
@@ -109,7 +109,7 @@ def collect(folder: Path, ranks: list[int], timeout: float) -> dict[int, list[di
 
         # A rank renames its answer into place, so it is complete.
         for rank in set(ranks) - answers.keys():
-            answer = json.loads(records.read(attempt_folder.collectives(folder, rank)) or "{}")
+            answer = json.loads(files.read(attempt_folder.collectives(folder, rank)) or "{}")
             if answer.get("request") == request:
                 answers[rank] = answer["entries"]
 

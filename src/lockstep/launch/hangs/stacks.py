@@ -14,7 +14,7 @@ import signal
 import time
 from pathlib import Path
 
-from lockstep.launch import records
+from lockstep import files
 from lockstep.launch.frames import Frame
 from lockstep.runtime import attempt_folder
 
@@ -67,23 +67,23 @@ def collect(folder: Path, pids: dict[int, int], timeout: float) -> dict[int, str
 
 def worker_pids(pid: int) -> list[int]:
     """Return the processes that the process `pid` forked, from any of its threads."""
-    children = (records.read(path) for path in sorted(Path(f"/proc/{pid}/task").glob("*/children")))
+    children = (files.read(path) for path in sorted(Path(f"/proc/{pid}/task").glob("*/children")))
     return [int(child) for text in children for child in text.split()]
 
 
 def _collect(folder: Path, pids: dict[int, int], deadline: float) -> dict[int, str]:
     """Ask each process for its stacks and return what it has written by the deadline, "" if nothing."""
-    files = {rank: attempt_folder.stacks(folder, rank) for rank in pids}
+    paths = {rank: attempt_folder.stacks(folder, rank) for rank in pids}
 
     # Answers are appended: the new answer begins where the file ends now.
-    before = {rank: path.stat().st_size if path.exists() else 0 for rank, path in files.items()}
+    before = {rank: path.stat().st_size if path.exists() else 0 for rank, path in paths.items()}
     waiting = {rank for rank, pid in pids.items() if _ask(pid)}
     answers = dict.fromkeys(pids, "")
 
     while waiting and time.monotonic() < deadline:
         time.sleep(0.05)
         for rank in sorted(waiting):
-            text = records.read(files[rank], before[rank])
+            text = files.read(paths[rank], before[rank])
 
             # An answer that has not grown since the last look is complete.
             if text and text == answers[rank]:
@@ -138,7 +138,7 @@ def main_thread(text: str) -> tuple[Frame, ...]:
 
 def _ask(pid: int) -> bool:
     """Send the signal. Return whether an answer can come."""
-    status = records.read(Path(f"/proc/{pid}/status"))
+    status = files.read(Path(f"/proc/{pid}/status"))
     caught = re.search(r"^SigCgt:\s*([0-9a-f]+)$", status, re.MULTILINE)
 
     # The signal would kill a rank that has not registered yet (bit n - 1 of the mask is signal n), and a suspended rank

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from lockstep import files
 from lockstep.config.sections import HangConfig
-from lockstep.launch import records
 from lockstep.runtime import attempt_folder, heartbeat
 
 # The phases of ranks that have not yet entered a collective in which other ranks may already wait.
@@ -66,7 +66,7 @@ class RankView(heartbeat.HeartbeatView):
 def process_stat(pid: int) -> list[str]:
     """Return the fields of /proc/PID/stat from the state's letter on; [] if there is no such process."""
     # The process's name, in parentheses, may hold spaces.
-    return records.read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    return files.read(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
 
 
 def view_of(rank: int, host: str, pid: int, folder: Path) -> RankView | None:

@@ -16,9 +16,7 @@ from lockstep.errors import ExitCode, UserError
 from lockstep.launch import election
 from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import WAIT_S, Coordinator
-from lockstep.launch.folder.run_dir import prepare
 from lockstep.launch.job import COORDINATOR, Job
-from lockstep.launch.jsonl import append_event
 from lockstep.launch.nodes.search import CoordinatorRole, Membership, NextStep, Search
 from lockstep.launch.terminal import say, shares_log
 from lockstep.launch.times import HEARTBEAT_S
@@ -35,6 +33,8 @@ from lockstep.launch.wire.messages import (
 )
 from lockstep.launch.wire.secret import find_secret
 from lockstep.launch.wire.sockets import wait_readable
+from lockstep.run_folder.events import append_event
+from lockstep.run_folder.run_dir import prepare
 
 
 class Outcome(NamedTuple):

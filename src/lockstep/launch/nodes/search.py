@@ -16,10 +16,7 @@ from lockstep.errors import ExitCode, PeersMissing, Preempted, UserError
 from lockstep.launch import election
 from lockstep.launch.election import CounterWatch, Lease, TakeoverWatch, Term
 from lockstep.launch.failure import Failure, LauncherFailure
-from lockstep.launch.folder.locks import break_locks, hold
-from lockstep.launch.folder.start_from import hold_for_new_job
 from lockstep.launch.job import Job, parse_address
-from lockstep.launch.jsonl import EVENTS
 from lockstep.launch.terminal import say, shares_log
 from lockstep.launch.times import LOST_AFTER_S, within_last_hour
 from lockstep.launch.wire.connections import (
@@ -32,6 +29,9 @@ from lockstep.launch.wire.connections import (
     reach,
 )
 from lockstep.launch.wire.messages import CoordinatorState, JobEnd
+from lockstep.run_folder.locks import break_locks, hold
+from lockstep.run_folder.names import EVENTS
+from lockstep.run_folder.start_from import hold_for_new_job
 from lockstep.runtime.rendezvous.handshake import Secret
 
 # How long a node tries to reach the coordinating node.

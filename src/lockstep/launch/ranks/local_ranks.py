@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch import records
+from lockstep import files
 from lockstep.launch.hangs import flight_recorder, stacks
 from lockstep.launch.hangs.suspicion import process_stat
 from lockstep.launch.ranks import rank_record
@@ -120,7 +120,7 @@ class LocalRanks:
 
         # Without this file, the ranks name SIGTERM as the signal that ended them.
         with suppress(OSError):
-            records.write(attempt_folder.preempt_signal(self.folder), signal or "")
+            files.write(attempt_folder.preempt_signal(self.folder), signal or "")
 
         for pid in self.pids.values():
             _ask_rank_to_save(pid)

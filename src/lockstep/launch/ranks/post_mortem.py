@@ -12,7 +12,8 @@ import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from lockstep.launch import frames, records
+from lockstep import files
+from lockstep.launch import frames
 from lockstep.launch.failure import ABORTED_UNREAD, CLEAN, Failure, LauncherFailure, RankExit
 from lockstep.launch.hangs import stacks
 from lockstep.launch.ranks import rank_record
@@ -85,7 +86,7 @@ def examine(rank: LocalRank, code: int, when: float) -> RankExit:
             return RankExit.as_asked("nothing") if code else RankExit(code)
 
     # A rank that was killed has left no record.
-    log = records.read(rank.log, rank.log_began, most=LOG_SIZE) if rank.log else None
+    log = files.read(rank.log, rank.log_began, most=LOG_SIZE) if rank.log else None
     if failure is None:
         failure = _without_record(rank, code, when, log)
 
@@ -117,7 +118,7 @@ def _without_record(rank: LocalRank, code: int, when: float, log: str | None) ->
 
     # A rank cannot react to SIGKILL: any stack on file is from an earlier hang check. Otherwise the
     # crash was most likely in the main thread, so threads of torch are left out.
-    dumped = "" if code == -signal.SIGKILL else records.read(attempt_folder.stacks(rank.folder, rank.number))
+    dumped = "" if code == -signal.SIGKILL else files.read(attempt_folder.stacks(rank.folder, rank.number))
     detail = frames.describe(stacks.main_thread(dumped))
 
     return Failure(rank.number, rank.host, when, kind, message, traceback="\n".join(detail), origin="signal")
@@ -177,7 +178,7 @@ def _explain_signal(name: str, oom_kills_before: int | None, log: str | None) ->
 def oom_kills() -> int | None:
     """Return how many processes of this cgroup the kernel has killed for lack of memory; None if that is not known."""
     # In the order of the files, the first that has a count.
-    counts = (re.search(r"\boom_kill (\d+)", records.read(path)) for path in _memory_files())
+    counts = (re.search(r"\boom_kill (\d+)", files.read(path)) for path in _memory_files())
     return next((int(count[1]) for count in counts if count), None)
 
 
@@ -185,7 +186,7 @@ def _memory_files() -> list[Path]:
     """Return the files that may hold the count: the cgroup's own file, or the file at the top, as in a container."""
     root = Path("/sys/fs/cgroup")
     paths = []
-    for line in records.read(Path("/proc/self/cgroup")).splitlines():
+    for line in files.read(Path("/proc/self/cgroup")).splitlines():
         # cgroup v2 has one group for all controllers, v1 has one group for each.
         _, controllers, group = line.split(":", 2)
         if not controllers:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from lockstep import files
 from lockstep.errors import OutOfStep, Preempted, UserError
 from lockstep.launch import lost_peer, records
 from lockstep.launch.failure import Failure, RankExit
@@ -75,7 +76,7 @@ def write(folder: Path, rank: int, rank_exit: RankExit) -> None:
     # The launcher may have ended, and removed the folder. A full disk has room for an empty file: see `examine`.
     with contextlib.suppress(OSError):
         path.touch()
-        records.write(path, json.dumps(asdict(rank_exit)))
+        files.write(path, json.dumps(asdict(rank_exit)))
 
 
 def read(folder: Path, rank: int) -> RankExit | None:
@@ -97,7 +98,7 @@ def first_failure(folder: Path) -> Failure | None:
 
 def _parse(path: Path) -> RankExit | None:
     try:
-        return records.parse(RankExit, json.loads(records.read(path)))
+        return typed_json.parse(RankExit, json.loads(files.read(path)))
     except ValueError:
         return None
 

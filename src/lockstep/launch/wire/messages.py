@@ -1,6 +1,7 @@
 """The messages that the launchers of a job send to each other; `connections.py` sends them.
 
-A message is a frozen dataclass, sent as one line of JSON; every field is checked when it is received (`records.parse`).
+A message is a frozen dataclass, sent as one line of JSON; every field is checked when it is received
+(`typed_json.parse`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from lockstep.launch import records
+from lockstep.files import typed_json
 from lockstep.launch.election import Term
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.hangs.suspicion import RankView
@@ -24,9 +25,9 @@ _KINDS: dict[str, type[Message]] = {}
 
 
 class Message:
-    """Base of all messages: a frozen dataclass whose fields `records.parse` can check.
+    """Base of all messages: a frozen dataclass whose fields `typed_json.parse` can check.
 
-    The message of a node also says what `records.parse` cannot know: later code checks only entries of collectives.
+    The message of a node also says what `typed_json.parse` cannot know: later code checks only entries of collectives.
     """
 
     @property
@@ -353,9 +354,9 @@ ToNode = Welcome | Refused | CoordinatorState | Announce | JobEnd | Order
 
 
 def encode(message: Message) -> bytes:
-    return records.encode_kind(message).encode() + b"\n"
+    return typed_json.encode_kind(message).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
     """Return the message in `line`. Raises ValueError for anything that is not a valid message."""
-    return records.parse_kind(_KINDS, line)
+    return typed_json.parse_kind(_KINDS, line)

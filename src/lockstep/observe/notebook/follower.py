@@ -14,12 +14,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch import records
-from lockstep.launch.folder.names import METRICS
-from lockstep.launch.jsonl import EVENTS
+from lockstep import files
 from lockstep.observe.console import Display, fact_lines, open_display
 from lockstep.observe.formats import SAMPLE, number
 from lockstep.observe.run_list import parse_lines
+from lockstep.run_folder.names import EVENTS, METRICS
 
 LOOK_S = 0.25
 
@@ -79,7 +78,7 @@ class Follower:
 
     def _new_records(self, path: Path) -> list[dict[str, Any]]:
         """Return the records that were written to a file since the last look."""
-        text = records.read(path, start=self._read[path])
+        text = files.read(path, start=self._read[path])
 
         # The rest is a line that is being written.
         whole = text[: text.rfind("\n") + 1]

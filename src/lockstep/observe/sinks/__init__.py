@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.errors import UserError, unknown_name
-from lockstep.launch.folder.names import METRICS
-from lockstep.launch.jsonl import EVENTS, JsonlSink, read_jsonl
+from lockstep.files.jsonl import JsonlSink, read_jsonl
 from lockstep.observe.sinks.background import BackgroundSink
 from lockstep.observe.sinks.csv_sink import CsvSink
 from lockstep.observe.sinks.kubeflow import KubeflowSink
@@ -25,6 +24,7 @@ from lockstep.observe.sinks.sink import Sink
 from lockstep.observe.sinks.tensorboard_sink import TensorBoardSink
 from lockstep.observe.sinks.trackio_sink import TrackioSink
 from lockstep.observe.sinks.wandb_sink import WandbSink
+from lockstep.run_folder.names import EVENTS, METRICS
 from lockstep.user_classes import import_class, is_class_name
 
 __all__ = ["SINKS", "JsonlSink", "RunJsonl", "Sink", "SinkList", "check_sinks", "read_jsonl"]

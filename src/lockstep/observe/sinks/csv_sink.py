@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lockstep.launch.records import replacing
+from lockstep.files import replacing
 from lockstep.observe.formats import flat
 from lockstep.observe.sinks.sink import Sink
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from lockstep.launch.folder.names import CONFIG
+from lockstep.run_folder.names import CONFIG
 
 
 def settings_of(run_dir: Path) -> dict[str, Any]:

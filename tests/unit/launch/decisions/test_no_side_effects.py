@@ -21,7 +21,7 @@ def test_a_decision_does_not_look_for_itself(path):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             imported.add(node.module)
-            if (node.module or "").startswith("lockstep.launch.folder"):
+            if (node.module or "").startswith("lockstep.run_folder"):
                 from_folder |= {alias.name for alias in node.names}
 
     assert not imported & OUTSIDE

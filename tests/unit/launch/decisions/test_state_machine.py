@@ -35,6 +35,7 @@ from lockstep.launch.wire.messages import (
     decode,
     encode,
 )
+from lockstep.run_folder.run_dir import CheckpointFacts
 
 ONE, TWO = Bounds(1, 1), Bounds(2, 2)
 

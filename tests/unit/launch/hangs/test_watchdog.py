@@ -584,7 +584,7 @@ def test_views_of_real_processes(ranks, tmp_path):
     assert [seen.step for seen in views] == [7] * 4
     assert views[1].state == "R"
     assert views[3].state == "T"
-    assert records.parse(RankView, json.loads(json.dumps(asdict(views[0])))) == views[0]
+    assert typed_json.parse(RankView, json.loads(json.dumps(asdict(views[0])))) == views[0]
     ranks[0].kill()
     ranks[0].wait()
     assert view_of(0, "here", ranks[0].pid, tmp_path).state == ""
@@ -595,9 +595,9 @@ def test_views_of_real_processes(ranks, tmp_path):
 )
 def test_a_view_that_came_damaged_is_refused(wrong):
     with pytest.raises(ValueError, match=r"not a valid RankView|instead of a value of type"):
-        records.parse(RankView, asdict(view(0, "data", 8.0)) | wrong)
+        typed_json.parse(RankView, asdict(view(0, "data", 8.0)) | wrong)
     with pytest.raises(ValueError, match="not a valid RankView"):
-        records.parse(RankView, {"rank": 0})
+        typed_json.parse(RankView, {"rank": 0})
 
 
 def test_nothing_is_known_of_ranks_whose_folder_is_gone(tmp_path):

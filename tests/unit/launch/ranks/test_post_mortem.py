@@ -9,8 +9,8 @@ from dataclasses import asdict
 
 import pytest
 
+from lockstep import files
 from lockstep.errors import OutOfStep
-from lockstep.launch import records
 from lockstep.launch.failure import Failure, LauncherFailure, RankExit, pick_root
 from lockstep.launch.ranks import post_mortem, rank_record
 from lockstep.launch.ranks.post_mortem import LocalRank, examine

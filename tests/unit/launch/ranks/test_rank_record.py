@@ -22,14 +22,14 @@ def test_records_survive_the_round_trip(recorded):
     found = recorded(1, KeyError("x"))
     assert (found.rank, found.kind, found.host) == (1, "KeyError", "node-a")
     assert "Traceback" in found.traceback
-    assert records.parse(Failure, json.loads(json.dumps(asdict(found)))) == found
+    assert typed_json.parse(Failure, json.loads(json.dumps(asdict(found)))) == found
 
 
 @pytest.mark.parametrize("wrong", [{}, {"rank": "1"}, {"extra": 1}, {"time": None}, {"for_user": 1}])
 def test_what_is_no_record_is_refused(wrong):
     good = asdict(Failure(1, "h", 0.0, "k", "m"))
     with pytest.raises(ValueError, match=r"not a valid Failure|instead of a value of type"):
-        records.parse(Failure, {**good, **wrong} if wrong else {})
+        typed_json.parse(Failure, {**good, **wrong} if wrong else {})
 
 
 def test_a_rank_that_is_out_of_step_is_named_by_those_that_notice_it():

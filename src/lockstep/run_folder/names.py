@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from lockstep.launch.jsonl import EVENTS
-
 # What a run is: its settings, where each of them comes from, and what follows from them.
 CONFIG = "config.yaml"
 SOURCES = "config.sources.json"
 PLAN = "plan.json"
 MICRO_BATCH = "micro_batch.json"  # the largest micro-batch that fits, with micro_batch=auto
 
-# What it records, besides EVENTS.
+# What it records.
+EVENTS = "events.jsonl"
 METRICS = "metrics.jsonl"
 SUMMARY = "summary.json"
 REPORT = "report.html"

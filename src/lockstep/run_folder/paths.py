@@ -12,8 +12,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from lockstep.errors import UserError
-from lockstep.launch.folder.checkpoint_names import MANIFEST, step_in
-from lockstep.launch.folder.names import CHECKPOINTS, METRICS
+from lockstep.run_folder.checkpoint_names import MANIFEST, step_in
+from lockstep.run_folder.names import CHECKPOINTS, METRICS
 
 
 @dataclass(frozen=True)

@@ -1,88 +1,16 @@
-"""Files and JSON that the processes of a job exchange.
-
-Other processes may be killed at any moment, and other machines may send anything. So a file appears complete or not at
-all, a file that cannot be read counts as empty, and JSON is checked field by field before it becomes an object.
-"""
+"""JSON of other processes and machines, checked field by field before it becomes an object."""
 
 from __future__ import annotations
 
-import errno
-import io
 import json
-import os
-import secrets
-import stat
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from functools import cache
-from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-# The largest file, in bytes, that is read as a whole. Logs and metrics of long runs stay far below it.
-LARGEST = 2**30
-
 # How deep dicts and lists may be nested.
 DEEPEST = 50
-
-
-@contextmanager
-def replacing(path: Path, suffix: str = "tmp") -> Iterator[Path]:
-    """Yield a draft to write to, then rename it to `path`, so that no process reads half a file.
-
-    An error removes the draft.
-    """
-    # Processes that may write the same file at once need different suffixes.
-    draft = path.with_name(f".{path.name}.{suffix}")
-    try:
-        # A draft may be left by a process that was killed, or be a link, which must not be written through.
-        draft.unlink(missing_ok=True)
-        yield draft
-        os.replace(draft, path)
-    except BaseException:  # Ctrl-C as well: no draft may stay behind
-        draft.unlink(missing_ok=True)
-        raise
-
-
-def write(path: Path, text: str) -> None:
-    """Write a text file that appears complete or not at all."""
-    # Several ranks may write at once.
-    with replacing(path, f"{secrets.token_hex(4)}.tmp") as draft:
-        draft.write_text(text)
-
-
-def open_regular(path: Path) -> io.BufferedReader:
-    """Open a file for reading. Raises OSError for a pipe or a device, which might wait, or go on, for ever."""
-    # O_NONBLOCK: opening a pipe must not wait for a writer. For a regular file it means nothing.
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise OSError(errno.EINVAL, "not a regular file", str(path))
-
-    return os.fdopen(fd, "rb")
-
-
-def read_bytes(path: Path, most: int = LARGEST) -> bytes:
-    """Return the contents of a regular file. Raises OSError if it is anything else, or larger than `most`."""
-    with open_regular(path) as file:
-        data = file.read(most + 1)
-
-    if len(data) > most:
-        raise OSError(errno.EFBIG, f"larger than {most:,} bytes", str(path))
-
-    return data
-
-
-def read(path: Path, start: int = 0, most: int = LARGEST) -> str:
-    """Return what a file holds from byte `start` on, its last `most` bytes at most; "" if it cannot be read."""
-    try:
-        with open_regular(path) as file:
-            # Files of /proc have contents, but no size.
-            file.seek(max(start, os.fstat(file.fileno()).st_size - most))
-            return file.read(most).decode(errors="replace")
-    except OSError:
-        return ""
 
 
 def load_json(text: str | bytes) -> Any:

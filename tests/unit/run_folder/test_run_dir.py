@@ -13,14 +13,14 @@ from lockstep.api import make_resume_command
 from lockstep.config import resolve
 from lockstep.errors import UserError
 from lockstep.launch.failure import Failure, LauncherFailure
-from lockstep.launch.folder import locks, run_dir
-from lockstep.launch.folder.locks import break_locks, has_launcher, hold, lock
-from lockstep.launch.folder.names import WRITTEN
-from lockstep.launch.folder.resize import ask_for_size
-from lockstep.launch.folder.run_dir import choose_run_dir, prepare
 from lockstep.launch.job import Bounds, Job
 from lockstep.launch.supervisor import Outcome
 from lockstep.launch.wire.messages import JobEnd
+from lockstep.run_folder import locks, run_dir
+from lockstep.run_folder.locks import break_locks, has_launcher, hold, lock
+from lockstep.run_folder.names import WRITTEN
+from lockstep.run_folder.resize import ask_for_size
+from lockstep.run_folder.run_dir import choose_run_dir, prepare
 
 
 def test_resume_auto_needs_a_folder_by_name(tmp_path, monkeypatch):
@@ -64,7 +64,7 @@ def test_what_to_type_to_resume(words, resume, again):
 HOLDER = """
 import sys
 from pathlib import Path
-from lockstep.launch.folder.locks import hold
+from lockstep.run_folder.locks import hold
 with hold(Path(sys.argv[1])):
     print("holds", flush=True)
     sys.stdin.read()
@@ -87,7 +87,7 @@ def test_a_wish_for_another_size_needs_a_launcher_and_no_rank(tmp_path):
 
 
 def test_a_folder_is_held_by_one_launcher_until_its_job_is_taken_over(tmp_path, monkeypatch):
-    monkeypatch.setattr("lockstep.launch.folder.locks.LAUNCHER_WAIT_S", 0.2)
+    monkeypatch.setattr("lockstep.run_folder.locks.LAUNCHER_WAIT_S", 0.2)
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout.readline() == b"holds\n"
@@ -107,7 +107,7 @@ def test_a_lock_that_is_removed_while_one_waits_for_it_is_made_anew(tmp_path):
 
 def test_a_launcher_that_waited_for_a_file_that_was_removed_waits_for_the_next(tmp_path, monkeypatch):
     """It held nothing, and trained beside the successor of the job that it had waited for."""
-    monkeypatch.setattr("lockstep.launch.folder.locks.LAUNCHER_WAIT_S", 0.2)
+    monkeypatch.setattr("lockstep.run_folder.locks.LAUNCHER_WAIT_S", 0.2)
     acquire, successors = locks._acquire, []
 
     def taken_over_meanwhile(file, timeout):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from lockstep import files
 from lockstep.errors import UserError
-from lockstep.launch import records
-from lockstep.launch.folder.locks import has_launcher
-from lockstep.launch.folder.names import LOCK, RESIZE_REQUEST
+from lockstep.run_folder.locks import has_launcher
+from lockstep.run_folder.names import LOCK, RESIZE_REQUEST
 
 
 def ask_for_size(run: Path, count: int) -> None:
@@ -31,7 +31,7 @@ def ask_for_size(run: Path, count: int) -> None:
         )
 
     # The launcher looks for the file once a second.
-    records.write(run / RESIZE_REQUEST, f"{count}\n")
+    files.write(run / RESIZE_REQUEST, f"{count}\n")
 
 
 # ---- in the launcher ----
@@ -41,7 +41,7 @@ def take_request(run: Path) -> str | None:
     """Return the text of the request and remove it; None if there is none yet, or if the disk fails for the moment."""
     request = run / RESIZE_REQUEST
     try:
-        text = records.read_bytes(request, most=4096).decode(errors="replace").strip()
+        text = files.read_bytes(request, most=4096).decode(errors="replace").strip()
     except OSError:
         return None
 

@@ -11,10 +11,10 @@ import pytest
 
 from lockstep.checkpoint.resume import Resumer
 from lockstep.errors import UserError
-from lockstep.launch.folder.checkpoint_names import MANIFEST
-from lockstep.launch.folder.names import GOING_BACK
-from lockstep.launch.folder.run_dir import latest_step, read_checkpoint_facts
-from lockstep.launch.folder.start_from import StartFrom, choose_start, mark_going_back
+from lockstep.run_folder.checkpoint_names import MANIFEST
+from lockstep.run_folder.names import GOING_BACK
+from lockstep.run_folder.run_dir import latest_step, read_checkpoint_facts
+from lockstep.run_folder.start_from import StartFrom, choose_start, mark_going_back
 
 BEGINNING = StartFrom()
 NEWEST = StartFrom(newest=True)

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.launch import records
-from lockstep.launch.folder.locks import hold
-from lockstep.launch.folder.names import GOING_BACK
-from lockstep.launch.folder.paths import read_path, run_of
-from lockstep.launch.folder.resize import remove_old_requests
+from lockstep import files
+from lockstep.run_folder.locks import hold
+from lockstep.run_folder.names import GOING_BACK
+from lockstep.run_folder.paths import read_path, run_of
+from lockstep.run_folder.resize import remove_old_requests
 
 
 @dataclass(frozen=True)
@@ -92,4 +92,4 @@ def mark_going_back(run_dir: Path, checkpoint: str | None) -> None:
     if checkpoint is None:
         mark.unlink(missing_ok=True)
     else:
-        records.write(mark, checkpoint)
+        files.write(mark, checkpoint)

@@ -17,11 +17,12 @@ from typing import Any
 
 import yaml
 
+from lockstep import files
 from lockstep.config import yaml_dialect
 from lockstep.errors import UserError
-from lockstep.launch import records
-from lockstep.launch.folder.checkpoint_names import LATEST, MANIFEST, OWNER, is_confirmation, is_draft, step_in
-from lockstep.launch.folder.names import (
+from lockstep.files import typed_json
+from lockstep.run_folder.checkpoint_names import LATEST, MANIFEST, OWNER, is_confirmation, is_draft, step_in
+from lockstep.run_folder.names import (
     CHECKPOINTS,
     CONFIG,
     GOING_BACK,
@@ -33,7 +34,7 @@ from lockstep.launch.folder.names import (
     SUMMARY,
     is_written,
 )
-from lockstep.launch.folder.paths import run_of
+from lockstep.run_folder.paths import run_of
 from lockstep.runtime.environments.launcher import TORCHRUN_ID, TORCHRUN_RESTARTS
 
 # The largest settings or plan file of a run, in bytes.
@@ -171,16 +172,16 @@ def not_writable(run: Path, error: OSError) -> UserError:
 
 def read_mapping(path: Path) -> dict[str, Any]:
     """Return the mapping in a .yaml or .json file of a run. Raises OSError or ValueError if it holds anything else."""
-    text = records.read_bytes(path, most=LARGEST_SETTINGS).decode()
+    text = files.read_bytes(path, most=LARGEST_SETTINGS).decode()
     try:
-        values = records.load_json(text) if path.suffix == ".json" else yaml_dialect.load(text, aliases=False)
+        values = typed_json.load_json(text) if path.suffix == ".json" else yaml_dialect.load(text, aliases=False)
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(getattr(error, "problem", None) or str(error)) from None
 
     if not isinstance(values, dict):
         raise ValueError(f"a mapping was expected, a {type(values).__name__} was found")
 
-    return records.not_too_deep(values)
+    return typed_json.not_too_deep(values)
 
 
 def stored(run: Path, name: str) -> dict[str, Any]:
@@ -191,8 +192,8 @@ def stored(run: Path, name: str) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else error
-        files = " and ".join(dict.fromkeys([name, CONFIG, SOURCES]))
-        fix = f"restore it, or remove {files} there, and give the settings again"
+        settings = " and ".join(dict.fromkeys([name, CONFIG, SOURCES]))
+        fix = f"restore it, or remove {settings} there, and give the settings again"
         raise UserError(f"the file {name} of the run {run} cannot be read", f"{why}", fix) from None
 
 
@@ -224,9 +225,9 @@ def read_checkpoint_facts(checkpoints: Path) -> CheckpointFacts:
     for name in filter(is_draft, names):
         # It may be renamed at this moment.
         with suppress(FileNotFoundError):
-            files = os.listdir(checkpoints / name)
-            confirmed.add(sum(map(is_confirmation, files)))
-            has_manifest = has_manifest or MANIFEST in files
+            inside = os.listdir(checkpoints / name)
+            confirmed.add(sum(map(is_confirmation, inside)))
+            has_manifest = has_manifest or MANIFEST in inside
 
     newest = _newest_of(checkpoints, names)
     return CheckpointFacts(step_in(newest) if newest else None, frozenset(confirmed), has_manifest)
@@ -264,7 +265,7 @@ def _newest_of(checkpoints: Path, names: list[str]) -> str | None:
     # A checkpoint that was set aside is never the newest, even while a run goes back to it.
     mark = checkpoints.parent / GOING_BACK
     if mark.exists():
-        name = records.read(mark).strip()
+        name = files.read(mark).strip()
         return name if step_in(name) is not None else None
 
     # LATEST is not asked: a commit updates it last, so after a kill it may name an older checkpoint.

@@ -7,7 +7,8 @@ from typing import Literal
 
 import pytest
 
-from lockstep.launch import records
+from lockstep import files
+from lockstep.files import typed_json
 
 
 @dataclass(frozen=True)
@@ -27,38 +28,38 @@ class Whole:
 
 def test_a_file_replaces_the_one_before_and_leaves_nothing_else(tmp_path):
     for text in ("first, and longer", "second"):
-        records.write(tmp_path / "record", text)
-    assert records.read(tmp_path / "record") == "second"
+        files.write(tmp_path / "record", text)
+    assert files.read(tmp_path / "record") == "second"
     assert [path.name for path in tmp_path.iterdir()] == ["record"]
 
 
 def test_a_file_is_read_from_a_position_and_not_beyond_its_last_bytes(tmp_path):
     (tmp_path / "log").write_bytes(b"0123456789\xff")
-    assert records.read(tmp_path / "log", 8) == "89\ufffd"
-    assert records.read(tmp_path / "log", 2, most=4) == "789\ufffd"
-    assert records.read(tmp_path / "log", 9, most=100) == "9\ufffd"
+    assert files.read(tmp_path / "log", 8) == "89\ufffd"
+    assert files.read(tmp_path / "log", 2, most=4) == "789\ufffd"
+    assert files.read(tmp_path / "log", 9, most=100) == "9\ufffd"
 
 
 def test_what_cannot_be_read_is_empty(tmp_path):
-    assert records.read(tmp_path / "missing") == ""
-    assert records.read(tmp_path) == ""
+    assert files.read(tmp_path / "missing") == ""
+    assert files.read(tmp_path) == ""
     os.mkfifo(tmp_path / "pipe")
-    assert records.read(tmp_path / "pipe") == ""
-    assert records.read(Path("/dev/zero")) == ""
-    assert records.read(Path("/proc/self/cgroup")) == Path("/proc/self/cgroup").read_text()
+    assert files.read(tmp_path / "pipe") == ""
+    assert files.read(Path("/dev/zero")) == ""
+    assert files.read(Path("/proc/self/cgroup")) == Path("/proc/self/cgroup").read_text()
 
 
 def test_what_is_read_whole_has_a_limit(tmp_path):
     (tmp_path / "file").write_bytes(b"12345")
-    assert records.read_bytes(tmp_path / "file", most=5) == b"12345"
+    assert files.read_bytes(tmp_path / "file", most=5) == b"12345"
     with pytest.raises(OSError, match="larger than 4 bytes"):
-        records.read_bytes(tmp_path / "file", most=4)
+        files.read_bytes(tmp_path / "file", most=4)
 
 
 def test_a_draft_is_not_written_through_a_link(tmp_path):
     (tmp_path / "victim").write_text("precious")
     (tmp_path / ".record.tmp").symlink_to(tmp_path / "victim")
-    with records.replacing(tmp_path / "record") as draft:
+    with files.replacing(tmp_path / "record") as draft:
         draft.write_text("new")
     assert (tmp_path / "victim").read_text() == "precious"
     assert (tmp_path / "record").read_text() == "new"
@@ -77,7 +78,7 @@ def test_json_becomes_objects():
 
 
 def test_fields_with_a_default_may_be_missing():
-    assert records.parse(Part, {"size": 2}) == Part(2)
+    assert typed_json.parse(Part, {"size": 2}) == Part(2)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from lockstep.errors import UserError
-from lockstep.launch.folder.checkpoint_names import MANIFEST
-from lockstep.launch.folder.paths import RunPath, read_path, run_of
+from lockstep.run_folder.checkpoint_names import MANIFEST
+from lockstep.run_folder.paths import RunPath, read_path, run_of
 
 
 @pytest.fixture

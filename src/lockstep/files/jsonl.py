@@ -1,4 +1,4 @@
-"""JSON lines on disk: `metrics.jsonl` and `events.jsonl`.
+"""JSON lines on disk: `metrics.jsonl` and `events.jsonl` of a run.
 
 One record is one `write` to a file opened for appending. A reader therefore sees whole lines, and a process that dies
 loses nothing that it wrote. (A machine that loses power may: an fsync would cost milliseconds per record.)
@@ -16,12 +16,12 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
 from lockstep.errors import UserError
-from lockstep.launch.records import load_json, read_bytes
+from lockstep.files import read_bytes
+from lockstep.files.typed_json import load_json
 
 NONFINITE = "_nonfinite"
 
@@ -29,19 +29,6 @@ NONFINITE = "_nonfinite"
 TORN_S = 0.05
 
 CHUNK = 65536  # bytes that are read at a time, from the end of a file, to find its last line
-
-
-# The events of a run. The launcher and rank 0 both append to this file.
-EVENTS = "events.jsonl"
-
-
-def append_event(run_dir: Path, event: Mapping[str, Any]) -> None:
-    """Append an event of the launcher to the run's events. Without a time of its own it gets the present."""
-    # A full disk must not end the launcher in the middle of a restart: better to lose the event.
-    with suppress(OSError):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        with JsonlSink(run_dir / EVENTS) as events:
-            events.write({"time": time.time(), **event})
 
 
 class JsonlSink:

@@ -16,10 +16,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from pathlib import Path
 from typing import IO, Any
 
+from lockstep import files
 from lockstep.errors import UserError
-from lockstep.launch import records
-from lockstep.launch.folder.names import LAUNCHER_LOCK, LOCK
-from lockstep.launch.folder.run_dir import not_writable, prepare
+from lockstep.run_folder.names import LAUNCHER_LOCK, LOCK
+from lockstep.run_folder.run_dir import not_writable, prepare
 
 # How long a launcher waits for the end of another one, which may just have been killed.
 LAUNCHER_WAIT_S = 10.0
@@ -65,7 +65,7 @@ def _hold_file(path: Path, timeout: float, holder: str) -> IO[str] | None:
 
 def _name_in(path: Path) -> str:
     """Return the process that a lock names, in parentheses; "" if it names none."""
-    host, _, pid = records.read(path, most=300).strip().partition(" ")
+    host, _, pid = files.read(path, most=300).strip().partition(" ")
     return f" (process {pid} on {host})" if pid else ""
 
 
@@ -151,7 +151,7 @@ def is_running(run: Path) -> bool | None:
 
 def _is_held(path: Path) -> bool | None:
     try:
-        file = records.open_regular(path)
+        file = files.open_regular(path)
     except OSError as error:
         return False if isinstance(error, FileNotFoundError) else None
 

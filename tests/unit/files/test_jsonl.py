@@ -5,8 +5,9 @@ import os
 import threading
 import time
 
-from lockstep.launch import jsonl
-from lockstep.launch.jsonl import append_event, read_jsonl
+from lockstep.files import jsonl
+from lockstep.files.jsonl import read_jsonl
+from lockstep.run_folder.events import append_event
 
 
 def test_events_are_appended_line_by_line(tmp_path):
