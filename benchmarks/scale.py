@@ -50,6 +50,7 @@ from lockstep.launch.wire import connections
 from lockstep.launch.wire.messages import Rendezvous, Start
 from lockstep.launch.wire.sockets import wait_readable
 from lockstep.launch.wire.store_server import StoreServer, store_secret
+from lockstep.run_folder.checkpoint_names import file_name
 from lockstep.runtime.shards import LocalShard
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

@@ -113,7 +113,7 @@ def digests(run: Path, step: int | None = None) -> dict[str, str]:
 
     from lockstep.checkpoint.search import newest_valid
     from lockstep.checkpoint.storage.folder import CheckpointStorage
-    from lockstep.launch.folder.checkpoint_names import folder_name
+    from lockstep.run_folder.checkpoint_names import folder_name
 
     only = None if step is None else folder_name(step)
     reader = newest_valid(CheckpointStorage(run / "checkpoints"), 0, 1, lambda value: [value], only)

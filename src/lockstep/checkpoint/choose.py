@@ -1,6 +1,6 @@
 """Which checkpoint a path means: the one at this path, or of a run its newest, its best, or that of a step.
 
-All commands ask here, and torch is not imported. What the path itself means is in `launch/folder/paths.py`.
+All commands ask here, and torch is not imported. What the path itself means is in `run_folder/paths.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.rules import committed
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import UserError
-from lockstep.launch.folder.paths import read_path
+from lockstep.run_folder.paths import read_path
 
 
 def checkpoints_at(path: Path) -> tuple[CheckpointStorage, str | None]:

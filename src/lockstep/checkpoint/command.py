@@ -24,11 +24,9 @@ from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.rules import committed, delete_checkpoint
 from lockstep.checkpoint.verify import check_size, verify_checkpoint
 from lockstep.errors import UserError, plural
-from lockstep.launch.folder.checkpoint_names import folder_name, is_half_deleted, is_set_aside, step_in
-from lockstep.launch.folder.names import EXPORT
 from lockstep.observe.formats import columns
 from lockstep.run_folder.checkpoint_names import folder_name, is_half_deleted, is_set_aside, step_in
-from lockstep.run_folder.names import CHECKPOINTS, EXPORT
+from lockstep.run_folder.names import EXPORT
 
 # How many tensors `show` lists, and how many checkpoints `ls` lists.
 MAX_SHOWN = 200

@@ -13,7 +13,7 @@ from lockstep.checkpoint.manifest import InvalidCheckpoint, average_name, weight
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
-from lockstep.launch.folder.names import AVERAGED_WEIGHTS, WEIGHTS
+from lockstep.run_folder.names import AVERAGED_WEIGHTS, WEIGHTS
 
 
 class Weights(NamedTuple):

@@ -45,7 +45,6 @@ from lockstep.errors import UserError, plural
 from lockstep.observe.run_folder import RunFolder
 from lockstep.optim.optimizers import Update
 from lockstep.plan.plan import Plan
-from lockstep.run_folder.names import CHECKPOINTS
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import reseed_at
 from lockstep.task import BatchSource, StepResult

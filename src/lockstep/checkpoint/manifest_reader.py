@@ -38,7 +38,7 @@ from lockstep.checkpoint.manifest import (
     canonical,
 )
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
-from lockstep.launch.folder.checkpoint_names import MANIFEST, step_in
+from lockstep.run_folder.checkpoint_names import MANIFEST, step_in
 
 # Upper limit on the size of a tensor or file, in bytes. A larger number would overflow later.
 _MAX_BYTES = 2**60

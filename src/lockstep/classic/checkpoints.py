@@ -32,7 +32,7 @@ from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.config.sections import CheckpointConfig
 from lockstep.engine.step import Stepper
 from lockstep.errors import UserError
-from lockstep.launch.folder.paths import CHECKPOINTS
+from lockstep.run_folder.paths import CHECKPOINTS
 from lockstep.runtime.rendezvous.store import wait_for
 from lockstep.runtime.shards import shard_of
 from lockstep.runtime.world import World

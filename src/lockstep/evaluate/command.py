@@ -19,14 +19,11 @@ from lockstep.checkpoint.storage.rules import committed
 from lockstep.config import Layer, check, resolve_for
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import UserError
-from lockstep.launch.folder.names import AVERAGED_WEIGHTS, EVALUATIONS, PLAN, WEIGHTS
-from lockstep.launch.folder.paths import RunPath, read_path
-from lockstep.launch.folder.run_dir import holds_a_run, new_run_dir, stored
 from lockstep.launch.job import Job, as_json, parse_nproc
 from lockstep.launch.supervisor import supervise
 from lockstep.observe.formats import columns, figures
 from lockstep.run_folder.names import AVERAGED_WEIGHTS, EVALUATIONS, PLAN, WEIGHTS
-from lockstep.run_folder.paths import read_path
+from lockstep.run_folder.paths import RunPath, read_path
 from lockstep.run_folder.run_dir import holds_a_run, new_run_dir, stored
 
 if TYPE_CHECKING:

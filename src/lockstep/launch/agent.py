@@ -15,10 +15,7 @@ from typing import assert_never
 
 from lockstep import files
 from lockstep.errors import UserError
-from lockstep.launch import records
 from lockstep.launch.failure import RankExit
-from lockstep.launch.folder.names import LOGS
-from lockstep.launch.folder.run_dir import not_writable
 from lockstep.launch.hangs.suspicion import view_of
 from lockstep.launch.job import RESUME_COMMAND, Job
 from lockstep.launch.ranks.local_ranks import LocalRanks

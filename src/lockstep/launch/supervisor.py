@@ -13,6 +13,7 @@ from lockstep.launch.agent import Agent
 from lockstep.launch.coordinator import Coordinator
 from lockstep.launch.job import Job, parse_address
 from lockstep.launch.nodes.node_launcher import NodeLauncher, Outcome
+from lockstep.run_folder.start_from import hold_for_new_job
 from lockstep.runtime.host.network import check_interfaces
 from lockstep.runtime.preemption import PREEMPT_SIGNALS, signal_handler
 

@@ -22,7 +22,7 @@ from lockstep.checkpoint.storage.rules import (
 )
 from lockstep.checkpoint.storage.stores import allow_store_of, open_store
 from lockstep.config.sections import CheckpointConfig
-from lockstep.launch.folder.checkpoint_names import file_name, folder_name
+from lockstep.run_folder.checkpoint_names import file_name, folder_name
 
 
 def latest(storage: CheckpointStorage) -> str:

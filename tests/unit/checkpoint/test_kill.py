@@ -19,8 +19,8 @@ from checkpoints import load, same, state
 import preloaded
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.rules import committed, delete_leftovers
-from lockstep.launch.folder.checkpoint_names import file_name
-from lockstep.launch.folder.run_dir import latest_step
+from lockstep.run_folder.checkpoint_names import file_name
+from lockstep.run_folder.run_dir import latest_step
 
 HERE = Path(__file__).parent
 

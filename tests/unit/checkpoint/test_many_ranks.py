@@ -22,7 +22,7 @@ from lockstep.checkpoint.saving.save import Save, Saver
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.rules import claim
 from lockstep.config.sections import CheckpointConfig
-from lockstep.launch.folder.checkpoint_names import draft_name, file_name
+from lockstep.run_folder.checkpoint_names import draft_name, file_name
 from lockstep.runtime.shards import LocalShard
 
 

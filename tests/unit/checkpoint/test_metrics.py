@@ -21,7 +21,6 @@ from lockstep.checkpoint.metrics import CheckpointMetrics, read_metrics, write_m
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.rules import claim
-from lockstep.launch.folder.checkpoint_names import METRICS
 from lockstep.observe.sinks import read_jsonl
 from lockstep.run_folder.checkpoint_names import METRICS
 

@@ -49,7 +49,7 @@ from lockstep.checkpoint.storage.rules import (
 from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import UserError
-from lockstep.launch.folder.checkpoint_names import MANIFEST, file_name
+from lockstep.run_folder.checkpoint_names import MANIFEST, file_name
 from lockstep.runtime.shards import LocalShard, shard_of
 
 DTYPES = [

@@ -30,7 +30,7 @@ from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.rules import committed, set_aside_after
 from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.config.sections import CheckpointConfig
-from lockstep.launch.folder.run_dir import latest_step
+from lockstep.run_folder.run_dir import latest_step
 
 
 class TestWithoutAStore(StorageContract):

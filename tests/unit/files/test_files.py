@@ -74,7 +74,7 @@ GOOD = {
 
 
 def test_json_becomes_objects():
-    assert records.parse(Whole, GOOD) == Whole(1, [Part(2, side="left")], {3: "x"}, {"a": [1, None]})
+    assert typed_json.parse(Whole, GOOD) == Whole(1, [Part(2, side="left")], {3: "x"}, {"a": [1, None]})
 
 
 def test_fields_with_a_default_may_be_missing():
@@ -101,4 +101,4 @@ def test_fields_with_a_default_may_be_missing():
 )
 def test_json_of_another_shape_is_refused(wrong):
     with pytest.raises(ValueError, match=r"not a valid|instead of (a value|one of)|invalid literal"):
-        records.parse(Whole, GOOD | wrong)
+        typed_json.parse(Whole, GOOD | wrong)

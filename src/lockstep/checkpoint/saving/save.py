@@ -31,7 +31,7 @@ from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError, SaveFailed, SaveOutcome, Written
 from lockstep.checkpoint.saving.snapshot import BackgroundCopy, Snapshot
 from lockstep.checkpoint.storage.files import split
-from lockstep.launch.folder.checkpoint_names import file_name, folder_name
+from lockstep.run_folder.checkpoint_names import file_name, folder_name
 from lockstep.runtime.shards import LocalShard
 
 # How long the end of a run waits for the thread of an aborted save, in seconds: a disk may not answer.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.launch.folder.checkpoint_names import folder_name, step_in
+from lockstep.run_folder.checkpoint_names import folder_name, step_in
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,8 @@ from lockstep.run_folder.checkpoint_names import (
     is_object_url,
     object_url,
 )
-from lockstep.launch.folder.paths import CHECKPOINTS
-from lockstep.launch.folder.run_dir import folders_in
-from lockstep.launch.records import open_regular, read_bytes, replacing
+from lockstep.run_folder.paths import CHECKPOINTS
+from lockstep.run_folder.run_dir import folders_in
 
 
 class NotDurable(OSError):

@@ -15,8 +15,8 @@ from typing import Any, Protocol, cast
 
 from lockstep.checkpoint.storage.files import free_bytes, sync_names, write_file
 from lockstep.errors import UserError
-from lockstep.launch.folder.checkpoint_names import file_name, folder_name, is_object_url, object_url
-from lockstep.launch.records import open_regular
+from lockstep.files import open_regular
+from lockstep.run_folder.checkpoint_names import file_name, folder_name, is_object_url, object_url
 from lockstep.user_classes import import_class, is_class_name
 
 

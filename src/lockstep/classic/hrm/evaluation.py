@@ -25,11 +25,9 @@ from lockstep.checkpoint.choose import choose, run_folder_of
 from lockstep.classic.hrm.messages import check_names, help_text, translate
 from lockstep.classic.hrm.pretrain_config import generate_name
 from lockstep.errors import UserError
-from lockstep.launch.folder.checkpoint_names import step_in
 from lockstep.recipes.hrm import HRM
 from lockstep.recipes.hrm.arguments import overrides
 from lockstep.run_folder.checkpoint_names import step_in
-from lockstep.run_folder.names import CHECKPOINTS
 from lockstep.task import Loss
 
 KEYS = {"checkpoint": "(needed: a run, or one of its checkpoints)", "save_outputs": False}

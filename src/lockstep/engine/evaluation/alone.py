@@ -24,7 +24,6 @@ from lockstep.engine.setup import RunBuilder
 from lockstep.engine.trained_model import TrainedModel
 from lockstep.errors import Preempted, UserError
 from lockstep.parallel.meta.init import init_as_configured
-from lockstep.run_folder.paths import read_path
 from lockstep.task import Task
 
 

@@ -10,7 +10,6 @@ import time
 from typing import Any
 
 from lockstep.engine.step import Stepper
-from lockstep.launch.folder.names import SAMPLES
 from lockstep.observe.recorder import Recorder
 from lockstep.observe.run_folder import RunFolder
 from lockstep.observe.sinks import JsonlSink

@@ -23,7 +23,6 @@ from lockstep.optim.weight_average import WeightAverage
 from lockstep.optim.zero1 import ShardedOptimizers
 from lockstep.parallel.driver import Driver
 from lockstep.precision import Precision, check_batchnorm, check_storage
-from lockstep.run_folder.names import CHECKPOINTS
 from lockstep.runtime.context import EventLogger, Runtime
 
 

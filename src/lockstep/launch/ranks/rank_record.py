@@ -19,7 +19,8 @@ from pathlib import Path
 
 from lockstep import files
 from lockstep.errors import OutOfStep, Preempted, UserError
-from lockstep.launch import lost_peer, records
+from lockstep.files import typed_json
+from lockstep.launch import lost_peer
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.frames import Frame
 from lockstep.runtime import attempt_folder

@@ -16,7 +16,6 @@ from lockstep.launch.decisions.members import Node, divide
 from lockstep.launch.decisions.state import JobState
 from lockstep.launch.decisions.state_machine import JobStateMachine
 from lockstep.launch.failure import ABORTED_UNREAD, Failure, LauncherFailure, RankExit, Save
-from lockstep.launch.folder.run_dir import CheckpointFacts
 from lockstep.launch.hangs.flight_recorder import DEFAULT_GROUP
 from lockstep.launch.hangs.suspicion import RankView
 from lockstep.launch.job import Bounds, Job, Settings

@@ -12,7 +12,7 @@ import pytest
 
 import preloaded
 from lockstep.config.sections import HangConfig
-from lockstep.launch import records
+from lockstep.files import typed_json
 from lockstep.launch.failure import LauncherFailure
 from lockstep.launch.frames import line_of
 from lockstep.launch.hangs import watchdog

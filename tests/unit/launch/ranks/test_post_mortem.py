@@ -57,7 +57,7 @@ def test_a_full_disk_does_not_make_a_failure_of_an_end_as_planned(local_rank, mo
     def full(path, text):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(records, "write", full)
+    monkeypatch.setattr(files, "write", full)
     rank_record.write(local_rank.folder, 1, planned)
     assert examine(local_rank, planned.code, WHEN) == planned
 

@@ -11,7 +11,7 @@ from lockstep import api
 from lockstep.config import resolve
 from lockstep.engine import setup
 from lockstep.errors import OutOfStep, Preempted
-from lockstep.launch import records
+from lockstep.files import typed_json
 from lockstep.launch.failure import Failure, RankExit
 from lockstep.launch.ranks import rank_record
 from lockstep.runtime import context
