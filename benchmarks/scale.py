@@ -35,7 +35,6 @@ from lockstep.checkpoint import command
 from lockstep.checkpoint.manifest import File, Piece, TensorEntry
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.rank_file import arrange
-from lockstep.checkpoint.retention import Retention
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.draft import Confirmation
 from lockstep.checkpoint.saving.outcome import Committed
@@ -43,6 +42,7 @@ from lockstep.checkpoint.saving.save import Save
 from lockstep.checkpoint.saving.snapshot import Snapshot
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.rules import claim
+from lockstep.config.sections import CheckpointConfig
 from lockstep.launch.coordinator import WAIT_S
 from lockstep.launch.decisions import failure_handler, hang_check, next_attempt
 from lockstep.launch.folder.checkpoint_names import file_name
@@ -323,7 +323,7 @@ def staged(root: Path, parts: int) -> tuple[Save, Snapshot, Contents]:
     contents = Contents({name: LocalShard(torch.zeros(1, 16), (parts, 16), (0, 0)) for name in names})
     snapshot = Snapshot(file_name(0))
     size = snapshot.reserve(contents.shards).file_size
-    save = Save(SaveContext(storage, 0, parts, "be7c4", Retention(), timeout_s=600), 1, 1, size)
+    save = Save(SaveContext(storage, 0, parts, "be7c4", CheckpointConfig()), 1, 1, size)
 
     (root / save.draft.name).mkdir(parents=True)
     for rank in range(1, parts):
