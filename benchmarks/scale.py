@@ -323,7 +323,7 @@ def staged(root: Path, parts: int) -> tuple[Save, Snapshot, Contents]:
     contents = Contents({name: LocalShard(torch.zeros(1, 16), (parts, 16), (0, 0)) for name in names})
     snapshot = Snapshot(file_name(0))
     size = snapshot.reserve(contents.shards).file_size
-    save = Save(SaveContext(storage, 0, parts, "be7c4", CheckpointConfig()), 1, 1, size)
+    save = Save(SaveContext(storage, 0, parts, "be7c4", CheckpointConfig(timeout=600)), 1, 1, size)
 
     (root / save.draft.name).mkdir(parents=True)
     for rank in range(1, parts):
