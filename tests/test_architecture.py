@@ -38,10 +38,9 @@ ROWS = [
 ]
 # The same inside `launch/`, for its modules and folders.
 LAUNCH_ROWS = [
-    {"frames", "job", "lost_peer", "records", "terminal", "times"},
-    {"election", "failure", "jsonl", "restarts"},
-    {"folder"},
-    {"hangs"},
+    {"frames", "job", "lost_peer", "terminal", "times"},
+    {"election", "failure", "restarts"},
+    {"folder_watch", "hangs"},
     {"wire"},
     {"decisions", "ranks"},
     {"agent", "validation"},
