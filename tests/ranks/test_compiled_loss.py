@@ -501,6 +501,90 @@ def test_a_resumed_run_compiles_again(pool: Any, tmp_path: Any) -> None:
     assert_close(rest, whole)
 
 
+def squares(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return model(x).square().sum(), len(x)
+
+
+def distances(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (model(x) - 1).abs().sum(), len(x)
+
+
+def several_functions(world: World, store: Any, folder: str, compiled: bool, at_step: int = 0) -> dict[str, Any]:
+    """Train on two functions in turn, of which `run.compile` gets the second one at a step."""
+    values = {**QUIET, "compile": compiled, "steps": 4, "global_batch": 16, "micro_batch": 4, "run_dir": folder}
+    resolved = resolve([("test", values)])
+    torch._dynamo.reset()
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+
+    with (
+        patch.object(targets, "BACKEND", "aot_eager"),
+        context.start(world, resolved.config, store) as runtime,
+    ):
+        run = OwnRun(open_run(resolved, runtime, "test"))
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        wrapped, _ = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        calls = [run.compile(squares), squares if at_step else run.compile(distances)]
+        losses = []
+        for step in run.steps(TensorDataset(x)):
+            if step.index == at_step > 0:
+                calls[1] = run.compile(distances)
+
+            for (batch,) in step:
+                total, weight = calls[(step.index + 1) % 2](wrapped, batch)
+                losses.append(total.item())
+                step.backward(total, weight)
+            step.apply()
+
+        compiler = run._builder.driver.compiler
+        target = compiler.code.target.name if compiler and compiler.code else None
+        run.close()
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        return {"weights": weights, "target": target, "losses": losses}
+
+
+def test_each_of_several_functions_is_called(pool: Any, tmp_path: Any) -> None:
+    plain = pool.run(several_functions, str(tmp_path / "plain"), False, world=1)[0]
+    found = pool.run(several_functions, str(tmp_path / "compiled"), True, world=1)[0]
+    assert (plain["target"], found["target"]) == (None, targets.MODEL)
+    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert_close(found, plain)
+
+
+def test_a_function_is_refused_after_the_first_step_with_another(pool: Any, tmp_path: Any) -> None:
+    with pytest.raises(Exception, match=r"run.compile\(distances\) got another function than before, in step 2"):
+        pool.run(several_functions, str(tmp_path), True, 2, world=1)
+
+
+def evaluated_first(world: World, store: Any, folder: str) -> tuple[list[Any], str]:
+    """Evaluate with batches of another size than those of training, and return the sizes that were noted."""
+    values = {**QUIET, "compile": "auto", "steps": 8, "global_batch": 16, "micro_batch": 4, "run_dir": folder}
+    resolved = resolve([("test", {**values, "evaluate.batch": 7})])
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    with (
+        patch.object(apply, "wants_compile", lambda *_: True),
+        patch.object(judge, "history_path", lambda: Path(folder) / "compile.json"),
+        patch.object(payoff, "MOST_LOST", 0.0),
+        context.start(world, resolved.config, store) as runtime,
+    ):
+        run = OwnRun(open_run(resolved, runtime, "test"))
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        wrapped, _ = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        call = run.compile(squares)
+        run.evaluate(TensorDataset(x), lambda model, batch: Loss(*call(model, *batch)))
+        for step in run.steps(TensorDataset(x)):
+            for (batch,) in step:
+                step.backward(*call(wrapped, batch))
+            step.apply()
+
+        compiler = run._builder.driver.compiler
+        run.close()
+        return compiler.watch.sizes(), compiler.stage
+
+
+def test_the_sizes_of_evaluations_do_not_count(pool: Any, tmp_path: Any) -> None:
+    assert pool.run(evaluated_first, str(tmp_path), world=1)[0] == ([[[4], [3]]], "eager")
+
+
 def test_a_function_before_the_model(tmp_path: Any) -> None:
     with (
         lockstep.start(run_dir=tmp_path, global_batch=4, steps=1, log={"progress": "off"}) as run,

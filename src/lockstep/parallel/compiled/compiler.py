@@ -22,6 +22,7 @@ from typing import Any, Literal
 import torch
 
 from lockstep.config import RunConfig
+from lockstep.errors import UserError
 from lockstep.parallel.call_chain import CallChain, Link
 from lockstep.parallel.compiled.batch_sizes import Arguments, BatchWatch, shapes_of
 from lockstep.parallel.compiled.compilation import LOOSE_TOLERANCE, TOLERANCE, Compilation
@@ -79,7 +80,7 @@ class Compiler(StepPart):
         self.tolerance = LOOSE_TOLERANCE if loose else TOLERANCE
 
         self.stage: Literal["watch", "try", "compiled", "eager"] = "watch" if judged else "try"
-        self.function: Function | None = None  # what the user's loss computes from the model and a batch
+        self._functions: list[Function] = []  # those around the model, see `around`
         self.code: InstalledCode | None = None  # what runs in training calls; None: eager code
         self.compiles = 0  # how often code was installed
 
@@ -98,19 +99,31 @@ class Compiler(StepPart):
 
     # ---- the calls of a step ----
 
+    @property
+    def function(self) -> Function | None:
+        """The loss around the model, from which it and a batch compute something; None if there are several."""
+        return self._functions[0] if len(self._functions) == 1 else None
+
     def around(self, function: Function) -> Function:
         """Return what to call in place of `function(model, *args)`, such as a task's loss.
 
-        If that pays, it is compiled together with the model. Otherwise the model inside it may be.
+        If that pays, it is compiled together with the model. Otherwise the model inside it may be, as it is inside each
+        of several functions.
         """
-        self.function = function
+        if function not in self._functions:
+            self._check_first_step(function)
+            self._functions.append(function)
 
         def call(module: Any, *args: Any) -> Any:
+            # The model's own call does the rest: what it runs does not depend on which function calls it.
+            if len(self._functions) > 1 or not self.is_training():
+                return function(module, *args)
+
             if self.stage in ("watch", "try"):
                 self.watch.note(shapes_of(args))
 
             # Compile on the first training batch after the decision. The call below then runs the new code.
-            if self.stage == "try" and self._next_target() == LOSS and self.is_training():
+            if self.stage == "try" and self._next_target() == LOSS:
                 self._try((LOSS,), lambda *args: function(module, *args), (args, {}))
 
             code = self.code
@@ -131,6 +144,16 @@ class Compiler(StepPart):
             return code.run(lambda: code.call_function(args))
 
         return call
+
+    def _check_first_step(self, function: Function) -> None:
+        """Refuse a further function once a step has begun: the first one may be compiled by then."""
+        if self._functions and self._length.steps_left:
+            name = getattr(function, "__qualname__", type(function).__name__)
+            raise UserError(
+                f"run.compile({name}) got another function than before, in step {self._length.steps_done}",
+                "what is compiled is decided in the first steps",
+                "call run.compile for each function, once, before the loop over run.steps(...)",
+            )
 
     def call_model(self, link: Link, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the model itself in a training step. `link`: the one of the model's call chain that comes here."""
