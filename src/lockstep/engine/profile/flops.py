@@ -31,7 +31,7 @@ class StepFlops:
     def watch(self) -> None:
         """Keep the arguments of every call of the loss from now on."""
 
-        watch: Any = self._driver.watch
+        watch: Any = self._driver.inner_gradients
         around = watch.around
 
         def kept(loss_fn: Any) -> Any:
@@ -46,7 +46,7 @@ class StepFlops:
 
     def unwatch(self) -> None:
         """Call the loss as before."""
-        del self._driver.watch.around
+        del self._driver.inner_gradients.around
 
     def of_step(self, micro_batches: int) -> float | None:
         """Return the operations of a step of so many micro-batches, or None if they cannot be counted.

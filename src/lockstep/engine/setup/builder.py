@@ -44,7 +44,7 @@ from lockstep.optim.user_scheduler import check_schedulers_passed
 from lockstep.parallel.apply import parallelize
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver
-from lockstep.parallel.inner_gradients import stop_watching
+from lockstep.parallel.inner_gradients import let_all_through
 from lockstep.precision import Precision, choose_precision, for_model
 from lockstep.runtime.context import Runtime
 from lockstep.runtime.environments.launcher import settings_file
@@ -165,7 +165,7 @@ class RunBuilder:
         # The model is the user's, and must be as it was if the run fails.
         self.on_failure(release_captures, driver.model)
         self.on_failure(driver.close)
-        self.on_failure(stop_watching)  # a custom loop may fail while it is watched
+        self.on_failure(let_all_through)  # a custom loop may fail where its gradients are intercepted
         return driver
 
     def expect_unused_parameters(self, reason: str) -> None:

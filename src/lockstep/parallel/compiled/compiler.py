@@ -250,7 +250,7 @@ class Compiler(StepPart):
         self.cudnn_pause.needed = bool(self.watch.varying) or self.watch.irregular
 
         # torch cannot go through a compiled graph twice.
-        if any(self.driver.runtime.collectives.gather_json(self.driver.watch.keeps_graphs)):
+        if any(self.driver.runtime.collectives.gather_json(self.driver.inner_gradients.keeps_graphs)):
             return self._stay_eager("the loss computes a gradient through the model and keeps its graph")
 
         # Kernels are measured at most once, in the next step, and then it is decided again.

@@ -21,6 +21,7 @@ from lockstep.parallel.ddp.torch_private import FixedBucketsDDP, leave_out, spli
 from lockstep.parallel.driver import (
     Driver,
     DriverSetup,
+    backward,
     broadcast_model,
     check_reached,
     norms_of_gradients,
@@ -28,7 +29,6 @@ from lockstep.parallel.driver import (
 )
 from lockstep.parallel.exact.hook import OrderedHook
 from lockstep.parallel.exact.reducers import OrderedBuckets, OrderedReplicas
-from lockstep.parallel.inner_gradients import backward
 from lockstep.parallel.progress import StepProgress
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec, mean_is_exact
 from lockstep.runtime.layout import in_memory_order_of

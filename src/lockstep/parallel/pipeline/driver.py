@@ -134,7 +134,7 @@ class PipelineDriver(ShardedDriver):
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: StepProgress) -> Reduced:
         self.begin()
-        loss_fn = self.watch.around(loss_fn)
+        loss_fn = self.inner_gradients.around(loss_fn)
         micros = list(batches)
 
         # The loss scale of fp16 depends on the weight of the first micro-batch, and the schedule needs it beforehand.
