@@ -280,6 +280,8 @@ class Driver(PlacedModel):
     def backward(self, loss: Loss, progress: StepProgress) -> Reduced | None:
         """Backpropagate the loss sum. The last backward of a step reduces and returns its gradients; others None."""
         grad_output = progress.record(loss)
+        for part in self.parts:
+            part.before_backward(loss, progress)
 
         # After `record`, because the control word carries the weights of all micro-batches.
         word = None

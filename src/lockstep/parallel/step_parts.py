@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from torch import Tensor
 
 from lockstep.runtime.control_word import ControlWord
-from lockstep.task import MicroBatch
+from lockstep.task import Loss, MicroBatch
 
 if TYPE_CHECKING:
     from lockstep.parallel.progress import StepProgress
@@ -30,8 +30,11 @@ class StepPart:
 
     @property
     def ends_micro_batches(self) -> bool:
-        """Whether it must know when a micro-batch ends. In a pipeline they overlap, and it refuses such a part."""
-        return type(self).after_backward is not StepPart.after_backward
+        """Whether it must know when a forward or a micro-batch ends. In a pipeline they overlap, which refuses it."""
+        return (
+            type(self).before_backward is not StepPart.before_backward
+            or type(self).after_backward is not StepPart.after_backward
+        )
 
     # ---- called by the Run ----
 
@@ -57,6 +60,9 @@ class StepPart:
 
     def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
         """Prepare for a micro-batch, whose data have arrived."""
+
+    def before_backward(self, loss: Loss, progress: StepProgress) -> None:
+        """End the forward of a micro-batch. `loss` has been checked and recorded. See `ends_micro_batches`."""
 
     def before_all_reduce(self) -> None:
         """End this rank's own work of the pass: from here on it waits for other ranks.

@@ -6,12 +6,15 @@ import importlib
 import pkgutil
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import nn
 
 from lockstep import engine, parallel
 from lockstep.config import resolve
+from lockstep.engine.profile.tracer import StepTracer
 from lockstep.parallel.driver import DriverSetup, RankRole, SingleDriver
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import ORDER, StepPart
@@ -73,3 +76,10 @@ def test_a_pipeline_refuses_a_part_that_must_know_when_a_micro_batch_ends() -> N
     pipelined.add_part(part_at("log"))
     with pytest.raises(AssertionError, match="in a pipeline"):
         pipelined.add_part(EndsMicroBatches())
+
+
+def test_a_pipeline_can_be_traced() -> None:
+    """Only its trace lacks the marks of backwards."""
+    config = resolve([("test", {"device": "cpu"})]).config
+    run: Any = SimpleNamespace(runtime=None, config=config)
+    driver(nn.Linear(2, 2), RankRole(pipeline_depth=2)).add_part(StepTracer(run))

@@ -12,7 +12,7 @@ import torch
 
 from lockstep.bench.ranks.turns import opened, take
 from lockstep.bench.ranks.workload import batch_of
-from lockstep.engine.profile.steps import Trace
+from lockstep.engine.profile.tracer import StepTracer
 from lockstep.engine.run import Run
 
 
@@ -75,11 +75,12 @@ def _timed_steps(loop: Iterator[Run], block: int) -> Iterator[list[float]]:
 def trace(run: Run, loop: Iterator[Run], file: Path) -> dict[str, Any]:
     """Trace one block and return its breakdown."""
     # The traced steps are slower than others, so they are no turn.
-    traced = Trace(run)
-    run.driver.add_part(traced)
+    tracer = StepTracer(run)
+    run.driver.add_part(tracer)
+    tracer.start()
     next(loop)
-    run.driver.parts.remove(traced)
-    return traced.stop(file)
+    run.driver.parts.remove(tracer)
+    return tracer.stop(file).as_dict()
 
 
 def _facts(run: Run, unit: str) -> dict[str, Any]:

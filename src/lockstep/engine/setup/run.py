@@ -22,7 +22,7 @@ from lockstep.engine.load_balance import balance_load
 from lockstep.engine.log.banner import describe_resume, describe_run
 from lockstep.engine.log.step_log import SampleLog, StepLog
 from lockstep.engine.model_setup import ModelSetup
-from lockstep.engine.profile.steps import ProfiledSteps
+from lockstep.engine.profile.steps import add_profile
 from lockstep.engine.requests import Requests
 from lockstep.engine.run import Run
 from lockstep.engine.setup.data import attach_source, largest_input, plan_data, source_options
@@ -101,11 +101,11 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
         hooks=builder.hooks,
     )
 
-    _begin(run)
+    _begin(run, builder)
     return run
 
 
-def _begin(run: Run) -> None:
+def _begin(run: Run, builder: RunBuilder) -> None:
     """Do what comes between the set-up and the first step. Collective."""
     # A custom loop may have loaded weights since `run.setup`.
     average = run.model_setup.average
@@ -116,7 +116,7 @@ def _begin(run: Run) -> None:
     run.checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
 
     if run.config.profile.count:
-        run.driver.add_part(ProfiledSteps(run))
+        add_profile(run, builder.task.loss if builder.task else None)
 
 
 # ---- the data ----

@@ -1,1 +1,1 @@
-"""Where the time of a step goes: traces of a few steps, their breakdown, and one timeline of all ranks."""
+"""Where the time of a step goes: the breakdown of a trace, and one timeline of all ranks."""
