@@ -450,6 +450,11 @@ def test_code_that_is_slower_is_given_up(pool: Any, tmp_path: Any) -> None:
     assert "the loss with the model compiled" not in again["events"][0]
 
 
+def compiler_of(run: OwnRun) -> Compiler | None:
+    assert run._builder.driver
+    return next((part for part in run._builder.driver.parts if isinstance(part, Compiler)), None)
+
+
 def own_loop(world: World, store: Any, folder: str, compiled: bool, function: bool) -> dict[str, Any]:
     values = {**QUIET, "compile": compiled, "steps": 4, "global_batch": 16, "micro_batch": 4, "run_dir": folder}
     resolved = resolve([("test", values)])
@@ -473,7 +478,7 @@ def own_loop(world: World, store: Any, folder: str, compiled: bool, function: bo
                 step.backward(*call(wrapped, batch))
             step.apply()
 
-        compiler = run._builder.driver.compiler
+        compiler = compiler_of(run)
         target = compiler.code.target.name if compiler and compiler.code else None
         run.close()
         weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -535,7 +540,7 @@ def several_functions(world: World, store: Any, folder: str, compiled: bool, at_
                 step.backward(total, weight)
             step.apply()
 
-        compiler = run._builder.driver.compiler
+        compiler = compiler_of(run)
         target = compiler.code.target.name if compiler and compiler.code else None
         run.close()
         weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -576,7 +581,7 @@ def evaluated_first(world: World, store: Any, folder: str) -> tuple[list[Any], s
                 step.backward(*call(wrapped, batch))
             step.apply()
 
-        compiler = run._builder.driver.compiler
+        compiler = compiler_of(run)
         run.close()
         return compiler.watch.sizes(), compiler.stage
 

@@ -448,7 +448,7 @@ def calls_of_a_step(world: World, store: Any) -> list[str]:
 
     class WithPart(Run):
         def check_start(self, task: Any = None) -> None:
-            self.driver.add_part(part)
+            self.driver.parts.add(part)
 
     with context.start(world, resolved.config, store=store) as runtime:
         loop.fit(Row(), open_run(resolved, runtime, "test", run_class=WithPart))

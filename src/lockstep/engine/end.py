@@ -226,7 +226,7 @@ def _release(run: Run) -> None:
     run.stepper.learning_rate.release()
 
     release_captures(setup.driver.model)
-    setup.driver.close()
+    setup.driver.parts.close()
     run.checkpoints.close()
 
 

@@ -101,7 +101,7 @@ def balance_load(
         )
 
     if isinstance(speeds, str):
-        driver.add_part(LoadBalancer(plan, source.step_order, runtime, log_event))
+        driver.parts.add(LoadBalancer(plan, source.step_order, runtime, log_event))
     else:
         source.step_order.assign_by(speeds)
 

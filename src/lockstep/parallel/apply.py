@@ -88,13 +88,15 @@ def parallelize(
             model.compile()  # in place: no `_orig_mod.` in names, no second object
     elif compiled:
         # It captures when it has decided: a CUDA graph records the compiled kernels.
-        driver.use_compiler(make_compiler(driver, config, runtime, precision, log_event))
+        compiler = make_compiler(driver, config, runtime, precision, log_event)
+        driver.parts.add(compiler)
+        driver.parts.add(compiler.cudnn_pause)
     else:
         capture_calls(model, config, runtime, log_event)
 
     # Compiled code has chosen its kernels. A pipeline has many micro-batches in flight, and refuses this part.
     if not compiled and not pipelined and may_change_kernels(config, runtime):
-        driver.add_part(CudnnPause(needed=None))
+        driver.parts.add(CudnnPause(needed=None))
 
     check_hooks(hooks, model, runtime)
     driver.use_parameter_hooks(hooks)

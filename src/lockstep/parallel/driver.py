@@ -1,9 +1,8 @@
 """The Driver: how a step executes a model, whatever the strategy.
 
-`PlacedModel` is the part of it that evaluations, checkpoints and set-up use. `Driver` adds the step: it runs one
-micro-batch after another. Its subclasses sum over ranks: in one process (`SingleDriver`) there is nothing to sum,
-`FlatReduceDriver` in ddp/driver.py is a small example for replicas, and `ShardedDriver` in sharded.py is the base class
-for sharded parameters. A pipeline overrides `forward_backward`.
+It runs one micro-batch after another. Its subclasses sum over ranks: in one process (`SingleDriver`) there is nothing
+to sum, `FlatReduceDriver` in ddp/driver.py is a small example for replicas, and `ShardedDriver` in sharded.py is the
+base class for sharded parameters. A pipeline overrides `forward_backward`.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,16 +30,13 @@ from lockstep.parallel.inner_gradients import (
 )
 from lockstep.parallel.mesh import Axes
 from lockstep.parallel.progress import StepProgress
-from lockstep.parallel.step_parts import ORDER, Reducer, StepPart
+from lockstep.parallel.step_parts import Reducer, StepParts
 from lockstep.precision import Precision
 from lockstep.runtime.collectives import Collectives
 from lockstep.runtime.context import EventLogger, Runtime, log_nothing
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec
 from lockstep.runtime.layout import full_tensor
 from lockstep.task import Loss, MicroBatch, StepBatches
-
-if TYPE_CHECKING:
-    from lockstep.parallel.compiled.compiler import Compiler  # which calls a driver
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -112,8 +108,13 @@ class DriverSetup:
     data: Callable[[], Any] | None = None  # returns samples, to run the model with
 
 
-class PlacedModel:
-    """A model where its strategy has put it: what set-up, evaluations and checkpoints see of a driver."""
+class Driver:
+    """Executes the steps of a model, where its strategy has put it. Subclasses sum over ranks.
+
+    A custom loop calls `begin`, `before_forward` and `backward` itself.
+    """
+
+    to_sum = 1.0  # see `Reduced`
 
     def __init__(
         self,
@@ -142,29 +143,17 @@ class PlacedModel:
         self.facts: Mapping[str, str] = {}  # lines for the banner
         self.broadcasts_buffers = False  # whether every step begins with rank 0's buffers on all ranks
 
-        # What takes part in the steps. Features of the run are added when it is set up, see `add_part`.
-        self.parts: list[StepPart] = []
+        # What takes part in the steps. Features of the run are added when it is set up.
+        self.parts = StepParts(overlapping=self.role.pipeline_depth > 1)
         self.statistics = running_statistics(model, replicas or setup.runtime.collectives, held, setup.log_event)
         if self.statistics.layers:
-            self.add_part(self.statistics)
+            self.parts.add(self.statistics)
 
         self.reducer = reducer(self) if reducer else None
         if self.reducer:
-            self.add_part(self.reducer)
+            self.parts.add(self.reducer)
 
-        self.compiler: Compiler | None = None  # see `use_compiler`
-
-    def add_part(self, part: StepPart) -> None:
-        """Let `part` take part in the steps from now on, at its place in the fixed order."""
-        assert not (part.ends_micro_batches and self.role.pipeline_depth > 1), f"{part} in a pipeline: see `StepPart`"
-        self.parts.append(part)
-        self.parts.sort(key=lambda part: ORDER.index(part.place))
-
-    def use_compiler(self, compiler: Compiler) -> None:
-        """Let `compiler`, which is made for this driver, compile a part of the step if that pays."""
-        self.compiler = compiler
-        self.add_part(compiler)
-        self.add_part(compiler.cudnn_pause)
+    # ---- for evaluations, checkpoints and the set-up ----
 
     def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
         """Return the loss of one batch, without gradients; None on ranks that do not compute it."""
@@ -208,11 +197,6 @@ class PlacedModel:
         """Copy rank 0's buffers to all ranks."""
         broadcast_buffers(dict(self.model.named_buffers()), self.runtime.collectives)
 
-    def close(self) -> None:
-        """End everything that takes part in the steps: the run has ended or failed."""
-        for part in self.parts:
-            part.close()
-
     def use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
         """Call the user's parameter hooks, given by parameter name, from now on. They get full gradients."""
         for name, parameter in zip(self.names, self.parameters, strict=True):
@@ -227,14 +211,7 @@ class PlacedModel:
         """Return the names of the trainable parameters by the id of the leaf tensor in the autograd graph."""
         return {id(p): name for name, p in zip(self.names, self.parameters, strict=True)}
 
-
-class Driver(PlacedModel):
-    """Executes the steps of a model, one micro-batch after another. Subclasses sum over ranks.
-
-    A custom loop calls `begin`, `before_forward` and `backward` itself.
-    """
-
-    to_sum = 1.0  # see `Reduced`
+    # ---- the steps ----
 
     @cached_property
     def codec(self) -> ControlWordCodec:

@@ -7,7 +7,8 @@ has; a run without such features has an empty list, and pays nothing for them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -24,7 +25,7 @@ ORDER = ("trace", "statistics", "reduce", "compile", "kernels", "exact", "balanc
 
 
 class StepPart:
-    """Takes part in every step. By default it does nothing. `PlacedModel.add_part` adds it to a run."""
+    """Takes part in every step. By default it does nothing. `Driver.parts.add` adds it to a run."""
 
     place: ClassVar[str]  # one of ORDER
 
@@ -36,7 +37,16 @@ class StepPart:
             or type(self).after_backward is not StepPart.after_backward
         )
 
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """Lines for the banner, by name."""
+        return {}
+
     # ---- called by the Run ----
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what to call in place of `function(model, *args)`, such as a task's loss."""
+        return function
 
     def begin_step(self, steps_left: int) -> None:
         """Begin a step, before its batches are taken. `steps_left` includes it."""
@@ -75,6 +85,38 @@ class StepPart:
 
     def end_pass(self, progress: StepProgress) -> None:
         """End a pass: its gradients are reduced."""
+
+
+class StepParts(list[StepPart]):
+    """The parts of a driver, in the order in which they are called. It is one object for the whole run."""
+
+    def __init__(self, overlapping: bool):
+        """`overlapping`: micro-batches overlap, as they do in a pipeline."""
+        super().__init__()
+        self._overlapping = overlapping
+
+    def add(self, part: StepPart) -> None:
+        """Let `part` take part in the steps from now on, at its place in the fixed order."""
+        assert not (part.ends_micro_batches and self._overlapping), f"{part} in a pipeline: see `StepPart`"
+        self.append(part)
+        self.sort(key=lambda part: ORDER.index(part.place))
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The lines of all parts for the banner."""
+        return {name: text for part in self for name, text in part.facts.items()}
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what to call in place of `function`, around which each part may put something of its own."""
+        for part in self:
+            function = part.around(function)
+
+        return function
+
+    def close(self) -> None:
+        """End all parts: the run has ended or failed."""
+        for part in self:
+            part.close()
 
 
 class Reducer(StepPart, ABC):

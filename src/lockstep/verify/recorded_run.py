@@ -148,7 +148,7 @@ class RecordedRun(Run):
         # Nothing calls it in a pipeline, whose losses are not recorded.
         self._losses = RecordedLosses()
         if self.driver.role.pipeline_depth == 1:
-            self.driver.add_part(self._losses)
+            self.driver.parts.add(self._losses)
 
         self._nudges = torch.Generator().manual_seed(orders["nudge"])
 

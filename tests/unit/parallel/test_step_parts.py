@@ -46,7 +46,7 @@ def test_the_order_of_parts_does_not_depend_on_which_is_added_first(seed: int) -
     found = driver(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), RankRole())
     shared = found.parts  # a pipeline's stages have it too
     for name in names:
-        found.add_part(part_at(name))
+        found.parts.add(part_at(name))
 
     # The statistics of the BatchNorm are there from the start.
     assert [part.place for part in shared] == [*ORDER]
@@ -71,15 +71,15 @@ class EndsMicroBatches(StepPart):
 
 def test_a_pipeline_refuses_a_part_that_must_know_when_a_micro_batch_ends() -> None:
     model = nn.Linear(2, 2)
-    driver(model, RankRole()).add_part(EndsMicroBatches())
+    driver(model, RankRole()).parts.add(EndsMicroBatches())
     pipelined = driver(model, RankRole(pipeline_depth=2))
-    pipelined.add_part(part_at("log"))
+    pipelined.parts.add(part_at("log"))
     with pytest.raises(AssertionError, match="in a pipeline"):
-        pipelined.add_part(EndsMicroBatches())
+        pipelined.parts.add(EndsMicroBatches())
 
 
 def test_a_pipeline_can_be_traced() -> None:
     """Only its trace lacks the marks of backwards."""
     config = resolve([("test", {"device": "cpu"})]).config
     run: Any = SimpleNamespace(runtime=None, config=config)
-    driver(nn.Linear(2, 2), RankRole(pipeline_depth=2)).add_part(StepTracer(run))
+    driver(nn.Linear(2, 2), RankRole(pipeline_depth=2)).parts.add(StepTracer(run))

@@ -76,7 +76,7 @@ def trace(run: Run, loop: Iterator[Run], file: Path) -> dict[str, Any]:
     """Trace one block and return its breakdown."""
     # The traced steps are slower than others, so they are no turn.
     tracer = StepTracer(run)
-    run.driver.add_part(tracer)
+    run.driver.parts.add(tracer)
     tracer.start()
     next(loop)
     run.driver.parts.remove(tracer)

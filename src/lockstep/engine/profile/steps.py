@@ -24,7 +24,7 @@ def add_profile(run: Run, loss_fn: LossFn | None) -> None:
     """Let `run` be traced, as the settings say. `loss_fn` is the task's loss; None in a custom loop."""
     tracer, flops = StepTracer(run), StepFlops(run.driver, loss_fn)
     for part in (tracer, flops, ProfiledSteps(run, tracer, flops)):
-        run.driver.add_part(part)
+        run.driver.parts.add(part)
 
 
 class ProfiledSteps(StepPart):

@@ -136,7 +136,7 @@ class RunBuilder:
         if self.config.exact:
             exactness = Exactness(model, wrapped, self.runtime, getattr(task, "changing_buffers", ()))
             self.state.add("exact", exactness)
-            driver.add_part(exactness)
+            driver.parts.add(exactness)
 
         average = make_average(model, self.config, driver, self.runtime)
         if average:
@@ -164,7 +164,7 @@ class RunBuilder:
 
         # The model is the user's, and must be as it was if the run fails.
         self.on_failure(release_captures, driver.model)
-        self.on_failure(driver.close)
+        self.on_failure(driver.parts.close)
         self.on_failure(let_all_through)  # a custom loop may fail where its gradients are intercepted
         return driver
 

@@ -63,7 +63,7 @@ def make_run(builder: RunBuilder, setup: ModelSetup, data: Any, collate: Collate
 
     # The loop continues where the checkpoint was written. Then the banner describes what was made.
     if config.log.samples:
-        driver.add_part(SampleLog(builder.folder, runtime.world.rank))
+        driver.parts.add(SampleLog(builder.folder, runtime.world.rank))
 
     log = StepLog(config.log.every, plan, stepper, builder.recorder)
     requests = _make_requests(plan, stepper, checkpoints, resumed)

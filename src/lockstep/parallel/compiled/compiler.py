@@ -97,6 +97,18 @@ class Compiler(StepPart):
 
         CallChain.of(driver.model).install("compile", ModelCall(self))
 
+    @property
+    def facts(self) -> dict[str, str]:
+        what = "the loss with the model, or as much of it as can be"
+        if self.judged:
+            what += " if it pays: the first steps are timed, and the decision is logged"
+        elif self.config.compile == "auto":
+            # This is the only sign that nothing is measured.
+            reason = "a repeatable run must not depend on the time" if self.config.deterministic else "float8 needs it"
+            what += f", in the first step: {reason}"
+
+        return {"compile": what}
+
     # ---- the calls of a step ----
 
     @property
