@@ -583,7 +583,7 @@ def evaluated_first(world: World, store: Any, folder: str) -> tuple[list[Any], s
 
         compiler = compiler_of(run)
         run.close()
-        return compiler.watch.sizes(), compiler.stage
+        return compiler.shapes.sizes(), compiler.stage
 
 
 def test_the_sizes_of_evaluations_do_not_count(pool: Any, tmp_path: Any) -> None:

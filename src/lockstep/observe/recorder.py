@@ -54,7 +54,7 @@ class Recorder:
 
         self._slow_ranks = stragglers.SlowRankWatch(slow_rank)
         self._late_data = stragglers.LateDataWatch()
-        self.watch_data = False  # whether the device waits while a rank waits for data
+        self.reports_late_data = False  # whether the device waits while a rank waits for data
         self._spent = dict(runtime.heartbeat.spent)
 
         # Only rank 0 writes records.
@@ -237,7 +237,7 @@ class Recorder:
     def _report_waiting(self, values: list[float], step: int) -> None:
         """Write a warning if a rank waits for data, or if one is slower than the others."""
         rows = stragglers.unpack(values)
-        if self.watch_data and (late := self._late_data.look(rows)):
+        if self.reports_late_data and (late := self._late_data.look(rows)):
             self.event("warning", step=step, reason=late)
 
         if slow := self._slow_ranks.look(rows):

@@ -73,7 +73,7 @@ class Compilation:
         self.arguments = arguments
 
         # What the ranks have agreed on, not what this one has seen since: all ranks must compile alike.
-        self.dynamic = compiler.watch.varying
+        self.dynamic = compiler.shapes.varying
 
         # The result of `run`.
         self.target: Target | None = None  # on the model now; None: nothing worked so far
@@ -211,7 +211,7 @@ class Compilation:
 
         # Sizes that vary may need a version of the code for each class of them. The examples are calls of the model.
         if self.dynamic and target.function is None:
-            for arguments in self.compiler.watch.examples:
+            for arguments in self.compiler.shapes.examples:
                 self._run(call, arguments)
 
         # A second run must not compile again. It would if an attribute changed with every call, for example, because

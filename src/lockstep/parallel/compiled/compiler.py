@@ -1,6 +1,6 @@
 """The owner of a model's compiled code, from the first step to the last.
 
-    watch     the first steps run eagerly: they are timed, and the sizes of their batches noted (compile=auto only)
+    time      the first steps run eagerly: they are timed, and the sizes of their batches noted (compile=auto only)
     decide    all ranks exchange what they measured and decide alike, with the rule in payoff.py; if that depends on
               how much there is to gain, the kernels of one more step are measured first
     try       the next batch is compiled and compared with eager; if that fails, the next target is tried, or none
@@ -24,7 +24,7 @@ import torch
 from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.call_chain import CallChain, Link
-from lockstep.parallel.compiled.batch_sizes import Arguments, BatchWatch, shapes_of
+from lockstep.parallel.compiled.batch_sizes import Arguments, SeenShapes, shapes_of
 from lockstep.parallel.compiled.compilation import LOOSE_TOLERANCE, TOLERANCE, Compilation
 from lockstep.parallel.compiled.cudnn_pause import CudnnPause
 from lockstep.parallel.compiled.installed import InstalledCode
@@ -79,14 +79,14 @@ class Compiler(StepPart):
         self.judged = judged
         self.tolerance = LOOSE_TOLERANCE if loose else TOLERANCE
 
-        self.stage: Literal["watch", "try", "compiled", "eager"] = "watch" if judged else "try"
+        self.stage: Literal["time", "try", "compiled", "eager"] = "time" if judged else "try"
         self._functions: list[Function] = []  # those around the model, see `around`
         self.code: InstalledCode | None = None  # what runs in training calls; None: eager code
         self.compiles = 0  # how often code was installed
 
         # What the steps show, and what follows from it.
         self.judge = Judge(driver, config)
-        self.watch = BatchWatch()
+        self.shapes = SeenShapes()
         self._timer: StepTimer | None = StepTimer(*STEPS) if judged else None
         self._kernel_timer: KernelTimer | None = None  # in the one step whose kernels are measured
         self._candidates = Candidates()
@@ -131,8 +131,8 @@ class Compiler(StepPart):
             if len(self._functions) > 1 or not self.is_training():
                 return function(module, *args)
 
-            if self.stage in ("watch", "try"):
-                self.watch.note(shapes_of(args))
+            if self.stage in ("time", "try"):
+                self.shapes.note(shapes_of(args))
 
             # Compile on the first training batch after the decision. The call below then runs the new code.
             if self.stage == "try" and self._next_target() == LOSS:
@@ -170,11 +170,11 @@ class Compiler(StepPart):
     def call_model(self, link: Link, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the model itself in a training step. `link`: the one of the model's call chain that comes here."""
         # With a function around the model (`around`), the sizes of its arguments are noted, not those of the model.
-        if self.stage in ("watch", "try") and self.function is None:
-            self.watch.note(shapes_of((args, kwargs)))
+        if self.stage in ("time", "try") and self.function is None:
+            self.shapes.note(shapes_of((args, kwargs)))
 
-        if self.stage == "watch":
-            self.watch.keep_example(args, kwargs)
+        if self.stage == "time":
+            self.shapes.keep_example(args, kwargs)
         elif self.stage == "try" and self._next_target() != LOSS:
             # Compiled and eager code are compared on this call of the model, without the user's loss, which may have
             # side effects.
@@ -196,7 +196,7 @@ class Compiler(StepPart):
         # As long as the run may compile again, it must know all sizes to do so.
         shapes = shapes_of(arguments)
         if code.still_looks:
-            self.watch.note(shapes)
+            self.shapes.note(shapes)
 
         return code.takes(shapes)
 
@@ -217,7 +217,7 @@ class Compiler(StepPart):
         """Return the target to try next, or None if there is none left."""
         # With compile=true nothing was decided. It cannot be earlier: `around` is called after the constructor.
         if self._candidates.left is None:
-            self._candidates.left = self.judge.preferred(self.function, self.watch.varying)
+            self._candidates.left = self.judge.preferred(self.function, self.shapes.varying)
 
         return self._candidates.left[0] if self._candidates.left else None
 
@@ -258,15 +258,15 @@ class Compiler(StepPart):
 
     def _decide(self) -> None:
         """Decide what to compile, from the seconds of an eager step and the sizes of batches so far. Collective."""
-        self.watch.agree(self.driver.runtime.collectives)
-        self.cudnn_pause.needed = bool(self.watch.varying) or self.watch.irregular
+        self.shapes.agree(self.driver.runtime.collectives)
+        self.cudnn_pause.needed = bool(self.shapes.varying) or self.shapes.irregular
 
         # torch cannot go through a compiled graph twice.
         if any(self.driver.runtime.collectives.gather_json(self.driver.inner_gradients.keeps_graphs)):
             return self._stay_eager("the loss computes a gradient through the model and keeps its graph")
 
         # Kernels are measured at most once, in the next step, and then it is decided again.
-        facts = self.judge.facts(self._length.steps_left, 0.0, self.function, self.watch)
+        facts = self.judge.facts(self._length.steps_left, 0.0, self.function, self.shapes)
         on_gpu = self.driver.runtime.device.type == "cuda"
         if on_gpu and self._kernel_timer is None and on_the_fence(facts):
             self._kernel_timer = KernelTimer(self.driver.runtime.device)
@@ -307,14 +307,14 @@ class Compiler(StepPart):
             return
 
         # With compile=auto it must pay in the steps that are left, and the limit is lower by what was spent before.
-        self.watch.agree(self.driver.runtime.collectives)
+        self.shapes.agree(self.driver.runtime.collectives)
         if self.judged:
             spent_s = max(self.driver.runtime.collectives.gather_json(self._candidates.cost_s))
-            facts = self.judge.facts(self._length.steps_left, spent_s, self.function, self.watch)
+            facts = self.judge.facts(self._length.steps_left, spent_s, self.function, self.shapes)
             decision = decide(facts)
             candidates = Candidates([*decision.targets], decision.limit_s)
         else:
-            candidates = Candidates(self.judge.preferred(self.function, self.watch.varying))
+            candidates = Candidates(self.judge.preferred(self.function, self.shapes.varying))
 
         # Otherwise the code stays, and batches that do not fit run eagerly.
         if candidates.left:
@@ -371,14 +371,14 @@ class Compiler(StepPart):
         # arguments. If the model alone was compiled inside it, those of this call are not known here: any that were
         # seen will do, since dimensions that vary are dynamic.
         if self.function is not None and target.function is None:
-            shapes = self.watch.smallest()
+            shapes = self.shapes.smallest()
         else:
             shapes = shapes_of(compilation.arguments)
 
         self.code = InstalledCode(target, shapes, compilation.dynamic)
         self.stage = "compiled"
         self.compiles += 1
-        self.watch.drop_examples()
+        self.shapes.drop_examples()
 
         # Steps are timed before anything is captured: a capture would make some of them slow.
         if self.judged:
@@ -408,7 +408,7 @@ class Compiler(StepPart):
         """End all attempts to compile, and log why. Calls may still be captured."""
         self.stage = "eager"
         self._timer = None
-        self.watch.drop_examples()
+        self.shapes.drop_examples()
         # Eager calls need no link, and the loss is called as the user wrote it (`around`).
         CallChain.of(self.driver.model).remove("compile")
 

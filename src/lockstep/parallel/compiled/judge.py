@@ -23,7 +23,7 @@ from torch import nn
 
 from lockstep.config import RunConfig
 from lockstep.parallel.blocks import class_name, find_blocks
-from lockstep.parallel.compiled.batch_sizes import BatchWatch, Dims, tensors_in
+from lockstep.parallel.compiled.batch_sizes import Dims, SeenShapes, tensors_in
 from lockstep.parallel.compiled.kernel_times import saving_s
 from lockstep.parallel.compiled.payoff import SPEEDUPS, Facts, Payoff, preferred
 from lockstep.parallel.compiled.side_effects import Function
@@ -100,13 +100,13 @@ class Judge:
         self._operations = self._operations or count_operations(result)
         return result
 
-    def facts(self, steps_left: int, spent_s: float, function: Function | None, watch: BatchWatch) -> Facts:
+    def facts(self, steps_left: int, spent_s: float, function: Function | None, shapes: SeenShapes) -> Facts:
         """Return what is known now, also from earlier runs with batches of these sizes. Collective.
 
         spent_s: seconds that compiling has taken in this run
         """
         # Only rank 0 reads the file: the caches of two machines differ, and all ranks must decide by the same facts.
-        self._key = model_key(self._model, self._runtime.device, [watch.describe(), bool(function)])
+        self._key = model_key(self._model, self._runtime.device, [shapes.describe(), bool(function)])
         self._cold, records = self._runtime.collectives.run_on_rank0(self._read_history)
         self._records = {target: Payoff(**values) for target, values in records.items()}
 
@@ -116,7 +116,7 @@ class Judge:
         return Facts(
             steps_left=steps_left,
             step_s=self.eager_s,
-            sizes_vary=bool(watch.varying),
+            sizes_vary=bool(shapes.varying),
             saving_s=self._saving_s,
             layers=_count_layers(self._model),
             blocks=len(blocks),

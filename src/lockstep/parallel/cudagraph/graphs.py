@@ -28,7 +28,7 @@ from lockstep.parallel.call_state import StateSnapshot, TrialCall
 from lockstep.parallel.cudagraph.capture import Capture
 from lockstep.parallel.cudagraph.checks import compare, dry_run, first_line
 from lockstep.parallel.cudagraph.device import CudaDevice
-from lockstep.parallel.cudagraph.variants import AttributeWatch, RunLength, Variant, same_objects, timed_call
+from lockstep.parallel.cudagraph.variants import ModelAttributes, RunLength, Variant, same_objects, timed_call
 from lockstep.runtime.context import EventLogger, Runtime
 
 WARMUP_CALLS = 5  # eager calls before a capture; the first ones compile, tune and allocate
@@ -75,7 +75,7 @@ class GraphedCall(Link):
         # Not in every call, because walking the module tree takes longer than a replay saves. It is repeated before a
         # capture, since a submodule may have been replaced.
         self._modules = list(self.model.modules())
-        self._attributes = AttributeWatch(self._modules)
+        self._attributes = ModelAttributes(self._modules)
         self._hooks = [getattr(module, name) for module in self._modules for name in HOOKS]
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
 

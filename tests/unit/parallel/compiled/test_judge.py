@@ -10,7 +10,7 @@ from torch import nn
 
 from lockstep.config import RunConfig, resolve
 from lockstep.parallel.compiled import judge
-from lockstep.parallel.compiled.batch_sizes import BatchWatch
+from lockstep.parallel.compiled.batch_sizes import SeenShapes
 from lockstep.parallel.compiled.judge import Judge, StepTimer, _count_layers, count_operations
 from lockstep.parallel.compiled.payoff import Payoff
 from lockstep.parallel.compiled.targets import BLOCKS, MODEL
@@ -43,11 +43,11 @@ def test_a_run_that_finds_code_on_disk_keeps_the_cost_without_it(monkeypatch, tm
     for cold, cost_s in ((True, 30.0), (False, 4.0)):
         monkeypatch.setattr(judge, "is_cold", lambda cold=cold: cold)
         of_run = Judge(SimpleNamespace(model=model, runtime=runtime), RunConfig())  # type: ignore[arg-type]
-        of_run.facts(100, 0.0, None, BatchWatch())
+        of_run.facts(100, 0.0, None, SeenShapes())
         of_run.remember_unfinished(MODEL, 1.0)
         of_run.remember(MODEL, cost_s, 1.5)
 
-    facts = of_run.facts(100, 0.0, None, BatchWatch())
+    facts = of_run.facts(100, 0.0, None, SeenShapes())
     assert facts.records == {MODEL: Payoff(4.0, 1.5, cold_cost_s=30.0)}
 
 
@@ -91,8 +91,8 @@ def test_the_first_call_is_counted_and_the_largest_of_all_ranks_decides() -> Non
     runtime = SimpleNamespace(device=torch.device("cpu"), is_main=False, collectives=others)
     layer = nn.Linear(2, 2)
     of_run = Judge(SimpleNamespace(model=layer, runtime=runtime), RunConfig())  # type: ignore[arg-type]
-    assert of_run.facts(100, 0.0, None, BatchWatch()).operations == 7
+    assert of_run.facts(100, 0.0, None, SeenShapes()).operations == 7
     y = layer(torch.ones(1, 2))
     for result in (y.detach(), y.sin().cos().exp().tan().tanh(), y):
         assert of_run.noted(result) is result
-    assert of_run.facts(100, 0.0, None, BatchWatch()).operations == 9
+    assert of_run.facts(100, 0.0, None, SeenShapes()).operations == 9
