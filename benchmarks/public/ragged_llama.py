@@ -178,7 +178,7 @@ def why(rows: Rows, tiny: bool) -> None:
             wait_for_gpu()
             seconds = time.perf_counter() - began
             compiler = next((part for part in run.driver.parts if isinstance(part, Compiler)), None)
-            now = compiler.stage if compiler else "off"
+            now = compiler.state if compiler else "off"
             in_stage = in_stage + 1 if now == stage else 0
             stage = now
 

@@ -30,7 +30,7 @@ from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import open_run
 from lockstep.parallel import apply
-from lockstep.parallel.compiled import compilation, judge, kernel_times, payoff, targets
+from lockstep.parallel.compiled import compilation, facts, kernel_times, payoff, targets
 from lockstep.parallel.compiled.compilation import Deadline
 from lockstep.parallel.compiled.compiler import Compiler
 from lockstep.parallel.compiled.kernel_times import KernelTimer
@@ -249,7 +249,7 @@ def trained(
     counters.clear()
     with ExitStack() as stack:
         stack.enter_context(patch.object(targets, "BACKEND", backend))
-        stack.enter_context(patch.object(judge, "history_path", lambda: Path(folder).parent / "compile.json"))
+        stack.enter_context(patch.object(facts, "history_path", lambda: Path(folder).parent / "compile.json"))
         if judged:
             stack.enter_context(patch.object(apply, "wants_compile", lambda *_: True))
             estimates = {"START_S": 0.0, "COLD_S": 0.0, "LAYER_S": 0.0, "BLOCK_S": 0.0, "OPERATION_S": operation_s}
@@ -567,7 +567,7 @@ def evaluated_first(world: World, store: Any, folder: str) -> tuple[list[Any], s
     x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
     with (
         patch.object(apply, "wants_compile", lambda *_: True),
-        patch.object(judge, "history_path", lambda: Path(folder) / "compile.json"),
+        patch.object(facts, "history_path", lambda: Path(folder) / "compile.json"),
         patch.object(payoff, "MOST_LOST", 0.0),
         context.start(world, resolved.config, store) as runtime,
     ):
@@ -583,7 +583,7 @@ def evaluated_first(world: World, store: Any, folder: str) -> tuple[list[Any], s
 
         compiler = compiler_of(run)
         run.close()
-        return compiler.shapes.sizes(), compiler.stage
+        return compiler.shapes.sizes(), compiler.state
 
 
 def test_the_sizes_of_evaluations_do_not_count(pool: Any, tmp_path: Any) -> None:
@@ -681,7 +681,7 @@ def test_runs_that_take_turns_leave_the_choice_of_kernels_alone(
 ) -> None:
     """Each watches its own first steps without cuDNN, whatever the other one has found out."""
     monkeypatch.setattr(apply, "wants_compile", lambda *_: True)
-    monkeypatch.setattr(judge, "history_path", lambda: tmp_path / "compile.json")
+    monkeypatch.setattr(facts, "history_path", lambda: tmp_path / "compile.json")
     assert torch.backends.cuda.cudnn_sdp_enabled()
     tag = torch.compiler.config.cache_key_tag
     values = {**QUIET, "compile": "auto", "steps": 20, "global_batch": 4, "device": "cpu", "threads": 1}

@@ -172,7 +172,7 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
     first = [Option("graph=false", None)] if has_captures(driver.model) else []
 
     # The steps that are timed before anything is compiled need more memory than compiled ones.
-    if any(isinstance(part, Compiler) and part.stage == "time" for part in driver.parts):
+    if any(isinstance(part, Compiler) and part.state == "time" for part in driver.parts):
         first.append(Option("compile=true", None))
 
     # What was being computed, and what could be made smaller, depends on the phase of the run.

@@ -190,9 +190,9 @@ def make_compiler(
     driver: Driver, config: RunConfig, runtime: Runtime, precision: Precision, log_event: EventLogger
 ) -> Compiler:
     # Whether compiling pays is a question of time, and a repeatable run must not depend on it. float8 always needs it.
-    judged = config.compile == "auto" and not config.deterministic and not precision.float8
-    loose = runtime.device.type == "cuda" or precision.loses_bits
-    return Compiler(driver, config, log_event, judged, loose)
+    only_if_it_pays = config.compile == "auto" and not config.deterministic and not precision.float8
+    low_precision = runtime.device.type == "cuda" or precision.loses_bits
+    return Compiler(driver, config, log_event, only_if_it_pays, low_precision)
 
 
 def _collective_forwards(model: nn.Module, config: RunConfig, runtime: Runtime) -> bool:

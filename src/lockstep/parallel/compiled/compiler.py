@@ -25,12 +25,12 @@ from lockstep.config import RunConfig
 from lockstep.errors import UserError
 from lockstep.parallel.call_chain import CallChain, Link
 from lockstep.parallel.compiled.batch_sizes import Arguments, SeenShapes, shapes_of
-from lockstep.parallel.compiled.compilation import LOOSE_TOLERANCE, TOLERANCE, Compilation
+from lockstep.parallel.compiled.compilation import LOW_PRECISION_TOLERANCE, TOLERANCE, Compilation
 from lockstep.parallel.compiled.cudnn_pause import CudnnPause
+from lockstep.parallel.compiled.facts import CompileFacts, StepTimer
 from lockstep.parallel.compiled.installed import InstalledCode
-from lockstep.parallel.compiled.judge import Judge, StepTimer
 from lockstep.parallel.compiled.kernel_times import KernelTimer
-from lockstep.parallel.compiled.payoff import SLOWER, STEPS, STEPS_VARYING, decide, on_the_fence
+from lockstep.parallel.compiled.payoff import SLOWER, STEPS, STEPS_VARYING, decide, kernels_could_decide
 from lockstep.parallel.compiled.side_effects import Function
 from lockstep.parallel.compiled.targets import LOSS
 from lockstep.parallel.cudagraph.graphs import capture_calls, release_captures
@@ -50,7 +50,7 @@ MOST_COMPILES = 2  # but not more often than this
 class Candidates:
     """The targets of one decision, which are tried in turn, and what was wrong with those that were tried."""
 
-    left: list[str] | None = None  # None: not decided, see `Judge.preferred`
+    left: list[str] | None = None  # None: not decided, see `CompileFacts.preferred`
     limit_s: float = inf  # seconds for all tries
     problems: dict[str, str] = field(default_factory=dict)
     cost_s: float = 0.0  # seconds of all tries
@@ -67,40 +67,42 @@ class Compiler(StepPart):
     place = "compile"
     in_micro_batch = False  # from `before_forward` to `after_backward`
 
-    def __init__(self, driver: Driver, config: RunConfig, log_event: EventLogger, judged: bool, loose: bool):
+    def __init__(
+        self, driver: Driver, config: RunConfig, log_event: EventLogger, only_if_it_pays: bool, low_precision: bool
+    ):
         """Install the compiler on the model's call.
 
-        judged: compile only if it pays; otherwise the first batch is compiled at once
-        loose: something is computed in 16 bits or in TF32, see `compilation.py`
+        only_if_it_pays: compile only if it pays; otherwise the first batch is compiled at once
+        low_precision: something is computed in 16 bits or in TF32, see `compilation.py`
         """
         self.driver = driver
         self.config = config
         self.log_event = log_event
-        self.judged = judged
-        self.tolerance = LOOSE_TOLERANCE if loose else TOLERANCE
+        self.only_if_it_pays = only_if_it_pays
+        self.tolerance = LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE
 
-        self.stage: Literal["time", "try", "compiled", "eager"] = "time" if judged else "try"
+        self.state: Literal["time", "try", "compiled", "eager"] = "time" if only_if_it_pays else "try"
         self._functions: list[Function] = []  # those around the model, see `around`
         self.code: InstalledCode | None = None  # what runs in training calls; None: eager code
         self.compiles = 0  # how often code was installed
 
         # What the steps show, and what follows from it.
-        self.judge = Judge(driver, config)
+        self.known = CompileFacts(driver, config)
         self.shapes = SeenShapes()
-        self._timer: StepTimer | None = StepTimer(*STEPS) if judged else None
+        self._timer: StepTimer | None = StepTimer(*STEPS) if only_if_it_pays else None
         self._kernel_timer: KernelTimer | None = None  # in the one step whose kernels are measured
         self._candidates = Candidates()
         self._length = RunLength()
 
         # Another part of the steps, until it is known that sizes do not vary.
-        self.cudnn_pause = CudnnPause(needed=judged)
+        self.cudnn_pause = CudnnPause(needed=only_if_it_pays)
 
         CallChain.of(driver.model).install("compile", ModelCall(self))
 
     @property
     def facts(self) -> dict[str, str]:
         what = "the loss with the model, or as much of it as can be"
-        if self.judged:
+        if self.only_if_it_pays:
             what += " if it pays: the first steps are timed, and the decision is logged"
         elif self.config.compile == "auto":
             # This is the only sign that nothing is measured.
@@ -131,16 +133,16 @@ class Compiler(StepPart):
             if len(self._functions) > 1 or not self.is_training():
                 return function(module, *args)
 
-            if self.stage in ("time", "try"):
+            if self.state in ("time", "try"):
                 self.shapes.note(shapes_of(args))
 
             # Compile on the first training batch after the decision. The call below then runs the new code.
-            if self.stage == "try" and self._next_target() == LOSS:
+            if self.state == "try" and self._next_target() == LOSS:
                 self._try((LOSS,), lambda *args: function(module, *args), (args, {}))
 
             code = self.code
             if code is None:
-                return self.judge.noted(function(module, *args))
+                return self.known.count_operations_once(function(module, *args))
 
             # Asked in any case, because it counts: if too few batches fit, the run compiles again.
             fitting = self._fits(code, args)
@@ -170,12 +172,12 @@ class Compiler(StepPart):
     def call_model(self, link: Link, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the model itself in a training step. `link`: the one of the model's call chain that comes here."""
         # With a function around the model (`around`), the sizes of its arguments are noted, not those of the model.
-        if self.stage in ("time", "try") and self.function is None:
+        if self.state in ("time", "try") and self.function is None:
             self.shapes.note(shapes_of((args, kwargs)))
 
-        if self.stage == "time":
+        if self.state == "time":
             self.shapes.keep_example(args, kwargs)
-        elif self.stage == "try" and self._next_target() != LOSS:
+        elif self.state == "try" and self._next_target() != LOSS:
             # Compiled and eager code are compared on this call of the model, without the user's loss, which may have
             # side effects.
             targets = [target for target in self._candidates.left or () if target != LOSS]
@@ -183,7 +185,7 @@ class Compiler(StepPart):
 
         if self.code is None:
             returned = link.inner(*args, **kwargs)
-            return returned if self.function else self.judge.noted(returned)
+            return returned if self.function else self.known.count_operations_once(returned)
 
         # Only to count it: torch's guards choose between compiled and eager code.
         if self.function is None:
@@ -195,7 +197,7 @@ class Compiler(StepPart):
         """Return whether a call fits the compiled code, and count it."""
         # As long as the run may compile again, it must know all sizes to do so.
         shapes = shapes_of(arguments)
-        if code.still_looks:
+        if code.still_checks:
             self.shapes.note(shapes)
 
         return code.takes(shapes)
@@ -217,7 +219,7 @@ class Compiler(StepPart):
         """Return the target to try next, or None if there is none left."""
         # With compile=true nothing was decided. It cannot be earlier: `around` is called after the constructor.
         if self._candidates.left is None:
-            self._candidates.left = self.judge.preferred(self.function, self.shapes.varying)
+            self._candidates.left = self.known.preferred(self.function, self.shapes.varying)
 
         return self._candidates.left[0] if self._candidates.left else None
 
@@ -237,11 +239,11 @@ class Compiler(StepPart):
 
         # This may take the code away, and let the next step compile again.
         if self.code:
-            self._look_for_misses(self.code)
+            self._check_misses(self.code)
 
         # The last step before a decision that depends on its kernels.
         if self._kernel_timer:
-            self.judge.note_kernels(self._kernel_timer.stop())
+            self.known.note_kernels(self._kernel_timer.stop())
             return self._decide()
 
         step_s = self._timer.end_step(self.driver.runtime) if self._timer else None
@@ -253,7 +255,7 @@ class Compiler(StepPart):
         if self.code:
             self._compare_with_eager(self.code, step_s)
         else:
-            self.judge.eager_s = step_s
+            self.known.eager_s = step_s
             self._decide()
 
     def _decide(self) -> None:
@@ -266,9 +268,9 @@ class Compiler(StepPart):
             return self._stay_eager("the loss computes a gradient through the model and keeps its graph")
 
         # Kernels are measured at most once, in the next step, and then it is decided again.
-        facts = self.judge.facts(self._length.steps_left, 0.0, self.function, self.shapes)
+        facts = self.known.gather(self._length.steps_left, 0.0, self.function, self.shapes)
         on_gpu = self.driver.runtime.device.type == "cuda"
-        if on_gpu and self._kernel_timer is None and on_the_fence(facts):
+        if on_gpu and self._kernel_timer is None and kernels_could_decide(facts):
             self._kernel_timer = KernelTimer(self.driver.runtime.device)
             return
 
@@ -281,11 +283,11 @@ class Compiler(StepPart):
 
     def _compare_with_eager(self, code: InstalledCode, compiled_s: float) -> None:
         """Compare the seconds of a compiled step with those of an eager one. If it is slower, go back to eager."""
-        eager_s = self.judge.eager_s
+        eager_s = self.known.eager_s
         speedup = eager_s / compiled_s
 
         # A slow-down is remembered as well: the next run of this model then does not compile.
-        self.judge.remember(code.target.name, self._candidates.cost_s, speedup)
+        self.known.remember(code.target.name, self._candidates.cost_s, speedup)
 
         times = f"{eager_s * 1e3:.3g} ms before, {compiled_s * 1e3:.3g} ms now"
         if compiled_s > SLOWER * eager_s:
@@ -295,7 +297,7 @@ class Compiler(StepPart):
             self.log_event("compile", reason=f"steps are {speedup:.2f}x as fast ({times})", speedup=round(speedup, 3))
             self._capture()
 
-    def _look_for_misses(self, code: InstalledCode) -> None:
+    def _check_misses(self, code: InstalledCode) -> None:
         """If too many batches do not fit, compile again with other dimensions dynamic. Collective at some steps."""
         share = code.end_step()
         if share is None or self.compiles >= MOST_COMPILES:
@@ -308,13 +310,13 @@ class Compiler(StepPart):
 
         # With compile=auto it must pay in the steps that are left, and the limit is lower by what was spent before.
         self.shapes.agree(self.driver.runtime.collectives)
-        if self.judged:
+        if self.only_if_it_pays:
             spent_s = max(self.driver.runtime.collectives.gather_json(self._candidates.cost_s))
-            facts = self.judge.facts(self._length.steps_left, spent_s, self.function, self.shapes)
+            facts = self.known.gather(self._length.steps_left, spent_s, self.function, self.shapes)
             decision = decide(facts)
             candidates = Candidates([*decision.targets], decision.limit_s)
         else:
-            candidates = Candidates(self.judge.preferred(self.function, self.shapes.varying))
+            candidates = Candidates(self.known.preferred(self.function, self.shapes.varying))
 
         # Otherwise the code stays, and batches that do not fit run eagerly.
         if candidates.left:
@@ -325,7 +327,7 @@ class Compiler(StepPart):
 
     def _start_try(self, candidates: Candidates, reason: str) -> None:
         """Let the next training call compile the first of the candidates."""
-        self.stage = "try"
+        self.state = "try"
         self._timer = None
         self._candidates = candidates
         self.log_event("compile", reason=reason)
@@ -376,12 +378,12 @@ class Compiler(StepPart):
             shapes = shapes_of(compilation.arguments)
 
         self.code = InstalledCode(target, shapes, compilation.dynamic)
-        self.stage = "compiled"
+        self.state = "compiled"
         self.compiles += 1
         self.shapes.drop_examples()
 
         # Steps are timed before anything is captured: a capture would make some of them slow.
-        if self.judged:
+        if self.only_if_it_pays:
             self._timer = StepTimer(*(STEPS_VARYING if compilation.dynamic else STEPS))
         else:
             self._capture()
@@ -406,7 +408,7 @@ class Compiler(StepPart):
 
     def _stay_eager(self, reason: str) -> None:
         """End all attempts to compile, and log why. Calls may still be captured."""
-        self.stage = "eager"
+        self.state = "eager"
         self._timer = None
         self.shapes.drop_examples()
         # Eager calls need no link, and the loss is called as the user wrote it (`around`).
@@ -422,7 +424,7 @@ class Compiler(StepPart):
             self._kernel_timer.abandon()
 
         self._remove_code()
-        self.stage = "eager"
+        self.state = "eager"
         CallChain.of(self.driver.model).remove("compile")
 
 

@@ -155,7 +155,7 @@ def _why_not(facts: Facts, first: Payoff, left: str) -> str:
     return reason
 
 
-def on_the_fence(facts: Facts) -> bool:
+def kernels_could_decide(facts: Facts) -> bool:
     """Return whether the kernels of a step should be measured: nothing pays as it is, and they might change that."""
     if facts.saving_s is not None or decide(facts).targets:
         return False

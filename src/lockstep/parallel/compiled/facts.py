@@ -1,4 +1,4 @@
-"""The facts of a run, by which it decides whether to compile: `StepTimer` measures steps, `Judge` gathers the facts.
+"""The facts by which a run decides whether to compile: `StepTimer` measures steps, `CompileFacts` gathers what is known.
 
 What compiling has cost and gained on this machine is in a small file in the user's cache folder. It is a hint, never
 needed: a file that is missing, damaged or cannot be written changes only how well a run estimates.
@@ -68,7 +68,7 @@ class StepTimer:
         return max(runtime.collectives.gather_json(own_s))
 
 
-class Judge:
+class CompileFacts:
     """Gathers the facts for the rule: from the model, this run, and earlier runs on this machine."""
 
     def __init__(self, driver: Driver, config: RunConfig):
@@ -95,12 +95,12 @@ class Judge:
         """Return what to compile, whether it pays or not."""
         return preferred(self.possible(function), len(find_blocks(self._model, self._named_blocks)), bool(varying))
 
-    def noted(self, result: Any) -> Any:
+    def count_operations_once(self, result: Any) -> Any:
         """Return what an eager call has returned. The first one with a gradient shows how much there is to compile."""
         self._operations = self._operations or count_operations(result)
         return result
 
-    def facts(self, steps_left: int, spent_s: float, function: Function | None, shapes: SeenShapes) -> Facts:
+    def gather(self, steps_left: int, spent_s: float, function: Function | None, shapes: SeenShapes) -> Facts:
         """Return what is known now, also from earlier runs with batches of these sizes. Collective.
 
         spent_s: seconds that compiling has taken in this run
