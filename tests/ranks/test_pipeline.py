@@ -423,7 +423,7 @@ def test_interleaved_wants_equal_rounds() -> None:
 class Calls(StepPart):
     """Notes what a pipeline calls."""
 
-    place = "log"
+    slot = "log"
 
     def __init__(self) -> None:
         self.calls: list[str] = []

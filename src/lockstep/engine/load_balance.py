@@ -109,7 +109,7 @@ def balance_load(
 class LoadBalancer(StepPart):
     """Measures the speed of each rank, and reassigns micro-batches if that makes steps shorter."""
 
-    place = "balance"
+    slot = "balance"
 
     def __init__(self, plan: Plan, order: SampleOrder, runtime: Runtime, log_event: EventLogger):
         self._micro_batches = plan.micro_batches

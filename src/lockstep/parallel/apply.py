@@ -59,7 +59,7 @@ def parallelize(
 
     # Sharding replaces parameters, which would drop their hooks. The driver gets the hooks below.
     hooks = take_hooks(model)
-    _place(model, config, runtime, precision, pipelined)
+    _move_to_device(model, config, runtime, precision, pipelined)
 
     # Replace single layers before the model's calls are wrapped.
     if axes and not pipelined and mesh.sizes["tp"] > 1:
@@ -111,7 +111,9 @@ def _check_settings(model: nn.Module, config: RunConfig, runtime: Runtime) -> No
         check_scalars(model, config)
 
 
-def _place(model: nn.Module, config: RunConfig, runtime: Runtime, precision: Precision, pipelined: bool) -> None:
+def _move_to_device(
+    model: nn.Module, config: RunConfig, runtime: Runtime, precision: Precision, pipelined: bool
+) -> None:
     """Put the parameters on the device, in the dtype in which they are stored.
 
     A model on the meta device is filled block by block while it is sharded, so only a single rank fills it here. A

@@ -18,7 +18,7 @@ from lockstep.task import Loss, MicroBatch
 if TYPE_CHECKING:
     from lockstep.parallel.progress import StepProgress
 
-# The places of the parts, in the order in which they are called. It does not depend on which is added first, because
+# The slots of the parts, in the order in which they are called. It does not depend on which is added first, because
 # some have collectives, which all ranks must call in one order. Whatever times a step (trace, compile) ends it before
 # others check it (exact) or wait for other ranks (balance). The log comes last: a step that is refused has no line.
 ORDER = ("trace", "statistics", "reduce", "compile", "kernels", "exact", "balance", "log")
@@ -27,7 +27,7 @@ ORDER = ("trace", "statistics", "reduce", "compile", "kernels", "exact", "balanc
 class StepPart:
     """Takes part in every step. By default it does nothing. `Driver.parts.add` adds it to a run."""
 
-    place: ClassVar[str]  # one of ORDER
+    slot: ClassVar[str]  # one of ORDER
 
     @property
     def ends_micro_batches(self) -> bool:
@@ -96,10 +96,10 @@ class StepParts(list[StepPart]):
         self._overlapping = overlapping
 
     def add(self, part: StepPart) -> None:
-        """Let `part` take part in the steps from now on, at its place in the fixed order."""
+        """Let `part` take part in the steps from now on, in its slot of the fixed order."""
         assert not (part.ends_micro_batches and self._overlapping), f"{part} in a pipeline: see `StepPart`"
         self.append(part)
-        self.sort(key=lambda part: ORDER.index(part.place))
+        self.sort(key=lambda part: ORDER.index(part.slot))
 
     @property
     def facts(self) -> dict[str, str]:
@@ -122,7 +122,7 @@ class StepParts(list[StepPart]):
 class Reducer(StepPart, ABC):
     """Adds up the gradients of a step in a driver's place. Exact mode has some, which add in one fixed order."""
 
-    place = "reduce"
+    slot = "reduce"
 
     @abstractmethod
     def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:

@@ -293,7 +293,7 @@ class RecordedRun(Run):
 class RecordedLosses(StepPart):
     """Records the micro-batches of a step, with the loss of each and the generators that it draws from."""
 
-    place = "log"
+    slot = "log"
 
     def begin(self) -> None:
         """Begin a step, before its batches are taken."""

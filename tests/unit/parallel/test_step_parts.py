@@ -30,7 +30,7 @@ def driver(model: nn.Module, role: RankRole) -> SingleDriver:
 
 
 def part_at(name: str) -> StepPart:
-    return type("Part", (StepPart,), {"place": name})()
+    return type("Part", (StepPart,), {"slot": name})()
 
 
 def all_parts(base: type = StepPart) -> Iterator[type[StepPart]]:
@@ -49,21 +49,21 @@ def test_the_order_of_parts_does_not_depend_on_which_is_added_first(seed: int) -
         found.parts.add(part_at(name))
 
     # The statistics of the BatchNorm are there from the start.
-    assert [part.place for part in shared] == [*ORDER]
+    assert [part.slot for part in shared] == [*ORDER]
 
 
-def test_every_part_of_the_package_has_a_place() -> None:
+def test_every_part_of_the_package_has_a_slot() -> None:
     for package in (parallel, engine):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
 
     kinds = [kind for kind in all_parts() if kind.__module__.startswith("lockstep.")]
     assert len(kinds) >= 10
-    assert {kind.place for kind in kinds} == {*ORDER}
+    assert {kind.slot for kind in kinds} == {*ORDER}
 
 
 class EndsMicroBatches(StepPart):
-    place = "kernels"
+    slot = "kernels"
 
     def after_backward(self, progress: StepProgress) -> None:
         """End a micro-batch, of which a pipeline has many at a time."""

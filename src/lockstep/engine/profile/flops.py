@@ -27,7 +27,7 @@ class StepFlops(StepPart):
     From `start` on the last batch is kept, whose forward is repeated without gradients and counted.
     """
 
-    place = "trace"
+    slot = "trace"
 
     def __init__(self, driver: Driver, loss_fn: LossFn | None):
         """`loss_fn` is the task's loss; None in a custom loop, whose forwards cannot be repeated."""

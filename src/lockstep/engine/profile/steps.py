@@ -30,7 +30,7 @@ def add_profile(run: Run, loss_fn: LossFn | None) -> None:
 class ProfiledSteps(StepPart):
     """Decides when a run is traced."""
 
-    place = "trace"
+    slot = "trace"
 
     def __init__(self, run: Run, tracer: StepTracer, flops: StepFlops):
         # Counted from here, not from step 0: a resumed run has to warm up again.

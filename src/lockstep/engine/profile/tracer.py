@@ -40,7 +40,7 @@ class StepTracer(StepPart):
     marks come from the heartbeat, which every phase of a step beats, and from the backwards of the steps.
     """
 
-    place = "trace"
+    slot = "trace"
 
     def __init__(self, run: Run):
         self.steps = 0  # traced so far

@@ -119,7 +119,7 @@ class RunBuilder:
 
         # Sharding replaces parameters. `rebind` gives the new ones, by name, to optimizers that were made before.
         parameters_before = dict(model.named_parameters())
-        driver = self._place_model(model, task, data)
+        driver = self._make_driver(model, task, data)
         late_hooks = LateHooks(model, parameters_before)
 
         # Before the optimizers, which may copy the weights.
@@ -154,7 +154,7 @@ class RunBuilder:
         )
         return self.model_setup
 
-    def _place_model(self, model: nn.Module, task: Any, data: Callable[[], Any] | None) -> Driver:
+    def _make_driver(self, model: nn.Module, task: Any, data: Callable[[], Any] | None) -> Driver:
         """Put the model under its driver, and save the driver's own state, such as PowerSGD's errors, with the run."""
         self.driver = driver = parallelize(
             model, self.config, self.runtime, self.precision, task, self.recorder.event, data

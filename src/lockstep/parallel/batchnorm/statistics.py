@@ -54,7 +54,7 @@ class RunningStatistics(StepPart):
     rounding stays far below the precision of the buffers.
     """
 
-    place = "statistics"
+    slot = "statistics"
 
     def __init__(self, layers: Mapping[str, nn.Module], replicas: Collectives, log_event: EventLogger):
         self.names = list(layers)

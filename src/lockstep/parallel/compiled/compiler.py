@@ -64,7 +64,7 @@ class Candidates:
 class Compiler(StepPart):
     """Decides what of a model to compile, compiles it, and chooses between compiled and eager code in every call."""
 
-    place = "compile"
+    slot = "compile"
     in_micro_batch = False  # from `before_forward` to `after_backward`
 
     def __init__(
