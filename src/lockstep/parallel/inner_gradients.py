@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lockstep.errors import UserError
+from lockstep.runtime.autograd_graph import autograd_nodes
 from lockstep.task import Loss
 
 _autograd: Any = torch.autograd
@@ -180,17 +181,8 @@ def _leaves(outputs: Sequence[Output]) -> Iterator[Any]:
 
 
 def _nodes(outputs: Sequence[Output]) -> Iterator[Any]:
-    """Yield every node of a graph once."""
-    pending: list[Any] = [output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs]
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-
-        seen.add(node)
-        yield node
-        pending.extend(following for following, _ in node.next_functions)
+    """Return every node of a graph once."""
+    return autograd_nodes(output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs)
 
 
 def _tensor_at(end: Output) -> Any:

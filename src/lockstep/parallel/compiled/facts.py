@@ -1,4 +1,4 @@
-"""The facts by which a run decides whether to compile: `StepTimer` measures steps, `CompileFacts` gathers what is known.
+"""The facts by which a run decides whether to compile: `StepTimer` measures steps, `CompileFacts` gathers the rest.
 
 What compiling has cost and gained on this machine is in a small file in the user's cache folder. It is a hint, never
 needed: a file that is missing, damaged or cannot be written changes only how well a run estimates.
@@ -29,6 +29,7 @@ from lockstep.parallel.compiled.payoff import SPEEDUPS, Facts, Payoff, preferred
 from lockstep.parallel.compiled.side_effects import Function
 from lockstep.parallel.compiled.targets import BLOCKS, LOSS, MODEL, compiles_itself
 from lockstep.parallel.driver import Driver
+from lockstep.runtime.autograd_graph import autograd_nodes
 from lockstep.runtime.context import Runtime
 from lockstep.task import Loss
 
@@ -165,14 +166,7 @@ def _count_layers(*roots: nn.Module) -> int:
 def count_operations(result: Any) -> int:
     """Return how many operations of autograd have led to a loss, or to the outputs of a model."""
     tensors = [result.total] if isinstance(result, Loss) else tensors_in(result)
-    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    found = set(waiting)
-    while waiting:
-        before = {node for node, _ in waiting.pop().next_functions if node is not None} - found
-        found |= before
-        waiting += before
-
-    return len(found)
+    return sum(1 for _ in autograd_nodes(tensor.grad_fn for tensor in tensors))
 
 
 # ---- what earlier runs have measured ----
