@@ -122,14 +122,14 @@ class Driver:
         setup: DriverSetup,
         role: RankRole | None = None,
         reducer: Callable[[Any], Reducer] | None = None,
-        replicas: Collectives | None = None,
+        dp_ranks: Collectives | None = None,
         held: Collection[str] | None = None,
     ):
         """Store the model, which is placed by now.
 
         role: `setup.role` with what the strategy adds to it; None: it adds nothing
         reducer: makes what adds up gradients in this driver's place, from the driver
-        replicas: the ranks that train the same layers on different samples; None: all ranks
+        dp_ranks: the ranks that train the same layers on different samples; None: all ranks
         held: the names of the tensors that this rank holds; None: it holds all of them
         """
         self.model = model  # the user's own, which the task calls
@@ -145,7 +145,7 @@ class Driver:
 
         # What takes part in the steps. Features of the run are added when it is set up.
         self.parts = StepParts(overlapping=self.role.pipeline_depth > 1)
-        self.statistics = running_statistics(model, replicas or setup.runtime.collectives, held, setup.log_event)
+        self.statistics = running_statistics(model, dp_ranks or setup.runtime.collectives, held, setup.log_event)
         if self.statistics.layers:
             self.parts.add(self.statistics)
 

@@ -63,7 +63,7 @@ class PipelineDriver(ShardedDriver):
         self._sharded = config.strategy_record.shards_parameters and self.mesh.sizes["dp"] > 1
         _check(config, self._sharded, runtime, setup.compiled)
 
-        self._replicas = axes.along("dp")
+        self._dp_ranks = axes.along("dp")
         self._tp = axes.along("tp")
 
         # While this rank still has the full model, choose how layers are sharded, and find which stages use a tensor.
@@ -105,13 +105,13 @@ class PipelineDriver(ShardedDriver):
             holders=holders,
             duplicates=frozenset(name for name, users in pp_ranks.items() if users and position > min(users)),
         )
-        super().__init__(model, setup, self._replicas, role, held=kept)
+        super().__init__(model, setup, self._dp_ranks, role, held=kept)
         self.facts = facts
         self._held = [name in held for name in self.names]
         self._copies = [len(pp_ranks[name]) or ranks for name in self.names]  # how many ranks along pp hold each
         self._tied = self._tied_groups([tuple(sorted(pp_ranks[name])) for name in self.names])
 
-        check = CollectiveCheck(model, runtime, local_stages, self._replicas) if self._sharded else None
+        check = CollectiveCheck(model, runtime, local_stages, self._dp_ranks) if self._sharded else None
         self._collective_check = check
 
         self._foreign = ForeignTensors(model, {name: by_tensor[name] for name in holders}, kept)
@@ -123,7 +123,7 @@ class PipelineDriver(ShardedDriver):
             setup.precision.autocast,
             self._foreign,
             self.parts,
-            shard_group=self._replicas if self._sharded else None,
+            shard_group=self._dp_ranks if self._sharded else None,
         )
 
     def begin(self) -> None:
@@ -181,7 +181,7 @@ class PipelineDriver(ShardedDriver):
         if self._tp.world.alone and not self._sharded:
             return list(torch._foreach_norm(tensors)) if tensors else []  # a stage holds its tensors in full
 
-        squared = self._tp.all_reduce_(self._replicas.all_reduce_(self._squared_terms(tensors)))
+        squared = self._tp.all_reduce_(self._dp_ranks.all_reduce_(self._squared_terms(tensors)))
         return list(squared.sqrt().unbind())
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ class PipelineDriver(ShardedDriver):
         # Placeholders of other stages have no memory to receive into.
         named = self.model.named_buffers()
         buffers = {name: buffer for name, buffer in named if name not in holders or rank in holders[name]}
-        broadcast_buffers(buffers, self._replicas)
+        broadcast_buffers(buffers, self._dp_ranks)
         broadcast_buffers(buffers, self._tp)
 
     # ---- set-up ----
@@ -284,7 +284,7 @@ class PipelineDriver(ShardedDriver):
 
         # FSDP has already summed over the replicas.
         if not self._sharded:
-            sum_gradients(trained, self._replicas)
+            sum_gradients(trained, self._dp_ranks)
 
         for indices, group in self._tied:
             sum_gradients([self.parameters[index] for index in indices if used[index]], group)
@@ -293,7 +293,7 @@ class PipelineDriver(ShardedDriver):
 
     def _squared_terms(self, tensors: list[Tensor]) -> Tensor:
         """Return this rank's terms of the squared norms, which are to be summed over dp and tp."""
-        return squared_norms(tensors, self._replicas.world.size * self._tp.world.size).to(self.runtime.device)
+        return squared_norms(tensors, self._dp_ranks.world.size * self._tp.world.size).to(self.runtime.device)
 
 
 class _Placement(NamedTuple):
