@@ -164,7 +164,7 @@ class Recorder:
         """Write the lines whose numbers have arrived from the device, or, with `wait`, all lines."""
         while self._pending and (wait or self._pending[0][0]()):
             # Host-device synchronisation: at the end of a run and before a save, which waits for the device anyway.
-            if wait and self.runtime.device.type == "cuda":
+            if wait and self.runtime.on_gpu:
                 torch.cuda.synchronize(self.runtime.device)
 
             # Lines are written in the order of their steps.
@@ -223,7 +223,7 @@ class Recorder:
         slots = torch.zeros(
             (self.runtime.world.size, stragglers.WIDTH),
             dtype=torch.float64,
-            pin_memory=self.runtime.device.type == "cuda",
+            pin_memory=self.runtime.on_gpu,
         )
 
         # The heartbeat counts the seconds of every phase since the start.

@@ -179,13 +179,13 @@ def _fits_float8(module: nn.Module) -> bool:
 def wants_compile(config: RunConfig, runtime: Runtime) -> bool:
     """Whether to compile, or to find out whether it pays. On a CPU it is slow, and rarely pays."""
     if config.compile == "auto":
-        return runtime.device.type == "cuda" and not config.exact
+        return runtime.on_gpu and not config.exact
     return config.compile
 
 
 def may_change_kernels(config: RunConfig, runtime: Runtime) -> bool:
     """Whether kernels may be chosen by the sizes that batches turn out to have. A repeatable run must not do so."""
-    return runtime.device.type == "cuda" and not (config.deterministic or config.exact)
+    return runtime.on_gpu and not (config.deterministic or config.exact)
 
 
 def make_compiler(
@@ -193,7 +193,7 @@ def make_compiler(
 ) -> Compiler:
     # Whether compiling pays is a question of time, and a repeatable run must not depend on it. float8 always needs it.
     only_if_it_pays = config.compile == "auto" and not config.deterministic and not precision.float8
-    low_precision = runtime.device.type == "cuda" or precision.loses_bits
+    low_precision = runtime.on_gpu or precision.loses_bits
     return Compiler(driver, config, log_event, only_if_it_pays, low_precision)
 
 

@@ -47,7 +47,7 @@ def measure_apart(arguments: dict[str, Any]) -> Generator[dict[str, Any], str, N
         while True:
             turn = take(turns)
             # A host runs ahead of its GPU, so that only the end of a turn is known there.
-            on_gpu = rank.runtime.device.type == "cuda"
+            on_gpu = rank.runtime.on_gpu
             yield {**turn.as_dict(), "step_seconds": [turn.seconds] if on_gpu else turn.value}
 
 
@@ -89,7 +89,7 @@ def _facts(run: Run, unit: str) -> dict[str, Any]:
     parameters = [p for p in run.driver.model.parameters() if p.requires_grad]
     return {
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if run.runtime.device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if run.runtime.on_gpu else "cpu",
         "backend": run.runtime.backend,
         "strategy": run.config.strategy,
         "precision": run.stepper.context.precision.name,

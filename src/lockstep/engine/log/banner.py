@@ -90,7 +90,7 @@ def _world(runtime: Runtime) -> str:
     where = f"this one on {runtime.device} with {runtime.threads}"
 
     # Either ranks share a GPU, which NCCL refuses, or each rank sees only its own.
-    more_ranks = runtime.device.type == "cuda" and runtime.world.local_size > torch.cuda.device_count()
+    more_ranks = runtime.on_gpu and runtime.world.local_size > torch.cuda.device_count()
     if more_ranks and runtime.backend == "gloo":
         where += ", with more ranks than GPUs here"
 

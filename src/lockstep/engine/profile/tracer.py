@@ -57,14 +57,10 @@ class StepTracer(StepPart):
     def ends_micro_batches(self) -> bool:
         return False  # a trace of a pipeline lacks the marks of backwards, which overlap with forwards
 
-    @property
-    def on_gpu(self) -> bool:
-        return self._runtime.device.type == "cuda"
-
     def start(self) -> None:
         """Begin to trace, before a step."""
         activities = [ProfilerActivity.CPU]
-        if self.on_gpu:
+        if self._runtime.on_gpu:
             activities.append(ProfilerActivity.CUDA)
 
         # Shapes give the bytes of collectives.
@@ -122,11 +118,11 @@ class StepTracer(StepPart):
         trace["lockstep_spans"] = [(span.start, span.end, span.kind) for span in spans]
 
         file.write_text(json.dumps(trace))
-        return breakdown(trace["traceEvents"], spans, self.steps, self.on_gpu, self._element_bytes)
+        return breakdown(trace["traceEvents"], spans, self.steps, self._runtime.on_gpu, self._element_bytes)
 
     def _wait(self) -> None:
         """Wait for the device. Host-device synchronisation, at both ends of a trace."""
-        if self.on_gpu:
+        if self._runtime.on_gpu:
             torch.cuda.synchronize(self._runtime.device)
 
     def _beat(self, step: int, phase: str) -> None:

@@ -151,7 +151,7 @@ def _open_data(builder: RunBuilder, driver: Driver, data: Any, collate: Collate)
     builder.on_failure(source.close)
 
     # A user-defined source may compute its batches on the GPU, so the time in it does not count as data wait.
-    builder.recorder.reports_late_data = runtime.device.type == "cuda" and source is not data
+    builder.recorder.reports_late_data = runtime.on_gpu and source is not data
     check_sample_log(config, source)
 
     # The number of threads follows the sizes of the model and of a sample.
@@ -231,7 +231,7 @@ def _open_checkpoints(
         holders=setup.driver.role.holders,
         rank=builder.runtime.world.rank,
         duplicates=setup.driver.role.duplicates,
-        on_any_rank=lambda value: any(builder.runtime.collectives.gather_json(value)),
+        on_any_rank=builder.runtime.collectives.any,
     )
 
     checkpoints = CheckpointManager(

@@ -264,13 +264,12 @@ class Compiler(StepPart):
         self.cudnn_pause.needed = bool(self.shapes.varying) or self.shapes.irregular
 
         # torch cannot go through a compiled graph twice.
-        if any(self.driver.runtime.collectives.gather_json(self.driver.inner_gradients.keeps_graphs)):
+        if self.driver.runtime.collectives.any(self.driver.inner_gradients.keeps_graphs):
             return self._stay_eager("the loss computes a gradient through the model and keeps its graph")
 
         # Kernels are measured at most once, in the next step, and then it is decided again.
         facts = self.known.gather(self._length.steps_left, 0.0, self.function, self.shapes)
-        on_gpu = self.driver.runtime.device.type == "cuda"
-        if on_gpu and self._kernel_timer is None and kernels_could_decide(facts):
+        if self.driver.runtime.on_gpu and self._kernel_timer is None and kernels_could_decide(facts):
             self._kernel_timer = KernelTimer(self.driver.runtime.device)
             return
 
@@ -304,14 +303,14 @@ class Compiler(StepPart):
             return
 
         # One rank with many misses holds up all others in every step, so the worst share counts.
-        largest = max(self.driver.runtime.collectives.gather_json(share))
+        largest = self.driver.runtime.collectives.max(share)
         if largest <= MOST_MISSES:
             return
 
         # With compile=auto it must pay in the steps that are left, and the limit is lower by what was spent before.
         self.shapes.agree(self.driver.runtime.collectives)
         if self.only_if_it_pays:
-            spent_s = max(self.driver.runtime.collectives.gather_json(self._candidates.cost_s))
+            spent_s = self.driver.runtime.collectives.max(self._candidates.cost_s)
             facts = self.known.gather(self._length.steps_left, spent_s, self.function, self.shapes)
             decision = decide(facts)
             candidates = Candidates([*decision.targets], decision.limit_s)

@@ -57,7 +57,7 @@ class StepTimer:
             return None
 
         # The host waits for the device, in the few steps that are timed.
-        if runtime.device.type == "cuda":
+        if runtime.on_gpu:
             torch.cuda.synchronize()
 
         self._seconds.append(time.perf_counter() - self._began)
@@ -66,7 +66,7 @@ class StepTimer:
 
         # The median leaves out a step that a checkpoint or another program has slowed down.
         own_s = median(self._seconds[self._warm_up :])
-        return max(runtime.collectives.gather_json(own_s))
+        return runtime.collectives.max(own_s)
 
 
 class CompileFacts:
@@ -112,7 +112,7 @@ class CompileFacts:
         self._records = {target: Payoff(**values) for target, values in records.items()}
 
         blocks = find_blocks(self._model, self._named_blocks)
-        operations = self._runtime.collectives.gather_json(self._operations)
+        operations = self._runtime.collectives.max(self._operations)
         one_of_each_class = {class_name(block): block for block in blocks}.values()
         return Facts(
             steps_left=steps_left,
@@ -122,7 +122,7 @@ class CompileFacts:
             layers=_count_layers(self._model),
             blocks=len(blocks),
             block_layers=_count_layers(*one_of_each_class),
-            operations=max(operations),
+            operations=int(operations),
             cold=self._cold,
             possible=self.possible(function),
             records=self._records,

@@ -332,8 +332,7 @@ class GraphedCall(Link):
 
 def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
     """Whether to capture calls where forwards are not collective (`RankRole.collective_forwards`)."""
-    on_cuda = runtime.device.type == "cuda"
-    if config.graph is True and not on_cuda:
+    if config.graph is True and not runtime.on_gpu:
         raise UserError(
             f"graph=true needs a GPU; the device is {runtime.device.type}",
             "CUDA graphs are for GPUs",
@@ -344,7 +343,7 @@ def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
         return config.graph
 
     # Not with recomputation, which changes the kernels of a forward. config/conflicts.py refuses graph=true with these.
-    return on_cuda and not config.ddp.find_unused_parameters and not config.exact and config.remat == "none"
+    return runtime.on_gpu and not config.ddp.find_unused_parameters and not config.exact and config.remat == "none"
 
 
 def capture_calls(

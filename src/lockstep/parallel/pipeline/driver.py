@@ -345,7 +345,7 @@ def _broadcast_one_by_one(model: nn.Module, runtime: Runtime) -> None:
 
 
 def _check(config: RunConfig, sharded: bool, runtime: Runtime, compiled: bool) -> None:
-    if runtime.device.type == "cuda" and runtime.backend == "gloo":
+    if runtime.on_gpu and runtime.backend == "gloo":
         raise UserError(
             "a pipeline (mesh.pp) on GPUs cannot run over gloo, which cannot send GPU tensors from rank to rank",
             "",

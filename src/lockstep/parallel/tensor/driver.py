@@ -58,7 +58,7 @@ def shard_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> N
     plan = choose_plan(model, task, tp_size, runtime.world.size // tp_size)
 
     gathered = [name for name, style in plan.items() if style == "gathered"]
-    if gathered and runtime.device.type == "cuda" and runtime.backend == "gloo":
+    if gathered and runtime.on_gpu and runtime.backend == "gloo":
         # Torch 2.11 crashes there, in `wait_tensor`.
         raise UserError(
             "tensor parallelism (mesh.tp) on GPUs cannot run over gloo if the output of a layer is gathered",

@@ -14,14 +14,23 @@ from lockstep.parallel.compiled.batch_sizes import SeenShapes
 from lockstep.parallel.compiled.facts import CompileFacts, StepTimer, _count_layers, count_operations
 from lockstep.parallel.compiled.payoff import Payoff
 from lockstep.parallel.compiled.targets import BLOCKS, MODEL
+from lockstep.runtime.collectives import Collectives
+from lockstep.runtime.world import World
 from lockstep.task import Loss
 
 
 class OneRank:
     """Stands in for a runtime."""
 
-    device = SimpleNamespace(type="cpu")
-    collectives = SimpleNamespace(gather_json=lambda mine: [mine])
+    on_gpu = False
+    collectives = Collectives(World(), torch.device("cpu"))
+
+
+class WithOneOther(Collectives):
+    """Collectives of two ranks, of which the other always has the number 7."""
+
+    def gather_json(self, value: Any, caller: str = "") -> list[Any]:
+        return [value, 7]
 
 
 def test_the_step_in_which_a_timer_is_made_does_not_count() -> None:
@@ -38,7 +47,7 @@ def test_the_step_in_which_a_timer_is_made_does_not_count() -> None:
 def test_a_run_that_finds_code_on_disk_keeps_the_cost_without_it(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(facts, "history_path", lambda: tmp_path / "compile.json")
     model = nn.Linear(2, 2)
-    alone = SimpleNamespace(gather_json=lambda mine: [mine], run_on_rank0=lambda function: function())
+    alone = Collectives(World(), torch.device("cpu"))
     runtime = SimpleNamespace(device=torch.device("cpu"), is_main=True, collectives=alone)
     for cold, cost_s in ((True, 30.0), (False, 4.0)):
         monkeypatch.setattr(facts, "is_cold", lambda cold=cold: cold)
@@ -87,8 +96,8 @@ def test_operations_are_those_of_every_call_and_count_once():
 
 
 def test_the_first_call_is_counted_and_the_largest_of_all_ranks_decides() -> None:
-    others = SimpleNamespace(gather_json=lambda mine: [mine, 7], run_on_rank0=lambda function: function())
-    runtime = SimpleNamespace(device=torch.device("cpu"), is_main=False, collectives=others)
+    both = WithOneOther(World(), torch.device("cpu"))
+    runtime = SimpleNamespace(device=torch.device("cpu"), is_main=False, collectives=both)
     layer = nn.Linear(2, 2)
     of_run = CompileFacts(SimpleNamespace(model=layer, runtime=runtime), RunConfig())  # type: ignore[arg-type]
     assert of_run.gather(100, 0.0, None, SeenShapes()).operations == 7
