@@ -7,7 +7,7 @@ base class for sharded parameters. A pipeline overrides `forward_backward`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -153,6 +153,11 @@ class Driver:
         if self.reducer:
             self.parts.add(self.reducer)
 
+    @property
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The trainable parameters with their names, in the model's order."""
+        return zip(self.names, self.parameters, strict=True)
+
     # ---- for evaluations, checkpoints and the set-up ----
 
     def evaluate(self, loss_fn: LossFn, data: Any, autocast: Autocast) -> Loss | None:
@@ -199,7 +204,7 @@ class Driver:
 
     def use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
         """Call the user's parameter hooks, given by parameter name, from now on. They get full gradients."""
-        for name, parameter in zip(self.names, self.parameters, strict=True):
+        for name, parameter in self.named:
             if name in hooks:
                 hooks[name].register(parameter)
 
@@ -209,7 +214,7 @@ class Driver:
 
     def leaf_names(self) -> dict[int, str]:
         """Return the names of the trainable parameters by the id of the leaf tensor in the autograd graph."""
-        return {id(p): name for name, p in zip(self.names, self.parameters, strict=True)}
+        return {id(p): name for name, p in self.named}
 
     # ---- the steps ----
 
@@ -288,7 +293,7 @@ class Driver:
 
         # Usually every parameter has a gradient, and there is no need to build another list of names.
         if len(parameters) < len(names):
-            names = [name for name, p in zip(self.names, self.parameters, strict=True) if p.grad is not None]
+            names = [name for name, p in self.named if p.grad is not None]
 
         return Reduced(parameters, names, norms, packed, self.codec, self.to_sum)
 

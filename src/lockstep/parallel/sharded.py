@@ -95,7 +95,7 @@ class ShardedDriver(Driver):
     def _call_hooks(self) -> None:
         """Call the user's hooks with the gradient sums of the step. Each rank holds a shard of them."""
         if self._hooks:
-            for name, parameter in zip(self.names, self.parameters, strict=True):
+            for name, parameter in self.named:
                 if name in self._hooks:
                     self._hooks[name].change_sum(parameter)
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf
 from typing import Any, Literal
 
 import torch
@@ -30,7 +28,7 @@ from lockstep.parallel.compiled.cudnn_pause import CudnnPause
 from lockstep.parallel.compiled.facts import CompileFacts, StepTimer
 from lockstep.parallel.compiled.installed import InstalledCode
 from lockstep.parallel.compiled.kernel_times import KernelTimer
-from lockstep.parallel.compiled.payoff import SLOWER, STEPS, STEPS_VARYING, decide, kernels_could_decide
+from lockstep.parallel.compiled.payoff import SLOWER, STEPS, STEPS_VARYING, Candidates, decide, kernels_could_decide
 from lockstep.parallel.compiled.side_effects import Function
 from lockstep.parallel.compiled.targets import LOSS
 from lockstep.parallel.cudagraph.graphs import capture_calls, release_captures
@@ -44,21 +42,6 @@ from lockstep.task import MicroBatch
 PATIENCE = 0.8  # of hang.first: compiling is given up before the watchdog ends the run
 MOST_MISSES = 0.2  # if a larger part of the batches does not fit, the run compiles again
 MOST_COMPILES = 2  # but not more often than this
-
-
-@dataclass
-class Candidates:
-    """The targets of one decision, which are tried in turn, and what was wrong with those that were tried."""
-
-    left: list[str] | None = None  # None: not decided, see `CompileFacts.preferred`
-    limit_s: float = inf  # seconds for all tries
-    problems: dict[str, str] = field(default_factory=dict)
-    cost_s: float = 0.0  # seconds of all tries
-
-    @property
-    def why(self) -> str:
-        """Why nothing better is compiled, for the log; empty if the first target worked."""
-        return "; ".join(f"not {name}: {problem}" for name, problem in self.problems.items())
 
 
 class Compiler(StepPart):

@@ -103,8 +103,7 @@ class FSDPDriver(ShardedDriver):
         # Before the first forward there is no full parameter to register a hook on, and the full gradient exists only
         # just before its reduction. If a block is called more than once, its gradient may come in parts; for a linear
         # hook that makes no difference.
-        named = zip(self.names, self.parameters, strict=True)
-        by_parameter = {id(p): hooks[name] for name, p in named if name in hooks}
+        by_parameter = {id(p): hooks[name] for name, p in self.named if name in hooks}
 
         for module in self._sharded_modules():
             ids = [(p, id(torch_private.shard(p))) for p in torch_private.grouped_parameters(module)]
