@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,10 +30,12 @@ from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import RunBuilder, open_run
 from lockstep.errors import ConfigError, UserError
 from lockstep.observe.sinks import read_jsonl
-from lockstep.parallel.driver import RankRole
+from lockstep.parallel.apply import make_compiler
+from lockstep.parallel.driver import DriverSetup, SingleDriver
 from lockstep.parallel.mesh import Mesh
+from lockstep.precision import PRECISIONS
 from lockstep.runtime.collectives import Collectives
-from lockstep.runtime.context import Runtime, start
+from lockstep.runtime.context import Runtime, log_nothing, start
 from lockstep.runtime.environments.launcher import ATTEMPT_FOLDER
 from lockstep.runtime.heartbeat import Heartbeat
 from lockstep.runtime.host.threads import Threads
@@ -855,17 +856,22 @@ def test_what_is_compiled_is_told(
 
 
 @pytest.mark.parametrize(
-    ("values", "judged", "words"),
+    ("values", "words"),
     [
-        ({}, True, "if it pays: the first steps are timed"),
-        ({"deterministic": True}, False, "in the first step: a repeatable run must not depend on the time"),
-        ({"precision": "fp8"}, False, "in the first step: float8 needs it"),
+        ({}, "if it pays: the first steps are timed"),
+        ({"deterministic": True}, "in the first step: a repeatable run must not depend on the time"),
+        ({"precision": "fp8"}, "in the first step: float8 needs it"),
     ],
 )
-def test_compile_auto_says_when_nothing_is_measured(values: dict[str, Any], judged: bool, words: str) -> None:
-    config = resolve([("test", values)]).config
-    driver: Any = SimpleNamespace(role=RankRole(), compiler=SimpleNamespace(judged=judged))
-    assert words in _compile(driver, config, Mesh({"dp": 1, "tp": 1, "pp": 1}, rank=0))
+def test_compile_auto_says_when_nothing_is_measured(values: dict[str, Any], words: str) -> None:
+    config = resolve([("test", {"device": "cpu"})]).config
+    precision = PRECISIONS[values.get("precision", "fp32")]
+    with start(World(), config) as runtime:
+        config = resolve([("test", values)]).config
+        driver = SingleDriver(nn.Linear(2, 2), DriverSetup(config, runtime, precision))
+        driver.parts.add(make_compiler(driver, config, runtime, precision, log_nothing))
+
+    assert words in _compile(driver, Mesh({"dp": 1, "tp": 1, "pp": 1}, rank=0))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ statements       AST statements, docstrings included, per 100 lines
 comments         full-line comments, in per cent of all lines
 comprehensions   and conditional expressions, per 1,000 lines
 attributes       of a class: names assigned on `self` in it, and annotated fields
-members          attributes, methods and class variables
+members          attributes, methods and class variables, its own and those of its base classes in the package
 strategy names   comparisons with a strategy's name, outside `config/`
 a batch crosses  the files whose functions the main thread enters from the moment that a step asks for its samples
                  up to `optimizer.step()`, in the middle of a run of char_lm on one process; the recipe's own files,
@@ -46,10 +46,14 @@ def main(root: Path) -> None:
     classes = {f"{path.stem}.{node.name}": node for path, node in named_classes(core)}
     widest = sorted(classes, key=lambda name: -len(attributes(classes[name])))[:6]
     print(f"attributes       {', '.join(f'{name} {len(attributes(classes[name]))}' for name in widest)}")
+    by_name = {node.name: node for _, node in named_classes(core)}
     for name in ("driver.Driver", "drivers.Driver", "step.Stepper"):
         if name in classes:
-            found = classes[name]
-            print(f"{name:16} {len(attributes(found))} attributes, {len(members(found))} members")
+            found = [classes[name], *bases(classes[name], by_name)]
+            all_members = set[str]().union(*map(members, found))
+            public = sum(not member.startswith("_") for member in all_members)
+            all_attributes = set[str]().union(*map(attributes, found))
+            print(f"{name:16} {len(all_attributes)} attributes, {len(all_members)} members, {public} of them public")
     print(f"strategy names   {sum(map(len, comparisons(core, root).values()))} compared outside their table")
     for path, lines in comparisons(core, root).items():
         print(f"                 {path.relative_to(root)}: lines {', '.join(map(str, lines))}")
@@ -95,6 +99,12 @@ def members(node: ast.ClassDef) -> set[str]:
     methods = {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
     targets = [target for item in node.body if isinstance(item, ast.Assign) for target in item.targets]
     return attributes(node) | methods | {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+def bases(node: ast.ClassDef, by_name: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
+    """Return the base classes of a class, and theirs, as far as the package has classes of these names."""
+    own = [by_name[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in by_name]
+    return [found for base in own for found in (base, *bases(base, by_name))]
 
 
 def comparisons(trees: dict[Path, ast.Module], root: Path) -> dict[Path, list[int]]:

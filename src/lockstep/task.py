@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lockstep.config import extend
 from lockstep.errors import UserError
+from lockstep.runtime.autograd_graph import autograd_nodes
 from lockstep.runtime.control_word import Flags
 
 # A tensor on the device costs no synchronisation.
@@ -76,14 +77,9 @@ def _zero_of(mean: Tensor) -> Tensor:
     The graph stays as it is, because collectives in the backward need every rank.
     """
     # Not at the leaves: their nodes belong to the parameters, and outlive this graph.
-    waiting = {mean.grad_fn}
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        seen.add(node)
-        if node is not None and not hasattr(node, "variable"):
+    for node in autograd_nodes([mean.grad_fn]):
+        if not hasattr(node, "variable"):
             node.register_prehook(_zeros)
-            waiting |= {before for before, _ in node.next_functions} - seen
 
     return torch.nan_to_num(mean) * 0.0
 

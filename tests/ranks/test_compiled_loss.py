@@ -30,7 +30,7 @@ from lockstep.engine import loop
 from lockstep.engine.own_loop import OwnRun
 from lockstep.engine.setup import open_run
 from lockstep.parallel import apply
-from lockstep.parallel.compiled import compilation, judge, kernel_times, payoff, targets
+from lockstep.parallel.compiled import compilation, facts, kernel_times, payoff, targets
 from lockstep.parallel.compiled.compilation import Deadline
 from lockstep.parallel.compiled.compiler import Compiler
 from lockstep.parallel.compiled.kernel_times import KernelTimer
@@ -249,7 +249,7 @@ def trained(
     counters.clear()
     with ExitStack() as stack:
         stack.enter_context(patch.object(targets, "BACKEND", backend))
-        stack.enter_context(patch.object(judge, "history_path", lambda: Path(folder).parent / "compile.json"))
+        stack.enter_context(patch.object(facts, "history_path", lambda: Path(folder).parent / "compile.json"))
         if judged:
             stack.enter_context(patch.object(apply, "wants_compile", lambda *_: True))
             estimates = {"START_S": 0.0, "COLD_S": 0.0, "LAYER_S": 0.0, "BLOCK_S": 0.0, "OPERATION_S": operation_s}
@@ -450,6 +450,11 @@ def test_code_that_is_slower_is_given_up(pool: Any, tmp_path: Any) -> None:
     assert "the loss with the model compiled" not in again["events"][0]
 
 
+def compiler_of(run: OwnRun) -> Compiler | None:
+    assert run._builder.driver
+    return next((part for part in run._builder.driver.parts if isinstance(part, Compiler)), None)
+
+
 def own_loop(world: World, store: Any, folder: str, compiled: bool, function: bool) -> dict[str, Any]:
     values = {**QUIET, "compile": compiled, "steps": 4, "global_batch": 16, "micro_batch": 4, "run_dir": folder}
     resolved = resolve([("test", values)])
@@ -473,7 +478,7 @@ def own_loop(world: World, store: Any, folder: str, compiled: bool, function: bo
                 step.backward(*call(wrapped, batch))
             step.apply()
 
-        compiler = run._builder.driver.compiler
+        compiler = compiler_of(run)
         target = compiler.code.target.name if compiler and compiler.code else None
         run.close()
         weights = {name: value.clone() for name, value in model.state_dict().items()}
@@ -499,6 +504,90 @@ def test_a_resumed_run_compiles_again(pool: Any, tmp_path: Any) -> None:
     rest = start(pool, tmp_path / "parts", ranks=1, steps=6, resume="auto", **settings)[0]
     assert rest["events"][0].startswith("compiled the loss with the model")
     assert_close(rest, whole)
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return model(x).square().sum(), len(x)
+
+
+def distances(model: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (model(x) - 1).abs().sum(), len(x)
+
+
+def several_functions(world: World, store: Any, folder: str, compiled: bool, at_step: int = 0) -> dict[str, Any]:
+    """Train on two functions in turn, of which `run.compile` gets the second one at a step."""
+    values = {**QUIET, "compile": compiled, "steps": 4, "global_batch": 16, "micro_batch": 4, "run_dir": folder}
+    resolved = resolve([("test", values)])
+    torch._dynamo.reset()
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+
+    with (
+        patch.object(targets, "BACKEND", "aot_eager"),
+        context.start(world, resolved.config, store) as runtime,
+    ):
+        run = OwnRun(open_run(resolved, runtime, "test"))
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        wrapped, _ = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        calls = [run.compile(squares), squares if at_step else run.compile(distances)]
+        losses = []
+        for step in run.steps(TensorDataset(x)):
+            if step.index == at_step > 0:
+                calls[1] = run.compile(distances)
+
+            for (batch,) in step:
+                total, weight = calls[(step.index + 1) % 2](wrapped, batch)
+                losses.append(total.item())
+                step.backward(total, weight)
+            step.apply()
+
+        compiler = compiler_of(run)
+        target = compiler.code.target.name if compiler and compiler.code else None
+        run.close()
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        return {"weights": weights, "target": target, "losses": losses}
+
+
+def test_each_of_several_functions_is_called(pool: Any, tmp_path: Any) -> None:
+    plain = pool.run(several_functions, str(tmp_path / "plain"), False, world=1)[0]
+    found = pool.run(several_functions, str(tmp_path / "compiled"), True, world=1)[0]
+    assert (plain["target"], found["target"]) == (None, targets.MODEL)
+    assert found["losses"] == pytest.approx(plain["losses"], rel=1e-5)
+    assert_close(found, plain)
+
+
+def test_a_function_is_refused_after_the_first_step_with_another(pool: Any, tmp_path: Any) -> None:
+    with pytest.raises(Exception, match=r"run.compile\(distances\) got another function than before, in step 2"):
+        pool.run(several_functions, str(tmp_path), True, 2, world=1)
+
+
+def evaluated_first(world: World, store: Any, folder: str) -> tuple[list[Any], str]:
+    """Evaluate with batches of another size than those of training, and return the sizes that were noted."""
+    values = {**QUIET, "compile": "auto", "steps": 8, "global_batch": 16, "micro_batch": 4, "run_dir": folder}
+    resolved = resolve([("test", {**values, "evaluate.batch": 7})])
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    with (
+        patch.object(apply, "wants_compile", lambda *_: True),
+        patch.object(facts, "history_path", lambda: Path(folder) / "compile.json"),
+        patch.object(payoff, "MOST_LOST", 0.0),
+        context.start(world, resolved.config, store) as runtime,
+    ):
+        run = OwnRun(open_run(resolved, runtime, "test"))
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+        wrapped, _ = run.setup(model, torch.optim.SGD(model.parameters(), lr=0.05))
+        call = run.compile(squares)
+        run.evaluate(TensorDataset(x), lambda model, batch: Loss(*call(model, *batch)))
+        for step in run.steps(TensorDataset(x)):
+            for (batch,) in step:
+                step.backward(*call(wrapped, batch))
+            step.apply()
+
+        compiler = compiler_of(run)
+        run.close()
+        return compiler.shapes.sizes(), compiler.state
+
+
+def test_the_sizes_of_evaluations_do_not_count(pool: Any, tmp_path: Any) -> None:
+    assert pool.run(evaluated_first, str(tmp_path), world=1)[0] == ([[[4], [3]]], "eager")
 
 
 def test_a_function_before_the_model(tmp_path: Any) -> None:
@@ -592,7 +681,7 @@ def test_runs_that_take_turns_leave_the_choice_of_kernels_alone(
 ) -> None:
     """Each watches its own first steps without cuDNN, whatever the other one has found out."""
     monkeypatch.setattr(apply, "wants_compile", lambda *_: True)
-    monkeypatch.setattr(judge, "history_path", lambda: tmp_path / "compile.json")
+    monkeypatch.setattr(facts, "history_path", lambda: tmp_path / "compile.json")
     assert torch.backends.cuda.cudnn_sdp_enabled()
     tag = torch.compiler.config.cache_key_tag
     values = {**QUIET, "compile": "auto", "steps": 20, "global_batch": 4, "device": "cpu", "threads": 1}

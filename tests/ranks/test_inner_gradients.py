@@ -282,7 +282,7 @@ def test_torch_is_left_as_it_was() -> None:
         raise RuntimeError(str(borrowed_grad(x.prod(), x)[0].tolist()))
 
     with pytest.raises(RuntimeError, match=r"\[1.0, 1.0\]"):
-        inner_gradients.GradientWatch(calls.append).around(loss)(None, None)
+        inner_gradients.InnerGradients(calls.append).around(loss)(None, None)
     assert torch.autograd._engine_run_backward is engine  # pyrefly: ignore[missing-attribute]
     assert [call.accumulates for call in calls] == [True, False]
     assert "x.sum().backward()" in calls[0].call_site
@@ -303,7 +303,7 @@ def test_edges_of_a_graph_are_followed_like_tensors() -> None:
 
     for outputs, inputs in ((of_total, None), (of_total, [of_weight]), (total, [of_weight])):
         with pytest.raises(UserError, match="calls backward"):
-            inner_gradients.GradientWatch(refuse).around(loss(outputs, inputs))(None, None)
+            inner_gradients.InnerGradients(refuse).around(loss(outputs, inputs))(None, None)
     assert model.weight.grad is None
     edges = inner_gradients.InnerGradient("", [of_total], [of_weight], True, True, False)
     assert inner_gradients.asked_for(edges, names) == "weight"

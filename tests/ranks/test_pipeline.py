@@ -423,7 +423,7 @@ def test_interleaved_wants_equal_rounds() -> None:
 class Calls(StepPart):
     """Notes what a pipeline calls."""
 
-    place = "log"
+    slot = "log"
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -448,7 +448,7 @@ def calls_of_a_step(world: World, store: Any) -> list[str]:
 
     class WithPart(Run):
         def check_start(self, task: Any = None) -> None:
-            self.driver.add_part(part)
+            self.driver.parts.add(part)
 
     with context.start(world, resolved.config, store=store) as runtime:
         loop.fit(Row(), open_run(resolved, runtime, "test", run_class=WithPart))

@@ -32,7 +32,7 @@ class Exactness(StepPart):
     Its state in a checkpoint describes the platform, and a resumed run compares it with its own.
     """
 
-    place = "exact"
+    slot = "exact"
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, runtime: Runtime, changing: Sequence[str] = ()):
         """`changing` is the task's `changing_buffers`."""

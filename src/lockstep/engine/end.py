@@ -227,7 +227,7 @@ def _release(run: Run) -> None:
     run.stepper.learning_rate.release()
 
     release_captures(trained.driver.model)
-    trained.driver.close()
+    trained.driver.parts.close()
     run.checkpoints.pending.close()
 
 

@@ -102,7 +102,7 @@ def balance_load(
         )
 
     if isinstance(speeds, str):
-        driver.add_part(LoadBalancer(plan, source.step_order, runtime, log_event))
+        driver.parts.add(LoadBalancer(plan, source.step_order, runtime, log_event))
     else:
         source.step_order.assign_by(speeds)
 
@@ -110,7 +110,7 @@ def balance_load(
 class LoadBalancer(StepPart):
     """Measures the speed of each rank, and reassigns micro-batches if that makes steps shorter."""
 
-    place = "balance"
+    slot = "balance"
 
     def __init__(self, plan: Plan, order: StepOrder, runtime: Runtime, log_event: EventLogger):
         self._num_micro_batches = plan.num_micro_batches

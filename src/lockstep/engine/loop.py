@@ -71,10 +71,10 @@ class Training:
 
     def _wrapped_loss(self) -> Callable[[nn.Module, Any], Loss]:
         """Return the loss function of the steps."""
-        # A compiler wraps the task's own loss, and the hooks come after it: they may run any Python.
-        compiler, hooks = self.run.driver.compiler, self.run.hooks
+        # A compiler is a part that wraps the task's own loss. The hooks come after it: they may run any Python.
+        hooks = self.run.hooks
         hooks.inject_faults()
-        return hooks.around_loss(compiler.around(self.task.loss) if compiler else self.task.loss)
+        return hooks.around_loss(self.run.driver.parts.around(self.task.loss))
 
     def evaluate_if_interrupted(self) -> None:
         """Repeat the evaluation during which the run was preempted, if there is one."""

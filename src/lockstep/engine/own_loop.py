@@ -140,7 +140,7 @@ class OwnRun(BuiltRunView):
             )
 
         # Without a compiler nothing is compiled, or the model's forward is collective and compiled by itself.
-        return driver.compiler.around(function) if driver.compiler else function
+        return driver.parts.around(function)
 
     def register(self, name: str, stateful: Any) -> None:
         """Save `stateful` with every checkpoint and restore its state on resume. Call it before `run.steps`.

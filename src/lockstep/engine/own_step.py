@@ -13,7 +13,7 @@ from lockstep.engine.run import Run
 from lockstep.engine.start_check.check import check_own_loop, snapshot_for_own_loop
 from lockstep.errors import UserError
 from lockstep.parallel.driver import Reduced
-from lockstep.parallel.inner_gradients import UNWATCHED
+from lockstep.parallel.inner_gradients import LET_THROUGH
 from lockstep.runtime.seeds import derive, seed_torch
 from lockstep.task import Loss, Metric, MicroBatch, StepBatches, StepResult, Weight
 
@@ -70,7 +70,7 @@ class OwnStep:
             self._gradients.note()
 
             # The body of the user's loop runs at this yield, under autocast. It must call `backward` once.
-            with self._driver.watch, self._progress.autocast():
+            with self._driver.inner_gradients, self._progress.autocast():
                 yield micro.data
 
             # The body is over. Without its backward, the ranks would not be in the same micro-batch.
@@ -111,7 +111,7 @@ class OwnStep:
             self._snapshot = None
 
         # Autocast is on in the body of the loop, but must be off in the backward.
-        with UNWATCHED, self._run.stepper.context.precision.no_autocast():
+        with LET_THROUGH, self._run.stepper.context.precision.no_autocast():
             loss = Loss(loss_sum, weight, metrics)
             loss = self._run.hooks.before_backward(loss)
             self._reduced = self._driver.backward(loss, self._progress)

@@ -116,6 +116,7 @@ class Run:
         self.stepper.interval.restart_clock()
         self.trained_model.guard.late_hooks.check()
         is_first = True
+        follows_batches = bool(self.hooks.named("before_batch"))
 
         while (steps_left := self.plan.steps - self.steps_done) > 0 and not self.requests.stop_agreed:
             self.trained_model.guard.check()
@@ -128,7 +129,8 @@ class Run:
             is_first = False
 
             micro_batches = self._feed(batches.micro_batches, batches.num_micro_batches)
-            micro_batches = self.hooks.around_batches(micro_batches)
+            if follows_batches:
+                micro_batches = self.hooks.around_batches(micro_batches)
 
             # A copy: the object belongs to the source, which may give it again.
             yield replace(batches, micro_batches=micro_batches, step=self.steps_done)
@@ -196,7 +198,7 @@ class Run:
         self._request_what_is_due()
 
         # The user's code may be slow. The watchdog allows more time in the phase "user code".
-        if self.hooks.named("after_step"):
+        if self._follows_steps:
             self.runtime.heartbeat.beat("user code", steps_done)
             self.hooks.after_step(result)
             self.runtime.heartbeat.beat("data")
@@ -235,6 +237,11 @@ class Run:
         # A request of the user's code stays until it is carried out.
         save |= self.requests.save_requested
         self.stepper.set_flags(save=save, save_failed=save_failed, evaluate=evaluate)
+
+    @cached_property
+    def _follows_steps(self) -> bool:
+        """Whether the user's code is called after every step."""
+        return bool(self.hooks.named("after_step"))
 
     @cached_property
     def _has_time_limits(self) -> bool:

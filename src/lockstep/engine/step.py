@@ -80,8 +80,7 @@ class Stepper:
         # On a GPU the host reads the outcome one step late, so that it never waits for the device. This is impossible
         # with fp16, whose next loss scale depends on the outcome, with sharded parameters, or if an optimizer cannot
         # skip on the device.
-        on_gpu = context.runtime.device.type == "cuda"
-        self.reads_outcome_late = on_gpu and not self.scaler and self.update.skips_on_device
+        self.reads_outcome_late = context.runtime.on_gpu and not self.scaler and self.update.skips_on_device
 
         # Changed by every step.
         self.progress = StepProgress(context, StepBatches(0, (), 0), 0)  # of the current step; empty before the first

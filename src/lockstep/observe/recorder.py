@@ -43,7 +43,7 @@ class Recorder:
 
         self._slow_ranks = stragglers.SlowRankWatch(slow_rank)
         self._late_data = stragglers.LateDataWatch()
-        self.watch_data = False  # whether the device waits while a rank waits for data
+        self.reports_late_data = False  # whether the device waits while a rank waits for data
         self._spent = dict(runtime.heartbeat.spent)
 
         # Only rank 0 writes records.
@@ -137,7 +137,7 @@ class Recorder:
         """Write the lines whose numbers have arrived from the device, or, with `wait`, all lines."""
         while self._pending and (wait or self._pending[0][0]()):
             # Host-device synchronisation: at the end of a run and before a save, which waits for the device anyway.
-            if wait and self.runtime.device.type == "cuda":
+            if wait and self.runtime.on_gpu:
                 torch.cuda.synchronize(self.runtime.device)
 
             # Lines are written in the order of their steps.
@@ -164,7 +164,7 @@ class Recorder:
         slots = torch.zeros(
             (self.runtime.world.size, stragglers.WIDTH),
             dtype=torch.float64,
-            pin_memory=self.runtime.device.type == "cuda",
+            pin_memory=self.runtime.on_gpu,
         )
 
         # The heartbeat counts the seconds of every phase since the start.
@@ -178,7 +178,7 @@ class Recorder:
     def _report_waiting(self, values: list[float], steps_done: int) -> None:
         """Write a warning if a rank waits for data, or if one is slower than the others."""
         rows = stragglers.unpack(values)
-        if self.watch_data and (late := self._late_data.look(rows)):
+        if self.reports_late_data and (late := self._late_data.look(rows)):
             self.event("warning", step=steps_done, reason=late)
 
         if slow := self._slow_ranks.look(rows):

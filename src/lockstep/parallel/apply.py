@@ -59,7 +59,7 @@ def parallelize(
 
     # Sharding replaces parameters, which would drop their hooks. The driver gets the hooks below.
     hooks = take_hooks(model)
-    _place(model, config, runtime, precision, pipelined)
+    _move_to_device(model, config, runtime, precision, pipelined)
 
     # Replace single layers before the model's calls are wrapped.
     if axes and not pipelined and mesh.sizes["tp"] > 1:
@@ -88,13 +88,15 @@ def parallelize(
             model.compile()  # in place: no `_orig_mod.` in names, no second object
     elif compiled:
         # It captures when it has decided: a CUDA graph records the compiled kernels.
-        driver.use_compiler(make_compiler(driver, config, runtime, precision, log_event))
+        compiler = make_compiler(driver, config, runtime, precision, log_event)
+        driver.parts.add(compiler)
+        driver.parts.add(compiler.cudnn_pause)
     else:
         capture_calls(model, config, runtime, log_event)
 
     # Compiled code has chosen its kernels. A pipeline has many micro-batches in flight, and refuses this part.
     if not compiled and not pipelined and may_change_kernels(config, runtime):
-        driver.add_part(CudnnPause(needed=None))
+        driver.parts.add(CudnnPause(needed=None))
 
     check_hooks(hooks, model, runtime)
     driver.use_parameter_hooks(hooks)
@@ -109,7 +111,9 @@ def _check_settings(model: nn.Module, config: RunConfig, runtime: Runtime) -> No
         check_scalars(model, config)
 
 
-def _place(model: nn.Module, config: RunConfig, runtime: Runtime, precision: Precision, pipelined: bool) -> None:
+def _move_to_device(
+    model: nn.Module, config: RunConfig, runtime: Runtime, precision: Precision, pipelined: bool
+) -> None:
     """Put the parameters on the device, in the dtype in which they are stored.
 
     A model on the meta device is filled block by block while it is sharded, so only a single rank fills it here. A
@@ -175,22 +179,22 @@ def _fits_float8(module: nn.Module) -> bool:
 def wants_compile(config: RunConfig, runtime: Runtime) -> bool:
     """Whether to compile, or to find out whether it pays. On a CPU it is slow, and rarely pays."""
     if config.compile == "auto":
-        return runtime.device.type == "cuda" and not config.exact
+        return runtime.on_gpu and not config.exact
     return config.compile
 
 
 def may_change_kernels(config: RunConfig, runtime: Runtime) -> bool:
     """Whether kernels may be chosen by the sizes that batches turn out to have. A repeatable run must not do so."""
-    return runtime.device.type == "cuda" and not (config.deterministic or config.exact)
+    return runtime.on_gpu and not (config.deterministic or config.exact)
 
 
 def make_compiler(
     driver: Driver, config: RunConfig, runtime: Runtime, precision: Precision, log_event: EventLogger
 ) -> Compiler:
     # Whether compiling pays is a question of time, and a repeatable run must not depend on it. float8 always needs it.
-    judged = config.compile == "auto" and not config.deterministic and not precision.float8
-    loose = runtime.device.type == "cuda" or precision.loses_bits
-    return Compiler(driver, config, log_event, judged, loose)
+    only_if_it_pays = config.compile == "auto" and not config.deterministic and not precision.float8
+    low_precision = runtime.on_gpu or precision.loses_bits
+    return Compiler(driver, config, log_event, only_if_it_pays, low_precision)
 
 
 def _collective_forwards(model: nn.Module, config: RunConfig, runtime: Runtime) -> bool:

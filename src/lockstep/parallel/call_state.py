@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.parallel.call_arguments import OpaqueValue, flatten, unflatten
+from lockstep.runtime.autograd_graph import autograd_nodes
 
 # Attributes that torch itself sets on every module.
 TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
@@ -233,22 +234,6 @@ class TrialCall:
         """Whether a part of the backward is compiled, and can therefore run only once. Call it before the backward."""
         nodes = autograd_nodes(output.grad_fn for output in self.differentiable)
         return any(type(node).__name__.startswith("CompiledFunction") for node in nodes)
-
-
-# ---- the autograd graph ----
-
-
-def autograd_nodes(starts: Iterable[Any]) -> set[Any]:
-    """Return all autograd nodes that a backward from the nodes `starts` visits, including `starts`."""
-    # With an explicit stack, because graphs of deep or recurrent models exceed Python's recursion limit.
-    pending = list(starts)
-    seen = set(pending)
-    while pending:
-        following = {node for node, _ in pending.pop().next_functions if node is not None} - seen
-        seen |= following
-        pending.extend(following)
-
-    return seen
 
 
 def leaves_reached(starts: Iterable[Any]) -> list[Tensor]:

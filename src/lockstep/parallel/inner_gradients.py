@@ -5,8 +5,9 @@ Both functions, and `Tensor.backward`, end in the private `torch.autograd._engin
 the loss runs. torch has no public way to see such a gradient before it is computed, and replacing the public functions
 would miss a `from torch.autograd import grad`. What would go wrong is in tests/ranks/test_inner_gradients.py.
 
-No other module knows that private function. It is replaced for each loss and not for a whole step, because the step's
-own backwards, and the gradients that activation checkpointing computes in them, are not the user's.
+A driver's own backward calls that private function as it is in torch (`TORCH_ENGINE`). It is replaced for each loss and
+not for a whole step, because the step's own backwards, and the gradients that activation checkpointing computes in
+them, are not the user's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from lockstep.errors import UserError
+from lockstep.runtime.autograd_graph import autograd_nodes
 from lockstep.task import Loss
 
 _autograd: Any = torch.autograd
@@ -66,33 +69,32 @@ Callback = Callable[[InnerGradient], None]  # raises if the gradient cannot be c
 LossFn = Callable[[Any, Any], Loss]
 
 
-class GradientWatch:
+class InnerGradients:
     """Calls `before` before each gradient that the user's code computes: in a loss (`around`), or in a `with` block.
 
     A class, because a generator takes several times as long, and a custom loop enters a block for every micro-batch.
     """
 
     def __init__(self, before: Callback | None):
-        """`before`: None in place of a callback ends the watch inside the block."""
+        """`before`: None in place of a callback lets all gradients through, inside a block of another object."""
         self.keeps_graphs = False  # whether one of these gradients went through a graph that is needed again
         self._before = before
-        self._engine = TORCH_ENGINE if before is None else _watched_engine(self._note)
+        engine = TORCH_ENGINE if before is None else _intercepting_engine(self._note)
+
+        # The same as a `with` block that is in no other, for the driver, which calls both for every micro-batch. These
+        # are functions of C: Python's would take several times as long.
+        self.intercept = partial(setattr, _autograd, "_engine_run_backward", engine)
+        self.release = partial(setattr, _autograd, "_engine_run_backward", TORCH_ENGINE)
         self._replaced: list[Callable[..., Any]] = []  # what each block, from the outermost to the innermost, replaced
 
     def around(self, loss_fn: LossFn) -> LossFn:
-        """Return the loss function, watched."""
-        engine = self._engine
+        """Return the loss function in such a block."""
 
-        # The same as a `with` block, without its calls for every micro-batch.
-        def watched_loss(model: Any, data: Any) -> Loss:
-            replaced = _autograd._engine_run_backward
-            _autograd._engine_run_backward = engine
-            try:
+        def intercepted(model: Any, data: Any) -> Loss:
+            with self:
                 return loss_fn(model, data)
-            finally:
-                _autograd._engine_run_backward = replaced
 
-        return watched_loss
+        return intercepted
 
     def _note(self, inner: InnerGradient) -> None:
         assert self._before is not None
@@ -101,21 +103,21 @@ class GradientWatch:
 
     def __enter__(self) -> None:
         self._replaced.append(_autograd._engine_run_backward)
-        _autograd._engine_run_backward = self._engine
+        self.intercept()
 
     def __exit__(self, *_: object) -> None:
         _autograd._engine_run_backward = self._replaced.pop()
 
 
-UNWATCHED = GradientWatch(None)
+LET_THROUGH = InnerGradients(None)
 
 
-def _watched_engine(before: Callback) -> Callable[..., Any]:
+def _intercepting_engine(before: Callback) -> Callable[..., Any]:
     """Return what takes the place of torch's engine, and calls `before` before each gradient that is computed."""
 
     def run(outputs: Sequence[Output], *args: Any, **kwargs: Any) -> Any:
         # Activation checkpointing computes further gradients inside this call. They are part of it.
-        with UNWATCHED:
+        with LET_THROUGH:
             _, retains_graph, creates_graph, inputs = args[:4]
             accumulates = bool(kwargs.get("accumulate_grad"))
             before(InnerGradient(_call_site(), outputs, inputs, bool(retains_graph), bool(creates_graph), accumulates))
@@ -124,30 +126,8 @@ def _watched_engine(before: Callback) -> Callable[..., Any]:
     return run
 
 
-def stop_watching() -> None:
+def let_all_through() -> None:
     _autograd._engine_run_backward = TORCH_ENGINE
-
-
-def backward(outputs: tuple[Tensor, ...], grad_outputs: tuple[Tensor, ...]) -> None:
-    """Backpropagate as `torch.autograd.backward` does, without its checks of types and shapes.
-
-    They took 11 of 33 us for the smallest graph (torch 2.13, one CPU core), in every micro-batch: more than 5 % of the
-    step of a small model. Here they are known to hold.
-    """
-    # The first output is the loss. If it is a subclass of Tensor, torch's function may call a backward of that class.
-    if type(outputs[0]) is not Tensor:
-        torch.autograd.backward(outputs, grad_outputs)
-        return
-
-    TORCH_ENGINE(
-        outputs,
-        grad_outputs,
-        keep_graph=False,
-        create_graph=False,
-        inputs=(),
-        allow_unreachable=True,
-        accumulate_grad=True,
-    )
 
 
 def refuse_backward(inner: InnerGradient, names: Mapping[int, str]) -> None:
@@ -201,17 +181,8 @@ def _leaves(outputs: Sequence[Output]) -> Iterator[Any]:
 
 
 def _nodes(outputs: Sequence[Output]) -> Iterator[Any]:
-    """Yield every node of a graph once."""
-    pending: list[Any] = [output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs]
-    seen: set[Any] = set()
-    while pending:
-        node = pending.pop()
-        if node is None or node in seen:
-            continue
-
-        seen.add(node)
-        yield node
-        pending.extend(following for following, _ in node.next_functions)
+    """Return every node of a graph once."""
+    return autograd_nodes(output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs)
 
 
 def _tensor_at(end: Output) -> Any:

@@ -35,12 +35,12 @@ class ShardedDriver(Driver):
         self,
         model: nn.Module,
         setup: DriverSetup,
-        replicas: Collectives,
+        dp_ranks: Collectives,
         role: RankRole | None = None,
         reducer: Callable[[Any], Reducer] | None = None,
         held: Collection[str] | None = None,
     ):
-        super().__init__(model, setup, replace(role or setup.role, replicated=False), reducer, replicas, held)
+        super().__init__(model, setup, replace(role or setup.role, replicated=False), reducer, dp_ranks, held)
         self._hooks: Mapping[str, ParameterHooks] = {}
 
     def use_parameter_hooks(self, hooks: Mapping[str, ParameterHooks]) -> None:
@@ -95,7 +95,7 @@ class ShardedDriver(Driver):
     def _call_hooks(self) -> None:
         """Call the user's hooks with the gradient sums of the step. Each rank holds a shard of them."""
         if self._hooks:
-            for name, parameter in zip(self.names, self.parameters, strict=True):
+            for name, parameter in self.named:
                 if name in self._hooks:
                     self._hooks[name].change_sum(parameter)
 

@@ -7,33 +7,46 @@ of a run; without such features the list is empty, and the run pays nothing for 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from lockstep.runtime.control_word import ControlWord
-from lockstep.task import MicroBatch
+from lockstep.task import Loss, MicroBatch
 
 if TYPE_CHECKING:
     from lockstep.parallel.progress import StepProgress
 
-# The places of the parts, in the order in which they are called. It does not depend on which is added first, because
+# The slots of the parts, in the order in which they are called. It does not depend on which is added first, because
 # some have collectives, which all ranks must call in one order. Whatever times a step (trace, compile) ends it before
 # others check it (exact) or wait for other ranks (balance). The log comes last: a step that is refused has no line.
 ORDER = ("trace", "statistics", "reduce", "compile", "kernels", "exact", "balance", "log")
 
 
 class StepPart:
-    """Takes part in every step. By default it does nothing. `PlacedModel.add_part` adds it to a run."""
+    """Takes part in every step. By default it does nothing. `Driver.parts.add` adds it to a run."""
 
-    place: ClassVar[str]  # one of ORDER
+    slot: ClassVar[str]  # one of ORDER
 
     @property
     def ends_micro_batches(self) -> bool:
-        """Whether it must know when a micro-batch ends. In a pipeline they overlap, and it refuses such a part."""
-        return type(self).after_backward is not StepPart.after_backward
+        """Whether it must know when a forward or a micro-batch ends. In a pipeline they overlap, which refuses it."""
+        return (
+            type(self).before_backward is not StepPart.before_backward
+            or type(self).after_backward is not StepPart.after_backward
+        )
+
+    @property
+    def facts(self) -> Mapping[str, str]:
+        """Lines for the banner, by name."""
+        return {}
 
     # ---- called by the Run ----
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what to call in place of `function(model, *args)`, such as a task's loss."""
+        return function
 
     def begin_step(self, steps_left: int) -> None:
         """Begin a step, before its batches are taken. `steps_left` includes it."""
@@ -58,6 +71,9 @@ class StepPart:
     def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
         """Prepare for a micro-batch, whose data have arrived."""
 
+    def before_backward(self, loss: Loss, progress: StepProgress) -> None:
+        """End the forward of a micro-batch. `loss` has been checked and recorded. See `ends_micro_batches`."""
+
     def before_all_reduce(self) -> None:
         """End this rank's own work of the pass: from here on it waits for other ranks.
 
@@ -71,10 +87,42 @@ class StepPart:
         """End a pass: its gradients are reduced."""
 
 
+class StepParts(list[StepPart]):
+    """The parts of a driver, in the order in which they are called. It is one object for the whole run."""
+
+    def __init__(self, overlapping: bool):
+        """`overlapping`: micro-batches overlap, as they do in a pipeline."""
+        super().__init__()
+        self._overlapping = overlapping
+
+    def add(self, part: StepPart) -> None:
+        """Let `part` take part in the steps from now on, in its slot of the fixed order."""
+        assert not (part.ends_micro_batches and self._overlapping), f"{part} in a pipeline: see `StepPart`"
+        self.append(part)
+        self.sort(key=lambda part: ORDER.index(part.slot))
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The lines of all parts for the banner."""
+        return {name: text for part in self for name, text in part.facts.items()}
+
+    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what to call in place of `function`, around which each part may put something of its own."""
+        for part in self:
+            function = part.around(function)
+
+        return function
+
+    def close(self) -> None:
+        """End all parts: the run has ended or failed."""
+        for part in self:
+            part.close()
+
+
 class Reducer(StepPart, ABC):
     """Adds up the gradients of a step in a driver's place. Exact mode has some, which add in one fixed order."""
 
-    place = "reduce"
+    slot = "reduce"
 
     @abstractmethod
     def reduce(self, word: ControlWord) -> tuple[Tensor, Tensor]:

@@ -78,6 +78,14 @@ class Collectives:
         _check_callers(callers)
         return [json.loads(value) for value in values]
 
+    def any(self, value: bool, caller: str = "") -> bool:
+        """Return whether `value` is true on any rank. `caller`: see `gather_json`."""
+        return any(self.gather_json(value, caller))
+
+    def max(self, value: float) -> float:
+        """Return the largest `value` of all ranks."""
+        return max(self.gather_json(value))
+
     def _gather_bytes(self, data: bytes, size: int) -> list[bytes]:
         """Return every rank's `data`, by rank, padded to `size`. It waits for the device."""
         padded = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self.device)

@@ -61,6 +61,10 @@ class Runtime:
     def is_main(self) -> bool:
         return self.world.rank == 0
 
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
     def suit_threads(self, model: nn.Module, samples: int, sample: Callable[[], Tensor | None]) -> None:
         """Choose how many CPU threads compute `model` with micro-batches of this many samples.
 

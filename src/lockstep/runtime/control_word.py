@@ -99,8 +99,8 @@ class ControlWordCodec:
         count = PINNED_BUFFERS if device.type == "cuda" else 0
         self._pinned = cycle([torch.zeros(LENGTH, dtype=dtype, pin_memory=True) for _ in range(count)])
 
-        # With these, a weight on the device becomes its digits and its fraction: (weight / places) modulo moduli.
-        self._places = torch.tensor([BASE**2, BASE, 1, 1], dtype=torch.float64, device=device)
+        # With these, a weight on the device becomes its digits and its fraction: (weight / divisors) modulo moduli.
+        self._divisors = torch.tensor([BASE**2, BASE, 1, 1], dtype=torch.float64, device=device)
         self._moduli = torch.tensor([math.inf, BASE, BASE, 1], dtype=torch.float64, device=device)
 
     def pack(self, word: ControlWord, factor: float = 1.0) -> Tensor:
@@ -119,7 +119,7 @@ class ControlWordCodec:
             packed[LOSS] = word.loss * factor
 
         if isinstance(word.weight, Tensor):
-            parts = (word.weight.double() / self._places).fmod_(self._moduli)
+            parts = (word.weight.double() / self._divisors).fmod_(self._moduli)
             parts[DIGITS].trunc_()
             packed[WEIGHT] = parts.mul_(factor)
 

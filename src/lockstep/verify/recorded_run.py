@@ -34,6 +34,8 @@ from lockstep.errors import UserError
 from lockstep.observe.metrics import metric_terms
 from lockstep.parallel.driver import trainable
 from lockstep.parallel.hooks.parameter_hooks import hook_ids
+from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import StepPart
 from lockstep.runtime.shards import full_tensor
 from lockstep.runtime.world import World
 from lockstep.task import Loss, MicroBatch, StepBatches, StepResult
@@ -142,10 +144,11 @@ class RecordedRun(Run):
             reader: Any = source.reader
             source.reader = lambda request: reader(request._replace(ids=[*request.ids, *request.ids]))  # pyrefly: ignore
 
-        # Every micro-batch is recorded on its way through the driver.
-        driver: Any = self.driver
-        self._before_forward, self._backward = driver.before_forward, driver.backward
-        driver.before_forward, driver.backward = self._begin_micro, self._record_loss
+        # Nothing calls it in a pipeline, whose losses are not recorded.
+        self._losses = RecordedLosses()
+        if self.driver.role.pipeline_depth == 1:
+            self.driver.parts.add(self._losses)
+
         self._nudges = torch.Generator().manual_seed(orders["nudge"])
 
     def check_start(self, task: Any = None) -> None:
@@ -168,9 +171,7 @@ class RecordedRun(Run):
             if self.orders["nudge"]:
                 self._nudge()
 
-            self._micros: list[dict[str, Any]] = []
-            self._passes: Counter[int] = Counter()  # id of a note -> losses of its micro-batch so far
-
+            self._losses.begin()
             yield batches
 
             if number + 1 == self.orders["steps"]:
@@ -192,7 +193,7 @@ class RecordedRun(Run):
         settings = [
             _plain(group) for optimizer in self.trained_model.optimizers.all for group in optimizer.param_groups
         ]
-        self._steps.append({"micros": self._micros, "settings": settings})
+        self._steps.append({"micros": self._losses.micros, "settings": settings})
         self._facts["gathers"] = self.gathering.used
         super().end_step(batches, result)
 
@@ -216,7 +217,7 @@ class RecordedRun(Run):
     def _record_data(self, batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the micro-batches, each with a new note."""
         for micro in batches:
-            self._micros.append(
+            self._losses.micros.append(
                 {
                     "index": micro.index,
                     "padding": micro.padding,
@@ -230,34 +231,6 @@ class RecordedRun(Run):
                 }
             )
             yield micro
-
-    def _begin_micro(self, micro: MicroBatch, progress: Any) -> None:
-        """Note the state of the generators after the engine seeds them and before the loss draws from them."""
-        self._before_forward(micro, progress)
-        # The source may be ahead of the step, so the newest note need not belong to this micro-batch. In a later pass
-        # of an own loop over the same batches, every note has losses already.
-        notes = [note for note in self._micros if note["index"] == micro.index]
-        self._note = min(notes, key=lambda note: self._passes[id(note)])
-        self._passes[id(self._note)] += 1
-        self._generators = _generators()
-
-    def _record_loss(self, loss: Loss, progress: Any) -> Any:
-        """Run the backward, and add the loss to the note of its micro-batch."""
-        states = _generators()
-        reduced = self._backward(loss, progress)
-
-        note = self._note
-        note["total"] += float(loss.total.detach())
-        note["weight"] += float(loss.weight)
-
-        for name, total, weight in metric_terms(loss) if loss.metrics else ():
-            before = note["metrics"].get(name, [0.0, 0.0])
-            note["metrics"][name] = [before[0] + float(total), before[1] + float(weight)]
-
-        # A generator that has moved on was used by the loss.
-        drawn = [name for name, state in states.items() if self._generators[name] != state]
-        note["drawn"] = list(dict.fromkeys([*note["drawn"], *drawn]))
-        return reduced
 
     # ---- between steps ----
 
@@ -316,6 +289,40 @@ class RecordedRun(Run):
     def _put(self, name: str, tensors: dict[str, Tensor]) -> None:
         if self.runtime.is_main:
             save_file({key: _storable(t) for key, t in tensors.items()}, str(self._folder / f"{name}.safetensors"))
+
+
+class RecordedLosses(StepPart):
+    """Records the micro-batches of a step, with the loss of each and the generators that it draws from."""
+
+    slot = "log"
+
+    def begin(self) -> None:
+        """Begin a step, before its batches are taken."""
+        self.micros: list[dict[str, Any]] = []  # a note for each micro-batch that the source has given
+        self._passes: Counter[int] = Counter()  # id of a note -> losses of its micro-batch so far
+
+    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+        """Note the state of the generators after the engine seeds them and before the loss draws from them."""
+        # The source may be ahead of the step, so the newest note need not belong to this micro-batch. In a later pass
+        # of an own loop over the same batches, every note has losses already.
+        notes = [note for note in self.micros if note["index"] == micro.index]
+        self._note = min(notes, key=lambda note: self._passes[id(note)])
+        self._passes[id(self._note)] += 1
+        self._generators = _generators()
+
+    def before_backward(self, loss: Loss, progress: StepProgress) -> None:
+        """Add the loss to the note of its micro-batch."""
+        note = self._note
+        note["total"] += float(loss.total.detach())
+        note["weight"] += float(loss.weight)
+
+        for name, total, weight in metric_terms(loss) if loss.metrics else ():
+            before = note["metrics"].get(name, [0.0, 0.0])
+            note["metrics"][name] = [before[0] + float(total), before[1] + float(weight)]
+
+        # A generator that has moved on was used by the loss.
+        drawn = [name for name, state in _generators().items() if self._generators[name] != state]
+        note["drawn"] = list(dict.fromkeys([*note["drawn"], *drawn]))
 
 
 # ---- what is recorded ----

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from lockstep.parallel.call_state import StateSnapshot
-from lockstep.parallel.cudagraph.variants import AttributeWatch, same_objects
+from lockstep.parallel.cudagraph.variants import ModelAttributes, same_objects
 
 
 class Keeping(nn.Module):
@@ -15,7 +15,7 @@ class Keeping(nn.Module):
 
 def test_plain_values_of_all_parts_make_a_difference():
     model = Keeping()
-    held = AttributeWatch(model.modules())
+    held = ModelAttributes(model.modules())
     first = held.settings()
     assert held.settings() == first
     for module, name, value in ((model, "share", 0.5), (model.drop, "p", 0.1), (model, "table", torch.ones(2))):
@@ -29,7 +29,7 @@ def test_plain_values_of_all_parts_make_a_difference():
 
 def test_parts_are_told_apart():
     model = Keeping()
-    held = AttributeWatch(model.modules())
+    held = ModelAttributes(model.modules())
     first = held.callables()
     assert same_objects(first, held.callables())
     for module, name, value in ((model, "drop", nn.Identity()), (model.drop, "forward", len)):

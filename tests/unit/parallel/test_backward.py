@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lockstep.parallel.inner_gradients import UNWATCHED, GradientWatch, backward
+from lockstep.parallel.driver import backward
+from lockstep.parallel.inner_gradients import LET_THROUGH, InnerGradients
 
 
 class OtherTensor(Tensor):
@@ -35,15 +36,15 @@ def test_a_loss_of_another_class_goes_through_torchs_function(monkeypatch: pytes
     assert calls == [(outputs, grads)]
 
 
-def test_a_watch_that_is_entered_twice_leaves_torch_as_it_was():
+def test_a_block_that_is_entered_twice_leaves_torch_as_it_was():
     engine = torch.autograd._engine_run_backward  # pyrefly: ignore[missing-attribute]
     calls = []
-    watch = GradientWatch(calls.append)
+    inner_gradients = InnerGradients(calls.append)
     x = torch.ones(2, requires_grad=True)
 
-    with watch, watch:
+    with inner_gradients, inner_gradients:
         x.sum().backward()
-        with UNWATCHED:
+        with LET_THROUGH:
             x.sum().backward()
         x.sum().backward()
     x.sum().backward()

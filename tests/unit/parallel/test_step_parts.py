@@ -6,12 +6,15 @@ import importlib
 import pkgutil
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import nn
 
 from lockstep import engine, parallel
 from lockstep.config import resolve
+from lockstep.engine.profile.tracer import StepTracer
 from lockstep.parallel.driver import DriverSetup, RankRole, SingleDriver
 from lockstep.parallel.progress import StepProgress
 from lockstep.parallel.step_parts import ORDER, StepPart
@@ -27,7 +30,7 @@ def driver(model: nn.Module, role: RankRole) -> SingleDriver:
 
 
 def part_at(name: str) -> StepPart:
-    return type("Part", (StepPart,), {"place": name})()
+    return type("Part", (StepPart,), {"slot": name})()
 
 
 def all_parts(base: type = StepPart) -> Iterator[type[StepPart]]:
@@ -43,24 +46,24 @@ def test_the_order_of_parts_does_not_depend_on_which_is_added_first(seed: int) -
     found = driver(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), RankRole())
     shared = found.parts  # a pipeline's stages have it too
     for name in names:
-        found.add_part(part_at(name))
+        found.parts.add(part_at(name))
 
     # The statistics of the BatchNorm are there from the start.
-    assert [part.place for part in shared] == [*ORDER]
+    assert [part.slot for part in shared] == [*ORDER]
 
 
-def test_every_part_of_the_package_has_a_place() -> None:
+def test_every_part_of_the_package_has_a_slot() -> None:
     for package in (parallel, engine):
         for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             importlib.import_module(module.name)
 
     kinds = [kind for kind in all_parts() if kind.__module__.startswith("lockstep.")]
     assert len(kinds) >= 10
-    assert {kind.place for kind in kinds} == {*ORDER}
+    assert {kind.slot for kind in kinds} == {*ORDER}
 
 
 class EndsMicroBatches(StepPart):
-    place = "kernels"
+    slot = "kernels"
 
     def after_backward(self, progress: StepProgress) -> None:
         """End a micro-batch, of which a pipeline has many at a time."""
@@ -68,8 +71,15 @@ class EndsMicroBatches(StepPart):
 
 def test_a_pipeline_refuses_a_part_that_must_know_when_a_micro_batch_ends() -> None:
     model = nn.Linear(2, 2)
-    driver(model, RankRole()).add_part(EndsMicroBatches())
+    driver(model, RankRole()).parts.add(EndsMicroBatches())
     pipelined = driver(model, RankRole(pipeline_depth=2))
-    pipelined.add_part(part_at("log"))
+    pipelined.parts.add(part_at("log"))
     with pytest.raises(AssertionError, match="in a pipeline"):
-        pipelined.add_part(EndsMicroBatches())
+        pipelined.parts.add(EndsMicroBatches())
+
+
+def test_a_pipeline_can_be_traced() -> None:
+    """Only its trace lacks the marks of backwards."""
+    config = resolve([("test", {"device": "cpu"})]).config
+    run: Any = SimpleNamespace(runtime=None, config=config)
+    driver(nn.Linear(2, 2), RankRole(pipeline_depth=2)).parts.add(StepTracer(run))

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from lockstep.errors import UserError
@@ -21,7 +20,7 @@ class Attention(nn.Module):
 
 def test_gathered_layers_of_ranks_that_share_a_gpu() -> None:
     axes: Any = SimpleNamespace(mesh=SimpleNamespace(sizes={"tp": 2}))
-    runtime: Any = SimpleNamespace(device=torch.device("cuda"), backend="gloo", world=SimpleNamespace(size=2))
+    runtime: Any = SimpleNamespace(on_gpu=True, backend="gloo", world=SimpleNamespace(size=2))
     with pytest.raises(UserError, match="cannot run over gloo") as caught:
         shard_layers(nn.Sequential(Attention()), None, axes, runtime)
     assert "0.qkv is sharded as 'gathered'" in str(caught.value)

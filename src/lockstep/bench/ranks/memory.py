@@ -104,7 +104,7 @@ def _leak_row(run: Run, loop: Iterator[Run]) -> dict[str, int]:
     tensors = [item for item in gc.get_objects() if type(item) in (Tensor, torch.nn.Parameter)]
 
     # Sparse and other tensors have no plain number of bytes.
-    on_gpu = run.runtime.device.type == "cuda"
+    on_gpu = run.runtime.on_gpu
     return {
         "step": run.steps_done,
         "tensors": len(tensors),

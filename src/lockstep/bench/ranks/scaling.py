@@ -12,7 +12,7 @@ import torch
 
 from lockstep.bench.ranks.turns import opened, take
 from lockstep.bench.ranks.workload import batch_of
-from lockstep.engine.profile.steps import Trace
+from lockstep.engine.profile.tracer import StepTracer
 from lockstep.engine.run import Run
 
 
@@ -47,7 +47,7 @@ def measure_apart(arguments: dict[str, Any]) -> Generator[dict[str, Any], str, N
         while True:
             turn = take(turns)
             # A host runs ahead of its GPU, so that only the end of a turn is known there.
-            on_gpu = rank.runtime.device.type == "cuda"
+            on_gpu = rank.runtime.on_gpu
             yield {**turn.as_dict(), "step_seconds": [turn.seconds] if on_gpu else turn.value}
 
 
@@ -75,11 +75,12 @@ def _timed_steps(loop: Iterator[Run], block: int) -> Iterator[list[float]]:
 def trace(run: Run, loop: Iterator[Run], file: Path) -> dict[str, Any]:
     """Trace one block and return its breakdown."""
     # The traced steps are slower than others, so they are no turn.
-    traced = Trace(run)
-    run.driver.add_part(traced)
+    tracer = StepTracer(run)
+    run.driver.parts.add(tracer)
+    tracer.start()
     next(loop)
-    run.driver.parts.remove(traced)
-    return traced.stop(file)
+    run.driver.parts.remove(tracer)
+    return tracer.stop(file).as_dict()
 
 
 def _facts(run: Run, unit: str) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def _facts(run: Run, unit: str) -> dict[str, Any]:
     parameters = [p for p in run.driver.model.parameters() if p.requires_grad]
     return {
         "torch": torch.__version__,
-        "device": torch.cuda.get_device_name() if run.runtime.device.type == "cuda" else "cpu",
+        "device": torch.cuda.get_device_name() if run.runtime.on_gpu else "cpu",
         "backend": run.runtime.backend,
         "strategy": run.config.strategy,
         "precision": run.stepper.context.precision.name,

@@ -30,7 +30,7 @@ from lockstep.engine.evaluation.torch_metrics import MetricStates
 from lockstep.errors import UserError, unknown_name
 from lockstep.observe.metrics import LOSS_NAMES, Term, metric_terms, quotients
 from lockstep.observe.recorder import Recorder
-from lockstep.parallel.driver import LossFn, PlacedModel
+from lockstep.parallel.driver import Driver, LossFn
 from lockstep.precision import Precision
 from lockstep.runtime.context import Runtime
 from lockstep.task import EvalData, Task
@@ -193,7 +193,7 @@ class Evaluator:
 
     config: RunConfig
     precision: Precision
-    placed: PlacedModel
+    driver: Driver
     runtime: Runtime
     recorder: Recorder
 
@@ -229,13 +229,13 @@ class Evaluator:
         check_data(chosen.dataset, chosen.name)
 
         # Buffers differ between ranks. Evaluate with those that a checkpoint would save.
-        self.placed.sync_buffers()
+        self.driver.sync_buffers()
 
         metrics = MetricStates(chosen.metrics, self.runtime.device)
         reader = SampleReader(chosen.dataset, chosen.collate, self.config.seed, self.config.data.seed_samples)
 
-        with restore_modes(self.placed.model.modules()), torch.no_grad():
-            self.placed.model.eval()
+        with restore_modes(self.driver.model.modules()), torch.no_grad():
+            self.driver.model.eval()
             rows, samples = self._run_local_batches(reader, chosen.loss_fn, metrics, batch, may_preempt)
 
         # If any rank was preempted, all ranks stop here.
@@ -260,9 +260,9 @@ class Evaluator:
         reader = SampleReader(chosen.dataset, chosen.collate, self.config.seed, self.config.data.seed_samples)
         data = reader(Request(0, range(min(batch, len(chosen.dataset)))))
 
-        with restore_modes(self.placed.model.modules()), torch.no_grad():
-            self.placed.model.eval()
-            loss = self.placed.evaluate(chosen.loss_fn, self._transfer(data), self.precision.autocast)
+        with restore_modes(self.driver.model.modules()), torch.no_grad():
+            self.driver.model.eval()
+            loss = self.driver.evaluate(chosen.loss_fn, self._transfer(data), self.precision.autocast)
 
         assert loss is not None
         metrics = MetricStates(chosen.metrics, self.runtime.device)
@@ -294,7 +294,7 @@ class Evaluator:
     def _split(self, length: int, batch: int) -> tuple[list[range], list[range]]:
         """Return the samples of each of this rank's batches, and those of batches that it only repeats."""
         # Batches depend only on the length and the batch size. The rank determines only which of them it runs.
-        role = self.placed.role
+        role = self.driver.role
 
         count = math.ceil(length / batch)
         local_batches = rank_range(count, role.data_rank, role.data_size)
@@ -312,7 +312,7 @@ class Evaluator:
         Ranks may run different numbers of batches: a forward in eval mode is not collective, unless the model is
         sharded. Then ranks with fewer batches repeat one and drop the result.
         """
-        role = self.placed.role
+        role = self.driver.role
         ranges, repeated = self._split(len(reader.dataset), batch)
 
         # Evaluation always reads epoch 0, so that random samples (augmentation) are the same every time.
@@ -334,7 +334,7 @@ class Evaluator:
             data = reader.nonempty_batch(batch) if no_samples else data
 
             # None on the ranks of a pipeline that do not compute the loss.
-            loss = self.placed.evaluate(loss_fn, self._transfer(data), self.precision.autocast)
+            loss = self.driver.evaluate(loss_fn, self._transfer(data), self.precision.autocast)
 
             # A batch without samples has run only for the other ranks.
             if no_samples:

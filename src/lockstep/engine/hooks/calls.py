@@ -83,8 +83,8 @@ class Hooks:
         self._call_all("before_training")
 
     def around_batches(self, batches: Iterable[MicroBatch]) -> Iterable[MicroBatch]:
-        """Return the micro-batches, each of which comes after the calls of `before_batch`, if there are any."""
-        return map(self._before_batch, batches) if self._found["before_batch"] else batches
+        """Return the micro-batches, each of which comes after the calls of `before_batch`."""
+        return map(self._before_batch, batches)
 
     def _before_batch(self, micro: MicroBatch) -> MicroBatch:
         self._call_all("before_batch", micro)

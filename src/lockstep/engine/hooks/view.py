@@ -93,7 +93,7 @@ class BuiltRunView:
 
     def agree(self, value: bool) -> bool:
         """Return True on every rank if `value` is true on any. Collective: every rank must call it."""
-        return any(self._builder.runtime.collectives.gather_json(bool(value), "run.agree()"))
+        return self._builder.runtime.collectives.any(bool(value), "run.agree()")
 
     # ---- the global batch ----
 

@@ -71,7 +71,7 @@ def describe_run(
         "dropout": _dropout(model, config, mesh),
         # Settings that change the cost of a step. Those that are off get no line.
         "speeds": describe_speeds(config.load_balance, plan) if several and config.load_balance != "none" else None,
-        "compile": _compile(driver, config, mesh) if wants_compile(config, runtime) else None,
+        "compile": _compile(driver, mesh) if wants_compile(config, runtime) else None,
         "graph": _graph(config) if captures else None,
         "optimizer": describe_optimizer(config.optimizer) if config.optimizer != "task" else None,
         "exchange": HOOKS[config.ddp.hook].about(config.ddp) if several and config.ddp.hook != "none" else None,
@@ -90,7 +90,7 @@ def _world(runtime: Runtime) -> str:
     where = f"this one on {runtime.device} with {runtime.threads}"
 
     # Either ranks share a GPU, which NCCL refuses, or each rank sees only its own.
-    more_ranks = runtime.device.type == "cuda" and runtime.world.local_size > torch.cuda.device_count()
+    more_ranks = runtime.on_gpu and runtime.world.local_size > torch.cuda.device_count()
     if more_ranks and runtime.backend == "gloo":
         where += ", with more ranks than GPUs here"
 
@@ -166,25 +166,13 @@ def _learning_rate(rate: LearningRate, config: RunConfig, plan: Plan) -> str:
     return f"{landmarks} ({config.lr.scaling} rule: batch {plan.global_batch} against {config.lr.reference_batch})"
 
 
-def _compile(driver: Driver, config: RunConfig, mesh: Mesh) -> str:
+def _compile(driver: Driver, mesh: Mesh) -> str:
     # The ranks then compile in the same forward, and none is timed.
     if driver.role.collective_forwards:
         what = "the stages" if mesh.sizes["pp"] > 1 else "the model"
         return f"{what}, in the first step: forwards are collective, so nothing is timed first"
 
-    if driver.compiler is None:
-        return "nothing more than the user's code has compiled already"
-
-    what = "the loss with the model, or as much of it as can be"
-    if driver.compiler.judged:
-        return f"{what} if it pays: the first steps are timed, and the decision is logged"
-
-    # With compile=auto, this is the only sign that nothing is measured.
-    if config.compile == "auto":
-        reason = "a repeatable run must not depend on the time" if config.deterministic else "float8 needs it"
-        return f"{what}, in the first step: {reason}"
-
-    return what
+    return driver.parts.facts.get("compile", "nothing more than the user's code has compiled already")
 
 
 def _graph(config: RunConfig) -> str:

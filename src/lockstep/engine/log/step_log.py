@@ -23,7 +23,7 @@ from lockstep.task import Number, StepResult, Weight
 class SampleLog(StepPart):
     """Writes which samples this rank trained in each step: `log.samples`."""
 
-    place = "log"
+    slot = "log"
 
     def __init__(self, folder: RunFolder, rank: int):
         path = folder.path / SAMPLES / f"rank-{rank}.jsonl"

@@ -1,1 +1,1 @@
-"""`lockstep train --profile`: when a run is traced, and what is made of the trace."""
+"""`lockstep train --profile`: the trace of a few steps, when it is taken, and what is made of it."""

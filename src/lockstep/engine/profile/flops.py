@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,61 +11,58 @@ from torch.utils.flop_counter import FlopCounterMode
 from lockstep.engine.evaluation.modes import restore_modes
 from lockstep.parallel.call_chain import run_eagerly
 from lockstep.parallel.driver import Driver
+from lockstep.parallel.inner_gradients import LossFn
+from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import StepPart
+from lockstep.task import MicroBatch
 
 MATRIX = {"cuda": 8192, "cpu": 1024}  # rows of the matrices whose product sets the peak
 REPEATS = 10
 BACKWARD = 2.0  # operations of a backward, in those of its forward
 
 
-class StepFlops:
+class StepFlops(StepPart):
     """Counts the multiplications and additions of this rank's steps.
 
-    The last call of the loss is kept, and its forward is repeated without gradients and counted.
+    From `start` on the last batch is kept, whose forward is repeated without gradients and counted.
     """
 
-    def __init__(self, driver: Driver):
-        self._driver: Any = driver
-        self._last_call: tuple[Callable[[Any, Any], Any], Any] | None = None  # the loss function, and its batch
+    slot = "trace"
 
-    def watch(self) -> None:
-        """Keep the arguments of every call of the loss from now on."""
+    def __init__(self, driver: Driver, loss_fn: LossFn | None):
+        """`loss_fn` is the task's loss; None in a custom loop, whose forwards cannot be repeated."""
+        self._driver = driver
+        self._loss_fn = loss_fn
+        self._keeps_batch = False
+        self._batch: Any = None
 
-        watch: Any = self._driver.watch
-        around = watch.around
+    def start(self) -> None:
+        self._keeps_batch = True
 
-        def kept(loss_fn: Any) -> Any:
-            def call(module: Any, data: Any) -> Any:
-                self._last_call = (loss_fn, data)
-                return loss_fn(module, data)
-
-            return around(call)
-
-        # On the driver's own watch, where it hides the method of the class until `unwatch` deletes it.
-        watch.around = kept
-
-    def unwatch(self) -> None:
-        """Call the loss as before."""
-        del self._driver.watch.around
+    def before_forward(self, micro: MicroBatch, progress: StepProgress) -> None:
+        if self._keeps_batch:
+            self._batch = micro.data
 
     def of_step(self, micro_batches: int) -> float | None:
         """Return the operations of a step of so many micro-batches, or None if they cannot be counted.
 
         The random numbers that the forward draws are not those of training: the caller restores the generators.
         """
-        call, self._last_call = self._last_call, None
+        batch, self._batch = self._batch, None
+        self._keeps_batch = False
 
         # This rank must be able to run a forward alone.
-        if call is None or not self._driver.role.replicated:
+        if self._loss_fn is None or not self._driver.role.replicated:
             return None
 
         try:
-            forward = self._count(*call)
+            forward = self._count(self._loss_fn, batch)
         except Exception:  # a loss that needs gradients, or a mode that the model does not have
             return None
 
         return forward * (1 + BACKWARD) * micro_batches
 
-    def _count(self, loss_fn: Callable[[Any, Any], Any], data: Any) -> float:
+    def _count(self, loss_fn: LossFn, data: Any) -> float:
         """Return the operations of one forward. It changes no weight, no statistics and no gradient."""
         model = self._driver.model
         with restore_modes(model.modules()), torch.no_grad(), run_eagerly(model):

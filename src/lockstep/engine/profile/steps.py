@@ -12,51 +12,35 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.engine.profile.flops import StepFlops, matmul_rate
+from lockstep.engine.profile.tracer import StepTracer
 from lockstep.engine.run import Run
 from lockstep.observe.profile.merge import mean_kinds, merge, warnings
-from lockstep.observe.profile.tracer import StepTracer
-from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.inner_gradients import LossFn
 from lockstep.parallel.step_parts import StepPart
 from lockstep.run_folder.names import PROFILE
 from lockstep.runtime.seeds import preserve_rng
 
 
-class Trace(StepPart):
-    """A trace of a run's steps, from now on."""
-
-    place = "trace"
-
-    def __init__(self, run: Run):
-        # The profiler does not show the dtype that DDP sends: a hook that compresses gradients halves the bytes.
-        sent_in_half = run.config.ddp.hook in ("fp16", "bf16")
-        self._tracer = StepTracer(run.runtime, run.driver, element_bytes=2 if sent_in_half else 4)
-        self._tracer.start()
-
-    @property
-    def steps(self) -> int:
-        return self._tracer.steps
-
-    def end_step(self, progress: StepProgress) -> None:
-        self._tracer.end_step()
-
-    def stop(self, file: Path) -> dict[str, Any]:
-        """End the trace, write it to a file, and return its breakdown."""
-        return self._tracer.stop(file).as_dict()
+def add_profile(run: Run, loss_fn: LossFn | None) -> None:
+    """Let `run` be traced, as the settings say. `loss_fn` is the task's loss; None in a custom loop."""
+    tracer, flops = StepTracer(run), StepFlops(run.driver, loss_fn)
+    for part in (tracer, flops, ProfiledSteps(run, tracer, flops)):
+        run.driver.parts.add(part)
 
 
 class ProfiledSteps(StepPart):
     """Decides when a run is traced."""
 
-    place = "trace"
+    slot = "trace"
 
-    def __init__(self, run: Run):
+    def __init__(self, run: Run, tracer: StepTracer, flops: StepFlops):
         # Counted from here, not from step 0: a resumed run has to warm up again.
         config = run.config.profile
         self._run = run
         self._first = run.steps_done + config.after
         self._steps = config.count  # None if no trace is asked for, and after the only one
-        self._flops = StepFlops(run.driver)
-        self._trace: Trace | None = None  # while steps are traced
+        self._tracer = tracer
+        self._flops = flops
 
         if self._steps and self._first >= run.plan.steps:
             reason = f"no step is profiled: the run ends at step {run.plan.steps}, and profile.after={config.after}"
@@ -64,21 +48,16 @@ class ProfiledSteps(StepPart):
 
     def begin_step(self, steps_left: int) -> None:
         """Begin the trace if it is due."""
-        if self._steps and self._trace is None and self._run.steps_done == self._first:
-            # The operations are counted by repeating a forward, which needs the arguments of the last one.
-            self._flops.watch()
-            self._trace = Trace(self._run)
-
-    def end_step(self, progress: StepProgress) -> None:
-        if self._trace:
-            self._trace.end_step(progress)
+        if self._steps and not self._tracer.active and self._run.steps_done == self._first:
+            self._flops.start()
+            self._tracer.start()
 
     def after_maintenance(self) -> None:
         """End the trace if it is complete, and write everything. Collective in that step."""
         # A run that ends early, after a signal for example, keeps what was traced until then.
-        run, trace = self._run, self._trace
+        run, tracer = self._run, self._tracer
         last = run.steps_done >= run.plan.steps or run.requests.is_stopping
-        if trace is None or not (trace.steps == self._steps or last):
+        if not tracer.active or not (tracer.steps == self._steps or last):
             return
 
         # What is done here is no part of the step: its time is left out of the metrics.
@@ -87,22 +66,21 @@ class ProfiledSteps(StepPart):
         folder.mkdir(exist_ok=True)
 
         # Each rank has traced itself; rank 0 puts the timelines together.
-        ranks = run.runtime.collectives.gather_json(self._stop(trace, folder))
+        ranks = run.runtime.collectives.gather_json(self._stop(folder))
         if run.runtime.is_main:
             self._write(folder, ranks)
 
         self._report(ranks)
         run.stepper.interval.exclude(time.perf_counter() - began)
 
-    def _stop(self, trace: Trace, folder: Path) -> dict[str, Any]:
+    def _stop(self, folder: Path) -> dict[str, Any]:
         """End this rank's trace, write it, and return its breakdown with the operations of a step."""
         run = self._run
-        mine = trace.stop(folder / f"rank-{run.runtime.world.rank}.json")
-        self._trace = self._steps = None  # one trace in a run
+        mine = self._tracer.stop(folder / f"rank-{run.runtime.world.rank}.json").as_dict()
+        self._steps = None  # one trace in a run
 
         # After the trace, of which the counted forward is no part. It may draw random numbers, for dropout, and the
         # steps after a profile must be those of a run without one.
-        self._flops.unwatch()
         with preserve_rng(run.runtime.device):
             mine["flops"] = self._flops.of_step(len(run.stepper.progress.micro_batches))
 

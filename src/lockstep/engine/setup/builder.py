@@ -44,7 +44,7 @@ from lockstep.optim.user_scheduler import check_schedulers_passed
 from lockstep.parallel.apply import parallelize
 from lockstep.parallel.cudagraph.graphs import release_captures
 from lockstep.parallel.driver import Driver
-from lockstep.parallel.inner_gradients import stop_watching
+from lockstep.parallel.inner_gradients import let_all_through
 from lockstep.precision import Precision, choose_precision, for_model
 from lockstep.runtime import attempt_folder
 from lockstep.runtime.context import Runtime
@@ -119,7 +119,7 @@ class RunBuilder:
 
         # Sharding replaces parameters. `rebind` gives the new ones, by name, to optimizers that were made before.
         parameters_before = dict(model.named_parameters())
-        driver = self._place_model(model, task, data)
+        driver = self._make_driver(model, task, data)
         late_hooks = LateHooks(model, parameters_before)
 
         # Before the optimizers, which may copy the weights.
@@ -136,7 +136,7 @@ class RunBuilder:
         if self.config.exact:
             exactness = Exactness(model, wrapped, self.runtime, getattr(task, "changing_buffers", ()))
             self.registered.add("exact", exactness)
-            driver.add_part(exactness)
+            driver.parts.add(exactness)
 
         average = make_average(model, self.config, driver)
         if average:
@@ -154,7 +154,7 @@ class RunBuilder:
         )
         return self.trained_model
 
-    def _place_model(self, model: nn.Module, task: Any, data: Callable[[], Any] | None) -> Driver:
+    def _make_driver(self, model: nn.Module, task: Any, data: Callable[[], Any] | None) -> Driver:
         """Put the model under its driver, and save the driver's own state, such as PowerSGD's errors, with the run."""
         self.driver = driver = parallelize(
             model, self.config, self.runtime, self.precision, task, self.recorder.event, data
@@ -164,8 +164,8 @@ class RunBuilder:
 
         # The model is the user's, and must be as it was if the run fails.
         self.on_failure(release_captures, driver.model)
-        self.on_failure(driver.close)
-        self.on_failure(stop_watching)  # a custom loop may fail while it is watched
+        self.on_failure(driver.parts.close)
+        self.on_failure(let_all_through)  # a custom loop may fail where its gradients are intercepted
         return driver
 
     def expect_unused_parameters(self, reason: str) -> None:

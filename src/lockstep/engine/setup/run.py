@@ -21,7 +21,7 @@ from lockstep.engine.hooks.trained_parameters import TrainedParameters
 from lockstep.engine.load_balance import balance_load
 from lockstep.engine.log.banner import describe_resume, describe_run
 from lockstep.engine.log.step_log import SampleLog, StepLog
-from lockstep.engine.profile.steps import ProfiledSteps
+from lockstep.engine.profile.steps import add_profile
 from lockstep.engine.requests import Requests
 from lockstep.engine.run import Run
 from lockstep.engine.setup.data import attach_source, largest_input, plan_data, source_options
@@ -63,7 +63,7 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
 
     # The loop continues where the checkpoint was written. Then the banner describes what was made.
     if config.log.samples:
-        driver.add_part(SampleLog(builder.folder, runtime.world.rank))
+        driver.parts.add(SampleLog(builder.folder, runtime.world.rank))
 
     log = StepLog(config.log.every, plan, stepper, builder.recorder)
     requests = _make_requests(plan, stepper, checkpoints, resumed)
@@ -101,11 +101,11 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
         hooks=builder.hooks,
     )
 
-    _begin(run)
+    _begin(run, builder)
     return run
 
 
-def _begin(run: Run) -> None:
+def _begin(run: Run, builder: RunBuilder) -> None:
     """Do what comes between the set-up and the first step. Collective."""
     # A custom loop may have loaded weights since `run.setup`.
     average = run.trained_model.average
@@ -116,7 +116,7 @@ def _begin(run: Run) -> None:
     run.checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
 
     if run.config.profile.count:
-        run.driver.add_part(ProfiledSteps(run))
+        add_profile(run, builder.task.loss if builder.task else None)
 
 
 # ---- the data ----
@@ -151,7 +151,7 @@ def _open_data(builder: RunBuilder, driver: Driver, data: Any, collate: Collate)
     builder.on_failure(source.close)
 
     # A user-defined source may compute its batches on the GPU, so the time in it does not count as data wait.
-    builder.recorder.watch_data = runtime.device.type == "cuda" and source is not data
+    builder.recorder.reports_late_data = runtime.on_gpu and source is not data
     check_sample_log(config, source)
 
     # The number of threads follows the sizes of the model and of a sample.
@@ -231,7 +231,7 @@ def _open_checkpoints(
         held_elsewhere=trained.driver.role.held_elsewhere,
         same_parameters=not trained.driver.role.holders,
         duplicates=trained.driver.role.duplicates,
-        on_any_rank=lambda value: any(builder.runtime.collectives.gather_json(value)),
+        on_any_rank=builder.runtime.collectives.any,
     )
 
     checkpoints = CheckpointManager(

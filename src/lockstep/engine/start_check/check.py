@@ -323,7 +323,7 @@ def _measure_again(
     differs = alone is None or not same_loss(first, alone, tolerance)
 
     # The next call reaches other ranks if the loss does: either all ranks make it or none does.
-    if not any(run.runtime.collectives.gather_json(differs)) and alone is not None:
+    if not run.runtime.collectives.any(differs) and alone is not None:
         return alone, None
 
     again = probe.measure(make_batch, gradients=False)

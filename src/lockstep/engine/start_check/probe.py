@@ -22,7 +22,7 @@ from lockstep.engine.start_check.random_numbers import ConstantDraws, seed_all
 from lockstep.errors import UserError
 from lockstep.observe.metrics import detached
 from lockstep.parallel.driver import trainable
-from lockstep.parallel.inner_gradients import GradientWatch, InnerGradient
+from lockstep.parallel.inner_gradients import InnerGradient, InnerGradients
 from lockstep.parallel.progress import check_total
 from lockstep.parallel.sharded import RanksDiffer, check_same_action
 from lockstep.runtime.seeds import derive
@@ -51,7 +51,7 @@ class Probe:
         self.names, self.parameters = trainable(self.run.driver.model)
         self.inner: InnerGradient | None = None  # the newest gradient that the loss computed itself
         self._transfer = Transfer(self.run.runtime.device)
-        self._watched_loss = GradientWatch(self._note).around(self.loss_fn)
+        self._intercepted_loss = InnerGradients(self._note).around(self.loss_fn)
         self._sharded = not self.run.driver.role.replicated
         self._may_draw = True  # until a batch has shown that the loss draws nothing
 
@@ -67,7 +67,7 @@ class Probe:
             # With grad mode on, FSDP would keep the blocks gathered until a backward.
             forward_only = torch.no_grad() if self._sharded and not gradients else nullcontext()
             with forward_only, run.stepper.context.precision.autocast():
-                loss = self._watched_loss(run.driver.model, batch)
+                loss = self._intercepted_loss(run.driver.model, batch)
                 if torch.is_grad_enabled():
                     check_total(loss)
 

@@ -18,6 +18,7 @@ from torch.nn.utils import prune
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from lockstep.parallel.call_state import TORCH_ATTRIBUTES
 from lockstep.runtime.shards import checksums
 
 # Larger attributes are taken for datasets and are not copied. The limit in bytes is MAX_RATIO x parameters + MIN_BYTES.
@@ -25,8 +26,6 @@ MAX_RATIO = 4
 MIN_BYTES = 2**20
 MAX_ELEMENTS = 10_000  # of a list or dictionary
 
-# Attributes that nn.Module itself defines.
-_MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _NOT_COPIED = object()
 
@@ -188,8 +187,8 @@ def _recomputed(model: nn.Module) -> Iterator[str]:
 
 
 def _own_names(attributes: dict[str, Any]) -> set[str]:
-    """Return the names of all attributes except those that nn.Module itself defines."""
-    return set(attributes) - _MODULE_ATTRIBUTES
+    """Return the names of all attributes except those that torch sets on every module."""
+    return set(attributes) - TORCH_ATTRIBUTES
 
 
 def _copy_attributes(attributes: dict[str, Any], model: nn.Module, max_bytes: int) -> dict[str, tuple[Any, Any]]:

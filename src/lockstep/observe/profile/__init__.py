@@ -1,1 +1,1 @@
-"""The time of a step: traces of a few steps, their breakdown, and one timeline of all ranks."""
+"""The time of a step: the breakdown of a trace, and one timeline of all ranks."""

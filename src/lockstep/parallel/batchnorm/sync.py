@@ -152,7 +152,7 @@ def synchronise_batchnorm(model: nn.Module, runtime: Runtime) -> None:
             "leave ddp.sync_batchnorm out",
         )
 
-    kind = nn.SyncBatchNorm if runtime.device.type == "cuda" else HostSyncBatchNorm
+    kind = nn.SyncBatchNorm if runtime.on_gpu else HostSyncBatchNorm
     for name, module in named:
         # SyncBatchNorm's forward would replace a forward that computes more, such as an activation.
         if type(module).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward, HostSyncBatchNorm.forward):
@@ -182,5 +182,5 @@ def adapt_sync_batchnorm(model: nn.Module, runtime: Runtime, pipelined: bool) ->
                 "use nn.BatchNorm or GroupNorm; or set strategy=ddp",
             )
 
-        if runtime.device.type != "cuda" and module.process_group is None:
+        if not runtime.on_gpu and module.process_group is None:
             module.__class__ = HostSyncBatchNorm  # pyrefly: ignore[bad-argument-type]

@@ -8,7 +8,7 @@ Read the modules in this order:
 
 compiler.py        the sequence, and the choice between compiled and eager code in every call
 payoff.py          whether it pays: the rule
-judge.py           the facts for the rule: the time of a step, the size of the model, earlier runs on this machine
+facts.py           the facts for the rule: the time of a step, the size of the model, earlier runs on this machine
 kernel_times.py    what there is to gain, from the kernels of a step
 cudnn_pause.py     keeps cuDNN from a plan for each new size of a batch, with and without compiled code
 batch_sizes.py     which sizes of batches vary, and which calls fit compiled code

@@ -1,7 +1,7 @@
 """The sizes of batches: which dimensions vary, learnt from the calls of the first steps, and which calls code takes.
 
 Code that torch compiles for one size does not take another one, unless the dimension was marked as dynamic. So the
-shapes of all tensors in a call are noted (`BatchWatch`), all ranks agree on the dimensions that vary, and later calls
+shapes of all tensors in a call are noted (`SeenShapes`), all ranks agree on the dimensions that vary, and later calls
 are compared with the shapes that the code was compiled for (`fits`).
 """
 
@@ -72,7 +72,7 @@ def fits(shapes: Sequence[Shape], compiled: Sequence[Shape], dynamic: Dims) -> b
 # ---- the shapes of many calls ----
 
 
-class BatchWatch:
+class SeenShapes:
     """The shapes of the batches so far, and a few calls of the model, to compile for these sizes."""
 
     def __init__(self) -> None:

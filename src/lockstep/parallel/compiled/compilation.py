@@ -9,7 +9,7 @@ raise an exception there (`Deadline`), which torch treats like any other failure
 
 Nothing is interrupted between these places. One graph whose code alone takes very long to generate is finished, and
 given up at the next look at the clock, if there is one. How long it took is remembered, also if the run is killed
-meanwhile (`Judge.remember_unfinished`), so that the next run does not try.
+meanwhile (`CompileFacts.remember_unfinished`), so that the next run does not try.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lockstep.errors import UserError
 from lockstep.parallel.blocks import find_blocks
 from lockstep.parallel.call_state import StateSnapshot
 from lockstep.parallel.compiled.batch_sizes import Arguments, Dims, tensors_in
-from lockstep.parallel.compiled.judge import torch_cache
+from lockstep.parallel.compiled.facts import torch_cache
 from lockstep.parallel.compiled.side_effects import Unsuitable
 from lockstep.parallel.compiled.targets import Target, compiling
 from lockstep.parallel.cudagraph.checks import first_line
@@ -50,7 +50,7 @@ FIRST_RANK = timedelta(seconds=120)  # the other ranks wait at most this long fo
 # How far compiled code may differ from eager code, relative to the norm: in float32, and if anything is computed in 16
 # bits or in TF32. Fused kernels round less often, so they differ in the last bits; a wrong kernel differs far more.
 TOLERANCE = 1e-3
-LOOSE_TOLERANCE = 0.1
+LOW_PRECISION_TOLERANCE = 0.1
 # A gradient that is small compared with all of them together is allowed an error of this part of theirs.
 SMALL = 0.05
 # With dropout, compiled code draws other masks than eager code. Then all gradients together may differ by this many
@@ -73,7 +73,7 @@ class Compilation:
         self.arguments = arguments
 
         # What the ranks have agreed on, not what this one has seen since: all ranks must compile alike.
-        self.dynamic = compiler.watch.varying
+        self.dynamic = compiler.shapes.varying
 
         # The result of `run`.
         self.target: Target | None = None  # on the model now; None: nothing worked so far
@@ -119,7 +119,7 @@ class Compilation:
 
         # All ranks keep the target, or none of them does: compiled and eager ranks would differ in the last bits.
         problems = [problem for problem in runtime.collectives.gather_json(problem) if problem]
-        self.gave_up = any(runtime.collectives.gather_json(self.gave_up))
+        self.gave_up = runtime.collectives.any(self.gave_up)
         if problems:
             self._remove_target()
 
@@ -133,7 +133,7 @@ class Compilation:
         blocks = find_blocks(model, self.compiler.config.blocks)
         function = self.compiler.function
         alone = self.driver.runtime.world.alone
-        progress = partial(self.compiler.judge.remember_unfinished, name)
+        progress = partial(self.compiler.known.remember_unfinished, name)
         began = time.monotonic()
 
         # Whatever is raised here is a problem of this target, not of the run: the next target is tried, or none.
@@ -161,7 +161,7 @@ class Compilation:
         try:
             return self._compare(found, snapshot)
         except torch.OutOfMemoryError:
-            if self.compiler.judged:
+            if self.compiler.only_if_it_pays:
                 return "out of memory while it was compared with eager"
 
             self.note = "not compared with eager, which does not fit into memory"
@@ -211,7 +211,7 @@ class Compilation:
 
         # Sizes that vary may need a version of the code for each class of them. The examples are calls of the model.
         if self.dynamic and target.function is None:
-            for arguments in self.compiler.watch.examples:
+            for arguments in self.compiler.shapes.examples:
                 self._run(call, arguments)
 
         # A second run must not compile again. It would if an attribute changed with every call, for example, because
@@ -238,7 +238,7 @@ class Compilation:
             other = self._run(self.call, self.arguments) if draws_random else None
 
         # Without random numbers every result and every gradient must agree. With them only the gradients as a whole
-        # can be judged, by how much two eager calls differ.
+        # can be compared, by how much two eager calls differ.
         if other is None:
             distance = difference(expected, found)
             limit = self.compiler.tolerance

@@ -1,6 +1,6 @@
 """The owner of a model's compiled code, from the first step to the last.
 
-    watch     the first steps run eagerly: they are timed, and the sizes of their batches noted (compile=auto only)
+    time      the first steps run eagerly: they are timed, and the sizes of their batches noted (compile=auto only)
     decide    all ranks exchange what they measured and decide alike, with the rule in payoff.py; if that depends on
               how much there is to gain, the kernels of one more step are measured first
     try       the next batch is compiled and compared with eager; if that fails, the next target is tried, or none
@@ -15,21 +15,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import inf
 from typing import Any, Literal
 
 import torch
 
 from lockstep.config import RunConfig
+from lockstep.errors import UserError
 from lockstep.parallel.call_chain import CallChain, Link
-from lockstep.parallel.compiled.batch_sizes import Arguments, BatchWatch, shapes_of
-from lockstep.parallel.compiled.compilation import LOOSE_TOLERANCE, TOLERANCE, Compilation
+from lockstep.parallel.compiled.batch_sizes import Arguments, SeenShapes, shapes_of
+from lockstep.parallel.compiled.compilation import LOW_PRECISION_TOLERANCE, TOLERANCE, Compilation
 from lockstep.parallel.compiled.cudnn_pause import CudnnPause
+from lockstep.parallel.compiled.facts import CompileFacts, StepTimer
 from lockstep.parallel.compiled.installed import InstalledCode
-from lockstep.parallel.compiled.judge import Judge, StepTimer
 from lockstep.parallel.compiled.kernel_times import KernelTimer
-from lockstep.parallel.compiled.payoff import SLOWER, STEPS, STEPS_VARYING, decide, on_the_fence
+from lockstep.parallel.compiled.payoff import SLOWER, STEPS, STEPS_VARYING, Candidates, decide, kernels_could_decide
 from lockstep.parallel.compiled.side_effects import Function
 from lockstep.parallel.compiled.targets import LOSS
 from lockstep.parallel.cudagraph.graphs import capture_calls, release_captures
@@ -45,77 +44,88 @@ MOST_MISSES = 0.2  # if a larger part of the batches does not fit, the run compi
 MOST_COMPILES = 2  # but not more often than this
 
 
-@dataclass
-class Candidates:
-    """The targets of one decision, which are tried in turn, and what was wrong with those that were tried."""
-
-    left: list[str] | None = None  # None: not decided, see `Judge.preferred`
-    limit_s: float = inf  # seconds for all tries
-    problems: dict[str, str] = field(default_factory=dict)
-    cost_s: float = 0.0  # seconds of all tries
-
-    @property
-    def why(self) -> str:
-        """Why nothing better is compiled, for the log; empty if the first target worked."""
-        return "; ".join(f"not {name}: {problem}" for name, problem in self.problems.items())
-
-
 class Compiler(StepPart):
     """Decides what of a model to compile, compiles it, and chooses between compiled and eager code in every call."""
 
-    place = "compile"
+    slot = "compile"
     in_micro_batch = False  # from `before_forward` to `after_backward`
 
-    def __init__(self, driver: Driver, config: RunConfig, log_event: EventLogger, judged: bool, loose: bool):
+    def __init__(
+        self, driver: Driver, config: RunConfig, log_event: EventLogger, only_if_it_pays: bool, low_precision: bool
+    ):
         """Install the compiler on the model's call.
 
-        judged: compile only if it pays; otherwise the first batch is compiled at once
-        loose: something is computed in 16 bits or in TF32, see `compilation.py`
+        only_if_it_pays: compile only if it pays; otherwise the first batch is compiled at once
+        low_precision: something is computed in 16 bits or in TF32, see `compilation.py`
         """
         self.driver = driver
         self.config = config
         self.log_event = log_event
-        self.judged = judged
-        self.tolerance = LOOSE_TOLERANCE if loose else TOLERANCE
+        self.only_if_it_pays = only_if_it_pays
+        self.tolerance = LOW_PRECISION_TOLERANCE if low_precision else TOLERANCE
 
-        self.stage: Literal["watch", "try", "compiled", "eager"] = "watch" if judged else "try"
-        self.function: Function | None = None  # what the user's loss computes from the model and a batch
+        self.state: Literal["time", "try", "compiled", "eager"] = "time" if only_if_it_pays else "try"
+        self._functions: list[Function] = []  # those around the model, see `around`
         self.code: InstalledCode | None = None  # what runs in training calls; None: eager code
         self.compiles = 0  # how often code was installed
 
         # What the steps show, and what follows from it.
-        self.judge = Judge(driver, config)
-        self.watch = BatchWatch()
-        self._timer: StepTimer | None = StepTimer(*STEPS) if judged else None
+        self.known = CompileFacts(driver, config)
+        self.shapes = SeenShapes()
+        self._timer: StepTimer | None = StepTimer(*STEPS) if only_if_it_pays else None
         self._kernel_timer: KernelTimer | None = None  # in the one step whose kernels are measured
         self._candidates = Candidates()
         self._length = RunLength()
 
         # Another part of the steps, until it is known that sizes do not vary.
-        self.cudnn_pause = CudnnPause(needed=judged)
+        self.cudnn_pause = CudnnPause(needed=only_if_it_pays)
 
         CallChain.of(driver.model).install("compile", ModelCall(self))
 
+    @property
+    def facts(self) -> dict[str, str]:
+        what = "the loss with the model, or as much of it as can be"
+        if self.only_if_it_pays:
+            what += " if it pays: the first steps are timed, and the decision is logged"
+        elif self.config.compile == "auto":
+            # This is the only sign that nothing is measured.
+            reason = "a repeatable run must not depend on the time" if self.config.deterministic else "float8 needs it"
+            what += f", in the first step: {reason}"
+
+        return {"compile": what}
+
     # ---- the calls of a step ----
+
+    @property
+    def function(self) -> Function | None:
+        """The loss around the model, from which it and a batch compute something; None if there are several."""
+        return self._functions[0] if len(self._functions) == 1 else None
 
     def around(self, function: Function) -> Function:
         """Return what to call in place of `function(model, *args)`, such as a task's loss.
 
-        If that pays, it is compiled together with the model. Otherwise the model inside it may be.
+        If that pays, it is compiled together with the model. Otherwise the model inside it may be, as it is inside each
+        of several functions.
         """
-        self.function = function
+        if function not in self._functions:
+            self._check_first_step(function)
+            self._functions.append(function)
 
         def call(module: Any, *args: Any) -> Any:
-            if self.stage in ("watch", "try"):
-                self.watch.note(shapes_of(args))
+            # The model's own call does the rest: what it runs does not depend on which function calls it.
+            if len(self._functions) > 1 or not self.is_training():
+                return function(module, *args)
+
+            if self.state in ("time", "try"):
+                self.shapes.note(shapes_of(args))
 
             # Compile on the first training batch after the decision. The call below then runs the new code.
-            if self.stage == "try" and self._next_target() == LOSS and self.is_training():
+            if self.state == "try" and self._next_target() == LOSS:
                 self._try((LOSS,), lambda *args: function(module, *args), (args, {}))
 
             code = self.code
             if code is None:
-                return self.judge.noted(function(module, *args))
+                return self.known.count_operations_once(function(module, *args))
 
             # Asked in any case, because it counts: if too few batches fit, the run compiles again.
             fitting = self._fits(code, args)
@@ -132,15 +142,25 @@ class Compiler(StepPart):
 
         return call
 
+    def _check_first_step(self, function: Function) -> None:
+        """Refuse a further function once a step has begun: the first one may be compiled by then."""
+        if self._functions and self._length.steps_left:
+            name = getattr(function, "__qualname__", type(function).__name__)
+            raise UserError(
+                f"run.compile({name}) got another function than before, in step {self._length.steps_done}",
+                "what is compiled is decided in the first steps",
+                "call run.compile for each function, once, before the loop over run.steps(...)",
+            )
+
     def call_model(self, link: Link, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call the model itself in a training step. `link`: the one of the model's call chain that comes here."""
         # With a function around the model (`around`), the sizes of its arguments are noted, not those of the model.
-        if self.stage in ("watch", "try") and self.function is None:
-            self.watch.note(shapes_of((args, kwargs)))
+        if self.state in ("time", "try") and self.function is None:
+            self.shapes.note(shapes_of((args, kwargs)))
 
-        if self.stage == "watch":
-            self.watch.keep_example(args, kwargs)
-        elif self.stage == "try" and self._next_target() != LOSS:
+        if self.state == "time":
+            self.shapes.keep_example(args, kwargs)
+        elif self.state == "try" and self._next_target() != LOSS:
             # Compiled and eager code are compared on this call of the model, without the user's loss, which may have
             # side effects.
             targets = [target for target in self._candidates.left or () if target != LOSS]
@@ -148,7 +168,7 @@ class Compiler(StepPart):
 
         if self.code is None:
             returned = link.inner(*args, **kwargs)
-            return returned if self.function else self.judge.noted(returned)
+            return returned if self.function else self.known.count_operations_once(returned)
 
         # Only to count it: torch's guards choose between compiled and eager code.
         if self.function is None:
@@ -160,8 +180,8 @@ class Compiler(StepPart):
         """Return whether a call fits the compiled code, and count it."""
         # As long as the run may compile again, it must know all sizes to do so.
         shapes = shapes_of(arguments)
-        if code.still_looks:
-            self.watch.note(shapes)
+        if code.still_checks:
+            self.shapes.note(shapes)
 
         return code.takes(shapes)
 
@@ -182,7 +202,7 @@ class Compiler(StepPart):
         """Return the target to try next, or None if there is none left."""
         # With compile=true nothing was decided. It cannot be earlier: `around` is called after the constructor.
         if self._candidates.left is None:
-            self._candidates.left = self.judge.preferred(self.function, self.watch.varying)
+            self._candidates.left = self.known.preferred(self.function, self.shapes.varying)
 
         return self._candidates.left[0] if self._candidates.left else None
 
@@ -202,11 +222,11 @@ class Compiler(StepPart):
 
         # This may take the code away, and let the next step compile again.
         if self.code:
-            self._look_for_misses(self.code)
+            self._check_misses(self.code)
 
         # The last step before a decision that depends on its kernels.
         if self._kernel_timer:
-            self.judge.note_kernels(self._kernel_timer.stop())
+            self.known.note_kernels(self._kernel_timer.stop())
             return self._decide()
 
         step_s = self._timer.end_step(self.driver.runtime) if self._timer else None
@@ -218,22 +238,21 @@ class Compiler(StepPart):
         if self.code:
             self._compare_with_eager(self.code, step_s)
         else:
-            self.judge.eager_s = step_s
+            self.known.eager_s = step_s
             self._decide()
 
     def _decide(self) -> None:
         """Decide what to compile, from the seconds of an eager step and the sizes of batches so far. Collective."""
-        self.watch.agree(self.driver.runtime.collectives)
-        self.cudnn_pause.needed = bool(self.watch.varying) or self.watch.irregular
+        self.shapes.agree(self.driver.runtime.collectives)
+        self.cudnn_pause.needed = bool(self.shapes.varying) or self.shapes.irregular
 
         # torch cannot go through a compiled graph twice.
-        if any(self.driver.runtime.collectives.gather_json(self.driver.watch.keeps_graphs)):
+        if self.driver.runtime.collectives.any(self.driver.inner_gradients.keeps_graphs):
             return self._stay_eager("the loss computes a gradient through the model and keeps its graph")
 
         # Kernels are measured at most once, in the next step, and then it is decided again.
-        facts = self.judge.facts(self._length.steps_left, 0.0, self.function, self.watch)
-        on_gpu = self.driver.runtime.device.type == "cuda"
-        if on_gpu and self._kernel_timer is None and on_the_fence(facts):
+        facts = self.known.gather(self._length.steps_left, 0.0, self.function, self.shapes)
+        if self.driver.runtime.on_gpu and self._kernel_timer is None and kernels_could_decide(facts):
             self._kernel_timer = KernelTimer(self.driver.runtime.device)
             return
 
@@ -246,11 +265,11 @@ class Compiler(StepPart):
 
     def _compare_with_eager(self, code: InstalledCode, compiled_s: float) -> None:
         """Compare the seconds of a compiled step with those of an eager one. If it is slower, go back to eager."""
-        eager_s = self.judge.eager_s
+        eager_s = self.known.eager_s
         speedup = eager_s / compiled_s
 
         # A slow-down is remembered as well: the next run of this model then does not compile.
-        self.judge.remember(code.target.name, self._candidates.cost_s, speedup)
+        self.known.remember(code.target.name, self._candidates.cost_s, speedup)
 
         times = f"{eager_s * 1e3:.3g} ms before, {compiled_s * 1e3:.3g} ms now"
         if compiled_s > SLOWER * eager_s:
@@ -260,26 +279,26 @@ class Compiler(StepPart):
             self.log_event("compile", reason=f"steps are {speedup:.2f}x as fast ({times})", speedup=round(speedup, 3))
             self._capture()
 
-    def _look_for_misses(self, code: InstalledCode) -> None:
+    def _check_misses(self, code: InstalledCode) -> None:
         """If too many batches do not fit, compile again with other dimensions dynamic. Collective at some steps."""
         share = code.end_step()
         if share is None or self.compiles >= MOST_COMPILES:
             return
 
         # One rank with many misses holds up all others in every step, so the worst share counts.
-        largest = max(self.driver.runtime.collectives.gather_json(share))
+        largest = self.driver.runtime.collectives.max(share)
         if largest <= MOST_MISSES:
             return
 
         # With compile=auto it must pay in the steps that are left, and the limit is lower by what was spent before.
-        self.watch.agree(self.driver.runtime.collectives)
-        if self.judged:
-            spent_s = max(self.driver.runtime.collectives.gather_json(self._candidates.cost_s))
-            facts = self.judge.facts(self._length.steps_left, spent_s, self.function, self.watch)
+        self.shapes.agree(self.driver.runtime.collectives)
+        if self.only_if_it_pays:
+            spent_s = self.driver.runtime.collectives.max(self._candidates.cost_s)
+            facts = self.known.gather(self._length.steps_left, spent_s, self.function, self.shapes)
             decision = decide(facts)
             candidates = Candidates([*decision.targets], decision.limit_s)
         else:
-            candidates = Candidates(self.judge.preferred(self.function, self.watch.varying))
+            candidates = Candidates(self.known.preferred(self.function, self.shapes.varying))
 
         # Otherwise the code stays, and batches that do not fit run eagerly.
         if candidates.left:
@@ -290,7 +309,7 @@ class Compiler(StepPart):
 
     def _start_try(self, candidates: Candidates, reason: str) -> None:
         """Let the next training call compile the first of the candidates."""
-        self.stage = "try"
+        self.state = "try"
         self._timer = None
         self._candidates = candidates
         self.log_event("compile", reason=reason)
@@ -336,17 +355,17 @@ class Compiler(StepPart):
         # arguments. If the model alone was compiled inside it, those of this call are not known here: any that were
         # seen will do, since dimensions that vary are dynamic.
         if self.function is not None and target.function is None:
-            shapes = self.watch.smallest()
+            shapes = self.shapes.smallest()
         else:
             shapes = shapes_of(compilation.arguments)
 
         self.code = InstalledCode(target, shapes, compilation.dynamic)
-        self.stage = "compiled"
+        self.state = "compiled"
         self.compiles += 1
-        self.watch.drop_examples()
+        self.shapes.drop_examples()
 
         # Steps are timed before anything is captured: a capture would make some of them slow.
-        if self.judged:
+        if self.only_if_it_pays:
             self._timer = StepTimer(*(STEPS_VARYING if compilation.dynamic else STEPS))
         else:
             self._capture()
@@ -371,9 +390,9 @@ class Compiler(StepPart):
 
     def _stay_eager(self, reason: str) -> None:
         """End all attempts to compile, and log why. Calls may still be captured."""
-        self.stage = "eager"
+        self.state = "eager"
         self._timer = None
-        self.watch.drop_examples()
+        self.shapes.drop_examples()
         # Eager calls need no link, and the loss is called as the user wrote it (`around`).
         CallChain.of(self.driver.model).remove("compile")
 
@@ -387,7 +406,7 @@ class Compiler(StepPart):
             self._kernel_timer.abandon()
 
         self._remove_code()
-        self.stage = "eager"
+        self.state = "eager"
         CallChain.of(self.driver.model).remove("compile")
 
 

@@ -22,7 +22,7 @@ class CudnnPause(StepPart):
     micro-batch: runs may take turns in one process.
     """
 
-    place = "kernels"
+    slot = "kernels"
 
     def __init__(self, needed: bool | None):
         self.needed = needed  # None: once more than MOST_SIZES have come

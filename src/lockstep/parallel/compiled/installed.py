@@ -27,7 +27,7 @@ from lockstep.parallel.driver import Driver
 from lockstep.runtime.context import EventLogger
 
 # After this many steps all ranks check how many batches did not fit, then after twice as many, up to the last check.
-FIRST_LOOK, LAST_LOOK = 8, 1024
+FIRST_CHECK, LAST_CHECK = 8, 1024
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, range)
 DEEPEST = 4  # tuples in tuples
@@ -52,13 +52,13 @@ class InstalledCode:
         self._graphed: GraphedCall | None = None
         self._constants: Constants | None = None
 
-        # Since the last look: calls in all, and calls that did not fit.
+        # Since the last check: calls in all, and calls that did not fit.
         self._calls = 0
         self._misses = 0
 
-        # Since the code was installed: steps in all, and the number of steps at which the ranks look next.
+        # Since the code was installed: steps in all, and the number of steps at which the ranks check next.
         self._steps = 0
-        self._next_look = FIRST_LOOK
+        self._next_check = FIRST_CHECK
 
     def takes(self, shapes: Sequence[Shape]) -> bool:
         """Return whether a call with these shapes fits the compiled code, and count it."""
@@ -69,17 +69,17 @@ class InstalledCode:
         return fitting
 
     @property
-    def still_looks(self) -> bool:
+    def still_checks(self) -> bool:
         """Whether the ranks will check again how many calls did not fit."""
-        return self._next_look <= LAST_LOOK
+        return self._next_check <= LAST_CHECK
 
     def end_step(self) -> float | None:
-        """Return the share of the calls since the last look that did not fit, if it is time for a look."""
+        """Return the share of the calls since the last check that did not fit, if it is time for a check."""
         self._steps += 1
-        if not self.still_looks or self._steps < self._next_look:
+        if not self.still_checks or self._steps < self._next_check:
             return None
 
-        self._next_look *= 2
+        self._next_check *= 2
         share = self._misses / max(1, self._calls)
         self._calls = 0
         self._misses = 0

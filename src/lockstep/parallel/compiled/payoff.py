@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from lockstep.parallel.compiled.targets import BLOCKS, LOSS, MODEL
 
@@ -111,6 +112,21 @@ class Decision:
     limit_s: float = 0.0  # seconds after which compiling is given up
 
 
+@dataclass
+class Candidates:
+    """The targets of one decision, which are tried in turn, and what was wrong with those that were tried."""
+
+    left: list[str] | None = None  # None: not decided, see `CompileFacts.preferred`
+    limit_s: float = inf  # seconds for all tries
+    problems: dict[str, str] = field(default_factory=dict)
+    cost_s: float = 0.0  # seconds of all tries
+
+    @property
+    def why(self) -> str:
+        """Why nothing better is compiled, for the log; empty if the first target worked."""
+        return "; ".join(f"not {name}: {problem}" for name, problem in self.problems.items())
+
+
 def decide(facts: Facts) -> Decision:
     """Return what to compile: the targets that pay, the best one first."""
     eager_s = facts.eager_s  # the yardstick: the rest of the run without compiling
@@ -155,7 +171,7 @@ def _why_not(facts: Facts, first: Payoff, left: str) -> str:
     return reason
 
 
-def on_the_fence(facts: Facts) -> bool:
+def kernels_could_decide(facts: Facts) -> bool:
     """Return whether the kernels of a step should be measured: nothing pays as it is, and they might change that."""
     if facts.saving_s is not None or decide(facts).targets:
         return False

@@ -28,7 +28,7 @@ from lockstep.parallel.call_state import StateSnapshot, TrialCall
 from lockstep.parallel.cudagraph.capture import Capture
 from lockstep.parallel.cudagraph.checks import compare, dry_run, first_line
 from lockstep.parallel.cudagraph.device import CudaDevice
-from lockstep.parallel.cudagraph.variants import AttributeWatch, RunLength, Variant, same_objects, timed_call
+from lockstep.parallel.cudagraph.variants import ModelAttributes, RunLength, Variant, same_objects, timed_call
 from lockstep.runtime.context import EventLogger, Runtime
 
 WARMUP_CALLS = 5  # eager calls before a capture; the first ones compile, tune and allocate
@@ -75,7 +75,7 @@ class GraphedCall(Link):
         # Not in every call, because walking the module tree takes longer than a replay saves. It is repeated before a
         # capture, since a submodule may have been replaced.
         self._modules = list(self.model.modules())
-        self._attributes = AttributeWatch(self._modules)
+        self._attributes = ModelAttributes(self._modules)
         self._hooks = [getattr(module, name) for module in self._modules for name in HOOKS]
         self._parameters = [p for p in self.model.parameters() if p.requires_grad]
 
@@ -332,8 +332,7 @@ class GraphedCall(Link):
 
 def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
     """Whether to capture calls where forwards are not collective (`RankRole.collective_forwards`)."""
-    on_cuda = runtime.device.type == "cuda"
-    if config.graph is True and not on_cuda:
+    if config.graph is True and not runtime.on_gpu:
         raise UserError(
             f"graph=true needs a GPU; the device is {runtime.device.type}",
             "CUDA graphs are for GPUs",
@@ -344,7 +343,7 @@ def wants_graph(config: RunConfig, runtime: Runtime) -> bool:
         return config.graph
 
     # Not with recomputation, which changes the kernels of a forward. config/conflicts.py refuses graph=true with these.
-    return on_cuda and not config.ddp.find_unused_parameters and not config.exact and config.remat == "none"
+    return runtime.on_gpu and not config.ddp.find_unused_parameters and not config.exact and config.remat == "none"
 
 
 def capture_calls(

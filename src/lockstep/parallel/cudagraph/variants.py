@@ -1,7 +1,7 @@
 """One variant of a call, and what its first calls show: how long they take, and which outputs get gradients.
 
 A forward may read attributes of modules besides parameters and buffers. They are checked in every call
-(`AttributeWatch`): a changed value means another variant, or invalidates a capture.
+(`ModelAttributes`): a changed value means another variant, or invalidates a capture.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ class _BackwardWatch:
             variant.patterns.append(pattern)
 
 
-class AttributeWatch:
+class ModelAttributes:
     """The plain values, tensors and callables that `modules` have as attributes.
 
     A change of any other object (a list, a configuration) is not noticed.

@@ -63,7 +63,7 @@ class CommHook:
 
     @property
     def stateful(self) -> dict[str, Any]:
-        """The objects that a checkpoint must hold, by name: see `PlacedModel`."""
+        """The objects that a checkpoint must hold, by name: see `Driver`."""
         return {}
 
     def finish(self) -> None:

@@ -21,6 +21,7 @@ from lockstep.parallel.ddp.torch_private import FixedBucketsDDP, leave_out, spli
 from lockstep.parallel.driver import (
     Driver,
     DriverSetup,
+    backward,
     broadcast_model,
     check_reached,
     norms_of_gradients,
@@ -28,7 +29,6 @@ from lockstep.parallel.driver import (
 )
 from lockstep.parallel.exact.hook import OrderedHook
 from lockstep.parallel.exact.reducers import OrderedBuckets, OrderedReplicas
-from lockstep.parallel.inner_gradients import backward
 from lockstep.parallel.progress import StepProgress
 from lockstep.runtime.control_word import LENGTH, ControlWord, ControlWordCodec, mean_is_exact
 from lockstep.runtime.shards import in_memory_order_of
@@ -169,7 +169,7 @@ class DDPDriver(Driver):
     def _make_hook(self, group: dist.ProcessGroup, config: DDPConfig, seed: int) -> CommHook | None:
         parameter = self._word_parameter
         if config.hook != "none":
-            named = dict(zip(self.names, self.parameters, strict=True))
+            named = dict(self.named)
             return HOOKS[config.hook].make(HookArguments(parameter, group, named, config, seed))
 
         # Without a hook, DDP would sum bf16 gradients in bf16.
@@ -190,8 +190,7 @@ class DDPDriver(Driver):
                 raise gradient_in_parts(f"the gradient of {name!r}")
             seen.add(name)
 
-        pairs = zip(self.names, self.parameters, strict=True)
-        hooks = [p.register_post_accumulate_grad_hook(lambda _, name=name: count(name)) for name, p in pairs]
+        hooks = [p.register_post_accumulate_grad_hook(lambda _, name=name: count(name)) for name, p in self.named]
         try:
             yield
         finally:
@@ -203,12 +202,13 @@ class DDPDriver(Driver):
 
         DDP itself reports this one step later and without names, and not at all after the last step.
         """
-        pairs = zip(self.names, self.parameters, strict=True)
         # After the reduction, a gradient is a view of its bucket.
         if self._ddp.gradient_as_bucket_view:
-            check_reached([name for name, p in pairs if p.grad is None or not p.grad._is_view()], len(self.names))
+            missed = [name for name, p in self.named if p.grad is None or not p.grad._is_view()]
         else:
-            check_reached([name for name, p in pairs if id(p) not in self._reached], len(self.names))
+            missed = [name for name, p in self.named if id(p) not in self._reached]
+
+        check_reached(missed, len(self.names))
 
 
 class FlatReduceDriver(Driver):

@@ -87,7 +87,7 @@ class OrderedBuckets(OrderedReducer):
             return
 
         driver = self.driver
-        missed = [name for name, p in zip(driver.names, driver.parameters, strict=True) if p.grad is None]
+        missed = [name for name, p in driver.named if p.grad is None]
         check_reached(missed, len(driver.names))
         super().after_backward(progress)
 

@@ -57,7 +57,7 @@ class FSDPDriver(ShardedDriver):
         _check_shardable(model, config)
         self._keeps_gathered = config.strategy_record.keeps_gathered
         self._tp = axes.along("tp") if axes else None
-        self._replicas = axes.along("dp") if axes else runtime.collectives
+        self._dp_ranks = axes.along("dp") if axes else runtime.collectives
 
         blocks = find_blocks(model, config.blocks)
         separate_blocks = blocks_without_shared_parameters(blocks, model)
@@ -81,7 +81,7 @@ class FSDPDriver(ShardedDriver):
 
         # Exact mode adds gradients of one turn after another, and a turn has a micro-batch of each rank.
         role = replace(setup.role, in_turn=config.exact)
-        super().__init__(model, setup, self._replicas, role, OrderedShards if config.exact else None)
+        super().__init__(model, setup, self._dp_ranks, role, OrderedShards if config.exact else None)
         self._scalars = [p for p in scalars(model) if p.requires_grad]
         self._collective_check = CollectiveCheck(model, runtime)
         self._graph_is_retained = False  # by a gradient that the loss of this micro-batch computed itself
@@ -103,8 +103,7 @@ class FSDPDriver(ShardedDriver):
         # Before the first forward there is no full parameter to register a hook on, and the full gradient exists only
         # just before its reduction. If a block is called more than once, its gradient may come in parts; for a linear
         # hook that makes no difference.
-        named = zip(self.names, self.parameters, strict=True)
-        by_parameter = {id(p): hooks[name] for name, p in named if name in hooks}
+        by_parameter = {id(p): hooks[name] for name, p in self.named if name in hooks}
 
         for module in self._sharded_modules():
             ids = [(p, id(torch_private.shard(p))) for p in torch_private.grouped_parameters(module)]
@@ -223,7 +222,7 @@ class FSDPDriver(ShardedDriver):
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
     def _reduce_gradients(self) -> None:
-        reduce_replicas(self._scalars, self._replicas)
+        reduce_replicas(self._scalars, self._dp_ranks)
         if self._tp:
             broadcast_unsharded_gradients(self.parameters, self._tp)
 

@@ -63,7 +63,7 @@ class PipelineDriver(ShardedDriver):
         self._sharded = config.strategy_record.shards_parameters and self.mesh.sizes["dp"] > 1
         _check(config, self._sharded, runtime, setup.compiled)
 
-        self._replicas = axes.along("dp")
+        self._dp_ranks = axes.along("dp")
         self._tp = axes.along("tp")
 
         # While this rank still has the full model, choose how layers are sharded, and find which stages use a tensor.
@@ -106,13 +106,13 @@ class PipelineDriver(ShardedDriver):
             held_elsewhere=frozenset(name for name in holders if runtime.world.rank not in holders[name]),
             duplicates=frozenset(name for name, users in pp_ranks.items() if users and position > min(users)),
         )
-        super().__init__(model, setup, self._replicas, role, held=kept)
+        super().__init__(model, setup, self._dp_ranks, role, held=kept)
         self.facts = facts
         self._held = [name in held for name in self.names]
         self._copies = [len(pp_ranks[name]) or ranks for name in self.names]  # how many ranks along pp hold each
         self._tied = self._tied_groups([tuple(sorted(pp_ranks[name])) for name in self.names])
 
-        check = CollectiveCheck(model, runtime, local_stages, self._replicas) if self._sharded else None
+        check = CollectiveCheck(model, runtime, local_stages, self._dp_ranks) if self._sharded else None
         self._collective_check = check
 
         self._foreign = ForeignTensors(model, {name: by_tensor[name] for name in holders}, kept)
@@ -124,7 +124,7 @@ class PipelineDriver(ShardedDriver):
             setup.precision.autocast,
             self._foreign,
             self.parts,
-            shard_group=self._replicas if self._sharded else None,
+            shard_group=self._dp_ranks if self._sharded else None,
         )
 
     def begin_pass(self) -> None:
@@ -135,7 +135,7 @@ class PipelineDriver(ShardedDriver):
 
     def forward_backward(self, batches: StepBatches, loss_fn: LossFn, progress: StepProgress) -> Reduced:
         self.begin_pass()
-        loss_fn = self.watch.around(loss_fn)
+        loss_fn = self.inner_gradients.around(loss_fn)
         micros = list(batches)
 
         # The loss scale of fp16 depends on the weight of the first micro-batch, and the schedule needs it beforehand.
@@ -182,7 +182,7 @@ class PipelineDriver(ShardedDriver):
         if self._tp.world.alone and not self._sharded:
             return list(torch._foreach_norm(tensors)) if tensors else []  # a stage holds its tensors in full
 
-        squared = self._tp.all_reduce_(self._replicas.all_reduce_(self._squared_terms(tensors)))
+        squared = self._tp.all_reduce_(self._dp_ranks.all_reduce_(self._squared_terms(tensors)))
         return list(squared.sqrt().unbind())
 
     def fetch(self, name: str, tensor: Tensor) -> Tensor:
@@ -203,7 +203,7 @@ class PipelineDriver(ShardedDriver):
         # Placeholders of other stages have no memory to receive into.
         named = self.model.named_buffers()
         buffers = {name: buffer for name, buffer in named if name not in self.role.held_elsewhere}
-        broadcast_buffers(buffers, self._replicas)
+        broadcast_buffers(buffers, self._dp_ranks)
         broadcast_buffers(buffers, self._tp)
 
     # ---- set-up ----
@@ -283,7 +283,7 @@ class PipelineDriver(ShardedDriver):
 
         # FSDP has already summed over the replicas.
         if not self._sharded:
-            sum_gradients(trained, self._replicas)
+            sum_gradients(trained, self._dp_ranks)
 
         for indices, group in self._tied:
             sum_gradients([self.parameters[index] for index in indices if used[index]], group)
@@ -292,7 +292,7 @@ class PipelineDriver(ShardedDriver):
 
     def _squared_terms(self, tensors: list[Tensor]) -> Tensor:
         """Return this rank's terms of the squared norms, which are to be summed over dp and tp."""
-        return squared_norms(tensors, self._replicas.world.size * self._tp.world.size).to(self.runtime.device)
+        return squared_norms(tensors, self._dp_ranks.world.size * self._tp.world.size).to(self.runtime.device)
 
 
 class _Placement(NamedTuple):
@@ -344,7 +344,7 @@ def _broadcast_one_by_one(model: nn.Module, runtime: Runtime) -> None:
 
 
 def _check(config: RunConfig, sharded: bool, runtime: Runtime, compiled: bool) -> None:
-    if runtime.device.type == "cuda" and runtime.backend == "gloo":
+    if runtime.on_gpu and runtime.backend == "gloo":
         raise UserError(
             "a pipeline (mesh.pp) on GPUs cannot run over gloo, which cannot send GPU tensors from rank to rank",
             "",

@@ -33,8 +33,8 @@ class TensorDriver(ShardedDriver):
 
     def __init__(self, model: nn.Module, setup: DriverSetup):
         assert setup.axes is not None
-        self._replicas = setup.axes.along("dp")
-        super().__init__(model, setup, self._replicas)
+        self._dp_ranks = setup.axes.along("dp")
+        super().__init__(model, setup, self._dp_ranks)
         self._tp = setup.axes.along("tp")
 
     def before_inner_gradient(self, inner: InnerGradient) -> None:
@@ -46,7 +46,7 @@ class TensorDriver(ShardedDriver):
         for p in self.parameters:
             redistribute_gradient(p)
 
-        reduce_replicas(self.parameters, self._replicas)
+        reduce_replicas(self.parameters, self._dp_ranks)
         broadcast_unsharded_gradients(self.parameters, self._tp)
 
 
@@ -58,7 +58,7 @@ def shard_layers(model: nn.Module, task: Any, axes: Axes, runtime: Runtime) -> N
     plan = choose_plan(model, task, tp_size, runtime.world.size // tp_size)
 
     gathered = [name for name, style in plan.items() if style == "gathered"]
-    if gathered and runtime.device.type == "cuda" and runtime.backend == "gloo":
+    if gathered and runtime.on_gpu and runtime.backend == "gloo":
         # Torch 2.11 crashes there, in `wait_tensor`.
         raise UserError(
             "tensor parallelism (mesh.tp) on GPUs cannot run over gloo if the output of a layer is gathered",
@@ -116,34 +116,34 @@ def explain_dtensor_errors(model: nn.Module) -> None:
     model.forward = forward
 
 
-def reduce_replicas(parameters: list[nn.Parameter], replicas: Collectives) -> None:
-    """Sum gradients over `replicas`. A parameter that no rank used keeps no gradient, as in a single process."""
-    if replicas.world.alone or not parameters:
+def reduce_replicas(parameters: list[nn.Parameter], dp_ranks: Collectives) -> None:
+    """Sum gradients over `dp_ranks`. A parameter that no rank used keeps no gradient, as in a single process."""
+    if dp_ranks.world.alone or not parameters:
         return
 
     used = torch.tensor([p.grad is not None for p in parameters], dtype=torch.float64)
-    users = replicas.all_reduce_(used.to(replicas.device)).tolist()
+    users = dp_ranks.all_reduce_(used.to(dp_ranks.device)).tolist()
     trained = [p for p, count in zip(parameters, users, strict=True) if count]
 
     # A rank that did not use a parameter adds zeros to the gradients of the others.
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
 
-    sum_gradients(trained, replicas)
+    sum_gradients(trained, dp_ranks)
 
 
-def sum_gradients(parameters: list[nn.Parameter], replicas: Collectives) -> None:
+def sum_gradients(parameters: list[nn.Parameter], dp_ranks: Collectives) -> None:
     """Sum this rank's shards of gradients, one all-reduce for each dtype.
 
-    The same parameters must have gradients on all `replicas`.
+    The same parameters must have gradients on all `dp_ranks`.
     """
-    if replicas.world.alone:
+    if dp_ranks.world.alone:
         return
 
     shards = [local(p.grad) for p in parameters if p.grad is not None]
     for dtype in dict.fromkeys(grad.dtype for grad in shards):  # in the same order on all ranks
         grads = [grad for grad in shards if grad.dtype == dtype]
-        sums = replicas.all_reduce_(torch.cat([grad.flatten() for grad in grads])).split(
+        sums = dp_ranks.all_reduce_(torch.cat([grad.flatten() for grad in grads])).split(
             [grad.numel() for grad in grads]
         )
         torch._foreach_copy_(grads, [total.view_as(grad) for total, grad in zip(sums, grads, strict=True)])

@@ -7,22 +7,22 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.parallel.compiled.batch_sizes import BatchWatch, Shape, fits
+from lockstep.parallel.compiled.batch_sizes import SeenShapes, Shape, fits
 
 
-def agreed(*ranks: list[list[Shape]]) -> list[BatchWatch]:
+def agreed(*ranks: list[list[Shape]]) -> list[SeenShapes]:
     """Return what each rank knows, once all have agreed. `ranks`: the calls that each of them has seen."""
-    watches = [BatchWatch() for _ in ranks]
+    ranks_shapes = [SeenShapes() for _ in ranks]
     gathered: list[list[list[Shape]]] = []
-    for watch, calls in zip(watches, ranks, strict=True):
+    for seen, calls in zip(ranks_shapes, ranks, strict=True):
         for shapes in calls:
-            watch.note(shapes)
-        watch.agree(SimpleNamespace(gather_json=lambda mine: gathered.append(mine) or [mine]))  # type: ignore[arg-type]
+            seen.note(shapes)
+        seen.agree(SimpleNamespace(gather_json=lambda mine: gathered.append(mine) or [mine]))  # type: ignore[arg-type]
 
-    for watch in watches:
-        watch.agree(SimpleNamespace(gather_json=lambda mine: json.loads(json.dumps(gathered))))  # type: ignore[arg-type]
+    for seen in ranks_shapes:
+        seen.agree(SimpleNamespace(gather_json=lambda mine: json.loads(json.dumps(gathered))))  # type: ignore[arg-type]
 
-    return watches
+    return ranks_shapes
 
 
 def test_dimensions_that_vary_on_any_rank():
@@ -34,9 +34,9 @@ def test_dimensions_that_vary_on_any_rank():
 
 
 def test_a_dimension_of_one_size_is_not_dynamic():
-    (watch,) = agreed([[(4, 7), (4,)], [(4, 9), (4,)]])
-    assert watch.varying == {(0, 1)}
-    assert watch.describe() == [[4, -1], [4]]
+    (seen,) = agreed([[(4, 7), (4,)], [(4, 9), (4,)]])
+    assert seen.varying == {(0, 1)}
+    assert seen.describe() == [[4, -1], [4]]
 
 
 def test_what_compiled_code_takes():

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lockstep.parallel.compiled.judge import MOST_MODELS, model_key, read_records, write_record
+from lockstep.parallel.compiled.facts import MOST_MODELS, model_key, read_records, write_record
 from lockstep.parallel.compiled.payoff import Payoff
 from lockstep.parallel.compiled.targets import LOSS, MODEL
 

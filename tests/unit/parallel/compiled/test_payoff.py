@@ -21,7 +21,7 @@ from lockstep.parallel.compiled.payoff import (
     Payoff,
     decide,
     expected,
-    on_the_fence,
+    kernels_could_decide,
 )
 from lockstep.parallel.compiled.targets import BLOCKS, LOSS, MODEL
 
@@ -125,7 +125,7 @@ def test_a_gain_that_the_kernels_show_is_worth_a_longer_try():
     """Like LoRA of GPT-2, 2,000 steps: 8 % of the time that is left would not be enough."""
     lora = Facts(2000, step_s=0.0326, sizes_vary=False, layers=52, blocks=4, block_layers=12, cold=True)
     assert decide(lora).targets == ()
-    assert on_the_fence(lora)
+    assert kernels_could_decide(lora)
     decision = decide(replace(lora, saving_s=0.0168))
     assert decision.targets[0] == LOSS
     assert lora.most_s < decision.limit_s <= MARGIN * payoff.MOST_RISKED * lora.eager_s
@@ -137,10 +137,10 @@ def test_kernels_that_show_no_gain_decide_against():
 
 
 def test_kernels_are_measured_only_if_they_could_change_the_decision():
-    assert not on_the_fence(replace(GPT2, steps_left=20))  # too short, whatever they say
-    assert not on_the_fence(replace(GPT2, steps_left=100_000))  # long enough in any case
-    assert on_the_fence(replace(GPT2, steps_left=1000))
-    assert not on_the_fence(replace(GPT2, steps_left=1000, saving_s=0.0))  # already measured
+    assert not kernels_could_decide(replace(GPT2, steps_left=20))  # too short, whatever they say
+    assert not kernels_could_decide(replace(GPT2, steps_left=100_000))  # long enough in any case
+    assert kernels_could_decide(replace(GPT2, steps_left=1000))
+    assert not kernels_could_decide(replace(GPT2, steps_left=1000, saving_s=0.0))  # already measured
 
 
 def test_what_was_spent_counts_against_a_second_time():

@@ -1,4 +1,4 @@
-"""The facts of a run, by which it decides whether to compile: `StepTimer` measures steps, `Judge` gathers the facts.
+"""The facts by which a run decides whether to compile: `StepTimer` measures steps, `CompileFacts` gathers the rest.
 
 What compiling has cost and gained on this machine is in a small file in the user's cache folder. It is a hint, never
 needed: a file that is missing, damaged or cannot be written changes only how well a run estimates.
@@ -23,12 +23,13 @@ from torch import nn
 
 from lockstep.config import RunConfig
 from lockstep.parallel.blocks import class_name, find_blocks
-from lockstep.parallel.compiled.batch_sizes import BatchWatch, Dims, tensors_in
+from lockstep.parallel.compiled.batch_sizes import Dims, SeenShapes, tensors_in
 from lockstep.parallel.compiled.kernel_times import saving_s
 from lockstep.parallel.compiled.payoff import SPEEDUPS, Facts, Payoff, preferred
 from lockstep.parallel.compiled.side_effects import Function
 from lockstep.parallel.compiled.targets import BLOCKS, LOSS, MODEL, compiles_itself
 from lockstep.parallel.driver import Driver
+from lockstep.runtime.autograd_graph import autograd_nodes
 from lockstep.runtime.context import Runtime
 from lockstep.task import Loss
 
@@ -56,7 +57,7 @@ class StepTimer:
             return None
 
         # The host waits for the device, in the few steps that are timed.
-        if runtime.device.type == "cuda":
+        if runtime.on_gpu:
             torch.cuda.synchronize()
 
         self._seconds.append(time.perf_counter() - self._began)
@@ -65,10 +66,10 @@ class StepTimer:
 
         # The median leaves out a step that a checkpoint or another program has slowed down.
         own_s = median(self._seconds[self._warm_up :])
-        return max(runtime.collectives.gather_json(own_s))
+        return runtime.collectives.max(own_s)
 
 
-class Judge:
+class CompileFacts:
     """Gathers the facts for the rule: from the model, this run, and earlier runs on this machine."""
 
     def __init__(self, driver: Driver, config: RunConfig):
@@ -95,33 +96,33 @@ class Judge:
         """Return what to compile, whether it pays or not."""
         return preferred(self.possible(function), len(find_blocks(self._model, self._named_blocks)), bool(varying))
 
-    def noted(self, result: Any) -> Any:
+    def count_operations_once(self, result: Any) -> Any:
         """Return what an eager call has returned. The first one with a gradient shows how much there is to compile."""
         self._operations = self._operations or count_operations(result)
         return result
 
-    def facts(self, steps_left: int, spent_s: float, function: Function | None, watch: BatchWatch) -> Facts:
+    def gather(self, steps_left: int, spent_s: float, function: Function | None, shapes: SeenShapes) -> Facts:
         """Return what is known now, also from earlier runs with batches of these sizes. Collective.
 
         spent_s: seconds that compiling has taken in this run
         """
         # Only rank 0 reads the file: the caches of two machines differ, and all ranks must decide by the same facts.
-        self._key = model_key(self._model, self._runtime.device, [watch.describe(), bool(function)])
+        self._key = model_key(self._model, self._runtime.device, [shapes.describe(), bool(function)])
         self._cold, records = self._runtime.collectives.run_on_rank0(self._read_history)
         self._records = {target: Payoff(**values) for target, values in records.items()}
 
         blocks = find_blocks(self._model, self._named_blocks)
-        operations = self._runtime.collectives.gather_json(self._operations)
+        operations = self._runtime.collectives.max(self._operations)
         one_of_each_class = {class_name(block): block for block in blocks}.values()
         return Facts(
             steps_left=steps_left,
             step_s=self.eager_s,
-            sizes_vary=bool(watch.varying),
+            sizes_vary=bool(shapes.varying),
             saving_s=self._saving_s,
             layers=_count_layers(self._model),
             blocks=len(blocks),
             block_layers=_count_layers(*one_of_each_class),
-            operations=max(operations),
+            operations=int(operations),
             cold=self._cold,
             possible=self.possible(function),
             records=self._records,
@@ -165,14 +166,7 @@ def _count_layers(*roots: nn.Module) -> int:
 def count_operations(result: Any) -> int:
     """Return how many operations of autograd have led to a loss, or to the outputs of a model."""
     tensors = [result.total] if isinstance(result, Loss) else tensors_in(result)
-    waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
-    found = set(waiting)
-    while waiting:
-        before = {node for node, _ in waiting.pop().next_functions if node is not None} - found
-        found |= before
-        waiting += before
-
-    return len(found)
+    return sum(1 for _ in autograd_nodes(tensor.grad_fn for tensor in tensors))
 
 
 # ---- what earlier runs have measured ----

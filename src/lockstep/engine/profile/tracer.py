@@ -10,13 +10,15 @@ import itertools
 import json
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lockstep.engine.run import Run
 from lockstep.observe.profile.timeline import Breakdown, Span, breakdown
-from lockstep.runtime.context import Runtime
+from lockstep.parallel.progress import StepProgress
+from lockstep.parallel.step_parts import StepPart
+from lockstep.task import Loss
 
 # Phases of the heartbeat, and the kind of time that each of them is.
 KIND_OF_PHASE = {
@@ -31,53 +33,70 @@ KIND_OF_PHASE = {
 }
 
 
-class StepTracer:
+class StepTracer(StepPart):
     """Records what happens between `start` and `stop`.
 
     Two sources are put together: torch's profiler, and marks of this module that say which kind of time begins. The
-    marks come from the heartbeat, which every phase of a step beats, and from the driver's backward.
+    marks come from the heartbeat, which every phase of a step beats, and from the backwards of the steps.
     """
 
-    def __init__(self, runtime: Runtime, driver: Any, element_bytes: int = 4):
+    slot = "trace"
+
+    def __init__(self, run: Run):
         self.steps = 0  # traced so far
         self.active = False
 
-        self._runtime = runtime
-        self._driver = driver
-        self._element_bytes = element_bytes  # of what DDP sends: 2 with a hook that compresses to 16 bits
+        self._runtime = run.runtime
+        # The profiler does not show the dtype that DDP sends: a hook that compresses gradients halves the bytes.
+        self._element_bytes = 2 if run.config.ddp.hook in ("fp16", "bf16") else 4
 
         self._marks: list[tuple[int, str]] = []  # (when in ns, kind of time that begins)
         self._profile: profile | None = None
 
     @property
-    def on_gpu(self) -> bool:
-        return self._runtime.device.type == "cuda"
+    def ends_micro_batches(self) -> bool:
+        return False  # a trace of a pipeline lacks the marks of backwards, which overlap with forwards
 
     def start(self) -> None:
         """Begin to trace, before a step."""
         activities = [ProfilerActivity.CPU]
-        if self.on_gpu:
+        if self._runtime.on_gpu:
             activities.append(ProfilerActivity.CUDA)
 
         # Shapes give the bytes of collectives.
         self._profile = profile(activities=activities, record_shapes=True)
         self._profile.start()
-        self._watch()
+
+        heartbeat = self._runtime.heartbeat
+        self._hook, heartbeat.hook = heartbeat.hook, self._beat
 
         # The first step begins with an idle device.
         self._wait()
+        self._marks = []
         self.active = True
         self.steps = 0
         self.mark("framework")
 
-    def end_step(self) -> None:
+    def before_backward(self, loss: Loss, progress: StepProgress) -> None:
+        self.mark("backward")
+
+    def after_backward(self, progress: StepProgress) -> None:
+        # The host has waited for the collectives in it. The norms of the gradients, which the last one computes, do not
+        # overlap with them.
+        self.mark("backward" if progress.is_last_micro_batch else "framework")
+
+    def end_pass(self, progress: StepProgress) -> None:
+        self.mark("framework")
+
+    def end_step(self, progress: StepProgress) -> None:
         """Note that a step has been applied: what follows is the framework's own time."""
         self.steps += 1
         self.mark("framework")
 
     def mark(self, kind: str) -> None:
         """Note that another kind of time begins now."""
-        self._marks.append((time.time_ns(), kind))
+        if self.active:
+            self._marks.append((time.time_ns(), kind))
 
     def stop(self, file: Path) -> Breakdown:
         """End the trace, write it to `file` for Perfetto or Chrome, and return its breakdown."""
@@ -87,7 +106,7 @@ class StepTracer:
         self._wait()
         self.mark("end")
         self.active = False
-        self._unwatch()
+        self._runtime.heartbeat.hook = self._hook
 
         self._profile.stop()
         self._profile.export_chrome_trace(str(file))
@@ -99,44 +118,18 @@ class StepTracer:
         trace["lockstep_spans"] = [(span.start, span.end, span.kind) for span in spans]
 
         file.write_text(json.dumps(trace))
-        return breakdown(trace["traceEvents"], spans, self.steps, self.on_gpu, self._element_bytes)
+        return breakdown(trace["traceEvents"], spans, self.steps, self._runtime.on_gpu, self._element_bytes)
 
     def _wait(self) -> None:
         """Wait for the device. Host-device synchronisation, at both ends of a trace."""
-        if self.on_gpu:
+        if self._runtime.on_gpu:
             torch.cuda.synchronize(self._runtime.device)
 
-    def _watch(self) -> None:
-        """Let every beat of the heartbeat, and the begin and the end of every backward, leave a mark."""
-        heartbeat, driver = self._runtime.heartbeat, self._driver
-        self._marks = []
-        self._hook, self._backward, self._autograd = heartbeat.hook, driver.backward, driver._backward
-
-        def beat(step: int, phase: str) -> None:
-            self.mark(KIND_OF_PHASE.get(phase, "framework"))
-            if self._hook is not None:
-                self._hook(step, phase)
-
-        def backward(*arguments: Any, **named: Any) -> Any:
-            # The phase begins with the call, and what follows belongs to the framework until the next mark.
-            self.mark("backward")
-            result = self._backward(*arguments, **named)
-            self.mark("framework")
-            return result
-
-        def autograd(*arguments: Any) -> None:
-            # The host has waited for the collectives in it. The norms of the gradients do not overlap with them.
-            self._autograd(*arguments)
-            self.mark("backward")
-
-        heartbeat.hook = beat
-        driver.backward = backward
-        driver._backward = autograd
-
-    def _unwatch(self) -> None:
-        """Take the marks away again."""
-        self._runtime.heartbeat.hook = self._hook
-        del self._driver.backward, self._driver._backward  # the methods of the class are back
+    def _beat(self, step: int, phase: str) -> None:
+        """Let a beat of the heartbeat leave a mark."""
+        self.mark(KIND_OF_PHASE.get(phase, "framework"))
+        if self._hook is not None:
+            self._hook(step, phase)
 
     def _spans(self, base: int) -> list[Span]:
         """Return the marks as spans, in microseconds of the trace's clock."""

@@ -9,19 +9,28 @@ import torch
 from torch import nn
 
 from lockstep.config import RunConfig, resolve
-from lockstep.parallel.compiled import judge
-from lockstep.parallel.compiled.batch_sizes import BatchWatch
-from lockstep.parallel.compiled.judge import Judge, StepTimer, _count_layers, count_operations
+from lockstep.parallel.compiled import facts
+from lockstep.parallel.compiled.batch_sizes import SeenShapes
+from lockstep.parallel.compiled.facts import CompileFacts, StepTimer, _count_layers, count_operations
 from lockstep.parallel.compiled.payoff import Payoff
 from lockstep.parallel.compiled.targets import BLOCKS, MODEL
+from lockstep.runtime.collectives import Collectives
+from lockstep.runtime.world import World
 from lockstep.task import Loss
 
 
 class OneRank:
     """Stands in for a runtime."""
 
-    device = SimpleNamespace(type="cpu")
-    collectives = SimpleNamespace(gather_json=lambda mine: [mine])
+    on_gpu = False
+    collectives = Collectives(World(), torch.device("cpu"))
+
+
+class WithOneOther(Collectives):
+    """Collectives of two ranks, of which the other always has the number 7."""
+
+    def gather_json(self, value: Any, caller: str = "") -> list[Any]:
+        return [value, 7]
 
 
 def test_the_step_in_which_a_timer_is_made_does_not_count() -> None:
@@ -36,19 +45,19 @@ def test_the_step_in_which_a_timer_is_made_does_not_count() -> None:
 
 
 def test_a_run_that_finds_code_on_disk_keeps_the_cost_without_it(monkeypatch, tmp_path) -> None:
-    monkeypatch.setattr(judge, "history_path", lambda: tmp_path / "compile.json")
+    monkeypatch.setattr(facts, "history_path", lambda: tmp_path / "compile.json")
     model = nn.Linear(2, 2)
-    alone = SimpleNamespace(gather_json=lambda mine: [mine], run_on_rank0=lambda function: function())
+    alone = Collectives(World(), torch.device("cpu"))
     runtime = SimpleNamespace(device=torch.device("cpu"), is_main=True, collectives=alone)
     for cold, cost_s in ((True, 30.0), (False, 4.0)):
-        monkeypatch.setattr(judge, "is_cold", lambda cold=cold: cold)
-        of_run = Judge(SimpleNamespace(model=model, runtime=runtime), RunConfig())  # type: ignore[arg-type]
-        of_run.facts(100, 0.0, None, BatchWatch())
+        monkeypatch.setattr(facts, "is_cold", lambda cold=cold: cold)
+        of_run = CompileFacts(SimpleNamespace(model=model, runtime=runtime), RunConfig())  # type: ignore[arg-type]
+        of_run.gather(100, 0.0, None, SeenShapes())
         of_run.remember_unfinished(MODEL, 1.0)
         of_run.remember(MODEL, cost_s, 1.5)
 
-    facts = of_run.facts(100, 0.0, None, BatchWatch())
-    assert facts.records == {MODEL: Payoff(4.0, 1.5, cold_cost_s=30.0)}
+    found = of_run.gather(100, 0.0, None, SeenShapes())
+    assert found.records == {MODEL: Payoff(4.0, 1.5, cold_cost_s=30.0)}
 
 
 def test_a_layer_that_blocks_share_counts_once():
@@ -63,7 +72,7 @@ def test_blocks_that_the_user_names_are_the_blocks():
     driver: Any = SimpleNamespace(model=model, runtime=OneRank())
     dims = frozenset({(0, 0)})
     for blocks, target in ((None, MODEL), (["Linear"], BLOCKS)):
-        of_run = Judge(driver, resolve([("test", {"compile": True, "blocks": blocks})]).config)
+        of_run = CompileFacts(driver, resolve([("test", {"compile": True, "blocks": blocks})]).config)
         assert of_run.preferred(None, dims)[0] == target
 
 
@@ -87,12 +96,12 @@ def test_operations_are_those_of_every_call_and_count_once():
 
 
 def test_the_first_call_is_counted_and_the_largest_of_all_ranks_decides() -> None:
-    others = SimpleNamespace(gather_json=lambda mine: [mine, 7], run_on_rank0=lambda function: function())
-    runtime = SimpleNamespace(device=torch.device("cpu"), is_main=False, collectives=others)
+    both = WithOneOther(World(), torch.device("cpu"))
+    runtime = SimpleNamespace(device=torch.device("cpu"), is_main=False, collectives=both)
     layer = nn.Linear(2, 2)
-    of_run = Judge(SimpleNamespace(model=layer, runtime=runtime), RunConfig())  # type: ignore[arg-type]
-    assert of_run.facts(100, 0.0, None, BatchWatch()).operations == 7
+    of_run = CompileFacts(SimpleNamespace(model=layer, runtime=runtime), RunConfig())  # type: ignore[arg-type]
+    assert of_run.gather(100, 0.0, None, SeenShapes()).operations == 7
     y = layer(torch.ones(1, 2))
     for result in (y.detach(), y.sin().cos().exp().tan().tanh(), y):
-        assert of_run.noted(result) is result
-    assert of_run.facts(100, 0.0, None, BatchWatch()).operations == 9
+        assert of_run.count_operations_once(result) is result
+    assert of_run.gather(100, 0.0, None, SeenShapes()).operations == 9
