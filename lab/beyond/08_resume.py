@@ -358,7 +358,8 @@ def logged_by_lockstep(run_dir: Path, resumed_at: float) -> list[Line]:
     for path in sorted((run_dir / "samples").glob("rank-*.jsonl")):
         for record in read_jsonl(path):
             ids = [index for _, *micro_batch in record["epoch_and_ids"] for index in micro_batch]
-            lines.append((int(record["time"] > resumed_at), record["step"], ids))
+            # A record has the number of steps done, and this lab counts steps from 0.
+            lines.append((int(record["time"] > resumed_at), record["step"] - 1, ids))
     return lines
 
 

@@ -140,7 +140,7 @@ def test_a_rewind_restores_it(pool: Pool, tmp_path: Path, strategy: str, world: 
     values = {"checkpoint.every": 3, "nonfinite.policy": "rewind", "strategy": strategy, "run_dir": str(tmp_path)}
     found = pool.run(averaged, values, None, True, 4, world=world)
     [event] = [event for event in read_jsonl(tmp_path / "events.jsonl") if event["event"] == "rewind"]
-    assert (event["step"], event["to"]) == (4, 3)
+    assert (event["step"], event["to"]) == (5, 3)
     for rank in found:
         assert_same([rank], rank._replace(count=6, means=rank.by_hand))
 

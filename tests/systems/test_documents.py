@@ -253,7 +253,7 @@ def test_a_checkpoint_that_rank_0_alone_loads_is_refused_on_all_ranks(pool: Pool
     assert found[0] == found[1]
     nothing, alone = found[0]
     assert "found no checkpoint there" in nothing
-    assert "1 of 2 ranks loaded a checkpoint before step 2" in alone
+    assert "1 of 2 ranks loaded a checkpoint before step 3" in alone
     assert "call load_checkpoint(path) on every rank" in alone
 
 

@@ -106,7 +106,7 @@ def a_builder(folder: Path, phase: str = "compute", **values: Any) -> Any:
     return SimpleNamespace(
         config=config,
         runtime=runtime,
-        driver=SimpleNamespace(model=model, role=RankRole(), compiler=None),
+        driver=SimpleNamespace(model=model, role=RankRole(), parts=[]),
         trained_model=SimpleNamespace(optimizers=Optimizers(optimizer, model)),
         run=run,
     )
