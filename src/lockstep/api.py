@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from lockstep import targets
 from lockstep.config import Layer, Resolved, check, flatten, from_object, resolve, resolve_for, strongest_value
 from lockstep.config.settings import typed as typed_value
+from lockstep.config.settings import under_new_names
 from lockstep.engine.checks.names import check_names
 from lockstep.errors import ExitCode, Preempted, RanksFailed, UserError, printable
 from lockstep.launch import frames
@@ -260,13 +261,13 @@ def stored_layer(resume: str | None, typed: list[Layer], leave_out: tuple[str, .
         return []
 
     run = run_of(Path(resume))
-    sources = stored(run, SOURCES)
+    sources = under_new_names(stored(run, SOURCES))
 
     # Settings in the code are read from the code as it is now. `run_dir` and `resume` must be typed again.
     was_typed = ("command line", "file ", STORED)
     values = {
         key: value
-        for key, value in flatten(stored(run, CONFIG)).items()
+        for key, value in under_new_names(flatten(stored(run, CONFIG))).items()
         if str(sources.get(key)).startswith(was_typed) and not key.startswith(("run_dir", "resume", *leave_out))
     }
     if not values:
@@ -291,7 +292,7 @@ def resize(run: Path, count: int) -> None:
         from lockstep.parallel.mesh import plan_mesh
         from lockstep.plan.plan import make_plan
 
-        config = resolve([(f"{STORED}{run}", settings)]).config
+        config = resolve([(f"{STORED}{run}", under_new_names(flatten(settings)))]).config
         mesh = plan_mesh(config, World(size=count))
         make_plan(config, mesh.data_size, samples)
 

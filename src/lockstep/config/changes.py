@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lockstep.config.schema import KEYS, RENAMED, RunConfig
-from lockstep.config.settings import flatten, typed
+from lockstep.config.schema import KEYS, RunConfig
+from lockstep.config.settings import flatten, typed, under_new_names
 
 # Settings that may change on resume without being reported. The last one may follow the number of ranks.
 NOT_COMPARED = ("run_dir", "resume", "log.progress", "ddp.find_unused_parameters")
@@ -29,8 +29,7 @@ def settings_as_text(config: RunConfig) -> dict[str, str]:
 
 def config_changes(saved: dict[str, str], config: RunConfig) -> list[Change]:
     """Return the settings that differ. `saved` is what `settings_as_text` returned when the run was saved."""
-    # An older version may have saved a key under a former name.
-    saved = {RENAMED.get(key, key): value for key, value in saved.items()}
+    saved = under_new_names(saved)
     now = settings_as_text(config)
     changes = []
 

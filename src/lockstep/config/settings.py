@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from lockstep.config.schema import KEYS, SECTIONS, RunConfig
+from lockstep.config.schema import KEYS, RENAMED, SECTIONS, RunConfig
 from lockstep.config.value_types import ConfigSection
 
 
@@ -54,3 +54,8 @@ def flatten(values: Mapping[str, Any] | RunConfig) -> dict[str, Any]:
     """{"lr": {"peak": 1}} -> {"lr.peak": 1}"""
     mapping = nested(values) if isinstance(values, RunConfig) else values
     return dict(walk(mapping.items()))
+
+
+def under_new_names(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Return saved settings, or their sources, by key: an older version may have saved a key under a former name."""
+    return {RENAMED.get(key, key): value for key, value in saved.items()}

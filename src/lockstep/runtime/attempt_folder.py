@@ -15,6 +15,14 @@ def current(env: Mapping[str, str] = os.environ) -> Path | None:
     return Path(folder) if folder else None
 
 
+def of_rank_0(env: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder of the attempt in its rank 0; None in all other processes.
+
+    A rank that trains a model of its own is rank 0 of a world of one, but not of the attempt.
+    """
+    return current(env) if env.get("RANK") == "0" else None
+
+
 # ---- from a rank ----
 
 

@@ -257,6 +257,16 @@ def test_settings_of_somebody_elses_run_are_read_with_care(tmp_path, name, how):
             api.resize(tmp_path, 2)
 
 
+def test_a_setting_that_was_saved_under_a_former_name_is_taken_over(tmp_path):
+    """The error would name the new key, and typing that would not help: the old one would still be read."""
+    config = "steps: 3\nglobal_batch: 8\ncheckpoint: {storage: 'file:///x'}\n"
+    run = stored_run(tmp_path, config, {"checkpoint.storage": "command line"})
+    ((_, values),) = api.stored_layer(str(run), [])
+    assert values == {"checkpoint.store": "file:///x"}
+    with pytest.raises(UserError, match="no launcher"):
+        api.resize(run, 2)
+
+
 def test_sources_of_any_type_and_a_plan_without_samples_are_no_accident(tmp_path):
     run = stored_run(tmp_path, "steps: 3\n", {"steps": 3})
     assert api.stored_layer(str(run), []) == []

@@ -296,7 +296,7 @@ def open_run(
     )
 
     # Only here are the settings complete.
-    tell_launcher(config, runtime.is_main)
+    tell_launcher(config)
 
     # Code that draws random numbers before the first step, such as model initialization, draws the same on every rank.
     runtime.heartbeat.beat("build")
@@ -305,9 +305,9 @@ def open_run(
     return builder
 
 
-def tell_launcher(config: RunConfig, is_main: bool) -> None:
+def tell_launcher(config: RunConfig) -> None:
     """Tell our launcher, if there is one, the settings that it follows. Rank 0 does it for all."""
-    folder = attempt_folder.current()
-    if folder and is_main:
+    folder = attempt_folder.of_rank_0()
+    if folder:
         limits = {"hang": config.hang.model_dump(), "restart": config.restart.model_dump()}
         files.write(attempt_folder.settings(folder), json.dumps(limits))
