@@ -186,6 +186,12 @@ class Raises(Hooked):
             raise ValueError("no luck")
 
 
+class Ends(Hooked):
+    def before_batch(self, run: Any, micro: Any) -> None:
+        if run.steps_done == 2:
+            next(iter(()))
+
+
 def test_what_is_wrong_with_a_hook_is_said_in_words(pool: Pool) -> None:
     errors = pool.errors(fit, NoRun(), BASE, world=1)
     assert_user_errors(errors, "NoRun.before_batch(micro)", "def before_batch(self, run, micro)")
@@ -227,6 +233,13 @@ def test_a_hook_that_raises_names_itself_its_rank_and_its_step(pool: Pool) -> No
     errors = pool.errors(fit, Raises(), BASE, world=2)
     (error,) = [error for error in errors if isinstance(error, ValueError)]
     assert error.__notes__[0] == "raised in Raises.after_eval() on rank 1, at step 2"
+
+
+def test_a_stop_iteration_of_a_hook_is_an_error_and_does_not_end_the_batches(pool: Pool) -> None:
+    (error,) = pool.errors(fit, Ends(), BASE, world=1)
+    assert str(error) == "Ends.before_batch() raised StopIteration"
+    # Two steps are done: the hook is called in the third one.
+    assert error.__notes__[0] == "raised in Ends.before_batch() on rank 0, at step 3"
 
 
 # ---- numbers --------------------------------------------------------------------------------------------

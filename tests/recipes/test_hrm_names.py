@@ -229,8 +229,11 @@ def test_a_run_is_evaluated_again_from_what_it_left(folder, monkeypatch, capsys)
     assert (middle.summary["step"], len(answers["labels"])) == (4, 21)
     sums = compute_metrics(answers["predictions"], answers["labels"])
     assert process_aggregated_metrics(sums)["cell"] == pytest.approx(middle.summary["eval_metrics"]["cell"])
+    Path("begun").mkdir()
+    Path("begun/config.yaml").write_text("{}")
     for words_of, said in (
         (["checkpoint=nowhere"], "found: no such folder"),
+        (["checkpoint=begun"], "found: begun has no folder checkpoints\n  do:    set checkpoint=RUN or "),
         ([f"checkpoint={run}", "save_output=true"], "set save_outputs=true"),
     ):
         with pytest.raises(SystemExit):

@@ -207,7 +207,7 @@ def test_rank_0_alone_can_save(pool: Pool, tmp_path: Path) -> None:
     for rank, mine in enumerate((slice(0, 5), slice(5, 8))):
         lines = [json.loads(line) for line in (tmp_path / "logs" / f"rank-{rank:05}.jsonl").read_text().splitlines()]
         assert [(line["step"], line["applied"], line["weight"]) for line in lines] == [
-            (0, True, [5, 3][rank]), (1, True, [5, 3][rank]), (1, True, [5, 3][rank]),
+            (1, True, [5, 3][rank]), (2, True, [5, 3][rank]), (2, True, [5, 3][rank]),
         ]  # fmt: skip
         assert lines[0]["loss"] == pytest.approx(net()(x[:8][mine], y[:8][mine]).item(), rel=1e-6)
         assert lines[1]["grad_norm"] == lines[2]["grad_norm"] > 0

@@ -61,7 +61,7 @@ class RankLog:
 
         line = {
             "time": round(time.time(), 3),
-            "step": result.step,
+            "step": result.step + 1,  # the number of steps done, as in all records
             "applied": result.applied,
             "grad_norm": result.grad_norm,
             "skip_reason": result.skip_reason,

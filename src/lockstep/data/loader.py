@@ -120,6 +120,9 @@ class SampleReader:
         """Call a function of the dataset; an error gets the ids of the samples."""
         try:
             return read(key)
+        except StopIteration as error:  # it would end the generators that yield the batches, without a word
+            name_samples(error, ids, request.where)
+            raise RuntimeError("the dataset raised StopIteration") from error
         except Exception as error:  # the dataset is the user's code
             name_samples(error, ids, request.where)
             raise
@@ -149,6 +152,9 @@ def collate_samples(collate: Callable[[list[Any]], Any], samples: list[Any], ids
         return collate(samples)
     except UserError:
         raise
+    except StopIteration as error:  # see `SampleReader._read`
+        name_samples(error, ids, where)
+        raise RuntimeError("collate raised StopIteration") from error
     except Exception as error:  # collate is the user's code
         explained = explain_collate_error(error, samples, ids, where, is_default_collate(collate))
         if explained is error:

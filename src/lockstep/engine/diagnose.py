@@ -189,7 +189,9 @@ def _explain_out_of_memory(error: RuntimeError, builder: RunBuilder) -> Exceptio
             first.append(Option(f"evaluate.batch={batch // 2}", None))
     else:
         # With micro_batch=auto there is nothing to advise: the next attempt takes a smaller one.
-        what = f"step {run.stepper.progress.step + 1} with micro-batches of {run.plan.micro_batch}"
+        # Before the batches of a step are there, `progress` is that of the step before.
+        index = run.steps_done if builder.runtime.heartbeat.phase == "data" else run.stepper.progress.step
+        what = f"step {index + 1} with micro-batches of {run.plan.micro_batch}"
         smaller = _record_smaller_micro_batch(run)
         if smaller:
             return SmallerMicroBatch(f"{what} does not fit: {shortage}; continuing with micro-batches of {smaller}")

@@ -73,7 +73,7 @@ def plan_by_speed(plan: Plan, speeds: Speeds) -> Plan:
 
 def describe_speeds(speeds: Speeds, plan: Plan) -> str:
     if isinstance(speeds, str):
-        return f"measured in steps {WARM_UP} to {WARM_UP + MEASURED - 1}; then micro-batches are assigned by them"
+        return f"measured in {MEASURED} steps after the first {WARM_UP}; then micro-batches are assigned by them"
 
     return f"micro-batches {_show(rank_counts(plan.num_micro_batches, tuple(speeds)))} by load_balance"
 

@@ -95,8 +95,9 @@ def make_plan(config: RunConfig, data_size: int, samples: int | None, most: int 
     # The run: how many steps.
     per_epoch = None if samples is None else _steps_per_epoch(config, global_batch, samples)
     steps, reasons["steps"] = _steps(config, per_epoch)
-    sizes = (data_size, global_batch, micro_batch, num_micro_batches)
-    return Plan(*sizes, accumulation, steps, per_epoch, samples, reasons)
+    return Plan(
+        data_size, global_batch, micro_batch, num_micro_batches, accumulation, steps, per_epoch, samples, reasons
+    )
 
 
 def _steps_per_epoch(config: RunConfig, global_batch: int, samples: int) -> int:

@@ -101,6 +101,7 @@ def a_builder(folder: Path, phase: str = "compute", **values: Any) -> Any:
         plan=make_plan(config, 1, 100),
         runtime=runtime,
         stepper=SimpleNamespace(progress=SimpleNamespace(step=2)),
+        steps_done=3,
         folder=SimpleNamespace(path=folder),
     )
     return SimpleNamespace(
@@ -126,6 +127,11 @@ def test_a_step_that_does_not_fit(tmp_path: Path) -> None:
     assert "gradients 160 B, optimizer 336 B" in found.found  # two moments, and four step counters
     order = [found.fix.index(word) for word in ("micro_batch=4", "remat=full", "strategy=fsdp", "fsdp.offload=true")]
     assert order == sorted(order)
+
+
+def test_batches_that_do_not_fit_belong_to_the_next_step(tmp_path: Path) -> None:
+    found = explain(a_builder(tmp_path, phase="data"), torch.OutOfMemoryError(TORCH_SAYS))
+    assert str(found).startswith("step 4 with micro-batches of 8 does not fit into memory\n")
 
 
 def test_what_is_enough_by_itself_is_said(tmp_path: Path) -> None:

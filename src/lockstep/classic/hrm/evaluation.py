@@ -109,13 +109,19 @@ def evaluate_checkpoint(checkpoint: Path, save_outputs: bool = False, **settings
 def _find_checkpoint(checkpoint: Path) -> tuple[Path, Path, int]:
     """Return the run folder, the checkpoint to load, and its step."""
     run = run_folder_of(checkpoint)
-    chosen = choose(checkpoint) if (run / "config.yaml").exists() else None
+    chosen = None
+    found = "" if checkpoint.exists() else "no such folder"
+    if (run / "config.yaml").exists():
+        try:
+            chosen = choose(checkpoint)
+        except UserError as error:
+            found = error.problem
 
     # One that was set aside has no step.
     if chosen is None or step_in(chosen.name) is None:
         raise UserError(
             f"checkpoint={checkpoint} is not a run with a checkpoint",
-            "" if checkpoint.exists() else "no such folder",
+            found,
             "set checkpoint=RUN or checkpoint=RUN/checkpoints/step-NNNNNNNN, where RUN is the folder of a run",
         )
 

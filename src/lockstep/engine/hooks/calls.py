@@ -6,8 +6,7 @@ Hooks are found once, at the start. A run without hooks makes no calls for them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -100,9 +99,7 @@ class Hooks:
     def before_backward(self, loss: Loss) -> Loss:
         """Return the loss as the hooks leave it: each may replace it, for the next one too."""
         for hook in self._found["before_backward"]:
-            with self._noted(hook):
-                changed = hook.call(self._view, loss)
-
+            changed = self._call(hook, loss, in_step=True)
             if changed is not None and not isinstance(changed, Loss):
                 raise UserError(
                     f"{hook.name} must return a lockstep.Loss, or None; it returned a {type(changed).__name__}",
@@ -130,17 +127,26 @@ class Hooks:
 
     def _call_all(self, name: str, *arguments: Any) -> None:
         """Call the hooks of this name with the run and `arguments`."""
+        in_step = name == "before_batch"
         for hook in self._found[name]:
-            with self._noted(hook):
-                hook.call(self._view, *arguments)
+            self._call(hook, *arguments, in_step=in_step)
 
-    @contextmanager
-    def _noted(self, hook: Hook) -> Iterator[None]:
-        """Add to an error which hook raised it, on which rank and at which step."""
+    def _call(self, hook: Hook, *arguments: Any, in_step: bool) -> Any:
+        """Call a hook with the run and `arguments`. An error gets a note: which hook, rank and step.
+
+        `in_step`: the hook is called in a step, which does not count as done yet.
+        """
         try:
-            yield
+            return hook.call(self._view, *arguments)
         except Exception as error:
-            error.add_note(f"raised in {hook.name}() on rank {self._view.rank}, at step {self._view.steps_done}")
+            # StopIteration would end the iterator that calls the hook, without a word.
+            ends = isinstance(error, StopIteration)
+            raised = RuntimeError(f"{hook.name}() raised StopIteration") if ends else error
+            step = self._view.steps_done + in_step
+            raised.add_note(f"raised in {hook.name}() on rank {self._view.rank}, at step {step}")
+            if ends:
+                raise raised from error
+
             raise
 
 

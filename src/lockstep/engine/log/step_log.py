@@ -125,7 +125,7 @@ class StepLog:
     def state_dict(self) -> dict[str, Any]:
         """Return the sums of the interval. Collective."""
         names = self._stepper.context.metric_names
-        if any(self._collectives.gather_json(bool(names.unshared))):
+        if self._collectives.any(bool(names.unshared)):
             names.agree(self._collectives)
 
         return {"interval": self._stepper.interval.state_dict(names.known, self._collectives)}
