@@ -100,7 +100,7 @@ def _open(config: RunConfig, name: str) -> RunFolder:
     has_own = start_from.newest or start_from.goes_back
     if start_from.named and not has_own and holds_a_run(path):
         raise UserError(
-            f"--resume {start_from.named} cannot be used with run_dir={shown}: that folder already holds another run",
+            f"--resume {config.resume} cannot be used with run_dir={shown}: that folder already holds another run",
             "",
             f"set another run_dir; or --resume {shown} to resume the run that is there",
         )

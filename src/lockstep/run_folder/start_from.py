@@ -22,7 +22,7 @@ class StartFrom:
     """Where a run starts: from a checkpoint of its own, else from what --resume names, else from its beginning."""
 
     newest: bool = False  # from the newest valid checkpoint in this run's folder, if it has one
-    named: str | None = None  # otherwise from this checkpoint, or from the newest valid one of this run
+    named: str | None = None  # otherwise from this checkpoint, or from the newest valid one of this run; a full path
     goes_back: bool = False  # `named` is a checkpoint of this run: later ones are set aside once it is loaded
 
     @property
@@ -49,12 +49,14 @@ def choose_start(resume: str, run_dir: Path, attempt: int = 0) -> StartFrom:
         # A restart continues the run, even if that was a new one at first.
         return StartFrom(newest=attempt > 0 or resume == "auto")
 
+    # The user's code may change the working folder before the checkpoint is read.
     named = Path(resume)
+    full_path = str(named.absolute())
     goes_back = attempt == 0 or going_back_mark(run_dir).exists()
 
     # By now `checkpoint.keep` may have had it deleted. It is needed only as long as this run has saved nothing.
     if not goes_back and not named.exists():
-        return StartFrom(newest=True, named=resume)
+        return StartFrom(newest=True, named=full_path)
 
     in_this_run = run_of(named).resolve() == run_dir.resolve()
     if in_this_run and read_path(named).name is None:
@@ -62,10 +64,10 @@ def choose_start(resume: str, run_dir: Path, attempt: int = 0) -> StartFrom:
 
     # If the attempt before this one died before it could set the later checkpoints aside, they are still the newest.
     if in_this_run and goes_back:
-        return StartFrom(named=resume, goes_back=True)
+        return StartFrom(named=full_path, goes_back=True)
 
     # A restart goes on from what this run has saved since.
-    return StartFrom(newest=attempt > 0, named=resume)
+    return StartFrom(newest=attempt > 0, named=full_path)
 
 
 def going_back_mark(run_dir: Path) -> Path:

@@ -241,6 +241,28 @@ def test_the_folder_of_its_checkpoints_means_a_run(tmp_path: Path) -> None:
     assert all(torch.equal(started.weights[name], run.weights[name]) for name in first.weights)
 
 
+class ChangesFolder(Dropped):
+    def model(self) -> nn.Module:
+        os.chdir("/")
+        return super().model()
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["a run goes back", "another run"])
+def test_a_relative_path_is_that_of_the_folder_in_which_it_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    """It was read in the folder to which the user's code had changed, so there was no such checkpoint."""
+    monkeypatch.chdir(tmp_path)
+    lockstep.fit(Dropped(), run_dir="a", checkpoint={"every": 6})
+    named = "a/checkpoints/step-00000006"
+    lockstep.fit(ChangesFolder(), run_dir="a" if own else "b", resume=named)
+    assert (tmp_path / "a" / "checkpoints" / "step-00000012.rewound").is_dir() == own
+
+    monkeypatch.chdir(tmp_path)
+    result = lockstep.fit(ChangesFolder(), run_dir="c", steps=1, init_from=named)
+    assert result.summary["init_from"]["path"] == named
+
+
 def test_resuming_from_another_run_leaves_its_damaged_checkpoint_where_it_is(tmp_path: Path) -> None:
     lockstep.fit(Dropped(), run_dir=tmp_path / "other", checkpoint={"every": 6})
     folder = tmp_path / "other" / "checkpoints"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -42,9 +43,12 @@ def check_model(model: nn.Module, precision: Precision, runtime: Runtime) -> Non
 
 
 def initial_weights(
-    driver: Driver, config: RunConfig, runtime: Runtime, folder: RunFolder, log_event: EventLogger
+    driver: Driver, path: Path, config: RunConfig, runtime: Runtime, folder: RunFolder, log_event: EventLogger
 ) -> InitialWeights:
-    """Read the weights at `init_from`; of a run that will resume only those that its checkpoints leave out."""
+    """Read the weights at `path` (`init_from`).
+
+    If the run will resume, read only those that its checkpoints leave out.
+    """
     assert config.init_from is not None
 
     def has_checkpoint() -> bool:
@@ -60,7 +64,7 @@ def initial_weights(
 
     # In a pipeline a rank holds only the parameters of its stages.
     elsewhere = driver.role.held_elsewhere
-    return load_initial_weights(driver.model.state_dict(), config, runtime, log_event, elsewhere, only)
+    return load_initial_weights(driver.model.state_dict(), path, config, runtime, log_event, elsewhere, only)
 
 
 def wrap_optimizers(
