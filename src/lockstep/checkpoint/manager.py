@@ -101,9 +101,13 @@ class CheckpointManager:
     def resume(self) -> Resumed | None:
         """Claim the storage, and load the checkpoint from which the run starts. Return None if there is none.
 
-        Collective. Raise a UserError if the store of the checkpoints keeps nothing, if the settings ask for checkpoints
-        and there is no room for one, or if the storage cannot be read or written for `checkpoint.timeout` seconds.
+        Collective. Raise a UserError if the ranks do not save the same objects, if the store of the checkpoints keeps
+        nothing, if the settings ask for checkpoints and there is no room for one, or if the storage cannot be read or
+        written for `checkpoint.timeout` seconds.
         """
+        # Before anything is changed, and not at the first save, which may come hours later.
+        self.state.check_same_names(self.runtime)
+
         settings = self.config.checkpoint
         problem = f"the checkpoints in {self.storage.root} cannot be claimed"
         retry_on_rank0(self.runtime, settings.timeout, self._claim, problem)

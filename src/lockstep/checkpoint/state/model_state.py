@@ -14,7 +14,7 @@ from lockstep.checkpoint.manifest import weight_name
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.state.digests import FrozenDigests, digest
 from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack_into, unpack
-from lockstep.checkpoint.state.reshard import read_into
+from lockstep.checkpoint.state.reshard import different_model, read_into
 from lockstep.errors import UserError, plural
 from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.shards import full_tensor, local
@@ -200,14 +200,6 @@ def identity(tensor: Tensor) -> Any:
 
 
 # ---- the same model? ----
-
-
-def different_model(found: str) -> UserError:
-    return UserError(
-        "the model differs from the model in the checkpoint",
-        found,
-        "restore the task and its options as they were, or start a new run (leave --resume out)",
-    )
 
 
 def _check_same_shapes(state: dict[str, Tensor], saved: list[str], reader: CheckpointReader) -> None:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack_into, unpack
-from lockstep.checkpoint.state.model_state import different_model
-from lockstep.checkpoint.state.reshard import read_state_like
+from lockstep.checkpoint.state.reshard import different_model, read_state_like
 from lockstep.errors import UserError, plural
 from lockstep.optim.bf16_masters import COMPENSATION
 from lockstep.optim.optimizers import Optimizers

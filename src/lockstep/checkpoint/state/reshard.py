@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.state.encoding import CapturedTensor
+from lockstep.errors import UserError
 from lockstep.runtime.shards import (
     LocalShard,
     balance,
@@ -77,8 +78,15 @@ def _writers(sizes: list[dict[str, int]]) -> dict[str, int]:
 
 
 def read_into(target: Tensor, name: str, reader: CheckpointReader) -> None:
-    """Read the tensor `name` into `target`: this rank's shard of it, or all of it if it is replicated."""
+    """Read the tensor `name` into `target`: this rank's shard of it, or all of it if it is replicated.
+
+    Raise a UserError if the tensor was saved with another shape. A slice of it would fit, with the wrong elements.
+    """
     shard = shard_of(target)
+    saved = reader.shape(name)
+    if saved != shard.full_shape:
+        raise different_model(f"{name!r} has shape {saved} in the checkpoint and {shard.full_shape} in this run")
+
     with torch.no_grad():
         shard.local.copy_(reader.read_slice(name, shard.offset, shard.local.shape))
 
@@ -105,3 +113,12 @@ def read_state_like(name: str, parameter: Tensor | None, reader: CheckpointReade
         return dtensor_by_rows(reader.read_slice(name, offset, size), parameter, shape)
 
     return dtensor_by_rows(reader.read(name), parameter, shape, replicate=True)
+
+
+def different_model(found: str) -> UserError:
+    """Return the error for a checkpoint of another model. `found` is the first difference."""
+    return UserError(
+        "the model differs from the model in the checkpoint",
+        found,
+        "restore the task and its options as they were, or start a new run (leave --resume out)",
+    )

@@ -35,7 +35,7 @@ from lockstep.checkpoint.state.stateful import (
     restore_parameter_tensors,
 )
 from lockstep.config.changes import Change
-from lockstep.errors import UserError
+from lockstep.errors import UserError, listed_ranks
 from lockstep.optim.optimizers import Optimizers
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.shards import LocalShard
@@ -170,6 +170,19 @@ class RunState:
         same = self._same_on_all_ranks
         all_sizes = [sizes] * runtime.world.size if same else runtime.collectives.gather_json(sizes)
         return shards_to_write(tensors, runtime.world.rank, all_sizes, self._duplicates)
+
+    def check_same_names(self, runtime: Runtime) -> None:
+        """Raise a UserError unless all ranks have registered objects of the same names. Collective."""
+        names = [set(rank_names) for rank_names in runtime.collectives.gather_json(sorted(self.registered))]
+        everywhere = set.intersection(*names)
+        for rank, rank_names in enumerate(names):
+            for name in sorted(rank_names - everywhere):
+                lacking = listed_ranks([other for other in range(len(names)) if name not in names[other]])
+                raise UserError(
+                    f"{name!r} is saved with the run by rank {rank}, but not by {lacking}",
+                    "a checkpoint has one state for all ranks",
+                    "register it on every rank, with run.register or as a callback",
+                )
 
     def _warn_of_differences(self, captured: CapturedState, runtime: Runtime, log_event: EventLogger) -> None:
         """Warn if the state of an object differs between ranks, because only rank 0's is saved."""
