@@ -154,10 +154,21 @@ def test_state_that_looks_like_an_encoding_comes_back():
     assert unpack(json.loads(saved), pytest.fail, torch.device("cpu")) == state
 
 
-@pytest.mark.parametrize("bad", [{1}, 1j, np.complex64(1j), np.longdouble(1), object()])
+NOT_IN_TORCH = [np.array(["cat"]), np.array(["2026-01-01"], dtype="datetime64[D]"), np.array([object()])]
+
+
+@pytest.mark.parametrize("bad", [{1}, 1j, np.complex64(1j), np.longdouble(1), object(), *NOT_IN_TORCH])
 def test_a_value_that_json_cannot_hold_is_named(bad):
     with pytest.raises(UserError, match=r"^values\.a\.0 cannot be saved: a \w+ is neither"):
         pack({"a": [bad]}, "values", {})
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_an_array_may_have_any_byte_order(order: str):
+    """numpy reads files of the other order without a copy, and torch raised a ValueError."""
+    tensors: dict[str, torch.Tensor] = {}
+    packed = pack(np.arange(4, dtype=f"{order}i4"), "array", tensors)
+    assert unpack(packed, tensors.__getitem__, torch.device("cpu")).tolist() == [0, 1, 2, 3]
 
 
 def test_the_encoding_of_values_is_part_of_the_file_format():
