@@ -15,7 +15,7 @@ from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.retention import best_checkpoint, saved_rules
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import committed
+from lockstep.checkpoint.storage.transitions import committed
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import UserError
 from lockstep.run_folder.paths import read_path

@@ -82,7 +82,7 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> Weights:
         with reader.keeping_open():
             for saved_name, name in weights.items():
                 # If a tensor is tied to a tensor outside the model, it is written itself.
-                first = weights.get(reader.original(saved_name), name)
+                first = weights.get(reader.stored_name(saved_name), name)
                 if first != name:
                     aliases[name] = first
                 else:

@@ -1,35 +1,35 @@
 """The checkpoint manager: one object for everything that a run does with its checkpoints.
 
     resume                               before the first step
-    ensure_rewind_checkpoint             before the first step: a policy that rewinds needs a checkpoint of the start
+    rewinder.ensure_checkpoint           before the first step: a policy that rewinds needs a checkpoint of the start
     prepare                              after the first step, so that the first save is as short as the others
     pending.poll                         after each step: did the save in flight fail on this rank?
     save_due, due_by_clock               after each step: is a save due?
     pending.add_metrics, is_new_best     after an evaluation
     save                                 between two steps
     pending.abort_if_failed              when the control word says that a rank failed to write its file
-    rewind                               when a step was not applied and the policy is rewind
+    rewinder.rewind                      when a step was not applied and the policy is rewind
     pending.settle                       at the end, and before the next save or a rewind
     best, last_location, pending.close   after that
 
-`RunState.contents` collects what a rank writes, `saving` writes it, and `resume.py` loads a checkpoint. All ranks call
-these methods at the same step. `pending` is the save in flight (`PendingSave`).
+`RunState.contents` collects what a rank writes, `saving` writes it, and `loading` finds and loads a checkpoint. All
+ranks call these methods at the same step. `pending` is the save in flight (`PendingSave`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from rich.filesize import decimal as size_text
 
 import lockstep
+from lockstep.checkpoint.loading.resume import Resumed, Resumer
+from lockstep.checkpoint.loading.rewind import Rewinder
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.resume import Resumed, Resumer
 from lockstep.checkpoint.retention import BestCheckpoint, best_checkpoint, score
 from lockstep.checkpoint.saving.context import SaveContext
 from lockstep.checkpoint.saving.pending import PendingSave
@@ -38,16 +38,15 @@ from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import retry_on_rank0
-from lockstep.checkpoint.storage.rules import claim, delete_leftovers, update_latest
+from lockstep.checkpoint.storage.transitions import claim, delete_leftovers, update_latest
 from lockstep.config import RunConfig
 from lockstep.config.changes import settings_as_text
-from lockstep.errors import UserError, plural
+from lockstep.errors import UserError
 from lockstep.observe.run_folder import RunFolder
 from lockstep.optim.optimizers import Update
 from lockstep.plan.plan import Plan
 from lockstep.runtime.context import EventLogger, Runtime
 from lockstep.runtime.seeds import reseed_at
-from lockstep.task import BatchSource, StepResult
 
 
 class CheckpointManager:
@@ -89,12 +88,10 @@ class CheckpointManager:
         self._saver = Saver(self._context, settings.asynchronous)
         self.pending = PendingSave(self._saver, self._context, runtime, log_event, folder.as_shown)
         self._resumer = Resumer(storage, state, config, runtime, log_event, fixed_settings)
+        self.rewinder = Rewinder(state.source, config, self.pending, self._resumer, self._load, log_event)
 
         # When a checkpoint was last saved or loaded, or else the run began.
         self._last_time = time.monotonic()
-
-        # How many times the run has returned to each of its checkpoints, by step.
-        self._rewinds: Counter[int] = Counter()
 
     # ---- resuming ----
 
@@ -116,7 +113,7 @@ class CheckpointManager:
         self._check_store()
 
         # One that may never save does not need the room.
-        if settings.every or settings.minutes or settings.at_end or settings.best or self._rewind_policy():
+        if settings.every or settings.minutes or settings.at_end or settings.best or self.rewinder.policy:
             self._check_room()
 
         reader = self._resumer.find(self.folder.start_from)
@@ -197,89 +194,6 @@ class CheckpointManager:
 
         # A kill after a commit may have left it behind.
         update_latest(self.storage)
-
-    # ---- rewinding ----
-
-    def ensure_rewind_checkpoint(self, save: Callable[[], None]) -> None:
-        """If a policy is rewind and there is no checkpoint to go back to, call `save`. Collective."""
-        policy = self._rewind_policy()
-        if policy is None:
-            return
-
-        self._check_can_skip(policy)
-        if self.pending.last_committed is not None:
-            return
-
-        # The run goes back to this checkpoint if a step before the next save is not applied.
-        save()
-        if self.pending.settle():
-            raise UserError(
-                f"{policy}=rewind needs a checkpoint of the start, which could not be written",
-                "",
-                f"make room on the disk, or set {policy}=skip",
-            )
-
-    def _rewind_policy(self) -> str | None:
-        """Return the key of a policy that is rewind; None if there is none."""
-        policies = {"nonfinite.policy": self.config.nonfinite.policy, "spike.policy": self.config.spike.policy}
-        return next((key for key, value in policies.items() if value == "rewind"), None)
-
-    def _check_can_skip(self, policy: str) -> None:
-        """Raise if the data source cannot leave out the samples of a step, as `policy`=rewind requires."""
-        source = type(self.state.source)
-        if source.skip is BatchSource.skip:
-            raise UserError(
-                f"{policy}=rewind cannot be used with this data, which cannot skip samples",
-                f"the data is read by a {source.__name__}, which has no method skip",
-                f"set {policy}=skip, or {policy}=stop",
-            )
-
-    def rewind(self, result: StepResult, span: tuple[int, int] | None) -> Resumed:
-        """Go back to the last checkpoint. From now on skip the samples of the step that was not applied. Collective.
-
-        `span`: their positions in the order of the data, as (start, stop).
-        """
-        # The save in flight may become the last checkpoint.
-        self.pending.settle()
-
-        reader = self._resumer.find_newest()
-        if reader is None:
-            raise UserError(
-                f"step {result.step + 1} was not applied, and the run cannot rewind: it has no checkpoint",
-                result.skip_reason or "",
-                "make room on the disk, or choose the policy skip or stop",
-            )
-
-        self._count_rewind(result, reader.manifest.step)
-
-        # `_load` resets the source, but samples that were skipped since the checkpoint must stay skipped.
-        source = self.state.source
-        assert span is not None
-        skipped_spans = [*source.skipped_spans, span]
-
-        resumed = self._load(reader)
-        for skipped_span in skipped_spans:
-            source.skip(skipped_span)
-
-        start, stop = span
-        skipped = f"{plural(stop - start, 'sample')} at positions {start} to {stop - 1}"
-        self.log_event(
-            "rewind", step=result.step + 1, to=resumed.steps_done, reason=result.skip_reason, skipped=skipped
-        )
-        return resumed
-
-    def _count_rewind(self, result: StepResult, to: int) -> None:
-        """Count a rewind to the checkpoint of step `to`, and raise if there were too many without a new one."""
-        # Without a limit, a run whose steps fail for some reason other than their samples would rewind forever.
-        self._rewinds[to] += 1
-        limit = self.config.nonfinite.max_in_a_row
-        if self._rewinds[to] > limit:
-            raise UserError(
-                f"step {result.step + 1} was not applied, and the run has rewound {limit} times without a new "
-                f"checkpoint (nonfinite.max_in_a_row={limit})",
-                result.skip_reason or "",
-                "lower lr.peak, set clip.norm, or look at the samples that the events name",
-            )
 
     # ---- is a save due? ----
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
-from lockstep.checkpoint.storage.rules import committed, delete_checkpoint
+from lockstep.checkpoint.storage.transitions import committed, delete_checkpoint
 from lockstep.config import yaml_dialect
 from lockstep.config.sections import CheckpointConfig
 from lockstep.run_folder.checkpoint_names import folder_name

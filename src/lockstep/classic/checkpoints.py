@@ -19,15 +19,21 @@ from typing import Any
 import torch.distributed as dist
 
 from lockstep.checkpoint.choose import checkpoints_at
+from lockstep.checkpoint.loading.search import newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Saver
-from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import claim, delete_leftovers, owner_of, put_back_replaced, set_aside_after
+from lockstep.checkpoint.storage.transitions import (
+    claim,
+    delete_leftovers,
+    owner_of,
+    put_back_replaced,
+    set_aside_after,
+)
 from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.config.sections import CheckpointConfig
 from lockstep.engine.step import Stepper

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.resume import Resumed
 from lockstep.config import RunConfig
 from lockstep.data.map_source import MapSource
 from lockstep.engine.checks.guards import check_replicas
@@ -293,7 +293,7 @@ class Run:
     def _rewind(self, skipped: SkippedStep) -> None:
         """Return to the last checkpoint and leave out the samples of the skipped step from now on."""
         self.stepper.outcomes.rewind_after = None
-        self.checkpoints.rewind(skipped.result, skipped.span)
+        self.checkpoints.rewinder.rewind(skipped.result, skipped.span)
         self.stepper.interval.restart_clock()
 
     def check_replicas(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from typing import Literal
 
 from lockstep.user_classes import CLASS_NAME
@@ -53,6 +53,12 @@ def step_in(name: str) -> int | None:
     # A step has only one name, padded to eight digits: "step-000000007" is not a name of step 7.
     match = _COMMITTED.fullmatch(name)
     return int(match[1]) if match else None
+
+
+def committed_names(folders: Iterable[str]) -> list[str]:
+    """Return the names of committed checkpoints among those of `folders`, the newest first."""
+    steps = {step: name for name in folders if (step := step_in(name)) is not None}
+    return [steps[step] for step in sorted(steps, reverse=True)]
 
 
 def file_name(rank: int) -> str:

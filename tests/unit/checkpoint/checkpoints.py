@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
+from lockstep.checkpoint.loading.search import Gather, newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Save, Saver
-from lockstep.checkpoint.search import Gather, newest_valid
 from lockstep.checkpoint.state.encoding import pack, unpack
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import claim
+from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config.sections import CheckpointConfig
 from lockstep.runtime.shards import LocalShard, shard_of
 

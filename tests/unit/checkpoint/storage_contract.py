@@ -11,7 +11,8 @@ from checkpoints import TOKEN, commit, load, same, savers, shard, state
 from lockstep.checkpoint.saving.context import Contents
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import (
+from lockstep.checkpoint.storage.stores import allow_store_of, open_store
+from lockstep.checkpoint.storage.transitions import (
     claim,
     committed,
     delete_leftovers,
@@ -20,7 +21,6 @@ from lockstep.checkpoint.storage.rules import (
     set_aside_after,
     update_latest,
 )
-from lockstep.checkpoint.storage.stores import allow_store_of, open_store
 from lockstep.config.sections import CheckpointConfig
 from lockstep.run_folder.checkpoint_names import file_name, folder_name
 

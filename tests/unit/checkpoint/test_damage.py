@@ -22,16 +22,16 @@ from checkpoints import alone, at, commit, load, same, state, together
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint import search
 from lockstep.checkpoint.export import read_weights
+from lockstep.checkpoint.loading import search
+from lockstep.checkpoint.loading.search import ReportedProblem, newest_valid
 from lockstep.checkpoint.manifest import FORMAT, Damaged, File, Manifest, Piece, TensorEntry, encode
 from lockstep.checkpoint.manifest_reader import decode, read_manifest
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.search import ReportedProblem, newest_valid
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import StorageUnavailable
-from lockstep.checkpoint.storage.rules import claim, delete_checkpoint
+from lockstep.checkpoint.storage.transitions import claim, delete_checkpoint
 from lockstep.checkpoint.verify import find_problems
 from lockstep.errors import UserError
 from lockstep.run_folder.checkpoint_names import file_name

@@ -18,9 +18,9 @@ from checkpoints import load, same, state
 
 import preloaded
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import committed, delete_leftovers
+from lockstep.checkpoint.storage.transitions import committed, delete_leftovers
+from lockstep.run_folder.checkpoint_facts import latest_step
 from lockstep.run_folder.checkpoint_names import file_name
-from lockstep.run_folder.run_dir import latest_step
 
 HERE = Path(__file__).parent
 

@@ -23,14 +23,15 @@ from storage_contract import StorageContract
 from test_run_in_memory import Dropped
 
 import lockstep
-from lockstep.checkpoint import command, search
+from lockstep.checkpoint import command
+from lockstep.checkpoint.loading import search
+from lockstep.checkpoint.loading.search import newest_valid
 from lockstep.checkpoint.saving.context import Contents
 from lockstep.checkpoint.saving.outcome import SaveFailed
-from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.storage import stores
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import StorageUnavailable
-from lockstep.checkpoint.storage.rules import claim
+from lockstep.checkpoint.storage.transitions import claim
 from lockstep.cli import main
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import Preempted, UserError

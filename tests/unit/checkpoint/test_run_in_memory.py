@@ -33,8 +33,8 @@ from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.stateful import RegisteredState
 from lockstep.checkpoint.storage import retry as retry_module
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import committed
 from lockstep.checkpoint.storage.stores import allow_store
+from lockstep.checkpoint.storage.transitions import committed
 from lockstep.config import flatten, resolve
 from lockstep.config.changes import config_changes
 from lockstep.config.settings import typed

@@ -37,7 +37,8 @@ from lockstep.checkpoint.state.encoding import pack, unpack
 from lockstep.checkpoint.storage import folder as folder_module
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
-from lockstep.checkpoint.storage.rules import (
+from lockstep.checkpoint.storage.stores import allow_store
+from lockstep.checkpoint.storage.transitions import (
     claim,
     committed,
     delete_checkpoint,
@@ -46,7 +47,6 @@ from lockstep.checkpoint.storage.rules import (
     set_aside,
     set_aside_after,
 )
-from lockstep.checkpoint.storage.stores import allow_store
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import UserError
 from lockstep.run_folder.checkpoint_names import MANIFEST, file_name

@@ -27,10 +27,10 @@ from lockstep.checkpoint.storage import files
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.files import CHUNK, PAGE, split
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import committed, set_aside_after
 from lockstep.checkpoint.storage.stores import allow_store
+from lockstep.checkpoint.storage.transitions import committed, set_aside_after
 from lockstep.config.sections import CheckpointConfig
-from lockstep.run_folder.run_dir import latest_step
+from lockstep.run_folder.checkpoint_facts import latest_step
 
 
 class TestWithoutAStore(StorageContract):

@@ -21,12 +21,12 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from lockstep.bench.ranks.turns import in_turn
+from lockstep.checkpoint.loading.search import newest_valid
 from lockstep.checkpoint.saving.context import Contents, SaveContext
 from lockstep.checkpoint.saving.outcome import SaveFailed
 from lockstep.checkpoint.saving.save import Saver
-from lockstep.checkpoint.search import newest_valid
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import claim
+from lockstep.checkpoint.storage.transitions import claim
 from lockstep.config import resolve
 from lockstep.config.sections import CheckpointConfig
 from lockstep.runtime import context, environments

@@ -37,7 +37,7 @@ from lockstep.checkpoint.saving.draft import Confirmation, Draft
 from lockstep.checkpoint.saving.outcome import AbortRequest, Committed, SaveError
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import NotDurable
-from lockstep.checkpoint.storage.rules import commit_draft, delete_replaced, finish_deletions, update_latest
+from lockstep.checkpoint.storage.transitions import commit_draft, delete_replaced, finish_deletions, update_latest
 from lockstep.checkpoint.verify import check_size
 from lockstep.errors import listed_ranks
 from lockstep.run_folder.checkpoint_names import folder_name
@@ -66,7 +66,7 @@ def commit(
     storage.write(draft.manifest, [memoryview(encoded)])
 
     # Only now may the confirmations go: until there is a manifest, they tell the launcher
-    # (`commit_is_near` in run_folder/run_dir.py) that a commit is near.
+    # (`commit_is_near` in run_folder/checkpoint_facts.py) that a commit is near.
     draft.delete_confirmations()
     faults.fire("rename", draft.step)
 

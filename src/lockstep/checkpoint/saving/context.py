@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from lockstep.checkpoint.metrics import CheckpointMetrics
 from lockstep.checkpoint.saving.outcome import SaveError
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import owner_of
+from lockstep.checkpoint.storage.transitions import owner_of
 from lockstep.config.sections import CheckpointConfig
 from lockstep.runtime.shards import LocalShard
 

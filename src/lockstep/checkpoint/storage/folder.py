@@ -25,6 +25,7 @@ from pathlib import Path
 from lockstep.checkpoint.storage.files import create_file, free_bytes, sync_folder, sync_names, write_all, write_file
 from lockstep.checkpoint.storage.stores import open_store
 from lockstep.files import open_regular, read_bytes, replacing
+from lockstep.run_folder.checkpoint_facts import folders_in
 from lockstep.run_folder.checkpoint_names import (
     DELETED_PREFIX,
     TENSOR_SUFFIX,
@@ -35,7 +36,6 @@ from lockstep.run_folder.checkpoint_names import (
     object_url,
 )
 from lockstep.run_folder.paths import CHECKPOINTS
-from lockstep.run_folder.run_dir import folders_in
 
 
 class NotDurable(OSError):

@@ -32,7 +32,7 @@ from lockstep.runtime.context import Runtime
 from lockstep.runtime.world import World
 
 if TYPE_CHECKING:
-    from lockstep.checkpoint.resume import Resumed
+    from lockstep.checkpoint.loading.resume import Resumed
     from lockstep.observe.run_folder import RunFolder
 
 MAX_PIDS = 16  # at most this many are listed

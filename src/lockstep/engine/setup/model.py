@@ -8,9 +8,9 @@ from typing import Any
 from torch import nn
 
 from lockstep.checkpoint.init_from.weights import InitialWeights, load_initial_weights
-from lockstep.checkpoint.state.model_state import frozen_names
+from lockstep.checkpoint.state.tensor_names import frozen_names
 from lockstep.checkpoint.storage.folder import CheckpointStorage
-from lockstep.checkpoint.storage.rules import committed
+from lockstep.checkpoint.storage.transitions import committed
 from lockstep.config import RunConfig
 from lockstep.engine.checks.guards import check_replicas
 from lockstep.engine.checks.model import check_instance_norms, check_supported

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
+from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.resume import Resumed
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
 from lockstep.data.samplers.torch_samplers import bind_sampler
@@ -113,7 +113,7 @@ def _begin(run: Run, builder: RunBuilder) -> None:
         average.restart(average.parameter_tensors)
 
     # `rewind` needs a checkpoint to return to, even before the first one is due.
-    run.checkpoints.ensure_rewind_checkpoint(run.save_checkpoint)
+    run.checkpoints.rewinder.ensure_checkpoint(run.save_checkpoint)
 
     if run.config.profile.count:
         add_profile(run, builder.task.loss if builder.task else None)

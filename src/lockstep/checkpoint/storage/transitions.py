@@ -14,20 +14,19 @@ from lockstep.checkpoint.storage.folder import CheckpointStorage, NotDurable
 from lockstep.run_folder.checkpoint_names import (
     LATEST,
     OWNER,
+    committed_names,
     is_half_deleted,
     name_aside,
     name_before_replaced,
     name_replaced,
     name_to_delete,
-    step_in,
     token_in,
 )
 
 
 def committed(storage: CheckpointStorage) -> list[Checkpoint]:
     """Return the committed checkpoints, newest first. `search.newest_valid` verifies their contents."""
-    checkpoints = [Checkpoint(storage, name) for name in storage.folders() if step_in(name) is not None]
-    return sorted(checkpoints, key=lambda checkpoint: checkpoint.step, reverse=True)
+    return [Checkpoint(storage, name) for name in committed_names(storage.folders())]
 
 
 def claim(storage: CheckpointStorage, token: str) -> None:

@@ -15,7 +15,7 @@ from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import OR_WAIT, READ_FIX, Gather, StorageUnavailable, retry, run_on_all_ranks
-from lockstep.checkpoint.storage.rules import committed, owner_of
+from lockstep.checkpoint.storage.transitions import committed, owner_of
 from lockstep.checkpoint.verify import deleted, verify_checkpoint
 from lockstep.errors import UserError
 from lockstep.runtime.context import Runtime

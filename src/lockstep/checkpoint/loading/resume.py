@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.choose import checkpoints_at
+from lockstep.checkpoint.loading.search import wait_for_newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.search import wait_for_newest_valid
 from lockstep.checkpoint.state.run_state import RunState, check_values
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import retry_on_rank0
-from lockstep.checkpoint.storage.rules import set_aside, set_aside_after
+from lockstep.checkpoint.storage.transitions import set_aside, set_aside_after
 from lockstep.config import RunConfig
 from lockstep.config.changes import Change, config_changes
 from lockstep.errors import UserError
@@ -64,18 +64,12 @@ class Resumer:
 
     def find(self, start: StartFrom) -> CheckpointReader | None:
         """Find the checkpoint from which the run starts; None if it starts from its beginning. Collective."""
-        reader = self.find_newest() if start.newest else None
-        if reader is None and start.named:
-            reader = self._find_named(Path(start.named))
+        reader = self._find(self.storage) if start.newest else None
+        if reader is not None or start.named is None:
+            return reader
 
-        return reader
-
-    def find_newest(self) -> CheckpointReader | None:
-        """Find this run's newest valid checkpoint; None if it has none. Collective."""
-        return self._find(self.storage)
-
-    def _find_named(self, path: Path) -> CheckpointReader:
-        """Find what --resume names: a checkpoint, or a run, whose newest valid checkpoint is used. Collective."""
+        # --resume names a checkpoint, or a run, whose newest valid checkpoint is used.
+        path = Path(start.named)
         reader = self._find(*checkpoints_at(path))
         if reader is None:
             raise UserError(
