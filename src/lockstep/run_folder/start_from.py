@@ -5,7 +5,7 @@ Rank 0 decides once, when it opens the run folder (`choose_start`); everybody el
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +30,9 @@ class StartFrom:
         """The name of the checkpoint of this run to which it goes back, perhaps step-N.rewound; None if to none."""
         return Path(self.named).resolve().name if self.named and self.goes_back else None
 
-    def will_load(self, has_checkpoint: Callable[[], bool]) -> bool:
+    def will_load(self, has_checkpoint: bool) -> bool:
         """Return whether a checkpoint will be loaded. `has_checkpoint`: whether this run has one."""
-        return self.named is not None or (self.newest and has_checkpoint())
+        return self.named is not None or (self.newest and has_checkpoint)
 
 
 def choose_start(resume: str, run_dir: Path, attempt: int = 0) -> StartFrom:

@@ -75,7 +75,7 @@ def test_what_is_said_before_the_search_is_what_is_found(start: StartFrom, has_c
             return only or storage.root.parent.name
 
     found = Finder().find(start)
-    assert start.will_load(lambda: has_checkpoint) == (found is not None)
+    assert start.will_load(has_checkpoint) == (found is not None)
     assert start.goes_back_to == (found if start.goes_back else None)
 
 

@@ -39,8 +39,13 @@ class Resumed:
     world_size: int  # how many ranks wrote the checkpoint
     global_batch: int  # of the run that saved it
     changed_settings: list[Change]
-    changes: list[str]  # all differences, as text, including `changed_settings`
+    other_changes: list[str]  # since the save, besides `changed_settings`
     is_own: bool  # whether it was one of this run's own checkpoints, and not one that was set aside
+
+    @property
+    def changes(self) -> list[str]:
+        """All changes since the save, as text."""
+        return [*map(str, self.changed_settings), *self.other_changes]
 
 
 class Resumer:
@@ -129,7 +134,7 @@ class Resumer:
             world_size=values["world"],
             global_batch=values["plan"]["global_batch"],
             changed_settings=changed_settings,
-            changes=[*map(str, changed_settings), *other_changes],
+            other_changes=other_changes,
             is_own=is_own,
         )
 

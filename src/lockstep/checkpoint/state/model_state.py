@@ -29,7 +29,7 @@ class ModelState:
         keep_frozen: bool,
         on_any_rank: Callable[[bool], bool],
     ):
-        """`held_elsewhere`: the names of parameters that the model of this rank has, but that other ranks hold.
+        """`held_elsewhere`: see `Placement`.
 
         `keep_frozen` and `on_any_rank`: see `RunState`.
         """

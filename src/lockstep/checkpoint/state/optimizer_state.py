@@ -32,7 +32,7 @@ class OptimizerStates:
     """
 
     def __init__(self, model: nn.Module, optimizers: Optimizers, held_elsewhere: Collection[str]):
-        """`held_elsewhere`: the names of parameters that the model of this rank has, but that other ranks hold."""
+        """`held_elsewhere`: see `Placement`."""
         self.model = model
         self.optimizers = optimizers
         self._held_elsewhere = held_elsewhere

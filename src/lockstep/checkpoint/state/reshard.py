@@ -6,7 +6,8 @@ tensor is replicated: one of the ranks that hold it writes it, and all ranks tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -25,6 +26,21 @@ from lockstep.runtime.shards import (
     shard_of,
 )
 
+
+@dataclass(frozen=True)
+class Placement:
+    """Which ranks hold the parameters of a model. By default every rank holds all of them."""
+
+    # Parameters that the model of this rank has by name, but that only other ranks hold: in a pipeline.
+    held_elsewhere: Collection[str] = ()
+
+    # Whether no rank lacks a parameter.
+    all_on_every_rank: bool = True
+
+    # Parameters whose identical shard a lower rank also holds, so that this rank need not write them.
+    duplicates: Collection[str] = ()
+
+
 # ---- writing ----
 
 
@@ -41,12 +57,12 @@ def shards_to_write(
     tensors: Mapping[str, CapturedTensor],
     rank: int,
     sizes: list[dict[str, int]],
-    duplicates: frozenset[str] = frozenset(),
+    duplicates: Collection[str] = (),
 ) -> dict[str, LocalShard]:
     """Return what this rank writes: its shards, and some of the replicated tensors, balanced by bytes.
 
     `sizes` holds the `replicated_sizes` of each rank.
-    `duplicates`: see `RankRole.duplicates`.
+    `duplicates`: see `Placement`.
     """
     # Every rank computes the writers of all replicated tensors.
     writers = _writers(sizes)

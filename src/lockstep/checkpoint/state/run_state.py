@@ -13,7 +13,7 @@ Nothing in it depends on the number of ranks: a checkpoint can be resumed on any
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack, pack_into, unpack
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.optimizer_state import OptimizerStates, merge_optimizers
-from lockstep.checkpoint.state.reshard import replicated_sizes, shards_to_write
+from lockstep.checkpoint.state.reshard import Placement, replicated_sizes, shards_to_write
 from lockstep.checkpoint.state.stateful import (
     TENSOR_KINDS,
     RegisteredState,
@@ -73,9 +73,7 @@ class RunState:
         *,
         keep_frozen: bool,
         frozen_advice: str = Task.frozen_advice,
-        held_elsewhere: Collection[str] = (),
-        same_parameters: bool = True,
-        duplicates: frozenset[str] = frozenset(),
+        placement: Placement = Placement(),
         on_any_rank: Callable[[bool], bool] = bool,
     ):
         """Keep references to the objects of a run; nothing is copied.
@@ -83,9 +81,6 @@ class RunState:
         `registered`: the task, objects that the user's loop registered, and others, but not the data source.
         `keep_frozen`: whether frozen parameters are saved, or only their digests.
         `frozen_advice`: see `Task`.
-        `held_elsewhere`: the names of parameters that the model of this rank has, but that other ranks hold.
-        `same_parameters`: whether this is so on no rank.
-        `duplicates`: see `RankRole.duplicates`.
         `on_any_rank`: returns whether a value is true on any rank, for digests of sharded parameters. Collective.
         """
         self.model = model
@@ -93,7 +88,7 @@ class RunState:
         self.stepper = stepper
         self.source = source
         self.registered = registered
-        self._duplicates = duplicates
+        self._placement = placement
         self._ranks_compared = False  # whether the ranks have compared the state of what is registered
         self._frozen_advice = frozen_advice
 
@@ -103,11 +98,11 @@ class RunState:
         self._saved_loop: JsonDict | None = None
 
         # Whether all ranks capture the same JSON state and the same replicated tensors. Shards may still differ.
-        self._same_on_all_ranks = same_parameters and not optimizers.sharded
+        self._same_on_all_ranks = placement.all_on_every_rank and not optimizers.sharded
 
         self._device = next(model.parameters()).device
-        self._model_state = ModelState(model, optimizers, held_elsewhere, keep_frozen, on_any_rank)
-        self._optimizer_states = OptimizerStates(model, optimizers, held_elsewhere)
+        self._model_state = ModelState(model, optimizers, placement.held_elsewhere, keep_frozen, on_any_rank)
+        self._optimizer_states = OptimizerStates(model, optimizers, placement.held_elsewhere)
 
     # ---- the loop ----
 
@@ -169,7 +164,7 @@ class RunState:
         # If all ranks hold the same tensors, no exchange is needed.
         same = self._same_on_all_ranks
         all_sizes = [sizes] * runtime.world.size if same else runtime.collectives.gather_json(sizes)
-        return shards_to_write(tensors, runtime.world.rank, all_sizes, self._duplicates)
+        return shards_to_write(tensors, runtime.world.rank, all_sizes, self._placement.duplicates)
 
     def check_same_names(self, runtime: Runtime) -> None:
         """Raise a UserError unless all ranks have registered objects of the same names. Collective."""

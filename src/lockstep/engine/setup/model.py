@@ -51,13 +51,11 @@ def initial_weights(
     """
     assert config.init_from is not None
 
-    def has_checkpoint() -> bool:
-        return bool(committed(CheckpointStorage.of_run(folder.path)))
-
     # None reads all weights. The checkpoint that a run resumes from replaces them, except frozen ones that it leaves
     # out.
     only = None
-    if runtime.collectives.run_on_rank0(lambda: folder.start_from.will_load(has_checkpoint)):
+    has_checkpoint = runtime.collectives.run_on_rank0(lambda: bool(committed(CheckpointStorage.of_run(folder.path))))
+    if folder.start_from.will_load(has_checkpoint):
         only = set() if config.checkpoint.frozen else frozen_names(driver.model)
         if not only:
             return InitialWeights(config.init_from)

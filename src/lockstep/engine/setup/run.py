@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 
 from lockstep.checkpoint.loading.resume import Resumed
 from lockstep.checkpoint.manager import CheckpointManager
+from lockstep.checkpoint.state.reshard import Placement
 from lockstep.checkpoint.state.run_state import RunState
 from lockstep.data.from_loader import Collate, is_stateful_stream, take_loader
 from lockstep.data.samplers.torch_samplers import bind_sampler
@@ -220,6 +221,7 @@ def _open_checkpoints(
 ) -> CheckpointManager:
     """Return the checkpoint manager. Nothing can be registered after this."""
     builder.registered.is_open = False
+    role = trained.driver.role
     state = RunState(
         model=trained.driver.model,
         optimizers=trained.optimizers,
@@ -228,9 +230,7 @@ def _open_checkpoints(
         registered=builder.registered,
         keep_frozen=builder.config.checkpoint.frozen,
         frozen_advice=getattr(builder.task, "frozen_advice", Task.frozen_advice),
-        held_elsewhere=trained.driver.role.held_elsewhere,
-        same_parameters=not trained.driver.role.holders,
-        duplicates=trained.driver.role.duplicates,
+        placement=Placement(role.held_elsewhere, all_on_every_rank=not role.holders, duplicates=role.duplicates),
         on_any_rank=builder.runtime.collectives.any,
     )
 
