@@ -23,6 +23,7 @@ from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.saving.context import Contents
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack, pack_into, unpack
+from lockstep.checkpoint.state.loop_state import LoopState
 from lockstep.checkpoint.state.model_state import ModelState
 from lockstep.checkpoint.state.optimizer_state import OptimizerStates, merge_optimizers
 from lockstep.checkpoint.state.reshard import Placement, replicated_sizes, shards_to_write
@@ -88,14 +89,10 @@ class RunState:
         self.stepper = stepper
         self.source = source
         self.registered = registered
+        self.loop = LoopState()
         self._placement = placement
         self._ranks_compared = False  # whether the ranks have compared the state of what is registered
         self._frozen_advice = frozen_advice
-
-        # See `add_to_loop`. The last is what the checkpoint has for them from which the run was resumed.
-        self._loop: dict[str, Stateful] = {}
-        self._not_rewound: set[str] = set()
-        self._saved_loop: JsonDict | None = None
 
         # Whether all ranks capture the same JSON state and the same replicated tensors. Shards may still differ.
         self._same_on_all_ranks = placement.all_on_every_rank and not optimizers.sharded
@@ -103,34 +100,6 @@ class RunState:
         self._device = next(model.parameters()).device
         self._model_state = ModelState(model, optimizers, placement.held_elsewhere, keep_frozen, on_any_rank)
         self._optimizer_states = OptimizerStates(model, optimizers, placement.held_elsewhere)
-
-    # ---- the loop ----
-
-    def add_to_loop(self, name: str, stateful: Stateful, rewound: bool = True) -> None:
-        """Save what an object of the loop keeps between two steps, and restore it now if the run was resumed.
-
-        For objects that are made when the state of the others is restored, because they need the plan. Their state is
-        plain values, each with a default: an older version may not have saved it. `rewound`: whether a rewind restores
-        it, too.
-        """
-        assert name not in self._loop, name
-        self._loop[name] = stateful
-        if not rewound:
-            self._not_rewound.add(name)
-
-        if self._saved_loop is not None:
-            stateful.load_state_dict(self._saved_loop.get(name, {}))
-
-    def loop_state(self) -> JsonDict:
-        """Return the state of all objects of the loop. Collective."""
-        return {name: stateful.state_dict() for name, stateful in self._loop.items()}
-
-    def _restore_loop(self, saved: JsonDict) -> None:
-        # At the start there are none yet; in a rewind there are.
-        self._saved_loop = saved
-        for name, stateful in self._loop.items():
-            if name not in self._not_rewound:
-                stateful.load_state_dict(saved.get(name, {}))
 
     # ---- saving ----
 
@@ -151,7 +120,7 @@ class RunState:
             self._ranks_compared = True
 
         no_tensors: dict[str, Tensor] = {}
-        values = {"state": json_state, **pack({**run_values, "loop": self.loop_state()}, "values", no_tensors)}
+        values = {"state": json_state, **pack({**run_values, "loop": self.loop.state_dict()}, "values", no_tensors)}
         assert not no_tensors, f"not in the state: {list(no_tensors)}"
 
         later = {name for name, tensor in captured.tensors.items() if tensor.copy_later}
@@ -249,7 +218,7 @@ class RunState:
         check_values(reader, "state")
         with _noted(reader), reader.keeping_open():
             changes = self._restore(reader, values["state"], changed_settings)
-            self._restore_loop(unpack(values.get("loop", {}), reader.read, self._device))
+            self.loop.load_state_dict(unpack(values.get("loop", {}), reader.read, self._device))
 
         return changes
 

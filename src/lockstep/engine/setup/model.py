@@ -51,8 +51,7 @@ def initial_weights(
     """
     assert config.init_from is not None
 
-    # None reads all weights. The checkpoint that a run resumes from replaces them, except frozen ones that it leaves
-    # out.
+    # None reads all weights. If the run resumes, its checkpoint replaces them, except frozen ones that it leaves out.
     only = None
     has_checkpoint = runtime.collectives.run_on_rank0(lambda: bool(committed(CheckpointStorage.of_run(folder.path))))
     if folder.start_from.will_load(has_checkpoint):

@@ -68,13 +68,13 @@ def make_run(builder: RunBuilder, trained: TrainedModel, data: Any, collate: Col
 
     log = StepLog(config.log.every, plan, stepper, builder.recorder)
     requests = _make_requests(plan, stepper, checkpoints, resumed)
-    # A rewind takes back neither the time that has passed nor what was requested.
-    state = checkpoints.state
-    state.add_to_loop("clock", builder.clock, rewound=False)
+    # A rewind keeps the elapsed time and the requests.
+    loop = checkpoints.state.loop
+    loop.add("clock", builder.clock, rewinds=False)
     evaluations = _make_evaluations(builder, plan, stepper, requests)
-    state.add_to_loop("log", log)
-    state.add_to_loop("requests", requests, rewound=False)
-    state.add_to_loop("evaluations", evaluations)
+    loop.add("log", log)
+    loop.add("requests", requests, rewinds=False)
+    loop.add("evaluations", evaluations)
 
     facts = _describe(builder, trained, plan, source, stepper) | loader_lines
     if resumed:
