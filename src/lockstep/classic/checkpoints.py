@@ -32,7 +32,7 @@ from lockstep.checkpoint.storage.transitions import (
     delete_leftovers,
     owner_of,
     put_back_replaced,
-    set_aside_after,
+    set_aside_later,
 )
 from lockstep.checkpoint.verify import verify_checkpoint
 from lockstep.config.sections import CheckpointConfig
@@ -171,7 +171,7 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
     # Later checkpoints are of a training that this one has left, by a load or a new start. They must neither be loaded
     # in place of this one nor count among the newest three, which stay.
     def set_later_aside() -> None:
-        set_aside_after(storage, step)
+        set_aside_later(storage, step)
 
     context = SaveContext(storage, 0, 1, token, CheckpointConfig(keep=3), set_later_aside)
 

@@ -18,7 +18,7 @@ from lockstep.checkpoint.storage.transitions import (
     delete_leftovers,
     owner_of,
     set_aside,
-    set_aside_after,
+    set_aside_later,
     update_latest,
 )
 from lockstep.config.sections import CheckpointConfig
@@ -195,12 +195,12 @@ class StorageContract:
         assert latest(storage) == "step-00000003"
         commit(storage, 4)
         assert set_aside(storage, "step-00000004", "damaged") == "step-00000004.damaged1"
-        set_aside_after(storage, 1)
+        set_aside_later(storage, 1)
         assert {"step-00000003.rewound", "step-00000002.rewound"} <= set(storage.folders())
         assert latest(storage) == "step-00000001"
         assert Checkpoint(storage, "step-00000003.rewound").open(file_name(0)).read()
         set_aside(storage, "step-00000001", "damaged")
-        set_aside_after(storage, 1)
+        set_aside_later(storage, 1)
         with pytest.raises(FileNotFoundError):
             latest(storage)
 

@@ -45,7 +45,7 @@ from lockstep.checkpoint.storage.transitions import (
     delete_leftovers,
     put_back_replaced,
     set_aside,
-    set_aside_after,
+    set_aside_later,
 )
 from lockstep.config.sections import CheckpointConfig
 from lockstep.errors import UserError
@@ -616,7 +616,7 @@ def test_only_a_commit_minds_that_a_rename_may_not_survive_a_power_cut(tmp_path,
     with pytest.raises(NotDurable):
         storage.rename("step-00000004", "step-00000005")
     assert set_aside(storage, "step-00000005", "damaged") == "step-00000005.damaged"
-    set_aside_after(storage, 2)
+    set_aside_later(storage, 2)
     delete_checkpoint(storage, "step-00000001", TOKEN)
     assert folders(storage) == {"step-00000002", "step-00000003.rewound", "step-00000005.damaged"}
 

@@ -28,7 +28,7 @@ from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.files import CHUNK, PAGE, split
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.stores import allow_store
-from lockstep.checkpoint.storage.transitions import committed, set_aside_after
+from lockstep.checkpoint.storage.transitions import committed, set_aside_later
 from lockstep.config.sections import CheckpointConfig
 from lockstep.run_folder.checkpoint_facts import latest_step
 
@@ -327,6 +327,6 @@ def test_a_step_that_is_saved_again_is_compared_by_its_new_metrics(tmp_path):
     """The run went back, for example: the checkpoint that was the best is set aside."""
     [saver] = savers(tmp_path, settings=CheckpointConfig(keep=2, best="loss"))
     save_with_losses(saver, {1: 2.0, 2: 1.0})
-    set_aside_after(CheckpointStorage(tmp_path), 1)
+    set_aside_later(CheckpointStorage(tmp_path), 1)
     save_with_losses(saver, {2: 3.0, 3: 4.0, 4: 5.0})
     assert [checkpoint.step for checkpoint in committed(CheckpointStorage(tmp_path))] == [4, 3, 1]

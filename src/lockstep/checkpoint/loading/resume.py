@@ -17,7 +17,7 @@ from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.state.run_state import RunState, check_values
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.retry import retry_on_rank0
-from lockstep.checkpoint.storage.transitions import set_aside, set_aside_after
+from lockstep.checkpoint.storage.transitions import set_aside, set_aside_later
 from lockstep.config import RunConfig
 from lockstep.config.changes import Change, config_changes
 from lockstep.errors import UserError
@@ -124,7 +124,7 @@ class Resumer:
         # set aside before, another one may have the name of its step. All ranks wait here, because none may save before
         # that. The storage of another run must not change.
         last_kept = steps_done if is_own else steps_done - 1
-        self._set_own_aside(reader.checkpoint.storage, partial(set_aside_after, self.storage, last_kept))
+        self._set_own_aside(reader.checkpoint.storage, partial(set_aside_later, self.storage, last_kept))
 
         reseed_at(self.config.seed, steps_done)
 
