@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.utils.data import IterableDataset, TensorDataset
 
 from lockstep.checkpoint.loading.search import newest_valid
-from lockstep.checkpoint.saving.context import Contents, SaveContext
+from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.state.encoding import CapturedTensor
@@ -343,7 +343,7 @@ def test_a_tensor_without_elements_is_in_the_checkpoint_too(pool: Pool, tmp_path
     storage = CheckpointStorage(tmp_path)
     claim(storage, "token")
     team = [Saver(SaveContext(storage, rank, 2, "token", CheckpointConfig())) for rank in range(2)]
-    save, _ = [saver.start(1, Contents(shards)) for saver, shards in zip(team, (first, second), strict=True)]
+    save, _ = [saver.start(1, RankContents(shards)) for saver, shards in zip(team, (first, second), strict=True)]
     save.wait()
     assert isinstance(save.outcome, Committed), save.outcome
     reader = newest_valid(storage, 0, 1, lambda value: [value])

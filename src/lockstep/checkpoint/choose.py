@@ -12,7 +12,7 @@ from pathlib import Path
 from lockstep.checkpoint.manifest import InvalidCheckpoint
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import CheckpointMetrics
-from lockstep.checkpoint.retention import best_checkpoint, saved_rules
+from lockstep.checkpoint.retention import best_checkpoint, saved_retention
 from lockstep.checkpoint.storage.checkpoint import Checkpoint
 from lockstep.checkpoint.storage.folder import CheckpointStorage
 from lockstep.checkpoint.storage.transitions import committed
@@ -102,9 +102,9 @@ def _best(path: Path, storage: CheckpointStorage) -> Checkpoint:
 
 
 def retention_of(checkpoints: Sequence[Checkpoint]) -> CheckpointConfig:
-    """Return the rules of a run, as the settings in its newest checkpoint with a valid manifest say."""
+    """Return which checkpoints a run keeps, by the settings in its newest checkpoint with a valid manifest."""
     for checkpoint in checkpoints:
         with suppress(InvalidCheckpoint):
-            return saved_rules(read_manifest(checkpoint).settings)
+            return saved_retention(read_manifest(checkpoint).settings)
 
     return CheckpointConfig()

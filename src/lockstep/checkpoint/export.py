@@ -92,7 +92,7 @@ def read_weights(checkpoint: Checkpoint, ema: bool = False) -> Weights:
             raise deleted(checkpoint) from None
 
         raise UserError(
-            f"the checkpoint {checkpoint.path} {problem.verdict} and cannot be exported",
+            f"the checkpoint {checkpoint.path} {problem.predicate} and cannot be exported",
             str(problem),
             "choose another checkpoint: lockstep ckpt ls RUN",
         ) from None

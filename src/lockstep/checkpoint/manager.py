@@ -12,8 +12,9 @@
     pending.settle                       at the end, and before the next save or a rewind
     best, last_location, pending.close   after that
 
-`RunState.contents` collects what a rank writes, `saving` writes it, and `loading` finds and loads a checkpoint. All
-ranks call these methods at the same step. `pending` is the save in flight (`PendingSave`).
+`RunState.contents_of_rank` collects what a rank writes, `saving` writes it, and `loading` finds and loads a checkpoint.
+All ranks call these methods at the same step. `pending` is the save in flight (`PendingSave`), and `rewinder` takes the
+run back during training (`Rewinder`).
 """
 
 from __future__ import annotations
@@ -75,17 +76,17 @@ class CheckpointManager:
         self.update = update
 
         # The objects that this manager is made of, each with one job.
-        settings = config.checkpoint
-        self.storage = storage = CheckpointStorage.of_run(folder.path, settings.store)
+        checkpoint_config = config.checkpoint
+        self.storage = storage = CheckpointStorage.of_run(folder.path, checkpoint_config.store)
         self._context = SaveContext(
             storage=storage,
             rank=runtime.world.rank,
             world_size=runtime.world.size,
             token=folder.token,
-            settings=settings,
+            checkpoint_config=checkpoint_config,
             on_commit=folder.end_going_back,
         )
-        self._saver = Saver(self._context, settings.asynchronous)
+        self._saver = Saver(self._context, checkpoint_config.asynchronous)
         self.pending = PendingSave(self._saver, self._context, runtime, log_event, folder.as_shown)
         self._resumer = Resumer(storage, state, config, runtime, log_event, fixed_settings)
         self.rewinder = Rewinder(state.source, config, self.pending, self._resumer, self._load, log_event)
@@ -105,19 +106,23 @@ class CheckpointManager:
         # Before anything is changed, and not at the first save, which may come hours later.
         self.state.check_same_names(self.runtime)
 
-        settings = self.config.checkpoint
         problem = f"the checkpoints in {self.storage.root} cannot be claimed"
-        retry_on_rank0(self.runtime, settings.timeout, self._claim, problem)
+        retry_on_rank0(self.runtime, self.config.checkpoint.timeout, self._claim, problem)
 
         # Any run may save on request.
         self._check_store()
 
-        # One that may never save does not need the room.
-        if settings.every or settings.minutes or settings.at_end or settings.best or self.rewinder.policy:
+        # A run that may never save does not need the room.
+        if self._saves_unasked():
             self._check_room()
 
         reader = self._resumer.find(self.folder.start_from)
         return None if reader is None else self._load(reader)
+
+    def _saves_unasked(self) -> bool:
+        """Return whether the settings ask for checkpoints, besides those that somebody requests."""
+        config = self.config.checkpoint
+        return bool(config.every or config.minutes or config.at_end or config.best or self.rewinder.policy)
 
     def _check_store(self) -> None:
         """Raise an error if the store for tensors cannot keep anything: every save would fail. Collective."""
@@ -146,7 +151,7 @@ class CheckpointManager:
         sizes = self.state.bytes_at_start()
 
         # All ranks use rank 0's numbers, so that either all of them raise or none does.
-        problem = f"the room in {self.storage.location} cannot be measured"
+        problem = f"the free space in {self.storage.location} cannot be determined"
         free, known, estimate = retry_on_rank0(
             self.runtime, self.config.checkpoint.timeout, lambda: [self.storage.free_bytes(), *sizes], problem
         )
@@ -174,7 +179,7 @@ class CheckpointManager:
         resumed = self._resumer.load(reader)
 
         # If it was another run's, a later attempt must load it again, until this run has saved one of its own.
-        self.pending.last_committed = resumed.steps_done if resumed.is_own else None
+        self.pending.last_committed = resumed.step if resumed.is_own else None
         self._last_time = time.monotonic()
 
         if self.runtime.is_main and resumed.is_own:
@@ -197,16 +202,16 @@ class CheckpointManager:
 
     # ---- is a save due? ----
 
-    def save_due(self, steps_done: int, requested: bool) -> bool:
-        """Whether to save now: a rank `requested` it, or `steps_done` is a multiple of `checkpoint.every`. Local.
+    def save_due(self, step: int, requested: bool) -> bool:
+        """Return whether to save the state after `step` steps: it is `requested`, or due by `checkpoint.every`. Local.
 
         The same state is not saved twice, unless its first save was aborted.
         """
-        if self.pending.has_step(steps_done):
+        if self.pending.has_step(step):
             return False
 
         every = self.config.checkpoint.every
-        return requested or (every is not None and steps_done % every == 0)
+        return requested or (every is not None and step % every == 0)
 
     def due_by_clock(self) -> bool:
         """Whether rank 0 requests a save: after `checkpoint.minutes`, or because the last save failed. Local."""
@@ -252,22 +257,22 @@ class CheckpointManager:
         """Allocate the buffer for snapshots early, so that the first save is as short as the others. Collective."""
         self._saver.prepare(self.state.shards_of(self.state.capture_tensors().tensors, self.runtime))
 
-    def save(self, steps_done: int, plan: Plan, metrics: dict[str, float]) -> None:
-        """Copy the state after `steps_done` steps, and write it in the background while training continues. Collective.
+    def save(self, step: int, plan: Plan, metrics: dict[str, float]) -> None:
+        """Copy the state after `step` steps, and write it in the background while training continues. Collective.
 
         `metrics` are saved with the checkpoint; `checkpoint.best` compares them. Python's and numpy's generators get a
         new seed (`reseed_at`).
         """
         self.pending.settle()
-        with self.runtime.heartbeat.visit("snapshot", steps_done):
-            contents = self.state.contents(self.runtime, self.log_event, self._run_values(plan))
-            save = self.pending.start(steps_done, contents, metrics)
+        with self.runtime.heartbeat.visit("snapshot", step):
+            contents = self.state.contents_of_rank(self.runtime, self.log_event, self._run_values(plan))
+            save = self.pending.start(step, contents, metrics)
 
         # The next update changes the optimizers' state, which may still be copied.
         self.update.before_next_update(save.wait_for_copy)
 
         self._last_time = time.monotonic()
-        reseed_at(self.config.seed, steps_done)
+        reseed_at(self.config.seed, step)
 
     def _run_values(self, plan: Plan) -> dict[str, Any]:
         """Return what the manifest says about the run besides its state: settings, plan, versions."""

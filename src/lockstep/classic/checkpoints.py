@@ -21,7 +21,7 @@ import torch.distributed as dist
 from lockstep.checkpoint.choose import checkpoints_at
 from lockstep.checkpoint.loading.search import newest_valid
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.context import Contents, SaveContext
+from lockstep.checkpoint.saving.context import RankContents, SaveContext
 from lockstep.checkpoint.saving.outcome import Committed, SaveFailed
 from lockstep.checkpoint.saving.save import Saver
 from lockstep.checkpoint.state.run_state import RunState
@@ -180,7 +180,7 @@ def _write(state: RunState, step: int, storage: CheckpointStorage, token: str, w
     shards = {name: shard_of(captured_tensor.tensor) for name, captured_tensor in captured.tensors.items()}
     saver = Saver(context, asynchronous=False)
     values = {"state": captured.json_state, "world": world_size}
-    save = saver.start(step, Contents(shards, captured.aliases, values))
+    save = saver.start(step, RankContents(shards, captured.aliases, values))
     saver.close()
     if isinstance(save.outcome, SaveFailed):
         raise OSError(save.outcome.reason)

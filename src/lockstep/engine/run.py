@@ -281,7 +281,7 @@ class Run:
         if save_due or steps_done % self.config.checks.every == 0:
             self.check_replicas()
 
-        steps_at_start = self.resumed.steps_done if self.resumed else 0
+        steps_at_start = self.resumed.step if self.resumed else 0
         if save_due:
             self._save_now()
         elif steps_done == steps_at_start + 1:

@@ -70,9 +70,9 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
         folder = RunFolder(**agreed | parsed)
 
     # Rank 0 put a mark into the folder, which a rank on another file system does not see.
-    blind = runtime.collectives.gather_json(not _seen_mark(folder).exists())
+    blind = runtime.collectives.gather_json(not _visibility_probe(folder).exists())
     if runtime.is_main:
-        _seen_mark(folder).unlink()
+        _visibility_probe(folder).unlink()
 
     if any(blind):
         raise UserError(
@@ -122,7 +122,7 @@ def _create(folder: RunFolder) -> None:
         for old in path.glob(".seen-*"):
             old.unlink()
 
-        _seen_mark(folder).touch()
+        _visibility_probe(folder).touch()
 
         # The launcher has done this, too, if there is one.
         mark_going_back(path, folder.start_from.goes_back_to)
@@ -130,7 +130,7 @@ def _create(folder: RunFolder) -> None:
         raise not_writable(path, error) from error
 
 
-def _seen_mark(folder: RunFolder) -> Path:
+def _visibility_probe(folder: RunFolder) -> Path:
     """Return the file that rank 0 creates, to check that every rank sees its folder."""
     return folder.path / f".seen-{folder.token}"
 
@@ -151,6 +151,6 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    # Only rank 0 writes here, so the next run replaces the draft that a killed one has left.
-    with files.replacing(path) as draft:
-        draft.write_text(text)
+    # Only rank 0 writes here, so the next run replaces the temporary that a killed one has left.
+    with files.replacing(path) as temporary:
+        temporary.write_text(text)

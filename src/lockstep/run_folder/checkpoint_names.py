@@ -44,8 +44,8 @@ _DELETING = "gone"
 # ---- committed checkpoints ----
 
 
-def folder_name(steps_done: int) -> str:
-    return f"step-{steps_done:08d}"
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
 
 
 def step_in(name: str) -> int | None:
@@ -90,11 +90,11 @@ def name_before_replaced(name: str) -> str | None:
 # ---- temporary names: drafts, and checkpoints that are being deleted ----
 
 
-def draft_name(steps_done: int, token: str, number: int) -> str:
+def draft_name(step: int, token: str, number: int) -> str:
     """Return the name of the folder of a save that is not committed yet."""
     # The token keeps writers of an earlier attempt out of the folder, and the number keeps out writers of an earlier
     # save of the same step.
-    return f"{folder_name(steps_done)}.tmp-{token}-{number}"
+    return f"{folder_name(step)}.tmp-{token}-{number}"
 
 
 def name_to_delete(name: str, token: str) -> str:

@@ -22,7 +22,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 from lockstep.checkpoint.manager import CheckpointManager
-from lockstep.checkpoint.manifest import encode
+from lockstep.checkpoint.manifest import encode_manifest
 from lockstep.checkpoint.manifest_reader import read_manifest
 from lockstep.checkpoint.metrics import read_metrics
 from lockstep.checkpoint.saving import pending as pending_module
@@ -206,7 +206,7 @@ def test_the_state_of_the_loop_in_a_checkpoint_of_another_version(tmp_path: Path
     manifest = read_manifest(checkpoint)
     del manifest.values["loop"]
     manifest.values.update({"loop": loop} if loop else {})
-    checkpoint.storage.replace(f"{checkpoint.name}/{MANIFEST}", encode(manifest))
+    checkpoint.storage.replace(f"{checkpoint.name}/{MANIFEST}", encode_manifest(manifest))
 
     summary = lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=13).summary
     assert summary["step"] == 13
@@ -908,7 +908,7 @@ def test_a_checkpoint_that_lacks_a_value_is_refused_in_words(tmp_path: Path, mis
     checkpoint = at(tmp_path / "checkpoints" / "step-00000012")
     manifest = read_manifest(checkpoint)
     del manifest.values[missing]
-    checkpoint.storage.replace(f"{checkpoint.name}/{MANIFEST}", encode(manifest))
+    checkpoint.storage.replace(f"{checkpoint.name}/{MANIFEST}", encode_manifest(manifest))
 
     with pytest.raises(UserError, match=f"cannot be resumed: it does not contain {missing}"):
         lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=13)
@@ -920,7 +920,7 @@ def test_an_error_in_a_restore_keeps_its_type_and_names_the_checkpoint(tmp_path:
     checkpoint = at(tmp_path / "checkpoints" / "step-00000012")
     manifest = read_manifest(checkpoint)
     del manifest.values["state"]["stepper"]
-    checkpoint.storage.replace(f"{checkpoint.name}/{MANIFEST}", encode(manifest))
+    checkpoint.storage.replace(f"{checkpoint.name}/{MANIFEST}", encode_manifest(manifest))
 
     with pytest.raises(KeyError, match="stepper") as error:
         lockstep.fit(Dropped(), run_dir=tmp_path, resume="auto", steps=13)

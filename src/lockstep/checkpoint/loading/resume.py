@@ -34,7 +34,7 @@ RUN_VALUES = ("config", "world", "plan")
 class Resumed:
     """The result of a resume or a rewind."""
 
-    steps_done: int
+    step: int
     location: str  # of the checkpoint
     world_size: int  # how many ranks wrote the checkpoint
     global_batch: int  # of the run that saved it
@@ -115,7 +115,7 @@ class Resumer:
         changed_settings = config_changes(values["config"], self.config)
         self._check_fixed(changed_settings)
         other_changes = self.state.restore(reader, values, changed_settings)
-        steps_done = reader.manifest.step
+        step = reader.manifest.step
 
         # --resume may name a checkpoint that was set aside, which is never the newest one.
         is_own = reader.checkpoint.storage == self.storage and step_in(reader.checkpoint.name) is not None
@@ -123,13 +123,13 @@ class Resumer:
         # Set aside later checkpoints of this run: it goes back to this step and will write them again. If this one was
         # set aside before, another one may have the name of its step. All ranks wait here, because none may save before
         # that. The storage of another run must not change.
-        last_kept = steps_done if is_own else steps_done - 1
+        last_kept = step if is_own else step - 1
         self._set_own_aside(reader.checkpoint.storage, partial(set_aside_later, self.storage, last_kept))
 
-        reseed_at(self.config.seed, steps_done)
+        reseed_at(self.config.seed, step)
 
         return Resumed(
-            steps_done=steps_done,
+            step=step,
             location=str(reader.checkpoint.path),
             world_size=values["world"],
             global_batch=values["plan"]["global_batch"],

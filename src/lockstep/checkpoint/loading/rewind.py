@@ -101,9 +101,7 @@ class Rewinder:
 
         start, stop = span
         skipped = f"{plural(stop - start, 'sample')} at positions {start} to {stop - 1}"
-        self._log_event(
-            "rewind", step=result.step + 1, to=resumed.steps_done, reason=result.skip_reason, skipped=skipped
-        )
+        self._log_event("rewind", step=result.step + 1, to=resumed.step, reason=result.skip_reason, skipped=skipped)
         return resumed
 
     def _count(self, result: StepResult, to: int) -> None:

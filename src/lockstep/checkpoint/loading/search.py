@@ -193,7 +193,7 @@ def _invalid(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> Inv
 
 
 def _cannot_use(problem: InvalidCheckpoint, older: Checkpoint | None) -> UserError:
-    """Return the error for a checkpoint that may be whole, but cannot be loaded. `older` is the one before it."""
+    """Return the error for a checkpoint that may be intact, but cannot be loaded. `older` is the one before it."""
     # A file server may come back, but neither a permission nor a version of Lockstep does: the run waits for the first.
     if isinstance(problem, Forbidden):
         kind, fix = UserError, f"{READ_FIX}, and try again"
@@ -205,15 +205,15 @@ def _cannot_use(problem: InvalidCheckpoint, older: Checkpoint | None) -> UserErr
     if older:
         fix += f"; or name the checkpoint before it: --resume {older.path}, or init_from={older.path}"
 
-    return kind(f"the checkpoint {problem.checkpoint.path} {problem.verdict}", str(problem), fix)
+    return kind(f"the checkpoint {problem.checkpoint.path} {problem.predicate}", str(problem), fix)
 
 
 def _all_damaged(storage: CheckpointStorage, damaged: Sequence[Damaged], only: str | None) -> UserError:
-    """Return the error for a run whose checkpoints are all damaged, or for one that was asked for and is damaged."""
+    """Return the error for a run whose checkpoints are all damaged, or for the one that the user named."""
     what = f"the checkpoint {damaged[0].checkpoint.path}" if only else f"every checkpoint in {storage.root}"
     way_out = "choose another checkpoint: lockstep ckpt ls RUN" if only else "start again in a new run_dir"
     found = "; ".join(map(str, damaged))
-    return UserError(f"{what} {Damaged.verdict}", found, f"restore the files, or {way_out}")
+    return UserError(f"{what} {Damaged.predicate}", found, f"restore the files, or {way_out}")
 
 
 def _not_shared(found: str) -> UserError:

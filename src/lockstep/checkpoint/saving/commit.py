@@ -28,8 +28,8 @@ from typing import Any
 
 import lockstep
 from lockstep import faults
-from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, encode
-from lockstep.checkpoint.manifest_reader import decode
+from lockstep.checkpoint.manifest import Manifest, Piece, TensorEntry, encode_manifest
+from lockstep.checkpoint.manifest_reader import decode_manifest
 from lockstep.checkpoint.metrics import write_metrics
 from lockstep.checkpoint.retention import apply_retention
 from lockstep.checkpoint.saving.context import SaveContext
@@ -54,11 +54,11 @@ def commit(
     storage, context = draft.storage, draft.context
     confirmations = _wait_for_confirmations(draft, abort)
     manifest = _manifest(draft.step, confirmations, aliases, values)
-    encoded = encode(manifest)
+    encoded = encode_manifest(manifest)
 
     # Check that the manifest can be loaded.
     uncommitted = Checkpoint(storage, draft.name)
-    decode(encoded, uncommitted)
+    decode_manifest(encoded, uncommitted)
 
     if metrics:
         write_metrics(uncommitted, metrics)
@@ -102,7 +102,7 @@ def _wait_for_confirmations(draft: Draft, abort: AbortRequest) -> list[Confirmat
     """
     ranks = set(range(draft.context.world_size))
     confirmations: dict[int, Confirmation] = {}
-    timeout_s = draft.context.settings.timeout
+    timeout_s = draft.context.checkpoint_config.timeout
     deadline = time.monotonic() + timeout_s
 
     # Begin with a short pause (in seconds): ranks save at the same time, so the others are probably almost done.
@@ -183,7 +183,7 @@ def delete_old(context: SaveContext) -> str:
 
         # No rule counts these, so a step that is saved again and again would fill the disk.
         delete_replaced(context.storage, context.token)
-        apply_retention(context.metrics, context.settings, context.token)
+        apply_retention(context.metrics, context.checkpoint_config, context.token)
         if failed is not None:
             raise failed
     except (OSError, SaveError) as error:

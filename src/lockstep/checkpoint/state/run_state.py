@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.saving.context import Contents
+from lockstep.checkpoint.saving.context import RankContents
 from lockstep.checkpoint.state.digests import digest
 from lockstep.checkpoint.state.encoding import CapturedTensor, JsonDict, pack, pack_into, unpack
 from lockstep.checkpoint.state.loop_state import LoopState
@@ -103,7 +103,7 @@ class RunState:
 
     # ---- saving ----
 
-    def contents(self, runtime: Runtime, log_event: EventLogger, run_values: dict[str, Any]) -> Contents:
+    def contents_of_rank(self, runtime: Runtime, log_event: EventLogger, run_values: dict[str, Any]) -> RankContents:
         """Return what this rank writes: its shards and, on rank 0, the values of the manifest. Collective.
 
         `run_values`: these values, except the state of the run and of its loop.
@@ -124,7 +124,7 @@ class RunState:
         assert not no_tensors, f"not in the state: {list(no_tensors)}"
 
         later = {name for name, tensor in captured.tensors.items() if tensor.copy_later}
-        return Contents(self.shards_of(captured.tensors, runtime), captured.aliases, values, later)
+        return RankContents(self.shards_of(captured.tensors, runtime), captured.aliases, values, later)
 
     def shards_of(self, tensors: dict[str, CapturedTensor], runtime: Runtime) -> dict[str, LocalShard]:
         """Return what this rank writes of the tensors that all ranks have captured. Collective."""

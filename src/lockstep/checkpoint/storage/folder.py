@@ -239,11 +239,11 @@ def _delete_with_object(url_file: Path) -> None:
 
     # The file first gets another name: a rank that still writes the object sees by it that it must delete the object
     # itself. As long as the object exists, its URL must not be lost.
-    marked = _to_delete(url_file)
+    renamed = _to_delete(url_file)
     with suppress(FileNotFoundError):  # another rank may delete it at this moment
-        url_file.rename(marked)
+        url_file.rename(renamed)
         open_store(url).delete(url)
-        marked.unlink()
+        renamed.unlink()
 
 
 def _to_delete(url_file: Path) -> Path:

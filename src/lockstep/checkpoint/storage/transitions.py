@@ -1,6 +1,6 @@
-"""The rules of a commit: who may commit, how a draft becomes a checkpoint, and how one is set aside or deleted.
+"""The transitions of a checkpoint: who may commit, how a draft becomes a checkpoint, how one is set aside or deleted.
 
-Each rule is a few renames and deletions in a `CheckpointStorage`. A kill between two of them loses no checkpoint, and
+Each is a few renames and deletions in a `CheckpointStorage`. A kill between two of them loses no checkpoint, and
 the next start does the rest.
 """
 

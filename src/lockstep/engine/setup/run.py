@@ -285,7 +285,7 @@ def _describe_weights(
 
 def _continue_records(builder: RunBuilder, resumed: Resumed, requests: Requests, plan: Plan) -> str:
     """Continue the log of a resumed run. Return a line for the banner."""
-    steps_done = resumed.steps_done
+    steps_done = resumed.step
     check_steps_left(plan.steps, steps_done)
 
     # If no step follows, no new log line will be written, but the summary needs the last one.
