@@ -76,12 +76,12 @@ def going_back_mark(run_dir: Path) -> Path:
 
 
 @contextmanager
-def hold_for_new_job(run: Path, goes_back_to: str | None) -> Iterator[None]:
+def hold_for_new_job(run_dir: Path, goes_back_to: str | None) -> Iterator[None]:
     """Hold the folder for a job that begins there: nothing that an earlier job has left counts for it."""
     # The lock comes first: it raises if another job holds the folder, whose files must stay.
-    with hold(run):
-        remove_old_requests(run)
-        mark_going_back(run, goes_back_to)
+    with hold(run_dir):
+        remove_old_requests(run_dir)
+        mark_going_back(run_dir, goes_back_to)
         yield
 
 

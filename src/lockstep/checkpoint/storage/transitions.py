@@ -89,7 +89,7 @@ def set_aside(storage: CheckpointStorage, name: str, suffix: Literal["damaged", 
 
 
 def set_aside_later(storage: CheckpointStorage, step: int) -> None:
-    """Set aside all checkpoints after `step`, to which the run goes back. After an OSError, call it again."""
+    """Set aside all checkpoints after `step`: the run rewinds, or goes back, to it. After an OSError, call it again."""
     # List the folder only once, however many checkpoints there are.
     taken = set(storage.folders())
     rewound = [checkpoint.name for checkpoint in committed(storage) if checkpoint.step > step]
