@@ -1,4 +1,4 @@
-"""Which checkpoint a path means: the one at this path, or of a run its newest, its best, or that of a step.
+"""Choose the checkpoint that a path means: the one at this path; of a run its newest, its best, or that of a step.
 
 All commands ask here, and torch is not imported. What the path itself means is in `run_folder/paths.py`.
 """
@@ -22,7 +22,7 @@ from lockstep.run_folder.paths import read_path
 
 
 def checkpoints_at(path: Path) -> tuple[CheckpointStorage, str | None]:
-    """Return where the checkpoints are that `path` means, and the name of the one that it means; None: it is a run."""
+    """Return the storage that `path` names, and the name of the checkpoint; the name is None if `path` is a run."""
     meant = read_path(path)
     return CheckpointStorage(meant.checkpoints), meant.name
 

@@ -19,7 +19,7 @@ from lockstep.run_folder.names import AVERAGED_WEIGHTS, WEIGHTS
 class Weights(NamedTuple):
     """The weights in a checkpoint."""
 
-    tensors: dict[str, Any]  # tied ones once
+    tensors: dict[str, Any]  # a tied tensor is in here once
     aliases: dict[str, str]  # of tied tensors: {other name: name in `tensors`}
     frozen_digests: dict[str, str]  # of the frozen parameters that the checkpoint leaves out (checkpoint.frozen=false)
 

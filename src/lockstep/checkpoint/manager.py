@@ -65,7 +65,7 @@ class CheckpointManager:
     ):
         """Keep references to the objects of a run. Nothing is read or written here.
 
-        `update`: it must wait until a save has copied the optimizers' state. `fixed_settings`: see `Task`.
+        `update` waits, in the next step, until a save has copied the optimizers' state. `fixed_settings`: see `Task`.
         """
         # The objects of the run.
         self.folder = folder
@@ -91,7 +91,7 @@ class CheckpointManager:
         self._resumer = Resumer(storage, state, config, runtime, log_event, fixed_settings)
         self.rewinder = Rewinder(state.source, config, self.pending, self._resumer, self._load, log_event)
 
-        # When a checkpoint was last saved or loaded, or else the run began.
+        # When a checkpoint was last saved or loaded; before that, when the run began.
         self._last_time = time.monotonic()
 
     # ---- resuming ----
@@ -109,7 +109,7 @@ class CheckpointManager:
         problem = f"the checkpoints in {self.storage.root} cannot be claimed"
         retry_on_rank0(self.runtime, self.config.checkpoint.timeout, self._claim, problem)
 
-        # Any run may save on request.
+        # Any run may save on request, so this is checked in all of them.
         self._check_store()
 
         # A run that may never save does not need the room.
@@ -137,7 +137,7 @@ class CheckpointManager:
             raise UserError(problem, missing, fix)
 
     def _try_store(self) -> str | None:
-        """Try the store on rank 0. Return why waiting for it would be in vain, or None. Raises other OSErrors."""
+        """Try the store on rank 0. Return an error that waiting cannot mend, or None. Raises other OSErrors."""
         try:
             self.storage.try_store()
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -178,7 +178,7 @@ class CheckpointManager:
         """Load a checkpoint, and note what follows from it for later saves. Collective."""
         resumed = self._resumer.load(reader)
 
-        # If it was another run's, a later attempt must load it again, until this run has saved one of its own.
+        # If it belongs to another run, a later attempt must load it again, until this run has saved a checkpoint.
         self.pending.last_committed = resumed.step if resumed.is_own else None
         self._last_time = time.monotonic()
 
@@ -190,14 +190,14 @@ class CheckpointManager:
     def _claim(self) -> None:
         """Make this attempt the only writer. Rank 0 calls it, before any checkpoint is written.
 
-        Raises OSError. If it is called again after that, it does the rest.
+        After an OSError it may be called again.
         """
         claim(self.storage, self.folder.token)
 
         # Free the space of what killed attempts left behind.
         delete_leftovers(self.storage, self.folder.token)
 
-        # A kill after a commit may have left it behind.
+        # It names an older one if rank 0 was killed right after a commit.
         update_latest(self.storage)
 
     # ---- is a save due? ----

@@ -84,9 +84,8 @@ class InvalidCheckpoint(Exception):
     file: str
     why: str
 
-    # The problem in a table, and in a sentence that begins with the name of the checkpoint.
-    label: ClassVar[str]
-    predicate: ClassVar[str]
+    label: ClassVar[str]  # the problem in a table
+    predicate: ClassVar[str]  # and in a sentence, whose subject is the checkpoint
 
     def __str__(self) -> str:
         return f"{self.checkpoint.name}/{self.file}: {self.why}"
@@ -174,7 +173,7 @@ class Manifest:
     # Everything else that was saved, as `encoding.pack` encodes it.
     values: dict[str, Any] = field(default_factory=dict)
 
-    # Of all fields above, if the manifest was read: ranks compare it. In the file, it is next to the content.
+    # The digest of all fields above, by which ranks compare their manifests. It is set when a manifest is read.
     digest: str = field(default="", compare=False)
 
     @property

@@ -218,7 +218,7 @@ def _manifest(content: Any, digest: str) -> Manifest:
 
 
 def check_floats(value: Any) -> None:
-    """Check the numbers in `values` that strict JSON lacks. Only the objects that have saved the rest know it."""
+    """Check the numbers in `values` that strict JSON lacks. Only the objects that saved the rest can check that."""
     match value:
         case {"$float": text}:
             require(isinstance(text, str) and text in FLOATS, f"$float = {str(text)[:40]!r} is not a number")

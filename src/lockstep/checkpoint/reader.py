@@ -1,4 +1,4 @@
-"""Reads the tensors of one checkpoint, however they were sharded when saved."""
+"""Read the tensors of one checkpoint, however they were sharded when saved."""
 
 from __future__ import annotations
 

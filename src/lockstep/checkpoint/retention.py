@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the newest, some in between, and the best. All others are deleted.
+"""Choose which checkpoints are kept: the newest, some in between, and the best. All others are deleted.
 
 This module does not import torch.
 """

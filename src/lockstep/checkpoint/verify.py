@@ -1,4 +1,4 @@
-"""Verifies the files of a checkpoint: their sizes, their digests, and the pieces that the manifest expects in them.
+"""Verify the files of a checkpoint: their sizes, their digests, and the pieces that the manifest expects in them.
 
 This module does not import torch.
 """

@@ -69,7 +69,7 @@ def open_run_dir(config: RunConfig, name: str, runtime: Runtime) -> RunFolder:
         parsed = {"path": Path(agreed["path"]), "start_from": StartFrom(**agreed["start_from"])}
         folder = RunFolder(**agreed | parsed)
 
-    # Rank 0 put a mark into the folder, which a rank on another file system does not see.
+    # Rank 0 has made a file in the folder, which a rank on another file system does not see.
     blind = runtime.collectives.gather_json(not _visibility_probe(folder).exists())
     if runtime.is_main:
         _visibility_probe(folder).unlink()
@@ -118,7 +118,7 @@ def _create(folder: RunFolder) -> None:
         (path / CHECKPOINTS).mkdir(exist_ok=True)
         folder.lock = lock(path)
 
-        # An attempt that was killed early left its mark behind.
+        # An attempt that was killed early has left its file behind.
         for old in path.glob(".seen-*"):
             old.unlink()
 
@@ -151,6 +151,6 @@ def write_summary(run_dir: Path, summary: dict[str, Any]) -> None:
 
 
 def _replace(path: Path, text: str) -> None:
-    # Only rank 0 writes here, so the next run replaces the temporary that a killed one has left.
+    # Only rank 0 writes here, so the next run replaces a temporary file that a killed one has left.
     with files.replacing(path) as temporary:
         temporary.write_text(text)

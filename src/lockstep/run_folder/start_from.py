@@ -1,6 +1,6 @@
 """Where a run starts: from its beginning, or from a checkpoint.
 
-Rank 0 decides once, when it opens the run folder (`choose_start`); everybody else asks `RunFolder.start_from`.
+Rank 0 decides once, when it opens the run folder (`choose_start`). All later code reads `RunFolder.start_from`.
 """
 
 from __future__ import annotations

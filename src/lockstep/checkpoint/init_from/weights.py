@@ -84,7 +84,7 @@ def load_initial_weights(
         if name not in held_elsewhere and (only is None or name in only):
             _copy(state[name], source, original)
 
-    # What was read may be wrong in a tied tensor: its names must agree.
+    # The source may have different values under two names of a tied tensor, of which only one was read.
     if only is None:
         _check_ties(state, source, matched, held_elsewhere)
 

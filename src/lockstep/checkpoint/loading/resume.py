@@ -1,4 +1,4 @@
-"""Finds the checkpoint to resume from, and restores a run from it.
+"""Find the checkpoint to resume from, and restore a run from it.
 
 `CheckpointManager` decides when: at the start, and when a run rewinds. All ranks call these methods together.
 """
@@ -95,7 +95,7 @@ class Resumer:
         return reader
 
     def _report_skipped(self, reader: CheckpointReader) -> None:
-        """Warn about newer checkpoints, which are damaged. If they are this run's, they are set aside. Collective."""
+        """Warn about the newer checkpoints, which are all damaged, and set aside those of this run. Collective."""
         for skipped in reader.skipped:
             name = skipped.checkpoint.name
             text = f"{skipped.sentence}; resuming from {reader.checkpoint.name}"
@@ -117,12 +117,12 @@ class Resumer:
         other_changes = self.state.restore(reader, values, changed_settings)
         step = reader.manifest.step
 
-        # --resume may name a checkpoint that was set aside, which is never the newest one.
+        # --resume may name a checkpoint that was set aside. It is not among those that the run keeps.
         is_own = reader.checkpoint.storage == self.storage and step_in(reader.checkpoint.name) is not None
 
-        # Set aside later checkpoints of this run: it goes back to this step and will write them again. If this one was
-        # set aside before, another one may have the name of its step. All ranks wait here, because none may save before
-        # that. The storage of another run must not change.
+        # Set aside the later checkpoints of this run, which will write them again. If the loaded one was set aside
+        # before, another checkpoint may have the name of its step: that one counts as later, too. The storage of
+        # another run must not change. All ranks wait here, because none may save before this is done.
         last_kept = step if is_own else step - 1
         self._set_own_aside(reader.checkpoint.storage, partial(set_aside_later, self.storage, last_kept))
 

@@ -1,4 +1,4 @@
-"""Finds the newest valid checkpoint. All ranks agree on it before any of them changes a weight.
+"""Find the newest valid checkpoint. All ranks agree on it before any of them changes a weight.
 
 Every byte is verified against its digest before a tensor is used.
 """
@@ -182,7 +182,7 @@ def _seen_here(storage: CheckpointStorage, names: list[str], listed: list[str]) 
 
 def _invalid(checkpoint: Checkpoint, problems: Sequence[ReportedProblem]) -> InvalidCheckpoint:
     """Return one error for all problems of a checkpoint."""
-    # The first of these kinds that any rank found counts.
+    # Ranks may find problems of different kinds. The first of these kinds that any rank has found counts.
     labels = {problem.label for problem in problems}
     kind = next(kind for kind in (Damaged, Forbidden, Unreadable, WrongFormat) if kind.label in labels)
 

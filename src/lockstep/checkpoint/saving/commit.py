@@ -10,8 +10,8 @@
     step-N.tmp-TOKEN-NUMBER -> step-N           the commit
     calls `SaveContext.on_commit`
     updates `latest`
-    if it still owns the storage: deletes what an earlier commit could delete only in part, step-N.replaced, and the
-    checkpoints that no setting keeps
+    checks again that it owns the storage
+    deletes what an earlier commit could delete only in part, step-N.replaced, and the checkpoints that no setting keeps
 
 A power cut or a kill at any moment leaves the old state or the new one: contents are durable before names, the manifest
 before the rename, and the rename before `latest` changes and before an old checkpoint is deleted. A run saves no step
@@ -178,10 +178,10 @@ def delete_old(context: SaveContext) -> str:
         # Another attempt may have taken over, and may have gone back to one of those.
         context.check_owner()
 
-        # What cannot be deleted even now must not keep the others: they would fill the disk.
+        # After a failure, delete the others all the same: they would fill the disk.
         failed = finish_deletions(context.storage, context.token)
 
-        # No rule counts these, so a step that is saved again and again would fill the disk.
+        # Retention does not count these, so a step that is saved again and again would fill the disk.
         delete_replaced(context.storage, context.token)
         apply_retention(context.metrics, context.checkpoint_config, context.token)
         if failed is not None:

@@ -126,11 +126,12 @@ class CapturedTensor(NamedTuple):
 
     tensor: Tensor
 
-    # The parameter or buffer to which it belongs: it is that, its average, or in the state that an optimizer keeps for
-    # it. None: it belongs to none.
+    # The parameter or buffer to which it belongs: the tensor is the parameter itself, its average, or a part of the
+    # optimizer's state for it. None: it belongs to no parameter.
     parameter: str | None = None
 
-    # The stateful object in whose state it is. It may differ between ranks: unless it is a DTensor, rank 0's is saved.
+    # The stateful object whose state it is part of. The tensor may differ between ranks, and that of rank 0 is saved,
+    # unless it is a DTensor.
     stateful: str | None = None
 
     # Whether it may be copied while training continues, because it changes only after `Update.wait_for_copy`. The model

@@ -53,7 +53,7 @@ class CapturedState(NamedTuple):
     aliases: dict[str, str]  # for tied tensors: other name -> name in `tensors`
     json_state: JsonDict
 
-    # What the state_dict() of each stateful object returned, which `json_state` and `tensors` encode.
+    # What the state_dict() of each stateful object returned. `json_state` and `tensors` encode it.
     states: dict[str, Any]
 
 
@@ -106,7 +106,7 @@ class RunState:
     def contents_of_rank(self, runtime: Runtime, log_event: EventLogger, run_values: dict[str, Any]) -> RankContents:
         """Return what this rank writes: its shards and, on rank 0, the values of the manifest. Collective.
 
-        `run_values`: these values, except the state of the run and of its loop.
+        `run_values` are the values that do not come from here: the settings, the plan, the versions.
         """
         # Rank 0 writes the JSON state of all ranks, which may hold different parameters.
         captured = self.capture()
@@ -165,7 +165,7 @@ class RunState:
         captured.json_state["model"]["frozen_digests"] = self._model_state.frozen_digests()
         captured.json_state["next_samples"] = next_samples(self.source)
 
-        # The stepper has state only between two steps, and no tensors.
+        # Between two steps, the state of the stepper is a few counters, without tensors.
         stepper_tensors: dict[str, Tensor] = {}
         captured.json_state["stepper"] = pack(self.stepper.state_dict(), "stepper", stepper_tensors)
         assert not stepper_tensors, f"not in `tensors`: {list(stepper_tensors)}"
@@ -248,7 +248,7 @@ class RunState:
 
     def _check_required(self, json_state: JsonDict) -> None:
         """Check that the callbacks with state have the names that they had, before anything is changed."""
-        # An older version has not saved which ones are required.
+        # An older version did not save which names are required.
         before = set(json_state.get("required", ()))
         now = {name for name in self.registered.required if self.registered[name].state_dict()}
         differences = {
@@ -285,7 +285,7 @@ class RunState:
         """Return a line for each object in the checkpoint that this run does not have any more."""
         gone = [name for name, state in states.items() if state and name not in self.registered]
 
-        # Those that had a tensor for each parameter, and perhaps nothing else.
+        # An object may have left nothing but a tensor for each parameter.
         known = tuple(f"{name}." for name in (*TENSOR_KINDS, *self.registered, *gone))
         gone += sorted({name.partition(".")[0] for name in reader.names() if not name.startswith(known)})
         return [f"{name}: in the checkpoint, but not in use here" for name in gone]
@@ -316,8 +316,8 @@ def check_values(reader: CheckpointReader, *keys: str) -> None:
 def _noted(reader: CheckpointReader) -> Iterator[None]:
     """Add to an error which checkpoint was being restored.
 
-    Its digest is valid. So it is an error of an object's `load_state_dict`, or the values are not those that this
-    version saves.
+    The digest of the checkpoint is valid. So the error comes from the `load_state_dict` of an object, or from values
+    that another version has saved.
     """
     try:
         yield

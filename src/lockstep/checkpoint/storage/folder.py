@@ -122,8 +122,8 @@ class CheckpointStorage:
 
         Unless it is `durable`, it may be old, empty or missing after a power cut.
         """
-        # Most without an fsync, which takes a millisecond or more: those are messages to running processes, and a
-        # power cut ends these as well. The next start claims the storage anew, and lists the checkpoints themselves.
+        # Most of these files are messages to running processes, which a power cut ends as well. They need no fsync,
+        # which takes a millisecond or more: the next start claims the storage anew, and lists the checkpoints itself.
         path = self.root / key
         with replacing(path, str(os.getpid())) as temporary, create_file(temporary) as file:
             write_all(file.fileno(), memoryview(data))

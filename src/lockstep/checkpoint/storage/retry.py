@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 FIRST_PAUSE_S = 1.0
 MAX_PAUSE_S = 30.0
 
-# Errors that stay until somebody makes room, or grants permission: a run does not wait.
+# Errors that last until somebody makes room, or grants permission. A run does not wait after them.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 NO_RIGHT = (errno.EACCES, errno.EROFS)
 
@@ -70,7 +70,7 @@ def retry(act: Callable[[], Answer], runtime: Runtime, timeout_s: float) -> Answ
             if left <= 0:
                 raise
 
-            # Once, and not as an event: the terminal shows events only when the run has been set up.
+            # Print it once, and not as an event: the terminal shows events only after the set-up of the run.
             if runtime.is_main and pause == FIRST_PAUSE_S:
                 text = f"{error.problem} ({error.found}); trying again for {timeout_s:g} s (checkpoint.timeout)"
                 print(printable(f"lockstep: {text}"), file=sys.stderr, flush=True)
@@ -119,5 +119,5 @@ def _not_done(problem: str, found: str, fix: str, numbers: set[int | None]) -> U
 
 
 def or_wait(fix: str) -> str:
-    """Return what to do about files that cannot be read or written now: `fix`, or nothing."""
+    """Return the advice for files that cannot be read or written now: `fix`, unless waiting helps."""
     return f"{fix}, or wait until the file server or the object store is back, and try again"
